@@ -3,12 +3,13 @@
 
 #include "adapter/spare_file.h"
 #include "catalog/tables.h"
+#include "cma/reader_cma.h"
 #include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
 #include "pull/plan_cache.h"
+#include "net/reading_threads.h"
 #include "pull/pull_session.h"
-#include "stream/reading_threads.h"
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
@@ -125,6 +126,8 @@ void fanin_client_disconnect(fanin_client *client)
     path_states_free(client);
     tables_free_all(client);
     stream_disconnect(client);
+    cma_disconnect(client);
+    reading_threads_destroy(&client->readers);
     (void)ucx_end_close(client);
     devices_disconnect(client);
     for (size_t i = 0; i < client->n_peers; i++)

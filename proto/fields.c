@@ -84,7 +84,8 @@ CHECKED_TABLE(fields_hello_ok, check_hello_ok,
 
 TABLE(fields_open_path,
       I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
-      {2, FIELD_BYTES, false, AT(msg_open_path, address), 0, LIMIT_UCX_ADDRESS});
+      {2, FIELD_BYTES, false, AT(msg_open_path, address), 0, LIMIT_UCX_ADDRESS},
+      OPTIONAL_NUMBER(3, FIELD_U64, msg_open_path, witness, UINT64_MAX));
 
 TABLE(fields_list, OPTIONAL_TEXT(1, msg_list, publication));
 

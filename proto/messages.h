@@ -77,6 +77,8 @@ typedef struct msg_hello_ok {
 typedef struct msg_open_path { /* request and reply */
     int32_t path;
     bytes_view address; /**< UCX worker address; borrowed */
+    /** cma's reply: where the incarnation lies in the server's memory; 0: not told */
+    uint64_t witness;
 } msg_open_path;
 
 typedef struct msg_list_entry {

@@ -135,12 +135,12 @@ static void load_ucx(fanin_server *s)
     } else if ((s->flags & FANIN_SERVER_OPEN) &&
                !(s->flags & FANIN_SERVER_TRUSTED_NETWORK)) {
         snprintf(s->ucx_why, sizeof s->ucx_why,
-                 "an open server offers the stream path only");
+                 "an open server offers networks the stream path only");
     } else if (ucx_load(&s->log, &s->ucx, &error) != FANIN_OK) {
         s->ucx = NULL;
         s->ucx_failed = true;
         snprintf(s->ucx_why, sizeof s->ucx_why, "%s", error.message);
-        log_write(&s->log, FANIN_LOG_WARNING, "ucx-missing", "stream path only: %s",
+        log_write(&s->log, FANIN_LOG_WARNING, "ucx-missing", "no path rdma: %s",
                   error.message);
     }
 }
@@ -232,9 +232,8 @@ static void finish(fanin_server *s)
     stream_destroy(s);
     commit_destroy(s);
     publications_free(s);
-    for (int i = 0; i < DOMAINS; i++)
-        if (s->registrar.ucx[i])
-            ucx_server_destroy(&s->registrar.ucx[i]);
+    if (s->registrar.ucx)
+        ucx_server_destroy(&s->registrar.ucx);
     if (s->ucx)
         ucx_unload(&s->ucx);
     if (s->wake >= 0)

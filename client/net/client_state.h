@@ -41,7 +41,8 @@ struct fanin_client {
     struct devices *devices;         /**< device/devices.h */
     struct path_peer *paths;         /**< path/path_state.h; one a peer */
     struct stream_end *streams;      /**< stream/stream_link.h; one a peer */
-    struct reading_threads *readers; /**< stream/reading_threads.h */
+    struct reading_threads *readers; /**< net/reading_threads.h */
+    struct cma_end *cma;             /**< cma/reader_cma.h */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
     fanin_session

@@ -616,6 +616,12 @@ bool connection_is_unix(const connection *c)
 {
     return c->is_unix;
 }
+bool connection_process(const connection *c, pid_t *pid_out)
+{
+    *pid_out = 0;
+    return c->is_unix && c->source.fd >= 0 &&
+           socket_peer_credentials(c->source.fd, NULL, pid_out);
+}
 bool connection_is_sealed(const connection *c)
 {
     return c->in.sealed;

@@ -59,6 +59,9 @@ const char *connection_text(const connection *c);         /**< address for messa
 const char *connection_name(const connection *c, char name[CONNECTION_NAME]);
 const socket_address *connection_address(const connection *c); /**< the one in use */
 bool connection_is_unix(const connection *c);
+/** The process that listens on its Unix socket: the number that it has in this process's pid
+    namespace, 0 if it has none there. False: it is no Unix socket, or down. */
+bool connection_process(const connection *c, pid_t *pid_out);
 /** Whether frames carry checksums, in both directions; data connections are to do as it does. */
 bool connection_is_sealed(const connection *c);
 bool connection_is_local(const connection *c);       /**< the rank is on this host */

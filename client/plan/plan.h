@@ -158,6 +158,9 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
 void plan_slice_free(plan **slice);
 /** The piece's first byte in the destination, and the one after its last (as `to`: without a base). */
 void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high);
+/** The same of so many bytes that land at @p to as @p view says; NULL: contiguously. */
+void landing_reach(const strided *view, uint64_t to, uint64_t length, uint64_t *low,
+                   uint64_t *high);
 
 /** Whether those sources with use[i] tile everything (the proof alone; of rules->keys); false also
     if rules->stop stops it. @p rules may be NULL. */
@@ -196,6 +199,8 @@ typedef struct span_rule {
     uint64_t max_gap;    /**< bytes read for nothing to save one operation */
     /** a piece of at least so many contiguous bytes is a span of its own */
     uint64_t direct_from;
+    /** shorter runs are read with the gaps between them, and sorted afterwards; 0: direct_from */
+    uint64_t short_run;
     /** its reader walks views in the remote memory: pieces are not cut, whatever lies between their
         runs, and the other limits are of no account */
     bool walks_views;

@@ -385,15 +385,16 @@ fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                          LENGTH_MIN);
     static const cut_rule uncut = {
         .max_length = UINT64_MAX, .short_run = UINT64_MAX, .max_gap = UINT64_MAX};
-    spanner s = {.plan = plan,
-                 .keys = keys,
-                 .source = &sources[index],
-                 .regions = regions,
-                 .rule = rule,
-                 .stop = stop,
-                 .cut = {.max_length = rule->max_length,
-                         .short_run = rule->direct_from,
-                         .max_gap = rule->max_gap}};
+    spanner s = {
+        .plan = plan,
+        .keys = keys,
+        .source = &sources[index],
+        .regions = regions,
+        .rule = rule,
+        .stop = stop,
+        .cut = {.max_length = rule->max_length,
+                .short_run = rule->short_run ? rule->short_run : rule->direct_from,
+                .max_gap = rule->max_gap}};
     if (rule->walks_views)
         s.cut = uncut;
     fanin_status status = build(&s, &plan->ranks[index], error);

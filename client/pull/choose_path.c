@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/choose_path.h"
 
+#include "cma/reader_cma.h"
 #include "error_set.h"
 #include "ipc/reader_ipc.h"
 #include "stream/stream_link.h"
@@ -10,6 +11,7 @@
 const path_reader *const path_readers[PATH_READERS] = {
     &ipc_reader, /* first: its kernels run while the others begin */
     &stream_reader,
+    &cma_reader,
     &ucx_reader,
 };
 

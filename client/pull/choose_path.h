@@ -5,7 +5,7 @@
 
 #include "path/reader.h"
 
-#define PATH_READERS 3
+#define PATH_READERS 4
 /** In the order in which they are tried, started and ended. */
 extern const path_reader *const path_readers[PATH_READERS];
 /** That carries @p path. */

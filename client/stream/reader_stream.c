@@ -2,7 +2,7 @@
 #include "stream/stream_link.h"
 
 #include "error_set.h"
-#include "stream/reading_threads.h"
+#include "net/reading_threads.h"
 #include "thread.h"
 #include <stdlib.h>
 #include <string.h>
@@ -57,7 +57,6 @@ void stream_disconnect(fanin_client *client)
         stream_link_destroy(&client->streams[i].link);
     free(client->streams);
     client->streams = NULL;
-    reading_threads_destroy(&client->readers);
 }
 
 /* ----------------------------------------------------------------- choosing */

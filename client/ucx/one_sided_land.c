@@ -16,8 +16,8 @@ void work_fail(const one_sided *o, one_sided_work *w, const char *what)
     w->failed = true;
     w->error = (fanin_error)FANIN_ERROR_INIT;
     error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
-              "reading from rank %u at %s by %s: %s", w->rank, connection_text(c),
-              fanin_path_name(o->end->path), what);
+              "reading from rank %u at %s by rdma: %s", w->rank, connection_text(c),
+              what);
 }
 
 /* A device, or the driver, has failed. */

@@ -6,11 +6,6 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-static bool reaches_devices(const one_sided *o)
-{
-    return o->end->path == FANIN_PATH_RDMA;
-}
-
 /* Made by the first one-sided pull, kept until the client's UCX end goes. */
 fanin_status one_sided_make_staging(ucx_end *end, fanin_error *error)
 {
@@ -28,7 +23,7 @@ fanin_status one_sided_make_staging(ucx_end *end, fanin_error *error)
                             &end->staging_local, error);
 }
 
-/* Registers a range for gets that land in it. Adapters reach device memory, cma does not. */
+/* Registers a range for gets that land in it. */
 static fanin_status register_range(one_sided *o, const memory_range *r, ucx_local **out,
                                    fanin_error *error)
 {
@@ -48,7 +43,7 @@ static fanin_status register_range(one_sided *o, const memory_range *r, ucx_loca
 void one_sided_register(one_sided *o)
 {
     size_t n = o->r->n_ranges;
-    bool refused[2] = {false, !o->r->sink || !reaches_devices(o)};
+    bool refused[2] = {false, !o->r->sink};
     o->locals = calloc(n + 1, sizeof *o->locals);
     for (; o->locals && o->n_locals < n; o->n_locals++) {
         const memory_range *r = &o->r->ranges[o->n_locals];
@@ -71,7 +66,7 @@ void one_sided_register(one_sided *o)
 /* Slots on each device that has destinations, if UCX can write there. */
 static void make_device_slots(one_sided *o)
 {
-    size_t n = o->r->sink && reaches_devices(o) ? device_sink_devices(o->r->sink) : 0;
+    size_t n = o->r->sink ? device_sink_devices(o->r->sink) : 0;
     for (size_t i = 0; i < n; i++) {
         get *gets = &o->gets[FIRST_DEVICE + i * DEVICE_SLOTS];
         int device = device_sink_device_at(o->r->sink, i);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One-sided paths that UCX carries: endpoints, remote keys, a probe read. */
+/* The path rdma, which UCX carries: endpoints, remote keys, a probe read. */
 
 #include "device/devices.h"
 #include "error_set.h"
@@ -7,8 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* A probe on a healthy path takes microseconds on one host, milliseconds over a fabric
-   (the first get also connects). */
+/* A probe on a healthy path takes milliseconds over a fabric (the first get also connects). */
 #define PROBE_MS 3000
 /* Turns of UCX in which answers that have come are taken, and one more for each rank. */
 #define PROBE_TURNS 64
@@ -57,15 +56,14 @@ static void on_open(void *cookie, connection *c, message_type type, body *b)
     o->ok = true;
 }
 
-static fanin_status open_client(const path_round *r, fanin_path path,
-                                fanin_error *error)
+static fanin_status open_client(const path_round *r, fanin_error *error)
 {
     fanin_client *client = r->client;
     ucx_end *end = client->one_sided;
     gpu *g = client->devices->g;
     gpu_device device;
     const char *pci = NULL; /* of the GPU that an RDMA adapter should be near to */
-    if (!end->client || end->path != path)
+    if (!end->client)
         (void)ucx_end_close(client); /* no read is under way here */
     if (!end->peers)
         end->peers = calloc(client->n_peers, sizeof *end->peers);
@@ -73,24 +71,22 @@ static fanin_status open_client(const path_round *r, fanin_path path,
         return error_set_memory(error);
     if (end->client)
         return FANIN_OK;
-    end->path = path;
     if (r->n_devices > 0 && g &&
         gpu_device_get(g, r->devices[0], &device, NULL) == FANIN_OK)
         pci = device.pci;
-    return ucx_client_create(end->ucx, (ucx_path)path, pci, &client->log, &end->client,
+    return ucx_client_create(end->ucx, UCX_PATH_RDMA, pci, &client->log, &end->client,
                              error);
 }
 
 /* Exchanges addresses with all candidates at once. */
-static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
-                                   fanin_error *error)
+static fanin_status open_endpoints(path_round *r, bool *want, fanin_error *error)
 {
     fanin_client *client = r->client;
     opening *o = calloc(client->n_peers, sizeof *o);
     if (!o)
         return error_set_memory(error);
     size_t left = 0;
-    msg_open_path m = {.path = path};
+    msg_open_path m = {.path = FANIN_PATH_RDMA};
     m.address.data = ucx_client_address(client->one_sided->client, &m.address.size);
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!want[i] || ucx_end_to(client, i))
@@ -120,21 +116,14 @@ static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
 /* ------------------------------------------------------------ remote keys */
 
 /* What UCX is not given to read: GPU memory that needs another path, or none. */
-static fanin_status check_kinds(const region_table *regions, fanin_path path,
-                                fanin_error *error)
+static fanin_status check_kinds(const region_table *regions, fanin_error *error)
 {
     for (uint32_t i = 0; i < regions->count; i++) {
         const region_entry *r = &regions->entries[i];
-        if (r->memory != FANIN_MEMORY_CUDA)
-            continue;
-        if (path == FANIN_PATH_CMA)
+        if (r->memory == FANIN_MEMORY_CUDA && r->rkey_size == 0)
             return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                             "the rank holds GPU memory, which cma does not read");
-        if (r->rkey_size == 0)
-            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                             "the rank's GPU memory is not registered for %s (a UCX "
-                             "with CUDA and GPUDirect RDMA are needed there)",
-                             fanin_path_name(path));
+                             "the rank's GPU memory is not registered for rdma (a UCX "
+                             "with CUDA and GPUDirect RDMA are needed there)");
     }
     return FANIN_OK;
 }
@@ -161,14 +150,14 @@ static void drop_keys(fanin_client *client, size_t peer, path_hold *hold)
     free(h);
 }
 
-static fanin_status unpack_keys(path_round *r, size_t peer, fanin_path path,
-                                work_stop *stop, fanin_error *error)
+static fanin_status unpack_keys(path_round *r, size_t peer, work_stop *stop,
+                                fanin_error *error)
 {
     path_state *s = path_state_of(r->client, r->publication, peer);
     const ucx_peer *end = &r->client->one_sided->peers[peer];
     if (s->hold)
         return FANIN_OK;
-    fanin_status status = check_kinds(s->regions, path, error);
+    fanin_status status = check_kinds(s->regions, error);
     if (status != FANIN_OK)
         return status;
     key_hold *h = calloc(1, sizeof *h + s->regions->count * sizeof *h->keys);
@@ -191,16 +180,15 @@ static fanin_status unpack_keys(path_round *r, size_t peer, fanin_path path,
 }
 
 /* Regions and remote keys of peers with mask[i], whose endpoints are there. */
-static fanin_status get_keys(path_round *r, bool *mask, fanin_path path,
-                             fanin_error *error)
+static fanin_status get_keys(path_round *r, bool *mask, fanin_error *error)
 {
     fanin_client *client = r->client;
     client_work work;
     client_work_start(&work, client, r->at);
-    fanin_status status = path_regions(r, mask, path, error);
+    fanin_status status = path_regions(r, mask, FANIN_PATH_RDMA, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
-        if (!mask[i] || unpack_keys(r, i, path, &work.stop, &why) == FANIN_OK)
+        if (!mask[i] || unpack_keys(r, i, &work.stop, &why) == FANIN_OK)
             continue;
         if (work.stop.stopped) {
             error_copy(error, &why);
@@ -314,22 +302,21 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
 }
 
 static fanin_status judge_probes(path_round *r, const bool *want, const probe *probes,
-                                 fanin_path path, fanin_error *error)
+                                 fanin_error *error)
 {
     const ucx_end *end = r->client->one_sided;
-    const char *name = fanin_path_name(path);
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         char reason[PATH_REASON];
         if (!want[i])
             continue;
         if (probes[i].posted && probes[i].ucx_status != 0) {
-            snprintf(reason, sizeof reason, "a probe read by %s failed", name);
-            status = give_up(r, i, probes[i].why[0] ? probes[i].why : reason, error);
+            const char *why = probes[i].why;
+            status = give_up(r, i, why[0] ? why : "a probe read by rdma failed", error);
         } else {
-            snprintf(reason, sizeof reason, "a probe read by %s succeeded (%.60s)",
-                     name, ucx_endpoint_transport(end->peers[i].endpoint));
-            path_choose(r, i, path, reason);
+            snprintf(reason, sizeof reason, "a probe read by rdma succeeded (%.60s)",
+                     ucx_endpoint_transport(end->peers[i].endpoint));
+            path_choose(r, i, FANIN_PATH_RDMA, reason);
         }
     }
     return status;
@@ -344,8 +331,7 @@ static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
     return path_give_up_all(r, want, "a probe read could not be recalled", error);
 }
 
-static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
-                              fanin_error *error)
+static fanin_status probe_all(path_round *r, bool *want, fanin_error *error)
 {
     fanin_client *client = r->client;
     uint64_t *landing = calloc(client->n_peers, sizeof *landing);
@@ -369,8 +355,8 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
         closed = true;
     }
     if (status == FANIN_OK)
-        status = closed ? go_without(r, want, error)
-                        : judge_probes(r, want, probes, path, error);
+        status =
+            closed ? go_without(r, want, error) : judge_probes(r, want, probes, error);
     if (!recalled)
         return status; /* what the reads may still write stays */
     free(landing);
@@ -381,8 +367,7 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
 /* ------------------------------------------------------------------- whole */
 
 /* Whether UCX could be tried with a rank; if not, *why says why. */
-static bool may_do(const fanin_client *client, size_t peer, fanin_path path,
-                   char why[PATH_REASON])
+static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON])
 {
     const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
     const ucx_end *end = client->one_sided;
@@ -393,70 +378,51 @@ static bool may_do(const fanin_client *client, size_t peer, fanin_path path,
     else if (!ucx_versions_match(ucx_version(end->ucx), hello->ucx_version))
         snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
                  ucx_version(end->ucx), hello->ucx_version);
-    else if (!path_is_offered(client, peer, path))
-        snprintf(why, PATH_REASON, "the rank does not offer %s on this connection",
-                 fanin_path_name(path));
-    else if (path == FANIN_PATH_CMA && !path_is_local(client, peer))
-        snprintf(why, PATH_REASON,
-                 "cma needs the rank on the same host and in the same pid and "
-                 "ipc namespaces");
+    else if (!path_is_offered(client, peer, FANIN_PATH_RDMA))
+        snprintf(why, PATH_REASON, "the rank does not offer rdma on this connection");
     else
         return true;
     return false;
 }
 
-/* Leaves those that are worth trying, and the path to try with them; AUTO: nobody is. */
-static fanin_status sort_out(path_round *r, bool *open, fanin_path *path_out,
-                             fanin_error *error)
+/* Leaves those that are worth trying; *any: there are some. */
+static fanin_status sort_out(path_round *r, bool *open, bool *any, fanin_error *error)
 {
-    const fanin_client *client = r->client;
-    const ucx_end *end = client->one_sided;
-    fanin_path forced = client->config.path;
-    *path_out = FANIN_PATH_AUTO;
-    r->lacks = !end->ucx;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        char why[PATH_REASON] = "other ranks use another one-sided path";
+    *any = false;
+    r->lacks = !r->client->one_sided->ucx;
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        char why[PATH_REASON];
         if (!open[i])
             continue;
-        fanin_path path = forced != FANIN_PATH_AUTO  ? forced
-                          : path_is_local(client, i) ? FANIN_PATH_CMA
-                                                     : FANIN_PATH_RDMA;
-        /* One UCX client serves one path; ranks that need another one use stream. */
-        if (may_do(client, i, path, why) &&
-            (*path_out == FANIN_PATH_AUTO || *path_out == path) &&
-            (!end->client || end->path == path)) {
-            *path_out = path;
-            continue;
-        }
-        open[i] = false;
-        fanin_status status = path_give_up(r, i, why, error);
+        open[i] = may_do(r->client, i, why);
+        *any = *any || open[i];
+        fanin_status status = open[i] ? FANIN_OK : path_give_up(r, i, why, error);
         if (status != FANIN_OK)
             return status;
     }
     return FANIN_OK;
 }
 
-static fanin_status try_all(path_round *r, bool *fresh, fanin_path path,
-                            fanin_error *error)
+static fanin_status try_all(path_round *r, bool *fresh, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
     /* Without a client there are no endpoints that would have to go. */
-    if (open_client(r, path, &why) != FANIN_OK)
+    if (open_client(r, &why) != FANIN_OK)
         return path_give_up_all(r, fresh, why.message, error);
-    fanin_status status = open_endpoints(r, fresh, path, error);
+    fanin_status status = open_endpoints(r, fresh, error);
     if (status == FANIN_OK)
-        status = get_keys(r, fresh, path, error);
+        status = get_keys(r, fresh, error);
     if (status == FANIN_OK)
-        status = probe_all(r, fresh, path, error);
+        status = probe_all(r, fresh, error);
     return status;
 }
 
 fanin_status ucx_probe(path_round *r, bool *open, fanin_error *error)
 {
-    fanin_path path;
-    fanin_status status = sort_out(r, open, &path, error);
-    if (status == FANIN_OK && path != FANIN_PATH_AUTO)
-        status = try_all(r, open, path, error);
+    bool any;
+    fanin_status status = sort_out(r, open, &any, error);
+    if (status == FANIN_OK && any)
+        status = try_all(r, open, error);
     for (size_t i = 0; i < r->client->n_peers; i++)
         open[i] = false;
     return status;

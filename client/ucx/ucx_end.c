@@ -17,8 +17,8 @@ fanin_status ucx_end_create(fanin_client *client, fanin_error *error)
     client->one_sided = end;
     if (!end)
         return error_set_memory(error);
-    if (client->config.no_ucx || forced == FANIN_PATH_STREAM ||
-        forced == FANIN_PATH_CUDA_IPC)
+    if (client->config.no_ucx ||
+        (forced != FANIN_PATH_AUTO && forced != FANIN_PATH_RDMA))
         snprintf(end->missing, sizeof end->missing,
                  client->config.no_ucx ? "UCX is switched off"
                                        : "a path that needs no UCX was asked for");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The one-sided paths that UCX carries, cma and rdma: the client's end of it. */
+/** @file The path rdma, which UCX carries: the client's end of it. */
 #ifndef UCX_END_H
 #define UCX_END_H
 
@@ -22,7 +22,6 @@ typedef struct ucx_end {
     ucx *ucx;          /**< NULL: none */
     char missing[256]; /**< why there is none */
     ucx_client *client;
-    fanin_path path; /**< that client was made for */
     ucx_peer *peers; /**< one a peer; NULL: no endpoint yet */
     uint64_t serials;
     uint8_t *staging;         /**< where staged gets land; kept between pulls */
@@ -49,7 +48,7 @@ extern const path_reader ucx_reader;
 /** See path_reader. */
 fanin_status ucx_probe(path_round *r, bool *open, fanin_error *error);
 
-/** The keys of the state's regions, which is one of these paths. */
+/** The keys of the state's regions, which is rdma. */
 ucx_rkey *const *ucx_keys_of(const path_state *s);
 
 #endif

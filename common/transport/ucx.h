@@ -11,7 +11,7 @@
  * No end opens an IP socket for UCX: the transports are shared memory and cma, or RDMA.
  *
  * On a kernel with yama's ptrace_scope 1, UCX lets every process of the same uid read this
- * one (PR_SET_PTRACER) when a server or client with cma is created: cma needs that.
+ * one (PR_SET_PTRACER) when an end of UCX_PATH_HOST is created.
  */
 #ifndef UCX_H
 #define UCX_H
@@ -39,18 +39,23 @@ const char *ucx_library_path(const ucx *u);
 /** Whether two versions may talk: equal major.minor. */
 bool ucx_versions_match(const char *a, const char *b);
 
+/** What carries the reads. */
+typedef enum ucx_path {
+    UCX_PATH_HOST, /**< between processes of one host, for tests where there is no adapter */
+    UCX_PATH_RDMA,
+} ucx_path;
+
 /** A region that peers may read. */
 typedef struct ucx_region ucx_region;
 /** The trainer's end. Its features are STREAM and WAKEUP: with RMA any peer could read and
     write the whole process, and with AM or TAG too (rendezvous messages of UCX 1.22). It
     answers connections and starts none: two ends that connect to each other and disagree about
-    lanes make UCX end a process. With RDMA, what a client may read ends with its region; for
-    cma the kernel decides, which lets the same uid read anything. */
+    lanes make UCX end a process. With RDMA, what a client may read ends with its region; on
+    UCX_PATH_HOST the kernel decides, which lets the same uid read anything. */
 typedef struct ucx_server ucx_server;
 
-/** @p loopback: shared memory and cma; else RDMA. FANIN_ERR_UNSUPPORTED: this host
-    or this UCX has none of it. */
-fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
+/** FANIN_ERR_UNSUPPORTED: this host or this UCX has no transport of @p path. */
+fanin_status ucx_server_create(ucx *u, ucx_path path, const logger *log,
                                ucx_server **out, fanin_error *error);
 /** Clients may still be connected. Regions must be gone. */
 void ucx_server_destroy(ucx_server **s);
@@ -73,12 +78,6 @@ const uint8_t *ucx_region_rkey(const ucx_region *r, size_t *size_out);
 void ucx_region_destroy(ucx_region **r);
 
 /* ------------------------------------------------------------ client end */
-
-/** A one-sided path; the numbers are those of fanin_path. */
-typedef enum ucx_path {
-    UCX_PATH_CMA = 2,
-    UCX_PATH_RDMA = 3,
-} ucx_path;
 
 typedef struct ucx_client ucx_client;
 typedef struct ucx_endpoint ucx_endpoint;

@@ -52,11 +52,8 @@ struct ucx_local {
 fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
                                const logger *log, ucx_client **out, fanin_error *error)
 {
-    if (path != UCX_PATH_CMA && path != UCX_PATH_RDMA)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's",
-                         (int)path);
     const ucx_role role =
-        path == UCX_PATH_CMA ? UCX_ROLE_CLIENT_CMA : UCX_ROLE_CLIENT_RDMA;
+        path == UCX_PATH_HOST ? UCX_ROLE_CLIENT_HOST : UCX_ROLE_CLIENT_RDMA;
     ucx_client *c = calloc(1, sizeof *c);
     if (!c)
         return error_set_memory(error);
@@ -191,7 +188,7 @@ uint64_t ucx_endpoint_outstanding(const ucx_endpoint *e)
 
 static bool is_of_path(ucx_path path, const char *transport)
 {
-    if (path == UCX_PATH_CMA)
+    if (path == UCX_PATH_HOST)
         return strcmp(transport, "cma") == 0;
     return strncmp(transport, "rc", 2) == 0 || strncmp(transport, "dc", 2) == 0;
 }

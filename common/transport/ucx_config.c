@@ -7,8 +7,8 @@
 
 /* Bits of roles. */
 #define R(role) (1u << UCX_ROLE_##role)
-#define CLIENTS (R(CLIENT_CMA) | R(CLIENT_RDMA))
-#define SAME_HOST (R(SERVER_HOST) | R(CLIENT_CMA))
+#define CLIENTS (R(CLIENT_HOST) | R(CLIENT_RDMA))
+#define SAME_HOST (R(SERVER_HOST) | R(CLIENT_HOST))
 #define EVERYBODY (SAME_HOST | R(SERVER_RDMA) | R(CLIENT_RDMA))
 
 typedef struct setting {

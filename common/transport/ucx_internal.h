@@ -83,7 +83,7 @@ void ucx_log_install(const ucx *u);
 typedef enum ucx_role {
     UCX_ROLE_SERVER_HOST,
     UCX_ROLE_SERVER_RDMA,
-    UCX_ROLE_CLIENT_CMA,
+    UCX_ROLE_CLIENT_HOST,
     UCX_ROLE_CLIENT_RDMA,
 } ucx_role;
 /** The role's configuration, respecting the environment; @p gpu as in ucx_client_create().

@@ -36,7 +36,7 @@ const char *ucx_library_path(const ucx *u)
     return "";
 }
 
-fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
+fanin_status ucx_server_create(ucx *u, ucx_path path, const logger *log,
                                ucx_server **out, fanin_error *error)
 {
     return unreachable_without_ucx(error);

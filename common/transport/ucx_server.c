@@ -16,7 +16,7 @@ struct ucx_region {
     size_t rkey_size;
 };
 
-fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
+fanin_status ucx_server_create(ucx *u, ucx_path path, const logger *log,
                                ucx_server **out, fanin_error *error)
 {
     ucx_server *s = calloc(1, sizeof *s);
@@ -25,7 +25,7 @@ fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
     /* Some feature is needed for lanes to answer RDMA connections with. STREAM is the one
        that installs no handler which takes an address from the peer. */
     const fanin_status status = ucx_worker_open(
-        &s->w, u, loopback ? UCX_ROLE_SERVER_HOST : UCX_ROLE_SERVER_RDMA,
+        &s->w, u, path == UCX_PATH_HOST ? UCX_ROLE_SERVER_HOST : UCX_ROLE_SERVER_RDMA,
         UCP_FEATURE_STREAM | UCP_FEATURE_WAKEUP, NULL, log, error);
     if (status != FANIN_OK) {
         free(s);

@@ -118,12 +118,12 @@ class Client(ClosableHandle):
     :param max_inflight: bytes asked for and not yet here, all ranks together.
     :param max_catalog: bytes of catalog accepted from a rank.
     :param streams_per_rank: data connections; 0: 1 on this host, 4 to another one; at most 16.
-    :param threads: that read from ranks at once into host memory on the path "stream", at most 64
-        and one a rank; 0: half of the CPUs that the process may use, at most 8, and fewer of
-        little; 1: none beside the calling one.
+    :param threads: that read at once into host memory on the paths "stream" and "cma", at most 64;
+        0: half of the CPUs that the process may use, and fewer of little; 1: none beside the
+        calling one. By "stream" at most one a rank, and 8 unless told.
     :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
     :param use_unix: False: TCP even on one host.
-    :param use_ucx: False: never load UCX.
+    :param use_ucx: False: never load UCX, which the path "rdma" needs.
     :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.

@@ -121,7 +121,7 @@ class ParameterServer:
     """Serves tensors by key.
 
     name: of the server; clients must give the same. port: to listen on, 0: any, see
-    :attr:`port`. tcp_only: no RDMA and no shared memory between processes by UCX.
+    :attr:`port`. tcp_only: no RDMA.
     bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
     clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
     that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:

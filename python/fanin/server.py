@@ -110,10 +110,10 @@ class Server(ClosableHandle):
     :param bind: numeric address to listen on.
     :param allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
     :param base_port: listens on base_port + rank; 0: on a port that the system chooses.
-    :param open: listen on a network address; serves the stream path only, unless
+    :param open: listen on a network address; serves networks by streams only, unless
     :param trusted_network: everybody in the allowed networks may read and, with RDMA, write the
         registered memory.
-    :param use_ucx: False: never load UCX (stream, and CUDA IPC, only).
+    :param use_ucx: False: never load UCX, which the path "rdma" needs.
     :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
     :param max_sessions: connections, control and data, at least 2; 0: as many as the hard limit
         of open files has room for, at most 5120. A worker takes up to 5, one address half of all.

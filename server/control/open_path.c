@@ -5,6 +5,7 @@
 
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 
 /* The way to device memory of this process. */
 static fanin_status may_open_ipc(const session *s, fanin_error *error)
@@ -22,21 +23,29 @@ static fanin_status may_open_ipc(const session *s, fanin_error *error)
               : "the server was built without CUDA");
 }
 
-static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
+/* The kernel reads: what counts is who asks, and that its Unix socket says who is read. */
+static fanin_status may_open_cma(const session *s, fanin_error *error)
+{
+    error_place place = {.phase = "connect",
+                         .remedy = "connect on the same host as the same user"};
+    if (s->trusted && s->is_unix)
+        return FANIN_OK;
+    return error_set(
+        error, FANIN_ERR_UNSUPPORTED, &place,
+        "cma needs a session over the Unix socket of the same host, of the "
+        "server's own user");
+}
+
+static fanin_status may_open_rdma(const session *s, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect"};
-    if (path == WIRE_PATH_CUDA_IPC)
-        return may_open_ipc(s, error);
     if (!s->trusted) {
         place.remedy = "connect on the same host as the same user, or declare the "
                        "network trusted in the trainer's configuration";
         return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
                          "one-sided paths are for the server's own user");
     }
-    if (path == WIRE_PATH_CMA && !s->is_unix)
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "cma needs a session over the Unix socket of the same host");
     if (!server->ucx)
         return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", server->ucx_why);
     if (!ucx_versions_match(ucx_version(server->ucx), s->ucx_version)) {
@@ -49,6 +58,13 @@ static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
     return FANIN_OK;
 }
 
+static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
+{
+    if (path == WIRE_PATH_CUDA_IPC)
+        return may_open_ipc(s, error);
+    return path == WIRE_PATH_CMA ? may_open_cma(s, error) : may_open_rdma(s, error);
+}
+
 uint32_t offered_paths(const session *s)
 {
     uint32_t paths = 1u << WIRE_PATH_STREAM;
@@ -58,28 +74,22 @@ uint32_t offered_paths(const session *s)
     return paths;
 }
 
-static domain domain_of(int32_t path)
-{
-    return path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
-}
-
 bool has_path(const session *s, int32_t path)
 {
-    if (path == WIRE_PATH_CUDA_IPC)
-        return may_open_ipc(s, NULL) == FANIN_OK;
-    return s->trusted && s->control->server->registrar.ucx[domain_of(path)];
+    if (path != WIRE_PATH_RDMA)
+        return may_open(s, path, NULL) == FANIN_OK;
+    return s->trusted && s->control->server->registrar.ucx;
 }
 
-/* The UCX end of a domain, made when it is first asked for. */
-static fanin_status obtain_ucx(struct control *c, domain in, ucx_server **out,
-                               fanin_error *error)
+/* The UCX end, made when it is first asked for. */
+static fanin_status obtain_ucx(struct control *c, ucx_server **out, fanin_error *error)
 {
     fanin_server *server = c->server;
     registrar *r = &server->registrar;
-    if (!r->ucx[in]) {
+    if (!r->ucx) {
         ucx_server *made;
-        fanin_status status = ucx_server_create(server->ucx, in == DOMAIN_HOST,
-                                                &server->log, &made, error);
+        fanin_status status =
+            ucx_server_create(server->ucx, UCX_PATH_RDMA, &server->log, &made, error);
         if (status != FANIN_OK)
             return status;
         struct epoll_event event = {.events = EPOLLIN, .data.ptr = &c->ucx_again};
@@ -90,15 +100,22 @@ static fanin_status obtain_ucx(struct control *c, domain in, ucx_server **out,
                              "epoll refuses UCX's descriptor");
         }
         pthread_mutex_lock(&r->lock);
-        r->ucx[in] = made;
+        r->ucx = made;
         pthread_mutex_unlock(&r->lock);
         c->ucx_again = true;
     }
-    *out = r->ucx[in];
+    *out = r->ucx;
     return FANIN_OK;
 }
 
-/* Makes the path usable and fills in the server's address. */
+/* With yama's ptrace_scope 1 a process is read by its parents only, unless it says otherwise; it
+   may name one reader, or all of its own user. Without yama the kernel does not know the call. */
+static void let_own_user_read(void)
+{
+    (void)prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+}
+
+/* Makes the path usable and fills in what the client needs to know of this process. */
 static fanin_status open_one_sided(session *s, const msg_open_path *m,
                                    msg_open_path *reply, fanin_error *error)
 {
@@ -106,7 +123,12 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
     fanin_status status = may_open(s, m->path, error);
     if (status != FANIN_OK || m->path == WIRE_PATH_CUDA_IPC)
         return status;
-    status = obtain_ucx(s->control, domain_of(m->path), &end, error);
+    if (m->path == WIRE_PATH_CMA) {
+        let_own_user_read();
+        reply->witness = (uintptr_t)s->control->server->incarnation;
+        return FANIN_OK;
+    }
+    status = obtain_ucx(s->control, &end, error);
     if (status == FANIN_OK)
         reply->address.data = ucx_server_address(end, &reply->address.size);
     return status;
@@ -131,10 +153,6 @@ fanin_status handle_open_path(session *s, uint64_t request, body *in)
 
 bool progress_ucx(struct control *c)
 {
-    registrar *r = &c->server->registrar;
-    bool again = false;
-    for (int i = 0; i < DOMAINS; i++)
-        if (r->ucx[i] && !ucx_server_progress(r->ucx[i]))
-            again = true;
-    return again;
+    const registrar *r = &c->server->registrar;
+    return r->ucx && !ucx_server_progress(r->ucx);
 }

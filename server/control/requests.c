@@ -117,7 +117,7 @@ static fanin_status encode_regions(session *s, shard_catalog *catalog,
         return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
                          "this session has not opened the path");
     key_reader to = {s->reader, s->peer, m->publication};
-    s->control->ucx_again = s->control->ucx_again || m->path != WIRE_PATH_CUDA_IPC;
+    s->control->ucx_again = s->control->ucx_again || m->path == WIRE_PATH_RDMA;
     return region_set_encode_keys(r, &catalog->regions, m->path, &to, out, error);
 }
 

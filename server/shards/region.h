@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Regions: stretches of memory in which many shards lie, each registered once with UCX, or
+ * Regions: stretches of memory in which many shards lie, each registered once with UCX for rdma, or
  * exported once by CUDA, when the first reader asks for it (registration.h).
  *
  * Shards in host memory merge into one region when every page between them also holds bytes of
@@ -21,11 +21,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/** UCX ends: one that never leaves the host, and one with RDMA devices. Each is made when the
-    first admitted client asks for it, so that a server whose clients only use cma opens no
-    RDMA device. */
-typedef enum domain { DOMAIN_HOST, DOMAIN_RDMA, DOMAINS } domain;
-
 /** A region, shared by the catalogs that contain it. Guarded by the registrar's lock. */
 typedef struct region {
     uint64_t base, length; /* these four do not change */
@@ -38,7 +33,7 @@ typedef struct region {
     bool exported;    /**< gpu_export() was asked */
     bool has_key;     /**< ... and gave `key` */
     uint8_t key[IPC_KEY_SIZE];
-    ucx_region *registered[DOMAINS]; /**< NULL: not registered (any more) */
+    ucx_region *registered; /**< NULL: not registered (any more) */
 } region;
 
 /** The first n_sorted are ascending by base and disjoint; others were appended. The array does
@@ -55,9 +50,10 @@ typedef struct registrar {
     pthread_mutex_t lock;
     long page_size;
     const logger *log;
-    ucx_server *ucx[DOMAINS]; /**< NULL until a client opens such a path */
-    struct mapper *mappers;   /**< who may map device memory of this process */
-    atomic_uint n_mappers;    /**< sessions among them */
+    /** made when the first admitted client asks for rdma: who has none opens no RDMA device */
+    ucx_server *ucx;
+    struct mapper *mappers; /**< who may map device memory of this process */
+    atomic_uint n_mappers;  /**< sessions among them */
 } registrar;
 
 /**

@@ -37,14 +37,12 @@ static void leave(const region *one)
 
 static void unregister(region *one)
 {
-    for (int i = 0; i < DOMAINS; i++) {
-        if (!one->registered[i])
-            continue;
-        bool entered = enter(one, NULL) == FANIN_OK;
-        ucx_region_destroy(&one->registered[i]);
-        if (entered)
-            leave(one);
-    }
+    if (!one->registered)
+        return;
+    bool entered = enter(one, NULL) == FANIN_OK;
+    ucx_region_destroy(&one->registered);
+    if (entered)
+        leave(one);
 }
 
 /* Lock held. */
@@ -237,9 +235,7 @@ bool region_set_pause(registrar *r, region_set *set)
     pthread_mutex_lock(&r->lock);
     for (uint32_t i = 0; i < set->count; i++) {
         region *one = set->regions[i];
-        bool known = one->has_key;
-        for (int k = 0; k < DOMAINS; k++)
-            known = known || one->registered[k];
+        bool known = one->has_key || one->registered;
         any = any || known;
         one->away = true;
         if (known)
@@ -266,9 +262,8 @@ static fanin_status register_device(registrar *r, region *one, fanin_error *erro
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = enter(one, &why);
     if (status == FANIN_OK) {
-        status = ucx_region_create(r->ucx[DOMAIN_RDMA], (void *)(uintptr_t)one->base,
-                                   one->length, one->memory,
-                                   &one->registered[DOMAIN_RDMA], &why);
+        status = ucx_region_create(r->ucx, (void *)(uintptr_t)one->base, one->length,
+                                   one->memory, &one->registered, &why);
         leave(one);
     }
     if (status == FANIN_OK)
@@ -284,21 +279,21 @@ static fanin_status register_device(registrar *r, region *one, fanin_error *erro
     return FANIN_OK;
 }
 
-static fanin_status add_ucx_key(registrar *r, region *one, domain in, region_entry *out,
+static fanin_status add_ucx_key(registrar *r, region *one, region_entry *out,
                                 fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     bool device = one->memory.kind == FANIN_MEMORY_CUDA;
     out->base = one->base;
-    if (device && (in != DOMAIN_RDMA || one->ucx_refused))
+    if (device && one->ucx_refused)
         return FANIN_OK;
-    if (!one->registered[in])
+    if (!one->registered)
         status = device ? register_device(r, one, error)
-                        : ucx_region_create(r->ucx[in], (void *)(uintptr_t)one->base,
-                                            one->length, one->memory,
-                                            &one->registered[in], error);
-    if (status == FANIN_OK && one->registered[in])
-        out->rkey = ucx_region_rkey(one->registered[in], &out->rkey_size);
+                        : ucx_region_create(r->ucx, (void *)(uintptr_t)one->base,
+                                            one->length, one->memory, &one->registered,
+                                            error);
+    if (status == FANIN_OK && one->registered)
+        out->rkey = ucx_region_rkey(one->registered, &out->rkey_size);
     return status;
 }
 
@@ -374,7 +369,6 @@ fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
                                     const key_reader *to, buffer *out,
                                     fanin_error *error)
 {
-    domain in = path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
     region_entry *entries = rows(set);
     if (!entries)
         return error_set_memory(error);
@@ -387,8 +381,10 @@ fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
                                "the trainer is replacing shards of this catalog");
         else if (path == WIRE_PATH_CUDA_IPC)
             add_ipc_key(r, one, &entries[i]);
+        else if (path == WIRE_PATH_RDMA)
+            status = add_ucx_key(r, one, &entries[i], error);
         else
-            status = add_ucx_key(r, one, in, &entries[i], error);
+            entries[i].base = one->base; /* the kernel reads without a key */
     }
     if (status == FANIN_OK && path == WIRE_PATH_CUDA_IPC)
         status = note_mapper(r, to, set, error);

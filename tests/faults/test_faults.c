@@ -11,11 +11,13 @@
 #include "lab.h"
 #include "local_world.h"
 #include "rank_proxy.h"
+#include "socket.h"
 #include "testing.h"
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define RANKS 4
 #define VICTIM 1
@@ -56,6 +58,29 @@ static void strike(void *cookie)
     lab_signal(&f->lab, VICTIM, f->number);
 }
 
+static uint16_t victim_port;
+
+/* The proxy listens in this process: who is behind it is told by the rank's own socket. */
+bool __real_connection_process(const void *c, pid_t *pid_out);
+bool __wrap_connection_process(const void *c, pid_t *pid_out);
+bool __wrap_connection_process(const void *c, pid_t *pid_out)
+{
+    char address[32];
+    socket_address tcp, name;
+    int fd;
+    if (!__real_connection_process(c, pid_out) || *pid_out != getpid())
+        return *pid_out != 0;
+    snprintf(address, sizeof address, "127.0.0.1:%u", (unsigned)victim_port);
+    if (socket_resolve(address, &tcp, NULL) != FANIN_OK)
+        return false;
+    socket_unix_address(geteuid(), &tcp, &name);
+    if (socket_connect_start(&name, &fd, NULL) != FANIN_OK)
+        return false;
+    bool known = socket_peer_credentials(fd, NULL, pid_out);
+    close(fd);
+    return known;
+}
+
 static fanin_client *client_of(uint32_t lost_ms)
 {
     fanin_client_config config = make_client_config();
@@ -78,8 +103,8 @@ static void set_up(fault *f, phase phase, int number, uint32_t replicate)
     f->order.replicate = replicate;
     lab_open(&f->lab, false);
     lab_start(&f->lab, &f->order, &f->world);
-    rank_proxy_start(&f->proxy, (uint16_t)(f->order.base_port + VICTIM), types[phase],
-                     strike, f);
+    victim_port = (uint16_t)(f->order.base_port + VICTIM);
+    rank_proxy_start(&f->proxy, victim_port, types[phase], strike, f);
     f->world.address_list[VICTIM] = f->proxy.address;
     landing_make(&f->world, &f->landing);
     f->client = client_of(number == SIGSTOP ? SILENT_MS : PATIENT_MS);

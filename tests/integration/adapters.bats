@@ -26,7 +26,7 @@ make_adapter()
     make_adapter source
     for world in 1 3 6; do
         start_ranks --adapter source --world-size "$world" --run mine
-        for path in stream ${FANIN_TEST_UCX_LIBRARY:+cma}; do
+        for path in stream cma; do
             run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --run mine --out "$world-$path" \
                 --path "$path" --trust-config --json
             [ "$(field path)" = "$path" ]

@@ -33,7 +33,7 @@ like()
     make_model source 5
     for world in 1 3; do
         start_ranks --model-dir source --world-size "$world" --run mine
-        for path in stream ${FANIN_TEST_UCX_LIBRARY:+cma}; do
+        for path in stream cma; do
             run -0 --separate-stderr "$NIXL_FETCH" pull "$info" full:mine "$world-$path" \
                 --path "$path" --max-file-bytes 6000 --json
             [ "$(field path)" = "$path" ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
 # Each path between real processes, and what happens where UCX is absent, too old, of another
-# version than the ranks', or no UCX at all.
+# version than the ranks', or no UCX at all, and between pid namespaces.
 
 # shellcheck disable=SC2154 # of pulls.bash
 
@@ -30,19 +30,19 @@ reasons()
     done
 }
 
-# cma_refused TEXT [here]: --path cma ends with "unsupported" or, where it is this host that
+# refused PATH TEXT [here]: --path PATH ends with "unsupported" or, where it is this host that
 # cannot, "transport", the reason and a remedy.
-cma_refused()
+refused()
 {
     local code=14 name=FANIN_ERR_UNSUPPORTED
-    [ -z "${2-}" ] || code=15 name=FANIN_ERR_TRANSPORT
-    run "-$code" --separate-stderr "$NIXL_FETCH" pull "${target:-$info}" --out refused --path cma --json
+    [ -z "${3-}" ] || code=15 name=FANIN_ERR_TRANSPORT
+    run "-$code" --separate-stderr "$NIXL_FETCH" pull "${target:-$info}" --out refused --path "$1" --json
     [ "$(field error status)" = "$name" ]
     [ "$(field error rank)" = 0 ]
     [[ $(field error address) == 127.0.0.1:* ]]
-    [[ $(field error message) == *"path cma"*"$1"* ]]
+    [[ $(field error message) == *"path $1"*"$2"* ]]
     [[ $(field error remedy) == *"--path auto or stream"* ]]
-    has "$1"
+    has "$2"
     [ -z "$(ls -Ad refused .refused* 2>/dev/null)" ]
 }
 
@@ -85,28 +85,26 @@ cma_refused()
     stop_ranks
 }
 
-@test "a client with too old a UCX streams, and says which version and which is needed" {
+@test "a client with too old a UCX has all but rdma, and says which version and which is needed" {
+    need_cma
     need_old_ucx
     start_ranks --adapter-shape small --world-size 3
     export FANIN_UCX_LIBRARY=$old_ucx
-    pulled auto stream
-    reasons "it is UCX $old_version, and 1.16"
+    pulled auto cma
     proven auto --shape small
-    run -0 "$NIXL_FETCH" pull "$info" --out text
-    grep -q "^path  *stream: .*UCX $old_version" <<<"$output"
-    cma_refused "it is UCX $old_version, and 1.16" here
+    refused rdma "it is UCX $old_version, and 1.16" here
     stop_ranks
 }
 
-@test "a client whose UCX is switched off, absent or something else streams, and says so" {
+@test "a client whose UCX is switched off, absent or something else has all but rdma, and says why" {
+    need_cma
     start_ranks --adapter-shape small --world-size 3
     touch empty.so
     while IFS='|' read -r library reason; do
         export FANIN_UCX_LIBRARY=$library
-        pulled auto stream
-        reasons "$reason"
+        pulled auto cma
         rm -r auto
-        cma_refused "$reason" here
+        refused rdma "$reason" here
     done <<END
 |FANIN_UCX_LIBRARY is empty
 /nonexistent/libucp.so.0|/nonexistent/libucp.so.0: cannot open
@@ -114,41 +112,59 @@ $PWD/empty.so|$PWD/empty.so: file too short
 libm.so.6|it is not libucp
 END
     unset FANIN_UCX_LIBRARY
-    pulled auto stream --no-ucx
-    reasons "switched off"
+    pulled auto cma --no-ucx
     stop_ranks
 }
 
-@test "ranks without UCX: stream, and the reason" {
+@test "ranks without UCX: cma, no rdma, and the reason" {
+    need_cma
     start_ranks --adapter-shape small --world-size 3 --no-ucx
-    if [ -n "$FANIN_TEST_UCX_LIBRARY" ]; then
-        pulled auto stream
-        reasons "the rank has no UCX"
-        cma_refused "the rank has no UCX"
-    fi
+    pulled auto cma
+    [ -z "$FANIN_TEST_UCX_LIBRARY" ] || refused rdma "the rank has no UCX"
     pulled stream stream --path stream
     stop_ranks
 }
 
-@test "ranks with too old a UCX say so, and are streamed from" {
+@test "ranks with too old a UCX say so, and are read from" {
+    need_cma
     need_old_ucx
     export FANIN_UCX_LIBRARY=$old_ucx
     start_ranks --adapter-shape small --world-size 3
     grep -q "UCX $old_version, and 1.16" serve.err
     unset FANIN_UCX_LIBRARY
-    pulled d stream
-    [ -z "$FANIN_TEST_UCX_LIBRARY" ] || reasons "the rank has no UCX"
+    pulled d cma
+    [ -z "$FANIN_TEST_UCX_LIBRARY" ] || refused rdma "the rank has no UCX"
     stop_ranks
 }
 
-@test "ranks with a UCX of another minor version: stream, and both versions" {
-    need_cma
+@test "ranks with a UCX of another minor version: no rdma, and both versions" {
+    [ -n "$FANIN_TEST_UCX_LIBRARY" ] || skip "no UCX"
     start_ranks --adapter-shape small --world-size 3
     start_proxy --ucx-version 1.21.7
-    pulled auto stream
-    reasons "and 1.21.7 there"
-    cma_refused "and 1.21.7 there"
+    refused rdma "and 1.21.7 there"
     stop_proxy
+    stop_ranks
+}
+
+@test "who answers for a rank on its Unix socket is not read in its place" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 3
+    start_proxy
+    pulled auto stream
+    refused cma "does not offer cma"
+    stop_proxy
+    stop_ranks
+}
+
+@test "cma reads ranks of a pid namespace below, and none that it cannot see" {
+    need_cma
+    unshare --pid --fork true 2>/dev/null || skip "no pid namespaces for this user"
+    start_ranks --adapter-shape small --world-size 3
+    run -0 --separate-stderr unshare --pid --fork --mount-proc "$NIXL_FETCH" pull "$info" --out beside --json
+    [ "$(field path)" = stream ]
+    run -14 --separate-stderr unshare --pid --fork --mount-proc "$NIXL_FETCH" pull "$info" --out refused \
+        --path cma --json
+    [[ $(field error message) == *"pid namespace"* ]]
     stop_ranks
 }
 

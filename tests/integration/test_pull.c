@@ -121,21 +121,26 @@ static void test_snapshots_cma(void **state)
     pull_snapshots(FANIN_PATH_CMA);
 }
 
-/* auto: cma where it can be, stream with a reason where it cannot. */
+/* auto: cma where it can be, which needs no UCX; stream with a reason where it cannot. */
 static void test_auto(void **state)
 {
+    fanin_client_config config = make_client_config();
+    config.no_unix = true;
     w.flags = FANIN_SERVER_NO_UCX;
     world_begin(&w, 2, CUT_CHUNK0, 1);
-    client = world_client(&w, FANIN_PATH_AUTO);
+    client = world_client_with(&w, &config);
     expect_pull(1, FANIN_PATH_STREAM);
     fanin_client_destroy(&client);
-    client = world_client(&w, FANIN_PATH_CMA);
+    config.path = FANIN_PATH_CMA;
+    client = world_client_with(&w, &config);
     assert_int_equal(world_pull(&w, client, NULL, &info, &error),
                      FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(error.message, "cma"));
     if (!world_has_cma())
         return;
-    begin(2, CUT_CHUNK0, 1, FANIN_PATH_AUTO);
+    config = make_client_config();
+    fanin_client_destroy(&client);
+    client = world_client_with(&w, &config);
     expect_pull(1, FANIN_PATH_CMA);
 }
 

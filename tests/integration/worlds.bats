@@ -25,10 +25,8 @@ every_path()
     proven unix "$@"
     pulled tcp stream --path stream --no-unix --run "${run:-0}"
     same unix tcp
-    if [ -n "$FANIN_TEST_UCX_LIBRARY" ]; then
-        pulled cma cma --path cma --run "${run:-0}"
-        same unix cma
-    fi
+    pulled cma cma --path cma --run "${run:-0}"
+    same unix cma
     run -0 "$NIXL_FETCH" verify "$info" --dir unix
     has "equal: "
     rm -r unix tcp cma
@@ -109,7 +107,7 @@ world()
 
 @test "while ranks update, pulls over each path are whole and of one step" {
     start_ranks --adapter-shape small --world-size 3 --update-every 100
-    for path in stream ${FANIN_TEST_UCX_LIBRARY:+cma}; do
+    for path in stream cma; do
         pulled "$path" "$path" --path "$path" --min-step 3
         [ "$(field step)" -ge 3 ]
         proven "$path" --shape small

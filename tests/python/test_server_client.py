@@ -59,7 +59,7 @@ def test_uneven_shards_of_three_ranks_are_put_together(client: fanin.Client) -> 
     result = client.pull_into(0, got)
     assert_step(got, 1)
     assert (result.step, result.tensors, result.bytes) == (1, 2, 2 * 24 * 4)
-    assert result.path == "stream" and result.path_reason
+    assert result.path in ("cma", "stream") and result.path_reason  # an emulator may lack cma
     assert 0 < result.read <= result.total < 60
     assert [rank["rank"] for rank in result.ranks] == [0, 1, 2]
     assert len(bytes.fromhex(result.world_id)) == 16 and not result.reused
@@ -291,7 +291,7 @@ def test_fields_that_could_load_code_are_left_out(
 # ---------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.parametrize("use_ucx", [False, True], ids=["stream", "auto"])
+@pytest.mark.parametrize("use_ucx", [False, True], ids=["no UCX", "auto"])
 def test_ranks_in_other_processes(use_ucx: bool, tmp_path: Path) -> None:
     world = local_world.Processes(use_ucx)
     try:

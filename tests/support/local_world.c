@@ -3,9 +3,12 @@
 
 #include "ends.h"
 #include "testing.h"
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 const world_tensor world_lora[] = {
     {"base_model.model.layers.0.q_proj.lora_A.weight", FANIN_DTYPE_BF16, 2, {10, 33}},
@@ -362,6 +365,17 @@ uint64_t world_pulled(const world *w, fanin_client *client, fanin_step_rule rule
 }
 
 bool world_has_cma(void)
+{
+    uint8_t from = 1, to = 0;
+    struct iovec there = {.iov_base = &from, .iov_len = 1};
+    struct iovec here = {.iov_base = &to, .iov_len = 1};
+    if (process_vm_readv(getpid(), &here, 1, &there, 1, 0) == 1)
+        return true;
+    print_message("no process_vm_readv here: %s\n", strerror(errno));
+    return false;
+}
+
+bool world_has_ucx(void)
 {
     const char *library = getenv("FANIN_UCX_LIBRARY");
     const char *known = getenv("FANIN_TEST_UCX_LIBRARY");

@@ -96,7 +96,9 @@ fanin_status world_pull_step(const world *w, fanin_client *client, fanin_step_ru
 uint64_t world_pulled(const world *w, fanin_client *client, fanin_step_rule rule,
                       uint64_t step);
 
-/** Whether one-sided reads by cma can work here (UCX is there); prints why not. */
+/** Whether the kernel reads other processes here; prints why not. */
 bool world_has_cma(void);
+/** Whether there is a UCX. */
+bool world_has_ucx(void);
 
 #endif

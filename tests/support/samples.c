@@ -64,9 +64,12 @@ static void add_hellos(samples *s)
 
 static void add_paths(samples *s)
 {
-    msg_open_path m = {.path = WIRE_PATH_CMA, .address = {(const uint8_t *)"ucx", 3}};
+    msg_open_path m = {.path = WIRE_PATH_RDMA, .address = {(const uint8_t *)"ucx", 3}};
     encode_open_path(add(s, "open_path"), SAMPLE_REQUEST, MSG_OPEN_PATH, &m);
     encode_open_path(add(s, "open_path_ok"), SAMPLE_REQUEST, MSG_OPEN_PATH_OK, &m);
+    m = (msg_open_path){.path = WIRE_PATH_CMA, .address = {(const uint8_t *)"", 0}};
+    m.witness = UINT64_C(0x7f0012345670);
+    encode_open_path(add(s, "open_path_cma_ok"), SAMPLE_REQUEST, MSG_OPEN_PATH_OK, &m);
     m = (msg_open_path){.path = WIRE_PATH_CUDA_IPC,
                         .address = {(const uint8_t *)"", 0}};
     encode_open_path(add(s, "open_path_ipc"), SAMPLE_REQUEST, MSG_OPEN_PATH, &m);

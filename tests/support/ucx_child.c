@@ -60,7 +60,8 @@ static bool process_open(process *p, ucx_child_kind kind)
     if (ucx_load(NULL, &p->u, NULL) != FANIN_OK)
         return false;
     if (kind == UCX_CHILD_SAFE) {
-        if (ucx_server_create(p->u, true, NULL, &p->server, NULL) != FANIN_OK ||
+        if (ucx_server_create(p->u, UCX_PATH_HOST, NULL, &p->server, NULL) !=
+                FANIN_OK ||
             ucx_region_create(p->server, p->words, UCX_CHILD_BYTES, host, &p->region,
                               NULL) != FANIN_OK)
             return false;

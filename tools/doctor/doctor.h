@@ -33,7 +33,7 @@ typedef struct doctor_facts {
 
     bool ucx_found;
     char ucx_version[32], ucx_path[512], ucx_why[512];
-    bool ucx_has_verbs, ucx_has_cuda, ucx_has_cma;
+    bool ucx_has_verbs, ucx_has_cuda;
 
     bool cuda_found;
     char cuda_version[32], cuda_why[512];

@@ -108,7 +108,6 @@ static void gather_ucx(doctor_facts *f)
         memcpy(slash, "/ucx", sizeof "/ucx");
         f->ucx_has_verbs = has_entry(path, "libuct_ib");
         f->ucx_has_cuda = has_entry(path, "libuct_cuda");
-        f->ucx_has_cma = has_entry(path, "libuct_cma");
     }
     ucx_unload(&u);
 }

@@ -119,8 +119,7 @@ static void judge_shm(const doctor_facts *f, doctor_report *r)
         "Memory at /dev/shm";
     if (!f->has_shm) {
         doctor_add(r, DOCTOR_WARNING, "shared memory", remedy,
-                   "there is no /dev/shm: cma needs it, and adapters are fastest "
-                   "written there");
+                   "there is no /dev/shm: adapters are fastest written there");
     } else if (f->shm_size < SHM_ENOUGH) {
         doctor_add(r, DOCTOR_WARNING, "shared memory", remedy,
                    "/dev/shm holds only %s: an adapter written there will not fit",
@@ -144,7 +143,7 @@ static void judge_ptrace(const doctor_facts *f, doctor_report *r)
                    f->ptrace_scope < 0 ? "no yama: cma needs the same user only"
                    : f->ptrace_scope == 0
                        ? "0: cma works for the same user"
-                       : "1: cma works, UCX opens the trainer for it");
+                       : "1: cma works, a trainer opens itself for it");
     }
 }
 
@@ -168,9 +167,9 @@ static void judge_ucx(const doctor_facts *f, doctor_report *r)
     if (!f->ucx_found) {
         doctor_add(
             r, has_active_port(f) ? DOCTOR_WARNING : DOCTOR_NOTE, "UCX",
-            "pip install libucx-cu13 for cma, the system's libucx0 (1.16 or later) for "
-            "RDMA; FANIN_UCX_LIBRARY names another one",
-            "none is used (%s): the paths are stream and cuda_ipc", f->ucx_why);
+            "install the system's libucx0 (1.16 or later) for RDMA; FANIN_UCX_LIBRARY "
+            "names another one",
+            "none is used (%s): the paths are stream, cma and cuda_ipc", f->ucx_why);
         return;
     }
     doctor_add(r, DOCTOR_GOOD, "UCX", NULL, "%s at %s", f->ucx_version, f->ucx_path);
@@ -187,11 +186,6 @@ static void judge_ucx(const doctor_facts *f, doctor_report *r)
                    "this UCX has no CUDA module (libuct_cuda): GPU memory goes by "
                    "stream to other "
                    "hosts");
-    }
-    if (!f->ucx_has_cma) {
-        doctor_add(r, DOCTOR_NOTE, "UCX", "use a UCX that was built with cma",
-                   "this UCX has no module libuct_cma: host memory goes by stream on "
-                   "one host");
     }
 }
 

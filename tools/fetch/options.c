@@ -96,7 +96,7 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
         {"no-checksums", 0, POPT_ARG_NONE, &options->no_checksums, 0,
          "no checksums over TCP: the network tells altered bytes", NULL},
         {"threads", 0, POPT_ARG_INT, &options->threads, 0,
-         "that read streams at once, one a rank at most (default: by the CPUs)", "N"},
+         "that read into host memory at once (default: by the CPUs)", "N"},
         {"streams", 0, POPT_ARG_INT, &options->streams, 0,
          "data connections to each rank, at most 16 (default: 1 on this host, else 4)",
          "N"},

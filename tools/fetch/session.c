@@ -75,8 +75,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
                 connect->path);
         }
     }
-    if (config->no_ucx &&
-        (config->path == FANIN_PATH_CMA || config->path == FANIN_PATH_RDMA)) {
+    if (config->no_ucx && config->path == FANIN_PATH_RDMA) {
         return failure_usage(s->command->name, "--no-ucx excludes --path %s",
                              connect->path);
     }

@@ -75,7 +75,7 @@ typedef struct fanin_client_config {
     uint32_t streams_per_rank;
     fanin_path path; /**< default FANIN_PATH_AUTO */
     bool no_unix;    /**< TCP even on one host */
-    bool no_ucx;     /**< never load UCX */
+    bool no_ucx;     /**< never load UCX: no rdma */
     fanin_log_fn log;
     void *log_cookie;
     /** do without checksums over TCP, where the network itself tells altered bytes (IPsec,
@@ -85,10 +85,10 @@ typedef struct fanin_client_config {
     /** the addresses may be those of some of the world's ranks, to look at these; a pull
         succeeds only if they hold everything */
     bool partial;
-    /** threads that read from ranks at once into host memory on the path stream, the calling one
-        included: 0 (default): half of the CPUs that the process may use (affinity, quota), at most
-        8, and fewer of little; 1: the calling thread alone; at most 64. Never more than one a rank,
-        nor than max_inflight has 4 MiB */
+    /** threads that read at once into host memory on the paths stream and cma, the calling one
+        included: 0 (default): half of the CPUs that the process may use (affinity, quota), and fewer
+        of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told, never
+        more than one a rank, nor than max_inflight has 4 MiB */
     uint32_t threads;
 } fanin_client_config;
 

@@ -37,13 +37,13 @@ extern "C" {
 typedef struct fanin_server fanin_server;
 
 enum {
-    /** Listen on a network address. Needs bind (no wildcard) and allow; serves the stream
-        path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
+    /** Listen on a network address. Needs bind (no wildcard) and allow; serves networks by the
+        stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
     FANIN_SERVER_OPEN = 1,
     /** Everybody in the allowed networks may read and, with RDMA, write registered memory:
         remote keys of verbs are writable whatever is asked for. */
     FANIN_SERVER_TRUSTED_NETWORK = 2,
-    /** Never load UCX: stream, and cuda_ipc for CUDA memory, only. */
+    /** Never load UCX: no rdma. */
     FANIN_SERVER_NO_UCX = 4,
 };
 

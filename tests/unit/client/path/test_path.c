@@ -196,16 +196,20 @@ static void who_asks_for_stream_gets_it(void **state)
     assert_int_equal(stub_world_asked(&s.world, MSG_REGIONS), 0);
 }
 
-/* There is no UCX here. */
-static void without_ucx_it_is_stream(void **state)
+/* Ranks of this host that offer nothing else, and one of another host; there is no UCX here. */
+static void what_no_other_path_takes_is_stream(void **state)
 {
     begin(FANIN_PATH_AUTO);
+    strcpy(s.world.ranks[1].hello.host_id, "elsewhere");
+    stub_rank_hang_up(&s.world.ranks[1]);
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
     assert_ok(
         path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
         s.error);
     for (size_t i = 0; i < RANKS; i++) {
         assert_int_equal(state_of(i)->path, FANIN_PATH_STREAM);
-        assert_non_null(strstr(state_of(i)->reason, "UCX"));
+        assert_non_null(strstr(state_of(i)->reason, i == 0 ? "offer cma" : "UCX"));
     }
     assert_int_equal(path_readers[1]->paths, 1 << FANIN_PATH_STREAM);
     assert_ptr_equal(path_reader_of(FANIN_PATH_STREAM), path_readers[1]);
@@ -215,14 +219,16 @@ static void without_ucx_it_is_stream(void **state)
 static void a_forced_path_that_cannot_be_is_an_error(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CMA, FANIN_PATH_RDMA};
+    static const fanin_status statuses[] = {FANIN_ERR_UNSUPPORTED,
+                                            FANIN_ERR_TRANSPORT}; /* this host's lack */
     for (size_t i = 0; i < 2; i++) {
         begin(paths[i]);
         assert_int_equal(
             path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
-            FANIN_ERR_TRANSPORT); /* this host lacks it */
+            statuses[i]);
         assert_non_null(strstr(s.error.message, fanin_path_name(paths[i])));
         assert_non_null(strstr(s.error.message, "is not possible"));
-        assert_non_null(strstr(s.error.message, "UCX"));
+        assert_non_null(strstr(s.error.message, i == 0 ? "offer cma" : "UCX"));
         if (i == 0)
             tear_down(NULL);
     }
@@ -353,7 +359,7 @@ int main(void)
         SCENE(it_ends_with_the_client),
         SCENE(what_failed_is_avoided_until_the_next_life),
         SCENE(who_asks_for_stream_gets_it),
-        SCENE(without_ucx_it_is_stream),
+        SCENE(what_no_other_path_takes_is_stream),
         SCENE(a_forced_path_that_cannot_be_is_an_error),
         SCENE(what_ranks_are_is_told_by_their_hellos),
         SCENE(a_path_that_is_given_up_is_stream),

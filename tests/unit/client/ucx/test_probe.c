@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The first one-sided read of a rank, when it is not answered in time: it may still call back
+ * The path rdma without an adapter: both ends are given UCX's transports of one host instead. Pulls,
+ * and the first one-sided read of a rank when it is not answered in time: it may still call back
  * while it is recalled, or even later. Time and UCX's turns are the test's.
  */
 #include "local_world.h"
+#include "path/reader.h"
 #include "testing.h"
 #include "ucx.h"
 #include <string.h>
@@ -74,6 +76,38 @@ fanin_status __wrap_ucx_rkey_unpack(ucx_endpoint *e, const void *data, size_t si
     return __real_ucx_rkey_unpack(e, data, size, out, error);
 }
 
+fanin_status __real_ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                                      const logger *log, ucx_client **out,
+                                      fanin_error *error);
+fanin_status __wrap_ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                                      const logger *log, ucx_client **out,
+                                      fanin_error *error);
+fanin_status __wrap_ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                                      const logger *log, ucx_client **out,
+                                      fanin_error *error)
+{
+    assert_int_equal(path, UCX_PATH_RDMA);
+    return __real_ucx_client_create(u, UCX_PATH_HOST, gpu, log, out, error);
+}
+
+fanin_status __real_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error);
+fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error);
+fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error)
+{
+    assert_int_equal(path, UCX_PATH_RDMA);
+    return __real_ucx_server_create(u, UCX_PATH_HOST, log, out, error);
+}
+
+/* Nothing but UCX is to be tried. */
+fanin_status __wrap_cma_probe(path_round *r, bool *open, fanin_error *error);
+fanin_status __wrap_cma_probe(path_round *r, bool *open, fanin_error *error)
+{
+    return FANIN_OK;
+}
+
 typedef struct fixture {
     world world;
     fanin_client *client;
@@ -81,7 +115,7 @@ typedef struct fixture {
 
 static void set_up(fixture *f)
 {
-    if (!world_has_cma())
+    if (!world_has_ucx())
         skip();
     *f = (fixture){0};
     memset(&ucx_does, 0, sizeof(ucx_does));
@@ -106,26 +140,26 @@ static fanin_path pull(fixture *f)
     return info.path;
 }
 
-/* cma may be forbidden here (containers): then nothing of this happens. */
-static bool has_cma(void)
+/* UCX's cma may be forbidden here (containers): then nothing of this happens. */
+static bool has_reads(void)
 {
     fixture f;
     set_up(&f);
     fanin_path path = pull(&f);
     tear_down(&f);
-    if (path != FANIN_PATH_CMA)
-        print_message("no cma here\n");
-    return path == FANIN_PATH_CMA;
+    if (path != FANIN_PATH_RDMA)
+        print_message("no one-sided reads by UCX here\n");
+    return path == FANIN_PATH_RDMA;
 }
 
 static void a_stalled_process_keeps_the_path(void **state)
 {
     fixture f;
-    if (!has_cma())
+    if (!has_reads())
         skip();
     set_up(&f);
     ucx_does.stall = true;
-    assert_int_equal(pull(&f), FANIN_PATH_CMA);
+    assert_int_equal(pull(&f), FANIN_PATH_RDMA);
     assert_false(ucx_does.stall);
     assert_int_equal(ucx_does.closed, 0);
     tear_down(&f);
@@ -140,7 +174,7 @@ static void keys_are_read_until_the_deadline(void **state)
     fanin_pull_options_init(&options, sizeof options);
     options.publication = "lora:0";
     options.timeout_ms = 60000;
-    if (!has_cma())
+    if (!has_reads())
         skip();
     set_up(&f);
     ucx_does.slow_keys = true;
@@ -149,14 +183,14 @@ static void keys_are_read_until_the_deadline(void **state)
     assert_non_null(strstr(error.message, "while remote keys were read"));
     assert_int_equal(ucx_does.unpacked, 1);
     ucx_does.slow_keys = false;
-    assert_int_equal(pull(&f), FANIN_PATH_CMA);
+    assert_int_equal(pull(&f), FANIN_PATH_RDMA);
     tear_down(&f);
 }
 
 static void an_answer_after_the_verdict_changes_nothing(void **state)
 {
     fixture f;
-    if (!has_cma())
+    if (!has_reads())
         skip();
     set_up(&f);
     ucx_does.stall = ucx_does.deaf = true;
@@ -170,7 +204,7 @@ static void an_answer_after_the_verdict_changes_nothing(void **state)
 static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
 {
     fixture f;
-    if (!has_cma())
+    if (!has_reads())
         skip();
     set_up(&f);
     ucx_does.stall = ucx_does.deaf = ucx_does.undrained = true;
@@ -181,9 +215,26 @@ static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
     tear_down(&f);
 }
 
+static void every_cut_comes(void **state)
+{
+    static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
+                                     CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
+    if (!has_reads())
+        skip();
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        fixture f = {0};
+        world_start(&f.world, 4, cuts[i], world_lora, world_lora_count);
+        world_commit(&f.world, 1);
+        f.client = world_client(&f.world, FANIN_PATH_RDMA);
+        assert_int_equal(pull(&f), FANIN_PATH_RDMA);
+        tear_down(&f);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_cut_comes),
         cmocka_unit_test(a_stalled_process_keeps_the_path),
         cmocka_unit_test(keys_are_read_until_the_deadline),
         cmocka_unit_test(an_answer_after_the_verdict_changes_nothing),

@@ -167,10 +167,10 @@ static int open_both_ends(ucx *u, ucx_server **server, ucx_client **client)
     static char bytes[64];
     const fanin_memory host = {.kind = FANIN_MEMORY_HOST, .device = -1};
     ucx_region *region;
-    CHECK(ucx_server_create(u, true, NULL, server, NULL) == FANIN_OK);
+    CHECK(ucx_server_create(u, UCX_PATH_HOST, NULL, server, NULL) == FANIN_OK);
     CHECK(ucx_region_create(*server, bytes, sizeof bytes, host, &region, NULL) ==
           FANIN_OK);
-    CHECK(ucx_client_create(u, UCX_PATH_CMA, NULL, NULL, client, NULL) == FANIN_OK);
+    CHECK(ucx_client_create(u, UCX_PATH_HOST, NULL, NULL, client, NULL) == FANIN_OK);
     ucx_region_destroy(&region);
     return PASSED;
 }

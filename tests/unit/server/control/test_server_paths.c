@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One-sided paths: who may open them, who gets remote keys, and when they end. */
+/*
+ * One-sided paths: who may open them, who gets addresses and remote keys, and when they end. No
+ * adapter is needed: rdma is given UCX's transports of one host.
+ */
 #include "gpu.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -7,6 +10,17 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+
+fanin_status __real_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error);
+fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error);
+fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                                      ucx_server **out, fanin_error *error)
+{
+    assert_int_equal(path, UCX_PATH_RDMA);
+    return __real_ucx_server_create(u, UCX_PATH_HOST, log, out, error);
+}
 
 static uint8_t memory[3][8192];
 static char version[32]; /* of UCX, "" if there is none */
@@ -28,7 +42,8 @@ static int set_up(void **state)
 /* What a session over the Unix socket is offered without UCX. */
 static uint32_t own_paths(void)
 {
-    return 1u << WIRE_PATH_STREAM | (gpu_built() ? 1u << WIRE_PATH_CUDA_IPC : 0);
+    return 1u << WIRE_PATH_STREAM | 1u << WIRE_PATH_CMA |
+           (gpu_built() ? 1u << WIRE_PATH_CUDA_IPC : 0);
 }
 
 static fanin_server *start(uint32_t flags)
@@ -69,7 +84,7 @@ static void without_ucx_nothing_of_ucx_is_offered(void **state)
     uint32_t paths;
     peer p = hello(s, true, "1.22.0", &paths);
     assert_int_equal(paths, own_paths());
-    expect_refused(&p, WIRE_PATH_CMA, "not to use UCX");
+    expect_refused(&p, WIRE_PATH_RDMA, "not to use UCX");
     if (!gpu_built())
         expect_refused(&p, WIRE_PATH_CUDA_IPC, "without CUDA");
 }
@@ -82,7 +97,7 @@ static void strangers_get_stream_only(void **state)
     uint32_t paths;
     peer p = hello(s, false, version, &paths);
     assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
-    expect_refused(&p, WIRE_PATH_CMA, "own user");
+    expect_refused(&p, WIRE_PATH_CMA, "Unix socket");
     expect_refused(&p, WIRE_PATH_RDMA, "own user");
     expect_refused(&p, WIRE_PATH_CUDA_IPC,
                    gpu_built() ? "Unix socket" : "without CUDA");
@@ -92,13 +107,14 @@ static void strangers_get_stream_only(void **state)
     peer_close(&p);
     p = hello(s, true, "0.9.1", &paths);
     assert_int_equal(paths, own_paths());
-    expect_refused(&p, WIRE_PATH_CMA, "0.9.1");
+    expect_refused(&p, WIRE_PATH_RDMA, "0.9.1");
     peer_close(&p);
     p = hello(s, true, "", &paths);
-    expect_refused(&p, WIRE_PATH_CMA, "none");
+    expect_refused(&p, WIRE_PATH_RDMA, "none");
 }
 
-static void open_servers_offer_stream_only(void **state)
+/* But to the own user on the same host. */
+static void open_servers_offer_no_rdma(void **state)
 {
     fanin_server_config c = server_config();
     c.flags = FANIN_SERVER_OPEN;
@@ -109,8 +125,29 @@ static void open_servers_offer_stream_only(void **state)
     peer p = peer_connect_unix_at(s, c.bind);
     greet(&p, version, &paths);
     assert_int_equal(paths, own_paths());
+    expect_refused(&p, WIRE_PATH_RDMA, "stream path only");
+}
+
+/* Where its own incarnation lies, and addresses without keys. */
+static void the_own_user_may_read_the_process(void **state)
+{
+    fanin_server *s = start(FANIN_SERVER_NO_UCX);
+    peer p = peer_connect_unix(s);
+    msg_hello_ok hello = peer_hello_with(&p, (msg_hello){.role = ROLE_CONTROL});
+    grant g = peer_newest(&p);
     peer_request_path(&p, WIRE_PATH_CMA);
-    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
+    body in = peer_expect(&p, MSG_OPEN_PATH_OK);
+    msg_open_path ok;
+    assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
+    assert_int_equal(ok.address.size, 0);
+    assert_memory_equal((const uint8_t *)(uintptr_t)ok.witness, hello.incarnation,
+                        sizeof hello.incarnation);
+    region_table *t = peer_regions(&p, &g, WIRE_PATH_CMA);
+    assert_int_equal(t->count, 2);
+    assert_int_equal(t->entries[0].base, (uintptr_t)memory[0]);
+    assert_int_equal(t->entries[1].base, (uintptr_t)memory[2]);
+    assert_int_equal(t->entries[0].rkey_size, 0);
+    region_table_free(&t);
 }
 
 static void the_own_user_gets_remote_keys(void **state)
@@ -120,14 +157,15 @@ static void the_own_user_gets_remote_keys(void **state)
     fanin_server *s = start(0);
     uint32_t paths;
     peer p = hello(s, true, version, &paths);
-    assert_true(paths & (1u << WIRE_PATH_CMA));
+    assert_true(paths & (1u << WIRE_PATH_RDMA));
     grant g = peer_newest(&p);
-    peer_request_path(&p, WIRE_PATH_CMA);
+    peer_request_path(&p, WIRE_PATH_RDMA);
     body in = peer_expect(&p, MSG_OPEN_PATH_OK);
     msg_open_path ok;
     assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
     assert_true(ok.address.size > 0);
-    region_table *t = peer_regions(&p, &g, WIRE_PATH_CMA);
+    assert_int_equal(ok.witness, 0);
+    region_table *t = peer_regions(&p, &g, WIRE_PATH_RDMA);
     assert_int_equal(t->count, 2); /* pages without a shard lie between them */
     assert_int_equal(t->entries[0].base, (uintptr_t)memory[0]);
     assert_int_equal(t->entries[1].base, (uintptr_t)memory[2]);
@@ -145,21 +183,21 @@ static void keys_end_with_the_memory(void **state)
     uint32_t paths;
     peer p = hello(s, true, version, &paths);
     grant g = peer_newest(&p);
-    peer_request_path(&p, WIRE_PATH_CMA);
+    peer_request_path(&p, WIRE_PATH_RDMA);
     peer_expect(&p, MSG_OPEN_PATH_OK);
-    region_table *t = peer_regions(&p, &g, WIRE_PATH_CMA);
+    region_table *t = peer_regions(&p, &g, WIRE_PATH_RDMA);
     region_table_free(&t);
     server_put(s, RUN, "b", memory[1], 100); /* memory[2] is the trainer's again */
-    peer_request_regions(&p, &g, WIRE_PATH_CMA);
+    peer_request_regions(&p, &g, WIRE_PATH_RDMA);
     peer_expect_error(&p, FANIN_ERR_STALE);
     server_commit(s, 2);
     g = peer_newest(&p);
-    t = peer_regions(&p, &g, WIRE_PATH_CMA);
+    t = peer_regions(&p, &g, WIRE_PATH_RDMA);
     assert_int_equal(t->entries[t->count - 1].base + t->entries[t->count - 1].length,
                      (uintptr_t)memory[1] + 100);
     region_table_free(&t);
     assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
-    peer_request_regions(&p, &g, WIRE_PATH_CMA);
+    peer_request_regions(&p, &g, WIRE_PATH_RDMA);
     peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
 }
 
@@ -168,7 +206,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         server_test(without_ucx_nothing_of_ucx_is_offered),
         server_test(strangers_get_stream_only),
-        server_test(open_servers_offer_stream_only),
+        server_test(open_servers_offer_no_rdma),
+        server_test(the_own_user_may_read_the_process),
         server_test(the_own_user_gets_remote_keys),
         server_test(keys_end_with_the_memory),
     };

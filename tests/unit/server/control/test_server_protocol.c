@@ -37,7 +37,7 @@ static void hello_tells_who_answers(void **state)
     assert_int_equal(ok.world_size, 8);
     assert_int_equal(ok.lease_ms, 250);
     uint32_t ipc = gpu_built() ? 1u << WIRE_PATH_CUDA_IPC : 0;
-    assert_int_equal(ok.paths, 1u << WIRE_PATH_STREAM | ipc);
+    assert_int_equal(ok.paths, 1u << WIRE_PATH_STREAM | 1u << WIRE_PATH_CMA | ipc);
     assert_memory_equal(ok.world_id, c.world_id, 16);
     assert_true(strlen(ok.host_id) > 32);
     assert_string_equal(ok.warnings, "");

@@ -85,7 +85,6 @@ static void add_ucx(patient *p, bool verbs, bool cuda)
 {
     p->facts.ucx_found = true;
     snprintf(p->facts.ucx_version, sizeof p->facts.ucx_version, "1.22.0");
-    p->facts.ucx_has_cma = true;
     p->facts.ucx_has_verbs = verbs;
     p->facts.ucx_has_cuda = cuda;
 }

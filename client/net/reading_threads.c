@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/reading_threads.h"
+#include "net/reading_threads.h"
 
 #include "cpu_quota.h"
 #include "frame.h"
@@ -31,8 +31,8 @@ struct reading_threads {
     unsigned quota;
     pthread_mutex_t lock;
     pthread_cond_t rested;
-    bool quit; /* guarded by lock */
-    unsigned n;
+    bool quit;         /* guarded by lock */
+    unsigned n, taken; /* the calling thread's */
     reading_thread threads[READING_THREADS_MOST];
 };
 
@@ -163,11 +163,22 @@ void reading_threads_go(reading_threads *t, unsigned index, reading_turn turn,
                         void *cookie)
 {
     reading_thread *one = &t->threads[index];
+    t->taken = t->taken > index ? t->taken : index + 1;
     pthread_mutex_lock(&t->lock);
     one->turn = turn;
     one->cookie = cookie;
     pthread_cond_signal(&one->go);
     pthread_mutex_unlock(&t->lock);
+}
+
+unsigned reading_threads_taken(const reading_threads *t)
+{
+    return t->taken;
+}
+
+bool reading_threads_halted(const reading_threads *t)
+{
+    return atomic_load(&t->halted);
 }
 
 void reading_threads_tell(reading_threads *t)
@@ -188,6 +199,7 @@ void reading_threads_rest(reading_threads *t)
     pthread_mutex_unlock(&t->lock);
     (void)eventfd_read(t->halt, &count);
     atomic_store(&t->halted, false);
+    t->taken = 0;
 }
 
 /* ------------------------------------------------------------- who reads what */

@@ -34,6 +34,10 @@ loop *reading_threads_loop(reading_threads *t, unsigned index);
 /** Lets a thread that rests work. */
 void reading_threads_go(reading_threads *t, unsigned index, reading_turn turn,
                         void *cookie);
+/** Threads from this one on have been given no work since all rested. */
+unsigned reading_threads_taken(const reading_threads *t);
+/** From a thread: it is to rest, which who does not let its loop wait looks for himself. */
+bool reading_threads_halted(const reading_threads *t);
 /** From a thread: the calling thread's loop is to turn. */
 void reading_threads_tell(reading_threads *t);
 /** Returns when all rest, which takes a turn of their loops. */

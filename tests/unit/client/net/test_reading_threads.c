@@ -2,7 +2,7 @@
 /* Threads that read: how many, who reads what, and that they work, rest and end. */
 #include "clock.h"
 #include "frame.h"
-#include "stream/reading_threads.h"
+#include "net/reading_threads.h"
 #include "testing.h"
 #include <limits.h>
 #include <stdatomic.h>

@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cma/cma_internal.h"
+
+#include "error_set.h"
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SLOT_ALIGNMENT 64
+
+/* ------------------------------------------------------------------ failing */
+
+void cma_fail(cma_source *s, cma_reading *of, fanin_status status,
+              const fanin_error *why)
+{
+    pthread_mutex_lock(&of->lock);
+    if (!atomic_load(&s->failed)) {
+        s->status = status;
+        s->error = (fanin_error)FANIN_ERROR_INIT;
+        error_copy(&s->error, why);
+        atomic_store(&s->failed, true);
+    }
+    pthread_mutex_unlock(&of->lock);
+    atomic_store(&of->failed, true);
+}
+
+/* The tensor that a piece belongs to. */
+static const char *key_at(const cma_reading *of, size_t source, uint64_t to)
+{
+    const path_plan *p = of->r->plan;
+    const plan_rank *pieces = &p->plan->ranks[source];
+    for (uint64_t i = 0; i < pieces->n_pieces; i++) {
+        uint64_t low, high;
+        plan_piece_reach(p->plan, &pieces->pieces[i], &low, &high);
+        if (to < low || to >= high)
+            continue;
+        uint32_t key;
+        block b;
+        box_place place;
+        box_table_get(p->sources[source].boxes, pieces->pieces[i].box, &key, &b,
+                      &place);
+        return of->r->publication->keys->entries[key].name;
+    }
+    return NULL;
+}
+
+void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    const connection *c = of->r->client->peers[s->peer].control;
+    const char *key = piece ? key_at(of, s->index, piece->to) : NULL;
+    error_place place = connection_place(c, "read");
+    place.key = key;
+    place.sys_errno = error;
+    place.remedy = cma_remedy(error);
+    error_set(&why, FANIN_ERR_TRANSPORT, &place,
+              "reading %.256s%sfrom rank %u at %s by cma: %s", key ? key : "",
+              key ? " " : "", of->r->plan->sources[s->index].rank, connection_text(c),
+              cma_why(error));
+    cma_fail(s, of, FANIN_ERR_TRANSPORT, &why);
+}
+
+static void fail_for_memory(cma_copier *c)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = error_set_memory(&why);
+    cma_fail(c->source, c->of, status, &why);
+}
+
+static void fail_by_device(cma_copier *c)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (device_sink_failed(c->of->r->sink, &why))
+        cma_fail(c->source, c->of, FANIN_ERR_TRANSPORT, &why);
+    else
+        fail_for_memory(c);
+}
+
+/* ----------------------------------------------------------- what is added */
+
+static const strided *view_of(const cma_copier *c, const span_piece *p)
+{
+    return p->view ? &c->source->detail->spans->views[p->view - 1] : NULL;
+}
+
+static bool is_on_device(const cma_copier *c, const span_piece *p)
+{
+    const path_reading *r = c->of->r;
+    return r->sink && device_sink_device(r->sink, r->base + p->to) >= 0;
+}
+
+/* Where host memory is written is made ready for it. */
+static bool prepare_landing(cma_copier *c, const span_piece *p)
+{
+    const path_reading *r = c->of->r;
+    uint64_t low, high;
+    if (!r->need)
+        return true;
+    landing_reach(view_of(c, p), p->to, p->length, &low, &high);
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = r->need(r->cookie, low, high - low, &why);
+    if (status != FANIN_OK)
+        cma_fail(c->source, c->of, status, &why);
+    return status == FANIN_OK;
+}
+
+/* Where in the slot a view of so many bytes is read to. */
+static size_t slot_place(size_t used)
+{
+    return (used + SLOT_ALIGNMENT - 1) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+}
+
+static uint8_t *place_in_slot(cma_copier *c, uint64_t length)
+{
+    size_t at = slot_place(c->used);
+    if (!c->slot && !(c->slot = malloc(CMA_SPAN_MAX))) {
+        fail_for_memory(c);
+        return NULL;
+    }
+    if (length > CMA_SPAN_MAX - at)
+        return NULL;
+    c->used = at + length;
+    return c->slot + at;
+}
+
+void cma_on_chunk(sink_waiter *waiter)
+{
+    cma_reading *of = (cma_reading *)((char *)waiter - offsetof(cma_reading, waiter));
+    of->paused = false;
+}
+
+/* A chunk is submitted when it is full: the caller reads first what was added to it. */
+static uint8_t *place_in_chunk(cma_copier *c, const span_piece *p)
+{
+    cma_reading *of = c->of;
+    device_sink *sink = of->r->sink;
+    if (!c->job && !(c->job = device_sink_take(sink, of))) {
+        if (device_sink_failed(sink, NULL)) {
+            fail_by_device(c);
+        } else {
+            of->paused = true;
+            device_sink_wait(sink, &of->waiter);
+        }
+        return NULL;
+    }
+    uint8_t *at = sink_job_place(c->job, p->length, of->r->base + p->to, view_of(c, p));
+    if (at)
+        c->job->bytes += p->length;
+    else if (c->job->n_items == 0)
+        fail_by_device(c);
+    return at;
+}
+
+static void add_remote(cma_copier *c, uint32_t region, uint64_t address,
+                       uint64_t length)
+{
+    struct iovec *last = c->n_from > 0 ? &c->from[c->n_from - 1] : NULL;
+    uint64_t end = last ? (uint64_t)(uintptr_t)last->iov_base + last->iov_len : 0;
+    if (last && c->region == region && address >= end && address - end <= CMA_GAP) {
+        if (address > end)
+            c->to[c->n_to++] =
+                (struct iovec){.iov_base = c->gap, .iov_len = address - end};
+        last->iov_len += address - end + length;
+        return;
+    }
+    c->region = region;
+    c->from[c->n_from++] =
+        (struct iovec){.iov_base = (void *)(uintptr_t)address, .iov_len = length};
+}
+
+/* False: there is no room for it now, or the source has failed. */
+static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
+{
+    uint8_t *to;
+    if (c->n_to + 2 > CMA_IOVECS || c->n_from == CMA_IOVECS)
+        return false;
+    if (is_on_device(c, p))
+        to = place_in_chunk(c, p);
+    else if (!prepare_landing(c, p))
+        to = NULL;
+    else
+        to = p->view ? place_in_slot(c, p->length) : c->of->r->base + p->to;
+    if (!to)
+        return false;
+    add_remote(c, s->region, c->source->regions[s->region].base + s->offset + p->offset,
+               p->length);
+    c->to[c->n_to++] = (struct iovec){.iov_base = to, .iov_len = p->length};
+    return true;
+}
+
+static void fill(cma_copier *c)
+{
+    const plan_spans *spans = c->source->detail->spans;
+    c->n_to = c->n_from = 0;
+    c->used = 0;
+    c->first = c->piece;
+    while (c->span < c->end_span) {
+        const span *s = &spans->spans[c->span];
+        if (c->piece == s->first + s->count) {
+            c->span++;
+            continue;
+        }
+        if (!add_piece(c, s, &spans->pieces[c->piece]))
+            return;
+        c->piece++;
+    }
+}
+
+/* ------------------------------------------------------- what becomes of it */
+
+/* A device has its part. */
+static void on_copied(sink_job *job, bool ok)
+{
+    cma_reading *of = job->owner;
+    cma_source *s = &of->sources[job->requests];
+    fanin_error why = FANIN_ERROR_INIT;
+    if (ok)
+        atomic_fetch_add(&s->done, job->bytes);
+    else if (device_sink_failed(of->r->sink, &why))
+        cma_fail(s, of, FANIN_ERR_TRANSPORT, &why);
+    sink_job_give(job);
+}
+
+static void submit(cma_copier *c)
+{
+    sink_job *job = c->job;
+    c->job = NULL;
+    job->requests = c->source->index;
+    device_sink_submit(job, on_copied);
+}
+
+/* What was read into the slot goes to its place, and who asked is told. */
+static uint64_t place_pieces(cma_copier *c)
+{
+    const path_reading *r = c->of->r;
+    uint64_t bytes = 0;
+    size_t used = 0;
+    for (uint64_t i = c->first; i < c->piece; i++) {
+        const span_piece *p = &c->source->detail->spans->pieces[i];
+        const strided *view = view_of(c, p);
+        if (is_on_device(c, p))
+            continue;
+        bytes += p->length;
+        if (view) {
+            size_t at = slot_place(used);
+            uint64_t start = clock_ns();
+            strided_copy(view, r->base + p->to, c->slot + at);
+            c->scatter_ns += clock_ns() - start;
+            used = at + p->length;
+        }
+        if (r->landed && view)
+            landed_view(r->landed, r->cookie, view, p->to);
+        else if (r->landed)
+            r->landed(r->cookie, p->to, p->length);
+    }
+    return bytes;
+}
+
+/* The piece whose bytes an iovec of the rank's memory was to bring. */
+static const span_piece *piece_at(const cma_copier *c, unsigned at)
+{
+    const plan_spans *spans = c->source->detail->spans;
+    uint64_t address = (uint64_t)(uintptr_t)c->from[at].iov_base, piece = c->first;
+    for (uint64_t i = 0; i < spans->n_spans; i++) {
+        const span *s = &spans->spans[i];
+        uint64_t base = c->source->regions[s->region].base + s->offset;
+        for (; piece >= s->first && piece < s->first + s->count && piece < c->piece;
+             piece++) {
+            const span_piece *p = &spans->pieces[piece];
+            if (address < base + p->offset + p->length && address >= base + p->offset)
+                return p;
+        }
+    }
+    return &spans->pieces[c->first];
+}
+
+static bool read_added(cma_copier *c)
+{
+    unsigned at;
+    int error =
+        cma_read(c->source->process.pid, c->to, c->n_to, c->from, c->n_from, &at);
+    atomic_fetch_add(&c->source->calls, 1);
+    if (error != 0) {
+        cma_fail_read(c->source, c->of, error, piece_at(c, at));
+        return false;
+    }
+    uint64_t bytes = place_pieces(c);
+    if (c->job)
+        submit(c);
+    atomic_fetch_add(&c->source->done, bytes);
+    return true;
+}
+
+/* ------------------------------------------------------------------ batches */
+
+/* The next one of any source, from the one that the last came from on. */
+static bool take_batch(cma_copier *c)
+{
+    cma_reading *of = c->of;
+    for (size_t i = 0; i < of->n; i++, c->at = (c->at + 1) % of->n) {
+        cma_source *s = &of->sources[c->at];
+        const cma_detail *d = s->detail;
+        if (!d || atomic_load_explicit(&s->next, memory_order_relaxed) >= d->n_batches)
+            continue;
+        uint64_t batch = atomic_fetch_add(&s->next, 1);
+        if (batch >= d->n_batches)
+            continue;
+        c->source = s;
+        c->span = d->first[batch];
+        c->end_span = d->first[batch + 1];
+        c->piece = d->spans->spans[c->span].first;
+        return true;
+    }
+    return false;
+}
+
+bool cma_copy(cma_copier *c)
+{
+    cma_reading *of = c->of;
+    if (atomic_load(&of->failed) || of->paused || (!c->source && !take_batch(c)))
+        return false;
+    fill(c);
+    if (c->n_to == 0 || atomic_load(&c->source->failed))
+        return false;
+    if (!read_added(c))
+        return false;
+    if (c->span == c->end_span)
+        c->source = NULL;
+    return true;
+}
+
+void cma_copier_stop(cma_copier *c)
+{
+    if (c->job)
+        sink_job_give(c->job);
+    c->job = NULL;
+    c->source = NULL;
+    c->of = NULL;
+}

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Reading by process_vm_readv. A source's spans are cut into batches once a plan; threads take
+ * batches of any source until there are none, and fill the destination with one call of the kernel
+ * or a few each. What changes on its way, or lies in short runs, comes into a slot of the thread
+ * first; what goes to devices, into a chunk of the sink.
+ */
+#ifndef CMA_INTERNAL_H
+#define CMA_INTERNAL_H
+
+#include "cma/cma_process.h"
+#include "cma/reader_cma.h"
+#include "device/device_sink.h"
+#include "net/reading_threads.h"
+#include <pthread.h>
+#include <stdatomic.h>
+
+#define CMA_SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one span, and of one slot */
+/** Gaps of at most so many bytes are read along: that costs less than another iovec there. */
+#define CMA_GAP 512
+
+/** What a source is read by: its pieces by remote memory, and where batches begin. */
+typedef struct cma_detail {
+    plan_spans *spans;
+    uint64_t bytes;  /**< of all pieces */
+    uint64_t *first; /**< n_batches + 1: of spans */
+    uint64_t n_batches, capacity;
+} cma_detail;
+
+/** One rank's reading in one attempt. */
+typedef struct cma_source {
+    const cma_detail *detail; /**< NULL: another path's source */
+    size_t index, peer;
+    const region_entry *regions; /**< those of the lease's arena */
+    cma_process process;
+    atomic_uint_fast64_t next;  /**< batch that nobody has taken */
+    atomic_uint_fast64_t done;  /**< bytes in place */
+    atomic_uint_fast64_t calls; /**< of the kernel */
+    bool proven;                /**< it was the rank, up to the last byte */
+    atomic_bool failed;         /**< the two below do not change any more */
+    fanin_status status;
+    fanin_error error;
+} cma_source;
+
+/** One thread's. Kept by the client between pulls. */
+typedef struct cma_copier {
+    struct cma_reading *of;
+    cma_source *source; /**< of the batch that is under way; NULL: none is */
+    uint64_t span, end_span, piece; /**< what of it is to be added next */
+    uint64_t first;                 /**< piece: those from it to `piece` are added */
+    size_t at;                      /**< source that is looked at next */
+    unsigned n_to, n_from;
+    uint32_t region; /**< of the last of `from` */
+    uint64_t scatter_ns;
+    size_t used;   /**< of the slot */
+    uint8_t *slot; /**< NULL: not needed yet */
+    sink_job *job; /**< chunk that is being filled; NULL: none */
+    uint8_t gap[CMA_GAP];
+    struct iovec to[CMA_IOVECS], from[CMA_IOVECS];
+} cma_copier;
+
+typedef struct cma_reading {
+    const path_reading *r;
+    atomic_bool failed;   /**< some source has */
+    pthread_mutex_t lock; /**< who fails first says why */
+    unsigned n_copiers;
+    cma_copier **copiers;  /**< the client's; the first is the calling thread's */
+    unsigned first_thread; /**< of the client's readers, beside the calling one */
+    sink_waiter waiter;
+    bool paused; /**< no chunk is free */
+    size_t n;
+    cma_source sources[];
+} cma_reading;
+
+/** What a client keeps between pulls. */
+struct cma_end {
+    cma_copier
+        *copiers[READING_THREADS_MOST + 1]; /**< the first is the calling thread's */
+};
+
+/** Takes one step with the batch that the copier is at, or with a new one: a call of the kernel or a
+    few. False: none is left, the reading has failed, or no chunk is free (reading->paused). */
+bool cma_copy(cma_copier *c);
+/** A chunk may be free: a sink_waiter's ready(). */
+void cma_on_chunk(sink_waiter *waiter);
+/** Gives up what a copier is in the middle of. */
+void cma_copier_stop(cma_copier *c);
+
+/** The source cannot be read; the first reason counts. In any thread. */
+void cma_fail(cma_source *s, cma_reading *of, fanin_status status,
+              const fanin_error *why);
+/** The same for an errno of cma_read() at @p piece (NULL: none) or cma_prove(). */
+void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece);
+
+/** See path_reader. */
+fanin_status cma_probe(path_round *r, bool *open, fanin_error *error);
+/** The process that the state, which is cma's, was decided with. */
+const cma_process *cma_process_of(const path_state *s);
+
+#endif
