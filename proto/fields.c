@@ -59,6 +59,12 @@ static const char *check_digest_ok(const void *message)
     return m->digests.size % 16 != 0 ? "digests have 16 bytes each" : NULL;
 }
 
+static const char *check_wait_ok(const void *message)
+{
+    const msg_wait_ok *m = message;
+    return m->token.size != 0 && m->token.size != 16 ? "a token has 16 bytes" : NULL;
+}
+
 CHECKED_TABLE(fields_hello, check_hello, U32(1, msg_hello, version_min, 1, UINT16_MAX),
               U32(2, msg_hello, version_max, 1, UINT16_MAX),
               OPTIONAL_NUMBER(3, FIELD_U64, msg_hello, features, UINT64_MAX),
@@ -112,10 +118,15 @@ CHECKED_TABLE(fields_page, check_page, U64(1, msg_blob_page, total),
 
 TABLE(fields_wait, NAME(1, msg_wait, publication),
       I32(2, msg_wait, rule, WIRE_RULE_NEWEST, WIRE_RULE_AT_LEAST),
-      U64(3, msg_wait, step), U32(4, msg_wait, timeout_ms, 0, UINT32_MAX));
-TABLE(fields_wait_ok, U64(1, msg_wait_ok, step), U64(2, msg_wait_ok, catalog_version),
-      ID(3, msg_wait_ok, key_digest),
-      OPTIONAL_NUMBER(4, FIELD_U64, msg_wait_ok, stable_ns, UINT64_MAX));
+      U64(3, msg_wait, step), U32(4, msg_wait, timeout_ms, 0, UINT32_MAX),
+      OPTIONAL_NUMBER(5, FIELD_U64, msg_wait, begin_version, UINT64_MAX));
+CHECKED_TABLE(fields_wait_ok, check_wait_ok, U64(1, msg_wait_ok, step),
+              U64(2, msg_wait_ok, catalog_version), ID(3, msg_wait_ok, key_digest),
+              OPTIONAL_NUMBER(4, FIELD_U64, msg_wait_ok, stable_ns, UINT64_MAX),
+              {5, FIELD_BYTES, false, AT(msg_wait_ok, token), 0, 16},
+              OPTIONAL_NUMBER(6, FIELD_U32, msg_wait_ok, lease_ms, UINT32_MAX),
+              OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_wait_ok, first_region,
+                              UINT32_MAX));
 
 TABLE(fields_begin, NAME(1, msg_begin, publication), U64(2, msg_begin, step),
       U64(3, msg_begin, catalog_version));

@@ -110,6 +110,8 @@ typedef struct msg_wait {
     int32_t rule;
     uint64_t step;
     uint32_t timeout_ms;
+    /** begin too, if the answer comes at once and this is the catalog version; 0: only announce */
+    uint64_t begin_version;
 } msg_wait;
 
 typedef struct msg_wait_ok {
@@ -118,6 +120,10 @@ typedef struct msg_wait_ok {
     /** how long the publication was stable on average of its last
         commits; 0: unknown */
     uint64_t stable_ns;
+    bytes_view
+        token; /**< of the lease at this step; empty: none was granted; borrowed */
+    uint32_t lease_ms;
+    uint32_t first_region; /**< as of begin_ok */
 } msg_wait_ok;
 
 typedef struct msg_begin {

@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "net/standing.h"
 #include "plan/plan.h"
+#include "pull/lease_round.h"
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +23,9 @@ typedef struct asker {
     struct agreement *agreement;
     size_t peer;
     bool waiting, lost;
-    uint64_t least;       /* the step that was asked for, or a later one */
+    uint64_t least; /* the step that was asked for, or a later one */
+    uint64_t request;
+    uint64_t begins;      /* the catalog of which a lease was asked for; 0: none was */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
 } asker;
@@ -32,6 +35,8 @@ typedef struct agreement {
     publication *publication;
     const fanin_pull_options *options;
     const agree_need *need; /* NULL: nobody says what is needed */
+    early_begin *early;     /* NULL: leases are not asked for, or not any more */
+    deadline give_back;     /* when leases end that came early; UINT64_MAX: none did */
     deadline at;
     announcement *announced;
     bool *use;
@@ -46,6 +51,64 @@ typedef struct agreement {
     size_t gone;   /* ranks that are not there */
     deadline look; /* when to judge whether the others can do without them */
 } agreement;
+
+/* ------------------------------------------------------------ early leases */
+
+/* False: it was not asked for, or not of this catalog. */
+static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
+{
+    agreement *g = a->agreement;
+    if (m->token.size == 0)
+        return true;
+    if (a->begins == 0 || m->catalog_version != a->begins)
+        return false;
+    if (!g->early) { /* too late: the others' have been given back */
+        lease_refuse(c, m->token.data);
+        return true;
+    }
+    reader_lease *lease = &g->early->leases[a->peer];
+    *lease = (reader_lease){
+        .held = true, .lease_ms = m->lease_ms, .first_region = m->first_region};
+    memcpy(lease->token, m->token.data, sizeof lease->token);
+    if (g->give_back == UINT64_MAX) {
+        g->early->since_ns = clock_ns();
+        g->give_back = deadline_in_ms(EARLY_MS);
+    }
+    return true;
+}
+
+/* A lease that the answer may still bring is given back before it is there. */
+static void stop_asking(agreement *g, size_t peer)
+{
+    asker *a = &g->askers[peer];
+    connection *c = g->client->peers[peer].control;
+    connection_forget(c, a);
+    if (a->waiting && a->begins && peer_ready(&g->client->peers[peer]))
+        lease_refuse_begun(c, a->request);
+    a->waiting = false;
+}
+
+/* None is asked for again in this agreement. */
+static void give_leases_back(agreement *g)
+{
+    if (!g->early || !deadline_passed(g->give_back))
+        return;
+    lease_round_abandon(g->client, g->early->leases);
+    g->early->since_ns = 0;
+    g->early = NULL;
+    g->give_back = UINT64_MAX;
+}
+
+/* Only ranks that are used are begun. */
+static void keep_used(agreement *g, bool agreed)
+{
+    for (size_t i = 0; g->early && i < g->client->n_peers; i++) {
+        if (!agreed || !g->use[i])
+            lease_give_back(g->client, i, &g->early->leases[i]);
+    }
+}
+
+/* ------------------------------------------------------------------ asking */
 
 static void on_announced(void *cookie, connection *c, message_type type, body *b)
 {
@@ -64,6 +127,14 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
                                    " when asked for step %" PRIu64 " or later",
                                    connection_peer(c)->rank, connection_text(c), m.step,
                                    a->least);
+            return;
+        }
+        if (!take_lease(a, c, &m)) {
+            error_place place = connection_place(c, "wait");
+            a->refused = error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
+                                   "rank %u at %s granted a lease that it was not "
+                                   "asked for",
+                                   connection_peer(c)->rank, connection_text(c));
             return;
         }
         *n = (announcement){.valid = true,
@@ -105,11 +176,12 @@ static void ask(asker *a)
     snprintf(m.publication, sizeof m.publication, "%s", g->publication->name);
     m.timeout_ms = time_for_rank(g);
     a->least = m.step;
-    uint64_t request = connection_next_request(c);
-    encode_wait(connection_out(c), request, &m);
+    a->begins = m.begin_version = g->early ? g->early->versions[a->peer] : 0;
+    a->request = connection_next_request(c);
+    encode_wait(connection_out(c), a->request, &m);
     a->waiting = true;
     a->error = (fanin_error)FANIN_ERROR_INIT;
-    connection_ask(c, request, on_announced, a);
+    connection_ask(c, a->request, on_announced, a);
 }
 
 /* Asks whoever has nothing, or less than the furthest rank, to announce (again), and whoever was
@@ -124,7 +196,9 @@ static void ask_those_behind(agreement *g)
         if (g->announced[i].valid && g->announced[i].step >= g->target)
             continue;
         if (a->waiting)
-            connection_forget(g->client->peers[i].control, a);
+            stop_asking(g, i);
+        if (g->early)
+            lease_give_back(g->client, i, &g->early->leases[i]);
         g->announced[i].valid = false;
         ask(a);
     }
@@ -137,6 +211,8 @@ static void find_target(agreement *g)
     for (size_t i = 0; i < g->client->n_peers; i++) {
         announcement *n = &g->announced[i];
         n->valid = n->valid && peer_ready(&g->client->peers[i]);
+        if (!n->valid && g->early)
+            g->early->leases[i].held = false;
         if (n->valid && n->step > g->target)
             g->target = n->step;
     }
@@ -453,17 +529,21 @@ static fanin_status explain_silence(const agreement *g, fanin_error *error)
 static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
 {
     for (;;) {
+        give_leases_back(g);
         ask_those_behind(g);
         bool agreed;
+        size_t changes = g->changes;
         fanin_status status = decide(g, &agreed, error);
         if (status != FANIN_OK || agreed)
             return status;
         ask_those_behind(g); /* the target may have changed */
         status = look_around(g, error);
+        if (status == FANIN_OK && g->changes != changes)
+            continue; /* ranks have answered while tables or standings were asked for */
         if (status == FANIN_OK && nobody_waits(g))
             return explain_silence(g, error);
         deadline wake = deadline_passed(g->grace) ? UINT64_MAX : g->grace;
-        wake = deadline_sooner(wake, g->look);
+        wake = deadline_sooner(deadline_sooner(wake, g->look), g->give_back);
         if (status == FANIN_OK)
             status = client_step(g->client, g->at, wake, "wait", error);
         if (status == FANIN_ERR_TIMEOUT)
@@ -475,12 +555,15 @@ static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
 
 fanin_status agree(fanin_client *client, publication *p,
                    const fanin_pull_options *options, const agree_need *need,
-                   deadline at, announcement *announced, bool *use, fanin_error *error)
+                   early_begin *early, deadline at, announcement *announced, bool *use,
+                   fanin_error *error)
 {
     agreement g = {.client = client,
                    .publication = p,
                    .options = options,
                    .need = need,
+                   .early = early,
+                   .give_back = UINT64_MAX,
                    .at = at,
                    .announced = announced,
                    .use = use,
@@ -500,7 +583,8 @@ fanin_status agree(fanin_client *client, publication *p,
     }
     fanin_status status = wait_for_agreement(&g, error);
     for (size_t i = 0; i < client->n_peers; i++)
-        connection_forget(client->peers[i].control, &g.askers[i]);
+        stop_asking(&g, i);
+    keep_used(&g, status == FANIN_OK);
     free(g.askers);
     free(g.standings);
     return status;

@@ -4,6 +4,10 @@
 #define AGREE_H
 
 #include "catalog/tables.h"
+#include "path/reader.h"
+
+/** How long leases that came with announcements are kept for what is still missing. */
+#define EARLY_MS 2
 
 /** What the caller is going to read. */
 typedef struct agree_need {
@@ -14,10 +18,23 @@ typedef struct agree_need {
     void *cookie;
 } agree_need;
 
+/** Leases that ranks are to grant together with their announcements, if they can announce at once. */
+typedef struct early_begin {
+    const uint64_t
+        *versions;        /**< one a peer: the catalog that is at hand; 0: no lease */
+    reader_lease *leases; /**< one a peer, out */
+    uint64_t since_ns;    /**< out: when the first was granted; 0: none was */
+} early_begin;
+
 /**
  * Asks all READY ranks to announce a stable step by the options' rule and waits until all of
  * them, or a sufficient set of them (replicas), announce one. announced[i] and use[i]
  * (one a peer) say who did; the step is announced[i].step of any with use[i].
+ *
+ * @p early (NULL: none are asked for): the leases of ranks that are used may be held then, at that
+ * step and of those catalogs, as if they had been begun; all are given back if no agreement comes
+ * within EARLY_MS of the first: a trainer whose ranks wait for each other is not held up by a
+ * reader that waits.
  *
  * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_PAUSED (by a rank without
  * which the others, as soon as they have answered, do not suffice), FANIN_ERR_TIMEOUT (names the ranks
@@ -26,7 +43,8 @@ typedef struct agree_need {
  */
 fanin_status agree(fanin_client *client, publication *p,
                    const fanin_pull_options *options, const agree_need *need,
-                   deadline at, announcement *announced, bool *use, fanin_error *error);
+                   early_begin *early, deadline at, announcement *announced, bool *use,
+                   fanin_error *error);
 
 /** The rank to blame for what the ranks with @p use[i], whose tables are at hand, do not hold: one that
     is gone and without which the others do not suffice, as far as the tables of those that are gone

@@ -3,7 +3,7 @@
 
 #include "device/devices.h"
 #include "error_set.h"
-#include "pull/agree.h"
+#include "pull/early_lease.h"
 #include "pull/lease_round.h"
 #include "pull/plan_detail.h"
 #include <inttypes.h>
@@ -70,8 +70,9 @@ static fanin_status make_ready(pull *p, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     size_t there = client_count_ready(client);
-    status = agree(client, p->publication, p->options, &need, p->at, p->announced,
-                   p->use, error);
+    status = agree(client, p->publication, p->options, &need, early_lease_ask(p), p->at,
+                   p->announced, p->use, error);
+    early_lease_keep(p);
     /* Its owner may want to free memory that is mapped here. */
     if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
         path_unmap(client, p->publication);
@@ -238,11 +239,13 @@ static fanin_status take_leases(pull *p, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     uint64_t clock = clock_ns();
+    bool early = early_lease_holds(p);
     status = lease_round_begin(p->client, p->publication, p->announced, p->needed,
                                p->leases, p->at, error);
     p->result->info.begin_ns += lap(&clock);
     p->refused = status == FANIN_ERR_STALE;
-    p->leased_ns = clock;
+    p->leased_ns = early ? p->early.since_ns : clock;
+    p->cache->proven = p->cache->proven || status == FANIN_OK;
     p->lease_ms = 0;
     for (size_t i = 0; i < p->client->n_peers; i++)
         if (p->leases[i].held && p->leases[i].lease_ms > p->lease_ms)

@@ -8,6 +8,7 @@
 #ifndef ATTEMPT_H
 #define ATTEMPT_H
 
+#include "pull/agree.h"
 #include "pull/read_phase.h"
 
 typedef struct pull {
@@ -20,8 +21,11 @@ typedef struct pull {
     plan_cache *cache;
     announcement *announced;
     bool *use, *needed;
+    uint64_t
+        *versions; /* one a peer: what leases are asked for with the announcements */
     reader_lease *leases;
     fanin_result *result;
+    early_begin early; /* of the attempt's agreement */
     adapter_identity identity;
     uint8_t *base;
     path_goal goal; /* its ranges: the destination's */

@@ -78,8 +78,8 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
     s->publication->need = any ? NULL : &need_all;
     do {
         status = any ? ask_any(client, s, at, error)
-                     : agree(client, s->publication, &options, NULL, at, s->announced,
-                             s->use, error);
+                     : agree(client, s->publication, &options, NULL, NULL, at,
+                             s->announced, s->use, error);
         if (status == FANIN_OK)
             status =
                 tables_sync(client, s->publication, s->announced, s->use, at, error);

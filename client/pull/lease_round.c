@@ -30,6 +30,25 @@ static void send_abandon(connection *c, msg_end *m)
     send_end(c, m, NULL, NULL);
 }
 
+void lease_refuse(connection *c, const uint8_t token[16])
+{
+    msg_end m = {.abandon = true};
+    memcpy(m.token, token, sizeof m.token);
+    send_abandon(c, &m);
+}
+
+void lease_refuse_begun(connection *c, uint64_t request)
+{
+    send_abandon(c, &(msg_end){.begin = request});
+}
+
+void lease_give_back(fanin_client *client, size_t peer, reader_lease *lease)
+{
+    if (lease->held && peer_ready(&client->peers[peer]))
+        lease_refuse(client->peers[peer].control, lease->token);
+    lease->held = false;
+}
+
 /* Frees the turns. A lease that nobody waits for any longer is given back before it is there: the
    rank's next update must not wait for it, and this client may never be called again. */
 static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
@@ -42,7 +61,7 @@ static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadlin
         connection *c = client->peers[i].control;
         connection_forget(c, &turns[i]);
         if (turns[i].begin && peer_ready(&client->peers[i]))
-            send_abandon(c, &(msg_end){.begin = turns[i].begin});
+            lease_refuse_begun(c, turns[i].begin);
         if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
             status = error_copy(error, &turns[i].error);
     }
@@ -87,6 +106,8 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
     size_t left = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!use[i])
+            lease_give_back(client, i, &leases[i]);
+        if (!use[i] || leases[i].held)
             continue;
         connection *c = client->peers[i].control;
         uint64_t request = connection_next_request(c);
@@ -102,13 +123,6 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
 }
 
 /* --------------------------------------------------------------------- end */
-
-static msg_end end_of(const reader_lease *lease)
-{
-    msg_end m = {.abandon = false};
-    memcpy(m.token, lease->token, sizeof m.token);
-    return m;
-}
 
 static void on_ended(void *cookie, connection *c, message_type type, body *b)
 {
@@ -139,7 +153,8 @@ fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadlin
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!leases[i].held)
             continue;
-        msg_end m = end_of(&leases[i]);
+        msg_end m = {.abandon = false};
+        memcpy(m.token, leases[i].token, sizeof m.token);
         turns[i] = (turn){&left, &leases[i], 0, FANIN_ERROR_INIT};
         left++;
         send_end(client->peers[i].control, &m, on_ended, &turns[i]);
@@ -149,10 +164,6 @@ fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadlin
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)
 {
-    for (size_t i = 0; i < client->n_peers; i++) {
-        msg_end m = end_of(&leases[i]);
-        if (leases[i].held && peer_ready(&client->peers[i]))
-            send_abandon(client->peers[i].control, &m);
-        leases[i].held = false;
-    }
+    for (size_t i = 0; i < client->n_peers; i++)
+        lease_give_back(client, i, &leases[i]);
 }

@@ -199,6 +199,15 @@ static fanin_status make(path_plan *plan, fanin_client *client, const publicatio
     return client_work_end(&work, status, error);
 }
 
+bool plan_cache_fits(const plan_cache *cache, const fanin_client *client,
+                     const publication *p, const bool *use, const destination *d)
+{
+    digest from;
+    return cache->valid && p->keys &&
+           made_from(client, p, use, d, &from, NULL) == FANIN_OK &&
+           digest_equal(&cache->made_from, &from);
+}
+
 fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
                              const publication *p, const bool *use,
                              const destination *d, deadline at, fanin_error *error)

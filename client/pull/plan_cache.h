@@ -21,6 +21,8 @@ typedef struct plan_part {
 /** A plan and what it was made from. */
 typedef struct plan_cache {
     bool valid;
+    bool
+        proven; /**< leases were taken for it: tables, paths and details were at hand */
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
@@ -48,6 +50,9 @@ void plan_cache_free(fanin_client *client);
 fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
                              const publication *p, const bool *use,
                              const destination *d, deadline at, fanin_error *error);
+/** Whether plan_cache_make() has nothing to do. */
+bool plan_cache_fits(const plan_cache *cache, const fanin_client *client,
+                     const publication *p, const bool *use, const destination *d);
 /**
  * What fills the tensors [first, first + count) of the destination's @p total, whose ranges last: kept
  * with the plan, or made, which takes as long as what it holds (the first one: as all). Valid until the

@@ -232,6 +232,7 @@ void pull_release(pull *p)
     free(p->announced);
     free(p->use);
     free(p->needed);
+    free(p->versions);
     free(p->leases);
     fanin_result_free(&p->result);
 }
@@ -248,9 +249,11 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->announced = calloc(n, sizeof *p->announced);
     p->use = calloc(n, sizeof *p->use);
     p->needed = calloc(n, sizeof *p->needed);
+    p->versions = calloc(n, sizeof *p->versions);
     p->leases = calloc(n, sizeof *p->leases);
     p->result = result_create(n);
-    if (!p->cache || !p->announced || !p->use || !p->needed || !p->leases || !p->result)
+    if (!p->cache || !p->announced || !p->use || !p->needed || !p->versions ||
+        !p->leases || !p->result)
         return error_set_memory(error);
     uint64_t now = clock_ns();
     p->publication->used_ns = now;

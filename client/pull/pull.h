@@ -45,7 +45,8 @@ typedef struct destination {
     fanin_status (*ranges)(void *cookie, const memory_range **ranges, size_t *n,
                            fanin_error *error);
     bool lasting_ranges; /**< they follow from layout() alone */
-    fanin_dtype dtype;   /**< what F32 tensors arrive as; 0: as published */
+    bool quick; /**< agreed() takes no time: leases may be had before it is called */
+    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     uint64_t started_ns; /**< when the caller's call began; 0: now */
     /** set by the pull: reads could not be recalled, never free the memory */

@@ -292,6 +292,7 @@ static destination as_destination(memory_destination *m, uint64_t started_ns)
                          .agreed = agreed,
                          .ranges = ranges,
                          .lasting_ranges = true,
+                         .quick = true,
                          .dtype = m->dtype,
                          .started_ns = started_ns};
 }

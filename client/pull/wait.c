@@ -41,8 +41,8 @@ static fanin_status look(waiter *w, const fanin_pull_options *options, bool pati
     announcement *announced = calloc(client->n_peers, sizeof *announced);
     bool *use = calloc(client->n_peers, sizeof *use);
     if (announced && use)
-        status =
-            agree(client, w->publication, options, &need, w->at, announced, use, error);
+        status = agree(client, w->publication, options, &need, NULL, w->at, announced,
+                       use, error);
     else
         status = error_set_memory(error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {

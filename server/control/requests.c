@@ -194,9 +194,8 @@ static const char *refusal(const fanin_server *server, const publication *p,
     return NULL;
 }
 
-/* Lock held. */
-static void answer_begin(session *s, publication *p, uint64_t request,
-                         const msg_begin *m, msg_begin_ok *reply, fanin_error *error)
+void answer_begin(session *s, publication *p, uint64_t request, const msg_begin *m,
+                  msg_begin_ok *reply, fanin_error *error)
 {
     fanin_server *server = s->control->server;
     if (publication_is_away(p) && !server->stopping) {
@@ -222,6 +221,7 @@ static void answer_begin(session *s, publication *p, uint64_t request,
     reply->epoch = l->epoch;
     reply->lease_ms = server->lease_ms;
     reply->first_region = l->first_region;
+    server->stats.begins_granted++;
 }
 
 fanin_status handle_begin(session *s, uint64_t request, body *in)
@@ -237,7 +237,6 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     publication *p = find_present(server, m.publication);
     if (p) {
         answer_begin(s, p, request, &m, &reply, &error);
-        server->stats.begins_granted += reply.granted;
         server->stats.begins_refused += !reply.granted;
     } else {
         describe_missing(server, m.publication, &error);

@@ -11,6 +11,9 @@ fanin_status handle_list(session *s, uint64_t request, body *in);
 /** A page of keys, boxes or regions. */
 fanin_status handle_blob(session *s, uint64_t request, message_type type, body *in);
 fanin_status handle_begin(session *s, uint64_t request, body *in);
+/** Grants a lease on @p p to the request, or says why not, in *reply or *error. Lock held. */
+void answer_begin(session *s, publication *p, uint64_t request, const msg_begin *m,
+                  msg_begin_ok *reply, fanin_error *error);
 fanin_status handle_end(session *s, uint64_t request, body *in);
 
 #endif

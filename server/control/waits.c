@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/waits.h"
 #include "control/reply.h"
+#include "control/requests.h"
 #include "error_set.h"
 
 #include <inttypes.h>
@@ -14,9 +15,9 @@
 /* Answers if the publication is paused, or stable at a step that will do. Lock held. */
 static bool answer_wait(session *s, uint64_t request, const msg_wait *w)
 {
-    const publication *p = find_present(s->control->server, w->publication);
+    publication *p = find_present(s->control->server, w->publication);
+    fanin_error error = FANIN_ERROR_INIT;
     if (p && publication_is_away(p)) {
-        fanin_error error = FANIN_ERROR_INIT;
         describe_paused(p, &error);
         reply_error(s, request, &error);
         return true;
@@ -28,6 +29,15 @@ static bool answer_wait(session *s, uint64_t request, const msg_wait *w)
                      .catalog_version = p->catalog->version,
                      .stable_ns = publication_stable_ns(p)};
     memcpy(m.key_digest, p->catalog->key_digest.bytes, sizeof m.key_digest);
+    msg_begin_ok lease = {0};
+    const msg_begin begin = {.step = p->step, .catalog_version = w->begin_version};
+    if (w->begin_version != 0) /* who is not granted one begins as ever */
+        answer_begin(s, p, request, &begin, &lease, &error);
+    if (lease.granted) {
+        m.token = (bytes_view){lease.token, sizeof lease.token};
+        m.lease_ms = lease.lease_ms;
+        m.first_region = lease.first_region;
+    }
     encode_wait_ok(&s->out.bytes, request, &m);
     return true;
 }
@@ -63,6 +73,7 @@ static void park(session *s, uint64_t request, const msg_wait *w)
                           .request = request,
                           .wait = *w,
                           .at = deadline_in_ms(w->timeout_ms)};
+    slot->wait.begin_version = 0; /* nobody waits under a lease, not for other ranks */
     s->n_waits++;
     s->control->server->listeners++;
 }

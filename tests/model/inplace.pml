@@ -25,6 +25,7 @@
  *                        RE_ADD      a rank may remove and re-add the publication between two updates
  *                        ABORT       an update may be aborted
  *                        STREAM      writes, collective and commit are queued on a stream; the host runs ahead of it
+ *                        EARLY       a reader may ask for leases together with the announcements
  *                        UNCOUPLED   no collective between begin_update and commit: ranks may be whole steps apart
  *                        READERS=1|2 whole readers;  LEASER  one more, that takes leases, drops them, hangs or dies
  * Switches (mutations):  NO_x removes rule x; BAD_x replaces it by what a plausible implementation might do.
@@ -414,11 +415,54 @@ inline read_catalog(r)
     }
 }
 
-inline wait(r)                      /* holds no lease: until the rank announces a stable step, not below the one wanted */
+#ifdef EARLY
+#define BEGUN(r) begun[r]
+#ifdef BAD_EARLY_CATALOG            /* rule: such a lease is conditional on the catalog version too */
+#define EARLY_CATALOG_IS(r) true
+#else
+#define EARLY_CATALOG_IS(r) CATALOG_IS(r)
+#endif
+
+inline begin_early(r)               /* at the step that is announced, if the reader asks and the server grants */
 {
     if
-    :: atomic { rank[r].state == stable && rank[r].step >= want -> seen[r] = rank[r].step }
-    :: atomic { rank[r].incarnation != session[r] -> up[r] = false; goto reconnect }   /* no answer */
+    :: ALIVE(r) && OPEN(r) && EARLY_CATALOG_IS(r) ->
+        rank[r].lease[me] = LEASE;
+        token[r] = rank[r].epoch;
+        begun[r] = true
+    :: true
+    fi
+}
+
+inline give_back(r)                 /* what came early and is not needed, or not soon enough */
+{
+    atomic {
+        if
+        :: begun[r] && rank[r].incarnation == session[r] -> rank[r].lease[me] = 0
+        :: else
+        fi;
+        begun[r] = false; token[r] = 0
+    }
+}
+#else
+#define BEGUN(r) false
+#endif
+
+inline wait(r)                      /* until the rank announces a stable step, not below the one wanted */
+{
+    if
+    :: BEGUN(r) && seen[r] >= want                      /* the announcement stands */
+    :: atomic { !BEGUN(r) && rank[r].state == stable && rank[r].step >= want ->
+            seen[r] = rank[r].step;
+#ifdef EARLY
+            begin_early(r)
+#endif
+       }
+    :: atomic { rank[r].incarnation != session[r] -> up[r] = false };                   /* no answer */
+#if defined(EARLY) && !defined(BAD_EARLY_KEPT)  /* rule: what came early ends with the attempt */
+       give_back(0); give_back(1);
+#endif
+       goto reconnect
 #ifdef CRASH
     :: crashed[0] || crashed[1] -> goto give_up         /* the pull's deadline: ranks that never agree again */
 #endif
@@ -429,7 +473,8 @@ inline begin(r)
 {
     atomic {
         if
-        :: ALIVE(r) && OPEN(r) && STEP_IS(r, want) && CATALOG_IS(r) ->
+        :: BEGUN(r)
+        :: !BEGUN(r) && ALIVE(r) && OPEN(r) && STEP_IS(r, want) && CATALOG_IS(r) ->
             rank[r].lease[me] = LEASE;
             token[r] = rank[r].epoch
         :: else ->
@@ -491,6 +536,9 @@ proctype Reader(byte me)
     byte session[2], world[2], catalog[2], layout[2], seen[2], token[2];
     byte got[4];
     byte todo, want, late;
+#ifdef EARLY
+    bool begun[2];                  /* leases that came with the announcements */
+#endif
 #ifdef BAD_WORLD_ONCE
     bool connected;
 #endif
@@ -541,9 +589,23 @@ agree:
     wait(1);
     if
     :: seen[0] == seen[1] -> want = seen[0]
+#ifdef EARLY
+#ifdef BAD_EARLY_STEP               /* rule: leases count only if all are of one step */
+    :: seen[0] != seen[1] && begun[0] && begun[1] -> want = seen[0]
+#endif
+    :: seen[0] <  seen[1] -> want = seen[1]; give_back(0); goto agree
+    :: seen[0] >  seen[1] -> want = seen[0]; give_back(1); goto agree
+#else
     :: seen[0] <  seen[1] -> want = seen[1]; goto agree
     :: seen[0] >  seen[1] -> want = seen[0]; goto agree
+#endif
     fi;
+#ifdef EARLY
+    if                              /* tables or the plan had to be made, or it took too long */
+    :: true -> give_back(0); give_back(1)
+    :: true
+    fi;
+#endif
 
     if
     :: true -> begin(0); begin(1)
@@ -592,6 +654,9 @@ release:                            /* refused or stale: everything goes back, t
         fi;
         got[0] = 0; got[1] = 0; got[2] = 0; got[3] = 0; todo = 0;
         token[0] = 0; token[1] = 0; seen[0] = 0; seen[1] = 0;
+#ifdef EARLY
+        begun[0] = false; begun[1] = false;
+#endif
         if
         :: at_rest == 2 && !crashed[0] && !crashed[1] -> late++; assert(late <= 3)      /* C */
         :: else

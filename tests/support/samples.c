@@ -130,6 +130,15 @@ static void add_leases(samples *s)
     fill(wait_ok.key_digest, 0x50);
     encode_wait(add(s, "wait"), SAMPLE_REQUEST, &wait);
     encode_wait_ok(add(s, "wait_ok"), SAMPLE_REQUEST, &wait_ok);
+    uint8_t token[16];
+    fill(token, 0x60);
+    wait.begin_version = 2;
+    wait_ok.token = (bytes_view){token, sizeof token};
+    wait_ok.lease_ms = 1000;
+    encode_wait(add(s, "wait_begin"), SAMPLE_REQUEST, &wait);
+    encode_wait_ok(add(s, "wait_begun"), SAMPLE_REQUEST, &wait_ok);
+    wait_ok.first_region = 1; /* of region_table_arenas */
+    encode_wait_ok(add(s, "wait_begun_arena"), SAMPLE_REQUEST, &wait_ok);
 
     msg_begin begin = {.publication = "lora:0", .step = 42, .catalog_version = 2};
     msg_begin_ok granted = {.granted = true, .epoch = 84, .lease_ms = 1000};

@@ -239,9 +239,16 @@ static bool greet(stub_talk *t, uint64_t request, body *in)
     return true;
 }
 
+/* Tokens are told apart by their rank. */
+static void fill_token(const stub_rank *r, uint8_t token[16])
+{
+    memset(token, (int)(0x10 + r->hello.rank), 16);
+}
+
 /* Whether the wait is answered now. */
 static bool answer_wait(stub_talk *t)
 {
+    uint8_t token[16];
     const stub_rank *r = t->rank;
     if (r->state == WIRE_STATE_PAUSED) {
         stub_answer_error(t, t->waits, FANIN_ERR_PAUSED, "the run is paused");
@@ -250,6 +257,11 @@ static bool answer_wait(stub_talk *t)
         msg_wait_ok m = {.step = r->step, .catalog_version = r->version};
         digest id = digest_of(r->keys.data, r->keys.size);
         memcpy(m.key_digest, id.bytes, sizeof m.key_digest);
+        fill_token(r, token);
+        if (t->wait.begin_version == r->version && !r->old) {
+            m.token = (bytes_view){token, sizeof token};
+            m.lease_ms = 1000;
+        }
         encode_wait_ok(&t->out, t->waits, &m);
     } else if (r->impatient) {
         stub_answer_error(t, t->waits, FANIN_ERR_TIMEOUT, "not yet");
@@ -303,7 +315,7 @@ static bool answer_begin(stub_talk *t, uint64_t request, body *in)
                        .step = r->step,
                        .catalog_version = r->version,
                        .why = "another step"};
-    memset(ok.token, (int)(0x10 + r->hello.rank), sizeof ok.token);
+    fill_token(r, ok.token);
     encode_begin_ok(&t->out, request, &ok);
     return true;
 }
@@ -340,7 +352,8 @@ bool stub_answer(stub_talk *t, const frame *f, body *in)
     case MSG_WAIT:
         assert_int_equal(decode_wait(in, &t->wait), FANIN_OK);
         t->waits = f->request;
-        (void)answer_wait(t);
+        if (!answer_wait(t))
+            t->wait.begin_version = 0; /* as a server: nobody waits under a lease */
         return true;
     case MSG_LIST:
         return answer_list(t, f->request);

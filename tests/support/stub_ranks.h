@@ -55,6 +55,7 @@ struct stub_rank {
     stub_answer_fn answer; /**< of any frame, hellos too; stub_answer() as it starts */
     unsigned asked[STUB_TYPES]; /**< frames that came, by type */
     uint64_t last_request;      /**< of these */
+    bool old;                   /**< knows no leases that come with announcements */
     bool impatient;             /**< a wait that is not answered at once times out */
 
     /* What it publishes; nothing while state is WIRE_STATE_UNPUBLISHED. */

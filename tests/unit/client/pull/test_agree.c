@@ -13,6 +13,7 @@ typedef struct scene {
     stub_world world;
     publication *run;
     fanin_pull_options options;
+    early_begin *early; /* NULL: leases are not asked for */
     announcement announced[STUB_RANKS];
     bool use[STUB_RANKS];
     uint64_t took_ms;
@@ -27,7 +28,17 @@ static struct {
     fanin_status error; /* this one */
     uint64_t less;      /* a step that is so much less than it was asked for */
     bool hangs_up;      /* none, and it closes the connection */
+    bool is_late;       /* none yet: late_request is to be answered */
+    bool gives_lease;   /* of whatever catalog, asked for or not */
+    uint64_t late_request;
 } odd;
+
+/* What leases may come with announcements; each rank's catalog is version 1 at first. */
+static struct {
+    uint64_t versions[STUB_RANKS];
+    reader_lease leases[STUB_RANKS];
+    early_begin begin;
+} early;
 
 static bool answer(stub_talk *t, const frame *f, body *in)
 {
@@ -38,8 +49,16 @@ static bool answer(stub_talk *t, const frame *f, body *in)
         return stub_answer_error(t, f->request, odd.error, "no such run here");
     if (odd.hangs_up)
         return false;
+    if (odd.is_late) {
+        odd.late_request = f->request;
+        return true;
+    }
     assert_int_equal(decode_wait(in, &asked), FANIN_OK);
-    encode_wait_ok(&t->out, f->request, &(msg_wait_ok){.step = asked.step - odd.less});
+    msg_wait_ok ok = {.step = asked.step - odd.less};
+    static const uint8_t token[16] = {1};
+    if (odd.gives_lease)
+        ok = (msg_wait_ok){.step = 3, .catalog_version = 2, .token = {token, 16}};
+    encode_wait_ok(&t->out, f->request, &ok);
     return true;
 }
 
@@ -47,6 +66,7 @@ static bool answer(stub_talk *t, const frame *f, body *in)
 static void start(size_t ranks, uint32_t parts)
 {
     memset(&odd, 0, sizeof odd);
+    memset(&early, 0, sizeof early);
     memset(&s, 0, sizeof s);
     s.error = (fanin_error)FANIN_ERROR_INIT;
     stub_world_start(&s.world, ranks, parts, PART);
@@ -71,7 +91,7 @@ static fanin_status ask_for(fanin_step_rule rule, uint64_t step, const agree_nee
     s.options.rule = rule;
     s.options.step = step;
     uint64_t before = clock_ns();
-    fanin_status status = agree(s.world.client, s.run, &s.options, need,
+    fanin_status status = agree(s.world.client, s.run, &s.options, need, s.early,
                                 deadline_in_ms(CALL_MS), s.announced, s.use, &s.error);
     s.took_ms = (clock_ns() - before) / 1000000;
     return status;
@@ -187,6 +207,175 @@ static void who_does_not_publish_it_says_so(void **state)
     assert_error("no such run here");
     assert_int_equal(s.error.rank, 1);
     assert_int_equal(s.took_ms, 0);
+}
+
+/* ------------------------------------------------------------ early leases */
+
+static void ask_for_leases(void)
+{
+    early.begin = (early_begin){.versions = early.versions, .leases = early.leases};
+    for (size_t i = 0; i < s.world.size; i++)
+        early.versions[i] = s.world.ranks[i].version;
+    s.early = &early.begin;
+}
+
+/* Ranks of @p mask; of the others none was kept. */
+static void assert_held(unsigned mask)
+{
+    for (size_t i = 0; i < s.world.size; i++) {
+        assert_int_equal(early.leases[i].held, mask >> i & 1);
+        if (early.leases[i].held)
+            assert_int_equal(early.leases[i].token[0], 0x10 + i);
+    }
+}
+
+/* How often each rank got a lease back. */
+static void assert_given_back(unsigned first, unsigned second, unsigned third)
+{
+    const unsigned want[] = {first, second, third};
+    stub_world_settle(&s.world);
+    for (size_t i = 0; i < s.world.size; i++)
+        assert_int_equal(s.world.ranks[i].asked[MSG_END], want[i]);
+}
+
+static void leases_come_with_announcements(void **state)
+{
+    start(3, 3);
+    ask_for_leases();
+    early.versions[2] = 0; /* nothing is read from it */
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 3);
+    assert_held(1 | 2);
+    assert_int_equal(early.leases[1].lease_ms, 1000);
+    assert_int_not_equal(early.begin.since_ns, 0);
+    assert_given_back(0, 0, 0);
+    assert_int_equal(stub_world_asked(&s.world, MSG_BEGIN), 0);
+}
+
+/* Who does not know them, or has another catalog, announces as ever. */
+static void who_grants_none_announces(void **state)
+{
+    start(3, 3);
+    ask_for_leases();
+    s.world.ranks[0].old = true;
+    early.versions[1] += 1;
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 3);
+    assert_held(4);
+    assert_given_back(0, 0, 0);
+}
+
+static void early_leases_of_other_steps_go_back(void **state)
+{
+    start(3, 3);
+    stub_rank_commit(&s.world.ranks[1], 4);
+    ask_for_leases();
+    stub_time_at_ms(EARLY_MS - 1, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(EARLY_MS - 1, commit_4, &s.world.ranks[2]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 4);
+    assert_held(2);
+    assert_given_back(1, 0, 1);
+}
+
+static void nobody_waits_under_a_lease(void **state)
+{
+    start(3, 3);
+    ask_for_leases();
+    s.world.ranks[1].state = WIRE_STATE_WRITING;
+    stub_time_at_ms(700, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(700, commit_4, &s.world.ranks[1]);
+    stub_time_at_ms(EARLY_MS + 1, commit_4, &s.world.ranks[2]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 4);
+    assert_int_equal(s.took_ms, 700);
+    assert_held(0);
+    assert_int_equal(early.begin.since_ns, 0);
+    assert_given_back(1, 0, 1);
+}
+
+static void leases_go_back_when_nothing_is_agreed(void **state)
+{
+    start(3, 3);
+    ask_for_leases();
+    odd.rank = &s.world.ranks[1];
+    odd.error = FANIN_ERR_NOT_FOUND;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_NOT_FOUND);
+    assert_held(0);
+    assert_given_back(1, 0, 1);
+}
+
+static void a_lost_ranks_lease_is_not_kept(void **state)
+{
+    start(4, 2);
+    ask_for_leases();
+    s.world.ranks[2].state = WIRE_STATE_WRITING; /* all wait for it */
+    stub_time_at_ms(EARLY_MS - 1, hang_up, &s.world.ranks[0]);
+    stub_time_at_ms(700, commit_4, &s.world.ranks[1]);
+    stub_time_at_ms(700, commit_4, &s.world.ranks[2]);
+    stub_time_at_ms(700, commit_4, &s.world.ranks[3]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_false(s.use[0]);
+    assert_held(0);
+}
+
+static void lies_about_leases_are_refused(void **state)
+{
+    for (int i = 0; i < 2; i++) {
+        start(2, 2);
+        odd.rank = &s.world.ranks[1];
+        odd.gives_lease = true;
+        if (i == 1) /* it is asked for, but of catalog 1 */
+            ask_for_leases();
+        assert_int_equal(ask_for_newest(), FANIN_ERR_PROTOCOL);
+        assert_error("granted a lease that it was not asked for");
+        assert_int_equal(s.error.rank, 1);
+        assert_held(0);
+        if (i == 0)
+            stub_world_stop(&s.world);
+    }
+}
+
+/* The answer that was waited for no longer: its lease must not hold an update up. */
+static void answer_late(void *rank)
+{
+    static uint8_t token[16] = {7};
+    stub_talk *t = stub_rank_talk(rank, ROLE_CONTROL);
+    msg_wait_ok ok = {.step = 3,
+                      .catalog_version = 1,
+                      .token = {token, sizeof token},
+                      .lease_ms = 1000};
+    digest id = digest_of(t->rank->keys.data, t->rank->keys.size);
+    memcpy(ok.key_digest, id.bytes, sizeof ok.key_digest);
+    encode_wait_ok(&t->out, odd.late_request, &ok);
+    stub_talk_flush(t);
+}
+
+static void a_lease_that_comes_late_goes_back(void **state)
+{
+    start(2, 2);
+    ask_for_leases();
+    odd.rank = &s.world.ranks[1];
+    odd.is_late = true;
+    stub_time_at_ms(EARLY_MS + 5, answer_late, &s.world.ranks[1]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(3, 3);
+    assert_held(0);
+    assert_given_back(1, 1, 0);
+}
+
+static void a_lease_that_comes_after_the_end_goes_back(void **state)
+{
+    start(2, 2);
+    ask_for_leases();
+    odd.rank = &s.world.ranks[1];
+    odd.is_late = true;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_TIMEOUT);
+    assert_held(0);
+    assert_given_back(
+        1, 1, 0); /* before it is there: this client may never be called again */
+    answer_late(&s.world.ranks[1]);
+    assert_given_back(1, 1, 0);
 }
 
 /* ---------------------------------------------------------------- replicas */
@@ -410,6 +599,15 @@ int main(void)
         SCENE(the_furthest_rank_is_the_target),
         SCENE(a_step_before_the_one_asked_for_is_no_answer),
         SCENE(who_does_not_publish_it_says_so),
+        SCENE(leases_come_with_announcements),
+        SCENE(who_grants_none_announces),
+        SCENE(early_leases_of_other_steps_go_back),
+        SCENE(nobody_waits_under_a_lease),
+        SCENE(leases_go_back_when_nothing_is_agreed),
+        SCENE(a_lost_ranks_lease_is_not_kept),
+        SCENE(lies_about_leases_are_refused),
+        SCENE(a_lease_that_comes_late_goes_back),
+        SCENE(a_lease_that_comes_after_the_end_goes_back),
         SCENE(replicas_that_lag_are_done_without),
         SCENE(who_holds_what_nobody_else_has_is_waited_for),
         SCENE(paused_replicas_are_done_without),

@@ -170,6 +170,62 @@ static void the_next_pull_asks_less(void **state)
     assert_int_equal(odd.ended, RANKS);
 }
 
+/* Everything is at hand: one round before the reads, and one behind them. */
+static void a_warm_pull_begins_with_the_announcements(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    forget_asked();
+    expect_pull(1);
+    assert_asked(MSG_WAIT, 1, 1);
+    assert_asked(MSG_BEGIN, 0, 0);
+    assert_asked(MSG_READ, 1, 1);
+    assert_asked(MSG_END, 1, 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+static void ranks_that_know_no_early_leases_are_begun(void **state)
+{
+    begin(false);
+    s.world.ranks[1].old = true;
+    expect_pull(1);
+    forget_asked();
+    expect_pull(1);
+    assert_asked(MSG_BEGIN, 0, 1);
+    assert_asked(MSG_END, 1, 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+/* New tables are fetched without a lease: rank 0, whose catalog is the same, gets its lease back. */
+static void no_table_is_fetched_under_a_lease(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    stub_rank_commit(&s.world.ranks[1], 1);
+    s.world.ranks[1].version++;
+    forget_asked();
+    expect_pull(1);
+    assert_asked(MSG_BOXES, 0, 1);
+    assert_asked(MSG_BEGIN, 1, 1);
+    assert_asked(MSG_END, 2, 1);
+    assert_int_equal(odd.abandoned, 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+/* A stale end begins all anew, with leases of its own. */
+static void a_stale_end_asks_for_leases_again(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    forget_asked();
+    acts(MSG_END, 1, 1, IS_STALE);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 1);
+    assert_asked(MSG_WAIT, 2, 2);
+    assert_asked(MSG_BEGIN, 0, 0);
+    assert_asked(MSG_END, 2, 2);
+}
+
 static void of_replicas_one_is_read(void **state)
 {
     begin(true);
@@ -417,6 +473,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         SCENE(each_phase_asks_once),
         SCENE(the_next_pull_asks_less),
+        SCENE(a_warm_pull_begins_with_the_announcements),
+        SCENE(ranks_that_know_no_early_leases_are_begun),
+        SCENE(no_table_is_fetched_under_a_lease),
+        SCENE(a_stale_end_asks_for_leases_again),
         SCENE(of_replicas_one_is_read),
         SCENE(progress_is_told),
         SCENE(it_is_told_which_rank_holds_it_up),

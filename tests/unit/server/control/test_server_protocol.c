@@ -301,6 +301,109 @@ static void a_wait_ends_with_where_the_rank_is(void **state)
     assert_non_null(strstr(e.message, RUN));
 }
 
+/* A wait that begins too, if it is answered at once. */
+static msg_wait_ok wait_and_begin(peer *p, uint64_t catalog_version, uint8_t token[16])
+{
+    buffer b = {0};
+    msg_wait m = {
+        .publication = RUN, .timeout_ms = 10000, .begin_version = catalog_version};
+    encode_wait(&b, ++p->request, &m);
+    peer_send(p, &b);
+    msg_wait_ok ok;
+    body in = peer_expect(p, MSG_WAIT_OK);
+    assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
+    if (ok.token.size > 0)
+        memcpy(token, ok.token.data, 16);
+    return ok;
+}
+
+static void a_wait_may_begin_too(void **state)
+{
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 10);
+    server_commit(s, 1);
+    grant g = peer_newest(&p);
+    msg_wait_ok ok = wait_and_begin(&p, g.catalog_version, g.token);
+    assert_int_equal(ok.token.size, 16);
+    assert_int_equal(ok.step, 1);
+    assert_true(ok.lease_ms > 0);
+    assert_int_equal(server_stats(s).leases, 1);
+    assert_int_equal(server_stats(s).begins_granted, 1);
+    assert_true(peer_end(&p, &g, false).good);
+    /* Another catalog: where the rank is, and nothing more. */
+    ok = wait_and_begin(&p, g.catalog_version + 1, g.token);
+    assert_int_equal(ok.token.size, 0);
+    assert_int_equal(ok.catalog_version, g.catalog_version);
+    assert_int_equal(server_stats(s).leases, 0);
+    /* The lease is one like others: the update ends it. */
+    ok = wait_and_begin(&p, g.catalog_version, g.token);
+    assert_int_equal(ok.token.size, 16);
+    server_begin(s); /* waits for the lease time */
+    assert_false(peer_end(&p, &g, false).good);
+}
+
+static void a_parked_wait_begins_nothing(void **state)
+{
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 10);
+    server_commit(s, 1);
+    grant g = peer_newest(&p);
+    server_begin(s);
+    buffer b = {0};
+    msg_wait m = {
+        .publication = RUN, .timeout_ms = 10000, .begin_version = g.catalog_version};
+    encode_wait(&b, ++p.request, &m);
+    peer_send(&p, &b);
+    peer_ping(&p); /* it is parked */
+    server_commit(s, 2);
+    msg_wait_ok ok;
+    body in = peer_expect(&p, MSG_WAIT_OK);
+    assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
+    assert_int_equal(ok.step, 2);
+    assert_int_equal(ok.catalog_version, g.catalog_version);
+    assert_int_equal(ok.token.size, 0);
+    assert_int_equal(server_stats(s).leases, 0);
+}
+
+/* Who has all leases that a session may have is still told where the rank is. */
+static void a_wait_begins_no_lease_too_many(void **state)
+{
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 10);
+    server_commit(s, 1);
+    grant g = peer_newest(&p);
+    for (int i = 0; i < 64; i++)
+        assert_int_equal(wait_and_begin(&p, g.catalog_version, g.token).token.size, 16);
+    msg_wait_ok ok = wait_and_begin(&p, g.catalog_version, g.token);
+    assert_int_equal(ok.step, 1);
+    assert_int_equal(ok.token.size, 0);
+    assert_int_equal(server_stats(s).leases, 64);
+}
+
+/* Of copies it says which arena holds the step. */
+static void a_wait_that_begins_names_the_arena(void **state)
+{
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 10);
+    for (uint64_t step = 1; step <= 3; step++) {
+        if (step > 1)
+            server_begin(s);
+        server_snapshot(s, step);
+        grant g = peer_newest(&p);
+        msg_begin_ok begun = peer_begin(&p, &g);
+        assert_true(begun.granted);
+        msg_wait_ok ok = wait_and_begin(&p, g.catalog_version, g.token);
+        assert_int_equal(ok.token.size, 16);
+        assert_int_equal(ok.first_region, begun.first_region);
+        assert_true(step != 2 || ok.first_region != 0);
+        assert_true(peer_end(&p, &g, false).good);
+    }
+}
+
 static void a_session_has_a_limited_number_of_waits(void **state)
 {
     fanin_server *s = server_start(NULL);
@@ -419,6 +522,10 @@ int main(void)
         server_test(regions_without_keys_have_no_addresses),
         server_test(a_wait_is_answered_by_the_commit),
         server_test(a_wait_ends_with_where_the_rank_is),
+        server_test(a_wait_may_begin_too),
+        server_test(a_parked_wait_begins_nothing),
+        server_test(a_wait_begins_no_lease_too_many),
+        server_test(a_wait_that_begins_names_the_arena),
         server_test(a_session_has_a_limited_number_of_waits),
         server_test(destroy_ends_waits),
         server_test(a_watch_reports_every_change),

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/early_lease.h"
+
+#include "pull/lease_round.h"
+#include <string.h>
+
+/* A source of the cached plan: READY, its tables those that the plan was made from, its path known. */
+static bool at_hand(pull *p, size_t peer)
+{
+    const shard_table *tables = &p->publication->shards[peer];
+    return peer_ready(&p->client->peers[peer]) && tables->version != 0 &&
+           tables->generation == p->client->peers[peer].generation;
+}
+
+early_begin *early_lease_ask(pull *p)
+{
+    plan_cache *cache = p->cache;
+    const path_plan *plan = &cache->whole.plan;
+    size_t n = p->client->n_peers;
+    memset(p->use, 0, n * sizeof *p->use);
+    memset(p->versions, 0, n * sizeof *p->versions);
+    p->early = (early_begin){.versions = p->versions, .leases = p->leases};
+    if (!p->destination->quick || !cache->valid || !cache->proven)
+        return NULL;
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        size_t peer = plan->peer_of[i];
+        p->use[peer] = true;
+        if (!at_hand(p, peer))
+            return NULL;
+        if (plan->plan->ranks[i].n_pieces == 0)
+            continue;
+        if (path_state_of(p->client, p->publication, peer)->path == FANIN_PATH_AUTO)
+            return NULL;
+        p->versions[peer] = p->publication->shards[peer].version;
+    }
+    return plan_cache_fits(cache, p->client, p->publication, p->use, p->destination)
+               ? &p->early
+               : NULL;
+}
+
+/* Whether the plan is that of the ranks which are used, at what they announced. */
+static bool still_fits(const pull *p)
+{
+    const path_plan *plan = &p->cache->whole.plan;
+    size_t used = 0;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        used += p->use[i];
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        size_t peer = plan->peer_of[i];
+        if (!p->use[peer] ||
+            p->announced[peer].version != p->publication->shards[peer].version)
+            return false;
+    }
+    return used == plan->n_sources;
+}
+
+void early_lease_keep(pull *p)
+{
+    if (p->early.since_ns == 0 || still_fits(p))
+        return;
+    lease_round_abandon(p->client, p->leases);
+    p->early.since_ns = 0;
+}
+
+bool early_lease_holds(pull *p)
+{
+    uint64_t since = p->early.since_ns;
+    if (since == 0 || clock_ns() - since < EARLY_MS * UINT64_C(1000000))
+        return since != 0;
+    lease_round_abandon(p->client, p->leases);
+    return false;
+}
