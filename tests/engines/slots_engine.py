@@ -158,7 +158,7 @@ def _experts(e: Engine) -> dict[str, Any]:
             fully_sharded=False,
             _w13_slices=slices,
             _base_model="Qwen3MoeForCausalLM",
-            adapter_enabled=torch.zeros(e.slots + 1, dtype=torch.int),
+            adapter_enabled=torch.zeros(e.slots + 1, dtype=torch.int, device=e.device),
             w13_lora_a_stacked=tuple(_dirty(e, local, e.max_rank, e.hidden) for _ in range(slices)),
             w13_lora_b_stacked=tuple(_dirty(e, local, rows, e.max_rank) for _ in range(slices)),
             w2_lora_a_stacked=(_dirty(e, local, e.max_rank, width),),
@@ -190,7 +190,7 @@ def loader(e: Engine) -> Any:
 
     manager = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)
     manager.model = SimpleNamespace(config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]))
-    manager.device = torch.device("cpu")
+    manager.device = torch.device("cpu" if e.device == "meta" else e.device)
     manager.lora_config = LoRAConfig(
         max_lora_rank=e.max_rank,
         max_loras=e.slots,

@@ -212,10 +212,15 @@ class Worker:
         engine = Engine(self.mapping, self.device)
         reader = Reader(engine)
         cuda = self.device.type == "cuda"
-        image = Image(layout, device=self.device if cuda else None)
+        # In turn, as steps have them.
+        images = [Image(layout, device=self.device if cuda else None) for _ in range(2)]
+        image = images[-1]
         settle(self.device)
         with fanin.Client(told["addresses"]) as client:
-            steps = [self.step(engine, reader, image, client) for _ in range(told["steps"])]
+            steps = [
+                self.step(engine, reader, images[number % 2], client)
+                for number in range(2 * told["steps"])
+            ]
         wrong, again = self.wrong(engine), reader.read().tolist()
         moved = 0.0
         if cuda:
@@ -235,7 +240,7 @@ class Worker:
             result[key] = all(one.pop(key) for one in steps)
         for one in steps:
             one.pop("seen")
-        medians = {key: statistics.median(s[key] for s in steps[1:]) for key in steps[0]}
+        medians = {key: statistics.median(s[key] for s in steps[4:]) for key in steps[0]}
         self.control.say("done", **result, **medians)
 
 
@@ -280,7 +285,7 @@ def main() -> int:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json")
     options = parser.parse_args()

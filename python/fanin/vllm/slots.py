@@ -40,7 +40,7 @@ VERSIONS = ("0.32.",)
 _MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _PLAIN = ("lora_a_stacked", "lora_b_stacked")
 _SPARE = 2  # images that are kept for the next pull
-_ON_GPU = 2  # images that stay in a GPU's memory: the newest, and the one before
+_ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
 _ALIGNED = 256  # bytes
 _TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
 
@@ -638,8 +638,9 @@ class Slots:
     def _new(self, layout: Layout) -> Image:
         if self._gpu is None:
             return Image(layout)
-        self._make_room()
         try:
+            with self._lock:
+                self._spare = []  # of other layouts
             return Image(layout, device=self._gpu)
         except torch.OutOfMemoryError as error:
             _log.warning("fanin: an adapter lands in host memory: %s", str(error).split(". ")[0])
@@ -651,14 +652,22 @@ class Slots:
             there = [ref for ref in self._there if ref() not in (None, image)]
             self._there = [*there, weakref.ref(image)]
 
-    def _make_room(self) -> None:
-        """Moves the oldest whole images out of the GPU's memory, most of which is the engine's."""
+    def settle(self) -> None:
+        """Moves the oldest whole images out of the GPU's memory, most of which is the engine's, if
+        there are many; in a thread, as pinned memory takes long to get. Any thread."""
+        with self._lock:
+            there = [image for ref in self._there if (image := ref()) and image.on_gpu]
+        many = [image for image in there[: max(len(there) - _ON_GPU, 0)] if image.whole]
+        if many:
+            threading.Thread(
+                target=self._move, args=(many,), name="fanin-move", daemon=True
+            ).start()
+
+    def _move(self, images: list[Image]) -> None:
+        self.use_device()
         with self._moving:
-            with self._lock:
-                self._spare = []
-                there = [image for ref in self._there if (image := ref()) and image.on_gpu]
-            for image in there[: max(len(there) - _ON_GPU + 1, 0)]:
-                if image.whole:
+            for image in images:
+                if image.on_gpu and image.whole:
                     image.to_host()
 
     def idle(self) -> bool:

@@ -189,6 +189,7 @@ class WorkerSlots:
             raise
         if self._slots.hold(path, image) is not image:
             self._slots.give_back(image)
+        self._slots.settle()
         return self._done(job, path, int(result.bytes), str(result.path))
 
     def _done(
