@@ -524,8 +524,10 @@ class Image:
         for part, _, final in ready:
             stack = getattr(manager.modules[part.path], part.attribute)
             whole = stack if part.place is None else stack[part.place]
-            place = tuple(slice(n) for n in final.shape)
-            yield functools.partial(whole[slot][place].copy_, final, non_blocking=True)
+            start, *steps = whole.stride()  # slicing takes twice as long, some ms of all parts
+            at = whole.storage_offset() + slot * start
+            place = whole.as_strided(final.shape, steps, at)
+            yield functools.partial(place.copy_, final, non_blocking=True)
         for path in self.layout.switched:
             enabled = manager.modules[path].adapter_enabled
             yield functools.partial(enabled[slot].fill_, 1)
