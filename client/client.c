@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/client_state.h"
 
+#include "adapter/adapter_layout.h"
 #include "adapter/spare_file.h"
 #include "catalog/tables.h"
 #include "cma/reader_cma.h"
@@ -122,6 +123,7 @@ void fanin_client_disconnect(fanin_client *client)
         return;
     pull_session_orphan(client);
     spare_file_drop(&client->spare);
+    adapter_layout_free(&client->layout);
     plan_cache_free(client);
     path_states_free(client);
     tables_free_all(client);

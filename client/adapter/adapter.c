@@ -98,6 +98,22 @@ static void forget_layout(adapter *a)
 {
     tensor_files_free(&a->files);
     peft_config_free(&a->config);
+    free(a->publication);
+    a->publication = NULL;
+    a->headed = false;
+}
+
+void adapter_keep_layout(adapter *a, adapter_layout **layout)
+{
+    if (!*layout)
+        *layout = calloc(1, sizeof **layout);
+    a->kept = *layout;
+}
+
+static void keep_layout(adapter *a)
+{
+    if (a->kept && a->publication)
+        adapter_layout_put(a->kept, &a->key, a->publication, &a->files, &a->config);
 }
 
 void adapter_make_model(adapter *a, uint64_t max_file_bytes)
@@ -209,8 +225,11 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 {
     key_table written = {.entries = NULL};
     forget_layout(a);
-    fanin_status status;
-    if (!convert_keys(keys, a->dtype, &written))
+    a->key = (adapter_layout_key){keys->id, a->dtype, a->trust_config};
+    fanin_status status = FANIN_OK;
+    if (adapter_layout_fits(a->kept, &a->key, publication))
+        adapter_layout_take(a->kept, &a->files, &a->config);
+    else if (!convert_keys(keys, a->dtype, &written))
         status = error_set_memory(error);
     else if (a->is_model)
         status = prepare_model(a, &written, error);
@@ -221,6 +240,8 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
         forget_layout(a);
         return status;
     }
+    if (a->kept)
+        a->publication = strdup(publication); /* NULL: it is not kept */
     *to_of_key_out = a->files.to_of_key;
     *span_out = a->files.span;
     return FANIN_OK;
@@ -233,6 +254,7 @@ void adapter_close(adapter **a)
     adapter *d = *a;
     *a = NULL;
     adapter_discard(d);
+    keep_layout(d);
     forget_layout(d);
     if (d->lock >= 0)
         adapter_unlock(&d->place, d->lock);

@@ -12,6 +12,7 @@
 #ifndef ADAPTER_H
 #define ADAPTER_H
 
+#include "adapter/adapter_layout.h"
 #include "adapter/spare_file.h"
 #include "catalog.h"
 #include "clock.h"
@@ -50,6 +51,10 @@ void adapter_make_model(adapter *a, uint64_t max_file_bytes);
 void adapter_convert(adapter *a, fanin_dtype dtype);
 /** The configuration keeps all fields of the trainer's. Before adapter_prepare(). */
 void adapter_trust_config(adapter *a);
+/** What the client's last adapter was laid out as, which adapter_prepare() takes if it fits;
+    adapter_close() leaves its own there. Not a model's. *layout is made if it is NULL. Before
+    adapter_prepare(). */
+void adapter_keep_layout(adapter *a, adapter_layout **layout);
 /** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
 void adapter_offer_spare(adapter *a, spare_file **spare);
 

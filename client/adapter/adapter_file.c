@@ -296,18 +296,16 @@ static fanin_status make_directory(adapter *a, fanin_error *error)
 static fanin_status land_headers(adapter *a, fanin_error *error)
 {
     for (size_t i = 0; i < a->n_mapped; i++) {
-        safetensors_layout *layout = &a->files.files[i].layout;
+        const safetensors_layout *layout = &a->files.files[i].layout;
         fanin_status status =
             adapter_need(a, a->files.files[i].at, layout->header_size, error);
         if (status != FANIN_OK)
             return status;
-        if (layout->header) {
+        if (!a->headed)
             memcpy(a->mapped[i].memory.base, layout->header, layout->header_size);
-            free(layout->header);
-            layout->header = NULL;
-        }
         piece_digests_landed(a->mapped[i].digests, 0, layout->header_size);
     }
+    a->headed = true;
     return FANIN_OK;
 }
 
@@ -334,7 +332,7 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
         return error_set(error, FANIN_ERR_INTERNAL, NULL, "nothing was prepared");
     bool there = fits(a);
     /* Prepared again in between: perhaps other names of the same sizes. */
-    bool anew = there && a->files.files[0].layout.header;
+    bool anew = there && !a->headed;
     if (anew)
         restart_digests(a);
     if (!there) {
@@ -421,6 +419,7 @@ void adapter_discard(adapter *a)
 {
     stop_threads(a);
     unmap(a);
+    a->headed = false;
     if (a->directory >= 0)
         close(a->directory);
     a->directory = -1;

@@ -4,9 +4,11 @@
 #include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -26,6 +28,7 @@ struct file_pages {
     part *parts;
     size_t n_parts;
     uint8_t *base;
+    bool in_memory;         /* tmpfs: where a page is, there is space */
     uint64_t size, n_steps; /* of all files */
     atomic_bool *have;      /* space, by step */
     atomic_uint_fast64_t landed;
@@ -100,13 +103,23 @@ static place place_of(const file_pages *p, uint64_t step)
     return (place){&found->is, offset, left < STEP ? left : STEP};
 }
 
-/* Making it twice, also at once, is fine: what is there stays. */
+static bool touch_step(const file_pages *p, place at)
+{
+    return file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes);
+}
+
+/* Making it twice, also at once, is fine: what is there stays. Pages of tmpfs are made at once: making
+   their space first would have threads wait for each other, for the file's lock. */
 static int make_space(file_pages *p, uint64_t step)
 {
     int status;
     if (atomic_load(&p->have[step]))
         return 0;
     place at = place_of(p, step);
+    if (p->in_memory && p->base && touch_step(p, at)) {
+        atomic_store(&p->have[step], true);
+        return 0;
+    }
     file_limit_guard guard = file_limit_enter();
     do
         status = fallocate(at.file->file, 0, (off_t)at.offset, (off_t)at.bytes);
@@ -142,11 +155,16 @@ static void *make_pages(void *cookie)
 {
     file_pages *p = cookie;
     for (uint64_t step; take_step(p, &step) && make_space(p, step) == 0;) {
-        place at = place_of(p, step);
-        if (!file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes))
+        if (!p->in_memory && !touch_step(p, place_of(p, step)))
             break;
     }
     return NULL;
+}
+
+static bool is_in_memory(int file)
+{
+    struct statfs info;
+    return fstatfs(file, &info) == 0 && info.f_type == TMPFS_MAGIC;
 }
 
 static int set_size(int file, uint64_t size)
@@ -180,6 +198,7 @@ file_pages *file_pages_start(const file_part *parts, size_t count, int *errno_ou
     pthread_cond_init(&p->moved, NULL);
     p->n_parts = count;
     p->parts = calloc(count + 1, sizeof *p->parts);
+    p->in_memory = count > 0 && is_in_memory(parts[0].file);
     int code = p->parts ? take_parts(p, parts) : ENOMEM;
     if (code == 0 && !(p->have = calloc(p->n_steps + 1, sizeof *p->have)))
         code = ENOMEM;

@@ -20,8 +20,8 @@
 /** One of the files. */
 typedef struct tensor_file {
     char name[TENSOR_FILE_NAME];
-    uint64_t at;               /**< in the range; whole pages */
-    safetensors_layout layout; /**< header NULL: it is in the file already */
+    uint64_t at; /**< in the range; whole pages */
+    safetensors_layout layout;
 } tensor_file;
 
 typedef struct tensor_files {

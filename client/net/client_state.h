@@ -45,6 +45,7 @@ struct fanin_client {
     struct cma_end *cma;             /**< cma/reader_cma.h */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
+    struct adapter_layout *layout;   /**< adapter/adapter_layout.h */
     fanin_session
         *session; /**< pull/pull_session.h: until it ends no other call may run */
 };

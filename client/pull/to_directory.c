@@ -194,6 +194,7 @@ static fanin_status pull_directory(fanin_client *client,
         adapter_make_model(a.adapter, a.file_bytes);
     } else {
         adapter_offer_spare(a.adapter, &client->spare);
+        adapter_keep_layout(a.adapter, &client->layout);
     }
     return pull_into(client, &checked, at, &a, result_out, error);
 }
