@@ -42,7 +42,7 @@ typedef struct spanner {
     uint32_t *view_of; /* spans' view of a plan's view, 0: not copied yet */
     view_set views;
     plan_spans *spans;
-    uint64_t span_capacity, piece_capacity;
+    uint64_t span_capacity;
 } spanner;
 
 static bool add_atom(spanner *s, uint64_t offset, uint64_t length, uint64_t to,
@@ -318,15 +318,26 @@ static bool may_join(const spanner *s, const span *open, const atom *a,
     return *length_out <= s->rule->max_length;
 }
 
+/* Each atom becomes the piece in its place: memory that nobody has touched yet costs more than all
+   that is done here with it. */
+static void become_piece(atom *a, uint64_t span_offset)
+{
+    const span_piece p = {.offset = a->offset - span_offset,
+                          .length = a->length,
+                          .to = a->to,
+                          .view = a->view};
+    memcpy(a, &p, sizeof p);
+}
+
+_Static_assert(sizeof(span_piece) == sizeof(atom), "a piece takes its atom's place");
+
+/* The atoms become the pieces. */
 static bool join_atoms(spanner *s)
 {
     plan_spans *out = s->spans;
     bool closed = true;
-    if (!array_reserve(&out->pieces, &s->piece_capacity, s->n_atoms + 1,
-                       sizeof *out->pieces))
-        return false;
     for (uint64_t i = 0; i < s->n_atoms; i++) {
-        const atom *a = &s->atoms[i];
+        atom *a = &s->atoms[i];
         span *open = out->n_spans ? &out->spans[out->n_spans - 1] : NULL;
         uint64_t length;
         if (work_stopped(s->stop))
@@ -343,11 +354,11 @@ static bool join_atoms(spanner *s)
         open->length = length;
         open->count++;
         open->direct = open->count == 1 && a->view == 0;
-        out->pieces[out->n_pieces++] = (span_piece){.offset = a->offset - open->offset,
-                                                    .length = a->length,
-                                                    .to = a->to,
-                                                    .view = a->view};
+        become_piece(a, open->offset);
     }
+    out->pieces = (span_piece *)(void *)s->atoms;
+    out->n_pieces = s->n_atoms;
+    s->atoms = NULL;
     return true;
 }
 
@@ -355,7 +366,8 @@ static fanin_status build(spanner *s, const plan_rank *r, fanin_error *error)
 {
     s->view_of = calloc((size_t)s->plan->n_views + 1, sizeof *s->view_of);
     s->spans = calloc(1, sizeof *s->spans);
-    if (!s->view_of || !s->spans)
+    if (!s->view_of || !s->spans ||
+        !array_reserve(&s->atoms, &s->atom_capacity, r->n_pieces + 1, sizeof *s->atoms))
         return error_set_memory(error);
     fanin_status status = collect(s, r, error);
     if (status != FANIN_OK)
