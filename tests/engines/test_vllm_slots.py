@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -344,7 +345,9 @@ def test_a_slot_of_an_adapter_that_nobody_wants_is_free_again() -> None:
     assert slots.keep_seat() is None
     slots.release("/nowhere/1")
     seat = slots.keep_seat()
-    assert seat is not None and slots.give_up_seat(seat) is False
+    assert seat is not None and slots.keep_seat() is None
+    slots.let_go(seat)
+    assert slots.keep_seat() is not None
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -578,6 +581,24 @@ def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
     assert 4 not in loader.list_adapters()
     error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]
     assert error is not None and 7 not in loader.list_adapters()
+
+
+def test_a_slot_that_was_kept_for_a_pull_that_fails_is_free_again(tmp_path: Path) -> None:
+    """Before a trainer answers, and after."""
+    mine = slots_engine.worker(Engine())
+    with published(Engine()) as trainer:
+        learnt(trainer, tmp_path, mine)
+        seats = mine.fanin_worker_slots._slots._seats
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            nobody = [f"127.0.0.1:{gone.getsockname()[1]}"]
+        failing: dict[str, dict[str, Any]] = {
+            "connect": {"addresses": nobody, "world": "0" * 32, "timeout": 1.0},
+            "step": {"step": "7", "timeout": 0.2},
+        }
+        for number, fields in failing.items():
+            worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id=number, **fields))
+            assert finished(mine, number)["state"] == "failed"
+            assert not seats.indices(), number
 
 
 def test_a_worker_that_cannot_add_it_says_so(

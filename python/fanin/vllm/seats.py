@@ -19,6 +19,11 @@ class Seat:
         #: Set without the lock: who writes piece after piece could keep that from others for long.
         self._lost = False
 
+    @property
+    def filled(self) -> bool:
+        """Whether it is whole, and nobody has taken it back."""
+        return self._filled
+
     def fill(self, pieces: Iterable[Callable[[], None]]) -> bool:
         """Writes the slot, a piece at a time; False if it was taken back meanwhile.
 

@@ -690,9 +690,10 @@ class Slots:
         if seat is not None and seat.fill(image.pieces(self.manager, seat.index)):
             image.seat = seat
 
-    def give_up_seat(self, seat: Seat | None) -> bool:
-        """The slot is vLLM's again; whether it was filled. What fills it has stopped then."""
-        return self._seats.give_up(seat)
+    def let_go(self, seat: Seat | None) -> None:
+        """Who kept the slot has ended: it is vLLM's again, unless an image is in it."""
+        if seat is not None and not seat.filled:
+            self._seats.give_up(seat)
 
     def sit_down(self, number: int, image: Image) -> bool:
         """Whether the adapter of that number has a slot now without a copy. In the engine's

@@ -8,7 +8,6 @@ vLLM's own load makes of it, byte for byte. Only a layout that has passed that i
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -29,7 +28,6 @@ __all__ = ["WorkerSlots"]
 _log = logging.getLogger("vllm.fanin")
 
 Progress = Callable[[int, int], None]
-Work = Callable[[Any, dict[str, Any], float, Progress], Done]
 
 
 def _short(error: MemoryError) -> HostError:
@@ -71,21 +69,34 @@ class WorkerSlots:
 
         Returns at once. service: makes the one to pull with; called in the job's thread.
         """
-        if job["learn"]:
-            work: Work = self._learn
-        else:
-            work = functools.partial(self._pull, self._slots.keep_seat())
-            if job.get("number"):
-                self._numbered[job["id"]] = job
+        seat = None if job["learn"] else self._slots.keep_seat()
+        if job.get("number"):
+            self._numbered[job["id"]] = job
 
         def run(progress: Progress) -> Done:
-            self._slots.use_device()
-            target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
-            deadline = time.monotonic() + float(job["timeout"])
-            with service().pool.borrow(target, job["world"], deadline) as client:
-                return work(client, job, deadline, progress)
+            try:
+                return self._run(job, seat, service, progress)
+            except MemoryError as error:
+                raise _short(error) from error
+            finally:
+                self._slots.let_go(seat)
 
         self.jobs.start(job["id"], run)
+
+    def _run(
+        self,
+        job: dict[str, Any],
+        seat: Seat | None,
+        service: Callable[[], PullService],
+        progress: Progress,
+    ) -> Done:
+        self._slots.use_device()
+        target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
+        deadline = time.monotonic() + float(job["timeout"])
+        with service().pool.borrow(target, job["world"], deadline) as client:
+            if job["learn"]:
+                return self._learn(client, job, deadline)
+            return self._pull(seat, client, job, deadline, progress)
 
     # ------------------------------------------------------------------ adding
 
@@ -145,29 +156,11 @@ class WorkerSlots:
         deadline: float,
         progress: Progress,
     ) -> Done:
-        try:
-            return self._bring(seat, client, job, deadline, progress)
-        except MemoryError as error:
-            self._slots.give_up_seat(seat)
-            raise _short(error) from error
-        except BaseException:
-            self._slots.give_up_seat(seat)
-            raise
-
-    def _bring(
-        self,
-        seat: Seat | None,
-        client: Any,
-        job: dict[str, Any],
-        deadline: float,
-        progress: Progress,
-    ) -> Done:
         layout = self._slots.layout(job["layout"])
         if layout is None:
             raise unfitting("this worker does not know the layout any more")
         path = job["path"]
         if self._slots.hold(path) is not None:  # another caller has brought it
-            self._slots.give_up_seat(seat)
             return self._done(job, path, 0, "", reused=True)
         image = self._slots.take(layout)
         try:
@@ -221,7 +214,7 @@ class WorkerSlots:
 
     # ---------------------------------------------------------------- learning
 
-    def _learn(self, client: Any, job: dict[str, Any], deadline: float, progress: Progress) -> Done:
+    def _learn(self, client: Any, job: dict[str, Any], deadline: float) -> Done:
         begun = time.monotonic()
         entries = client.catalog(job["run"], timeout=remaining(deadline))
         self._check_catalog(client, job, deadline)
