@@ -30,6 +30,7 @@ struct connection {
     deadline connect_by;
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing, silent;
+    uint64_t look_ns; /* when silence is to be looked at next; 0: nobody waits */
     framing in;
     outgoing out;
     pending *pending;
@@ -446,6 +447,7 @@ static void listen_anew(connection *c)
 {
     c->heard_ns = clock_ns();
     c->pinged = false;
+    c->look_ns = 0;
 }
 
 uint64_t connection_next_request(connection *c)
@@ -540,6 +542,10 @@ deadline connection_tick(connection *c)
         return UINT64_MAX;
     uint64_t lost_ns = (uint64_t)c->shared->lost_ms * 1000000;
     uint64_t now = clock_ns();
+    /* This process came late, as it was stopped, or busy: what the rank has said since then has not
+       been read, so that this is not the rank's silence. */
+    if (c->look_ns > 0 && now > c->look_ns)
+        c->heard_ns += now - (c->look_ns > c->heard_ns ? c->look_ns : c->heard_ns);
     if (now - c->heard_ns >= lost_ns) {
         connection_give_up(c);
         return UINT64_MAX;
@@ -552,7 +558,8 @@ deadline connection_tick(connection *c)
         connection_ask(c, request, NULL, NULL); /* any byte is a sign of life */
         c->heard_ns = heard;
     }
-    return c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);
+    c->look_ns = c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);
+    return c->look_ns;
 }
 
 fanin_status connection_reply_error(connection *c, const char *phase, message_type type,

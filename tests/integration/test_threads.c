@@ -16,6 +16,8 @@
 #define THREADS 4
 #define VICTIM 5
 #define WAIT_S 20
+#define LOOKS_NS                                                                       \
+    UINT64_C(700000000) /* less than between two looks of the calling thread */
 
 /* Half a megabyte a rank. */
 static const world_tensor large[] = {
@@ -120,7 +122,7 @@ static void a_pull_ends_with_its_last_byte(void **state)
         uint64_t took = clock_ns() - start;
         best = took < best ? took : best;
     }
-    assert_true(best < 700 * UINT64_C(1000000));
+    assert_true(best < LOOKS_NS);
 }
 
 static void threads_are_kept_and_end(void **state)
@@ -295,18 +297,36 @@ static void the_slowest_is_named(void **state)
     assert_true(told > 0);
 }
 
-/* One bit of what a rank sends over its data connection. */
-static void an_altered_bit_is_asked_for_again(void **state)
+/* One bit of what a rank sends over its data connection. Two thirds of the bytes are this rank's, so
+   that a thread reads them, and goes on when the calling one is through. How long the pull took. */
+static uint64_t pull_altered(void)
 {
-    flip f = {.connection = 1, .way = FLIP_TO_CLIENT, .at = 200000, .bit = 3};
-    begin_large(CUT_CHUNK0);
-    rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[VICTIM].server), &f);
+    static const world_tensor lopsided[] = {
+        {"base_model.model.a.lora_A.weight", FANIN_DTYPE_F32, 2, {3, 100000}}};
+    flip f = {.connection = 1, .way = FLIP_TO_CLIENT, .at = 790000, .bit = 3};
+    world_start(&w, 2, CUT_CHUNK0, lopsided, 1);
+    world_commit(&w, 1);
+    rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[0].server), &f);
     has_proxy = true;
-    w.address_list[VICTIM] = proxy.address;
-    connect_with(THREADS, true);
+    w.address_list[0] = proxy.address;
+    connect_with(2, true);
+    uint64_t start = clock_ns();
     expect_pull(1);
+    uint64_t took = clock_ns() - start;
     assert_true(atomic_load(&f.flipped));
     assert_int_equal(info.restarts, 1);
+    tear_down(NULL);
+    return took;
+}
+
+/* The calling thread is told of it, and does not find it when it looks around, once a second: one
+   of two pulls is faster, however busy the machine is. */
+static void an_altered_bit_is_asked_for_again(void **state)
+{
+    uint64_t took = pull_altered();
+    if (took >= LOOKS_NS)
+        took = pull_altered();
+    assert_true(took < LOOKS_NS);
 }
 
 #define CASE(name) cmocka_unit_test_teardown(name, tear_down)

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Threads that read: how many, who reads what, and that they work, rest and end. */
 #include "clock.h"
+#include "cpu_quota.h"
 #include "frame.h"
 #include "net/reading_threads.h"
 #include "testing.h"
+#include "thread.h"
 #include <limits.h>
 #include <stdatomic.h>
 
+#define MS UINT64_C(1000000)
 #define MIB ((uint64_t)1 << 20)
 #define WINDOW (64 * MIB) /* the default */
 
@@ -128,13 +131,35 @@ static void they_work_until_they_are_to_rest(void **state)
     loop_finish(&owner);
 }
 
+/* Told often or once, the loop of who is told has one event, and then waits again. */
+static void telling_wakes_once(void **state)
+{
+    loop owner;
+    assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
+    reading_threads *t = reading_threads_create(&owner);
+    assert_non_null(t);
+    for (int times = 1; times <= 3; times++) {
+        for (int i = 0; i < times; i++)
+            reading_threads_tell(t);
+        uint64_t start = clock_ns();
+        loop_step(&owner, deadline_in_ms(20000));
+        assert_true(clock_ns() - start < 10000 * MS);
+        start = clock_ns();
+        loop_step(&owner, start + 20 * MS);
+        assert_true(clock_ns() - start >= 20 * MS);
+    }
+    reading_threads_destroy(&t);
+    loop_finish(&owner);
+}
+
 static void those_that_never_worked_end(void **state)
 {
     loop owner;
     assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
     reading_threads *t = reading_threads_create(&owner);
     assert_non_null(t);
-    assert_true(reading_threads_cpus(t) >= 1);
+    unsigned cpus = usable_cpus(), quota = cpu_quota("/proc", "/sys");
+    assert_int_equal(reading_threads_cpus(t), cpus < quota ? cpus : quota);
     assert_int_equal(reading_threads_have(t, UINT_MAX), READING_THREADS_MOST);
     reading_threads_destroy(&t);
     loop_finish(&owner);
@@ -146,6 +171,7 @@ int main(void)
         cmocka_unit_test(as_many_as_are_worth_it),
         cmocka_unit_test(bytes_are_shared_evenly),
         cmocka_unit_test(they_work_until_they_are_to_rest),
+        cmocka_unit_test(telling_wakes_once),
         cmocka_unit_test(those_that_never_worked_end),
     };
     return cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);

@@ -27,7 +27,7 @@ static struct {
     message_type of;
     uint32_t rank; /* RANKS: whichever it is */
     unsigned times;
-    enum { MOVES_ON, IS_STALE, PAUSES, IS_FULL, HANGS_UP, IS_SILENT } act;
+    enum { MOVES_ON, IS_STALE, PAUSES, IS_FULL, STOPS_US, HANGS_UP, IS_SILENT } act;
     unsigned abandoned, ended;
 } odd;
 
@@ -44,6 +44,9 @@ static bool act(stub_talk *t, const frame *f, body *in)
     case IS_FULL:
         return stub_answer_error(t, f->request, FANIN_ERR_LIMIT,
                                  "a session may have 16 data connections");
+    case STOPS_US:
+        stub_time_pass_ms(60000);
+        return stub_answer(t, f, in);
     case IS_STALE:
         encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 1});
         return true;
@@ -445,6 +448,20 @@ static void a_data_connection_that_was_closed_is_made_again(void **state)
     assert_asked(MSG_HELLO, 0, 1);
 }
 
+/* While this process was stopped nobody read what the ranks said: that is not their silence. */
+static void who_was_stopped_blames_nobody(void **state)
+{
+    static const message_type when[] = {MSG_KEYS, MSG_WAIT, MSG_READ, MSG_END};
+    begin(false);
+    s.options.timeout_ms = 100 * CALL_MS;
+    for (size_t i = 0; i < sizeof when / sizeof *when; i++) {
+        acts(when[i], RANKS, 1, STOPS_US);
+        expect_pull(1);
+        assert_int_equal(s.info.restarts, 0);
+        assert_int_equal(odd.times, 0);
+    }
+}
+
 static void cancel(void *client)
 {
     fanin_client_cancel(client);
@@ -492,6 +509,7 @@ int main(void)
         SCENE(a_rank_with_too_many_connections_is_asked_again),
         SCENE(as_long_as_there_is_time),
         SCENE(a_data_connection_that_was_closed_is_made_again),
+        SCENE(who_was_stopped_blames_nobody),
         SCENE(it_can_be_cancelled_in_each_phase),
     };
     return cmocka_run_group_tests_name("pull phases", tests, NULL, NULL);
