@@ -389,8 +389,8 @@ static void on_readable(connection *c)
         framing_add(&c->in, (size_t)n);
         c->heard_ns = clock_ns();
         c->pinged = false;
-        if (!take_frames(c))
-            return;
+        if (!take_frames(c) || (size_t)n < room)
+            return; /* what comes later wakes the loop again */
     }
 }
 
