@@ -89,21 +89,6 @@ static bool is_on_device(const cma_copier *c, const span_piece *p)
     return r->sink && device_sink_device(r->sink, r->base + p->to) >= 0;
 }
 
-/* Where host memory is written is made ready for it. */
-static bool prepare_landing(cma_copier *c, const span_piece *p)
-{
-    const path_reading *r = c->of->r;
-    uint64_t low, high;
-    if (!r->need)
-        return true;
-    landing_reach(view_of(c, p), p->to, p->length, &low, &high);
-    fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = r->need(r->cookie, low, high - low, &why);
-    if (status != FANIN_OK)
-        cma_fail(c->source, c->of, status, &why);
-    return status == FANIN_OK;
-}
-
 /* Where in the slot a view of so many bytes is read to. */
 static size_t slot_place(size_t used)
 {
@@ -134,7 +119,7 @@ static uint8_t *place_in_chunk(cma_copier *c, const span_piece *p)
 {
     cma_reading *of = c->of;
     device_sink *sink = of->r->sink;
-    if (!c->job && !(c->job = device_sink_take(sink, of))) {
+    if (!c->chunk && !(c->chunk = device_sink_take(sink, of))) {
         if (device_sink_failed(sink, NULL)) {
             fail_by_device(c);
         } else {
@@ -143,10 +128,11 @@ static uint8_t *place_in_chunk(cma_copier *c, const span_piece *p)
         }
         return NULL;
     }
-    uint8_t *at = sink_job_place(c->job, p->length, of->r->base + p->to, view_of(c, p));
+    uint8_t *at =
+        sink_job_place(c->chunk, p->length, of->r->base + p->to, view_of(c, p));
     if (at)
-        c->job->bytes += p->length;
-    else if (c->job->n_items == 0)
+        c->chunk->bytes += p->length;
+    else if (c->chunk->n_items == 0)
         fail_by_device(c);
     return at;
 }
@@ -176,8 +162,6 @@ static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
         return false;
     if (is_on_device(c, p))
         to = place_in_chunk(c, p);
-    else if (!prepare_landing(c, p))
-        to = NULL;
     else
         to = p->view ? place_in_slot(c, p->length) : c->of->r->base + p->to;
     if (!to)
@@ -219,14 +203,6 @@ static void on_copied(sink_job *job, bool ok)
     else if (device_sink_failed(of->r->sink, &why))
         cma_fail(s, of, FANIN_ERR_TRANSPORT, &why);
     sink_job_give(job);
-}
-
-static void submit(cma_copier *c)
-{
-    sink_job *job = c->job;
-    c->job = NULL;
-    job->requests = c->source->index;
-    device_sink_submit(job, on_copied);
 }
 
 /* What was read into the slot goes to its place, and who asked is told. */
@@ -274,7 +250,7 @@ static const span_piece *piece_at(const cma_copier *c, unsigned at)
     return &spans->pieces[c->first];
 }
 
-static bool read_added(cma_copier *c)
+bool cma_read_filled(cma_copier *c)
 {
     unsigned at;
     int error =
@@ -285,10 +261,20 @@ static bool read_added(cma_copier *c)
         return false;
     }
     uint64_t bytes = place_pieces(c);
-    if (c->job)
-        submit(c);
     atomic_fetch_add(&c->source->done, bytes);
     return true;
+}
+
+void cma_finish_filled(cma_copier *c)
+{
+    sink_job *chunk = c->chunk;
+    c->chunk = NULL;
+    if (chunk) {
+        chunk->requests = c->source->index;
+        device_sink_submit(chunk, on_copied);
+    }
+    if (c->span == c->end_span)
+        c->source = NULL;
 }
 
 /* ------------------------------------------------------------------ batches */
@@ -314,26 +300,70 @@ static bool take_batch(cma_copier *c)
     return false;
 }
 
-bool cma_copy(cma_copier *c)
+bool cma_fill(cma_copier *c)
 {
     cma_reading *of = c->of;
     if (atomic_load(&of->failed) || of->paused || (!c->source && !take_batch(c)))
         return false;
     fill(c);
-    if (c->n_to == 0 || atomic_load(&c->source->failed))
+    return c->n_to > 0 && !atomic_load(&c->source->failed);
+}
+
+bool cma_copy(cma_copier *c)
+{
+    if (!cma_fill(c) || !cma_read_filled(c))
         return false;
-    if (!read_added(c))
-        return false;
-    if (c->span == c->end_span)
-        c->source = NULL;
+    cma_finish_filled(c);
+    return true;
+}
+
+/* ------------------------------------------------------------- into devices */
+
+void cma_feed_job(worker_job *job)
+{
+    cma_copier *c = (cma_copier *)job;
+    c->good = cma_read_filled(c);
+}
+
+static bool collect(cma_reading *of)
+{
+    bool any = false;
+    worker_job *job;
+    while ((job = worker_pool_collect(of->pool))) {
+        cma_copier *c = (cma_copier *)job;
+        c->busy = false;
+        of->busy--;
+        if (c->good)
+            cma_finish_filled(c);
+        any = true;
+    }
+    return any;
+}
+
+bool cma_feed(cma_reading *of)
+{
+    bool any = collect(of);
+    for (unsigned i = 0; i < of->n_copiers; i++) {
+        cma_copier *c = of->copiers[i];
+        if (c->busy || !cma_fill(c))
+            continue;
+        c->busy = any = true;
+        of->busy++;
+        worker_pool_submit(of->pool, &c->job);
+    }
+    if (any || of->busy == 0)
+        return any;
+    /* Nothing to fill: this thread reads as well, or waits for those that do. */
+    if (!worker_pool_help(of->pool))
+        worker_pool_wait(of->pool);
     return true;
 }
 
 void cma_copier_stop(cma_copier *c)
 {
-    if (c->job)
-        sink_job_give(c->job);
-    c->job = NULL;
+    if (c->chunk)
+        sink_job_give(c->chunk);
+    c->chunk = NULL;
     c->source = NULL;
     c->of = NULL;
 }

@@ -13,6 +13,7 @@
 #include "cma/reader_cma.h"
 #include "device/device_sink.h"
 #include "net/reading_threads.h"
+#include "worker_pool.h"
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -43,9 +44,11 @@ typedef struct cma_source {
     fanin_error error;
 } cma_source;
 
-/** One thread's. Kept by the client between pulls. */
+/** One thread's, or where devices are filled one chunk's. Kept by the client between pulls. */
 typedef struct cma_copier {
+    worker_job job; /**< first: the pool hands it back */
     struct cma_reading *of;
+    bool busy, good;    /**< the pool has it; what it had is read */
     cma_source *source; /**< of the batch that is under way; NULL: none is */
     uint64_t span, end_span, piece; /**< what of it is to be added next */
     uint64_t first;                 /**< piece: those from it to `piece` are added */
@@ -53,9 +56,9 @@ typedef struct cma_copier {
     unsigned n_to, n_from;
     uint32_t region; /**< of the last of `from` */
     uint64_t scatter_ns;
-    size_t used;   /**< of the slot */
-    uint8_t *slot; /**< NULL: not needed yet */
-    sink_job *job; /**< chunk that is being filled; NULL: none */
+    size_t used;     /**< of the slot */
+    uint8_t *slot;   /**< NULL: not needed yet */
+    sink_job *chunk; /**< that is being filled; NULL: none */
     uint8_t gap[CMA_GAP];
     struct iovec to[CMA_IOVECS], from[CMA_IOVECS];
 } cma_copier;
@@ -67,6 +70,9 @@ typedef struct cma_reading {
     unsigned n_copiers;
     cma_copier **copiers;  /**< the client's; the first is the calling thread's */
     unsigned first_thread; /**< of the client's readers, beside the calling one */
+    /* where devices are filled */
+    worker_pool *pool;
+    unsigned busy; /**< copiers that the pool has */
     sink_waiter waiter;
     bool paused; /**< no chunk is free */
     size_t n;
@@ -80,8 +86,22 @@ struct cma_end {
 };
 
 /** Takes one step with the batch that the copier is at, or with a new one: a call of the kernel or a
-    few. False: none is left, the reading has failed, or no chunk is free (reading->paused). */
+    few. False: none is left, or the reading has failed. */
 bool cma_copy(cma_copier *c);
+
+/* The same in three parts, of which the first and the last are for the calling thread where devices
+   are filled. */
+
+/** False: also if no chunk is free (reading->paused). */
+bool cma_fill(cma_copier *c);
+bool cma_read_filled(cma_copier *c);
+void cma_finish_filled(cma_copier *c);
+
+/** Whether something could be done where devices are filled: helpers read into chunks, which devices
+    copy from. The calling thread's. */
+bool cma_feed(cma_reading *of);
+/** What the pool of cma_feed() does: a job's run(). */
+void cma_feed_job(worker_job *job);
 /** A chunk may be free: a sink_waiter's ready(). */
 void cma_on_chunk(sink_waiter *waiter);
 /** Gives up what a copier is in the middle of. */

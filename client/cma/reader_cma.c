@@ -12,6 +12,7 @@
 #define BATCH_PIECES 1000 /* mostly one call */
 /* From so many bytes on two threads read where there are two CPUs: ranks have nothing to do. */
 #define TWO_FROM ((uint64_t)16 << 20)
+#define FEEDERS 8 /* where devices are filled: chunks that are read into at once */
 
 /* A call reads from many places: a run is worth an iovec from some KiB on, and so is a gap. */
 static const span_rule span_rules = {.max_length = CMA_SPAN_MAX,
@@ -101,7 +102,7 @@ static fanin_status add_source(cma_reading *of, size_t i, const cma_detail *deta
     return FANIN_OK;
 }
 
-/* Threads to read with, the calling one included. What goes to devices does so by way of it. */
+/* Threads to read with, the calling one included; where devices are filled, without the client's. */
 static unsigned find_threads(cma_reading *of)
 {
     fanin_client *client = of->r->client;
@@ -113,14 +114,16 @@ static unsigned find_threads(cma_reading *of)
     }
     size.cpus = usable_cpus();
     bool two = size.configured == 0 && size.cpus > 1 && size.bytes >= TWO_FROM;
-    if (of->r->sink || (reading_threads_for(&size) == 1 && !two))
-        return 1;
+    unsigned n = reading_threads_for(&size);
+    n = n == 1 && two ? 2 : n;
+    if (of->r->sink || n == 1)
+        return n < FEEDERS || !of->r->sink ? n : FEEDERS;
     if (!client->readers)
         client->readers = reading_threads_create(&client->loop);
     if (!client->readers)
         return 1;
     size.cpus = reading_threads_cpus(client->readers);
-    unsigned n = reading_threads_for(&size);
+    n = reading_threads_for(&size);
     n = n == 1 && two && size.cpus > 1 ? 2 : n;
     of->first_thread = reading_threads_taken(client->readers);
     unsigned others = reading_threads_have(client->readers, of->first_thread + n - 1);
@@ -136,6 +139,12 @@ static fanin_status make_copiers(cma_reading *of, fanin_error *error)
     if (!client->cma)
         return error_set_memory(error);
     unsigned wanted = find_threads(of);
+    if (of->r->sink) {
+        of->pool = worker_pool_create(0, wanted - 1, -1);
+        wanted = FEEDERS;
+    }
+    if (of->r->sink && !of->pool)
+        return error_set_memory(error);
     of->copiers = client->cma->copiers;
     for (; of->n_copiers < wanted; of->n_copiers++) {
         cma_copier **c = &of->copiers[of->n_copiers];
@@ -144,6 +153,8 @@ static fanin_status make_copiers(cma_reading *of, fanin_error *error)
         if (!*c)
             break;
         (*c)->of = of;
+        (*c)->job.run = cma_feed_job;
+        (*c)->busy = false;
         (*c)->scatter_ns = 0;
         (*c)->at = of->n_copiers * of->n / wanted;
     }
@@ -186,7 +197,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
     }
     if (status == FANIN_OK)
         status = make_copiers(of, error);
-    for (unsigned i = 1; i < of->n_copiers && status == FANIN_OK; i++)
+    for (unsigned i = 1; i < of->n_copiers && status == FANIN_OK && !of->pool; i++)
         reading_threads_go(client->readers, of->first_thread + i - 1, turn,
                            of->copiers[i]);
     return status;
@@ -196,7 +207,8 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
 
 static bool step(void *reading)
 {
-    return cma_copy(((cma_reading *)reading)->copiers[0]);
+    cma_reading *of = reading;
+    return of->pool ? cma_feed(of) : cma_copy(of->copiers[0]);
 }
 
 /* Whose last byte is in place must still be who it was before the first. */
@@ -249,8 +261,9 @@ static bool finish(void *reading)
 {
     cma_reading *of = reading;
     fanin_client *client = of->r->client;
-    if (of->n_copiers > 1)
+    if (of->n_copiers > 1 && !of->pool)
         reading_threads_rest(client->readers);
+    worker_pool_destroy(&of->pool);
     device_sink_unwait(&of->waiter);
     for (unsigned i = 0; i < of->n_copiers; i++)
         cma_copier_stop(of->copiers[i]);
@@ -276,7 +289,6 @@ void cma_disconnect(fanin_client *client)
 
 const path_reader cma_reader = {
     .paths = 1 << FANIN_PATH_CMA,
-    .asks = true,
     .uses_sink = true,
     .probe = cma_probe,
     .plan = make_detail,

@@ -158,9 +158,6 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
 void plan_slice_free(plan **slice);
 /** The piece's first byte in the destination, and the one after its last (as `to`: without a base). */
 void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high);
-/** The same of so many bytes that land at @p to as @p view says; NULL: contiguously. */
-void landing_reach(const strided *view, uint64_t to, uint64_t length, uint64_t *low,
-                   uint64_t *high);
 
 /** Whether those sources with use[i] tile everything (the proof alone; of rules->keys); false also
     if rules->stop stops it. @p rules may be NULL. */

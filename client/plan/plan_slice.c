@@ -146,20 +146,14 @@ void plan_slice_free(plan **slice)
     plan_free(slice);
 }
 
-void landing_reach(const strided *view, uint64_t to, uint64_t length, uint64_t *low,
-                   uint64_t *high)
+void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high)
 {
-    *low = to;
-    *high = to + (view ? convert_bytes(view->convert, view->run) : length);
+    const strided *view = p->view ? &plan->views[p->view - 1] : NULL;
+    *low = p->to;
+    *high = p->to + (view ? convert_bytes(view->convert, view->run) : p->length);
     for (uint32_t i = 0; view && i < view->n_dims; i++) {
         uint64_t reach = (view->extent[i] - 1) * (uint64_t)view->to[i];
         *low += view->to[i] < 0 ? reach : 0;
         *high += view->to[i] > 0 ? reach : 0;
     }
-}
-
-void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high)
-{
-    landing_reach(p->view ? &plan->views[p->view - 1] : NULL, p->to, p->length, low,
-                  high);
 }

@@ -266,6 +266,7 @@ static void test_one_device(void **state)
 static void test_host_ranks(void **state)
 {
     pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
+    pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_CMA, FANIN_PATH_CMA);
 }
 
 static void test_snapshots(void **state)
@@ -288,7 +289,7 @@ static void test_mixed_ranks(void **state)
         outcome r = pull(&t);
         assert_ok(r.status, r.error);
         assert_non_null(strstr(r.ranks, "\"cuda_ipc\""));
-        assert_non_null(strstr(r.ranks, "\"stream\""));
+        assert_non_null(strstr(r.ranks, "\"cma\""));
         assert_true(target_is_step(&b.world, &t, 1));
         target_free(&t);
     }

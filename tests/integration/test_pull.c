@@ -127,6 +127,7 @@ static void test_auto(void **state)
     fanin_client_config config = make_client_config();
     config.no_unix = true;
     w.flags = FANIN_SERVER_NO_UCX;
+    config.path = FANIN_PATH_AUTO;
     world_begin(&w, 2, CUT_CHUNK0, 1);
     client = world_client_with(&w, &config);
     expect_pull(1, FANIN_PATH_STREAM);
@@ -138,8 +139,9 @@ static void test_auto(void **state)
     assert_non_null(strstr(error.message, "cma"));
     if (!world_has_cma())
         return;
-    config = make_client_config();
     fanin_client_destroy(&client);
+    config.no_unix = false;
+    config.path = FANIN_PATH_AUTO;
     client = world_client_with(&w, &config);
     expect_pull(1, FANIN_PATH_CMA);
 }

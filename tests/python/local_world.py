@@ -92,7 +92,9 @@ def addresses(ranks: list[fanin.Server]) -> list[str]:
 
 
 def client_of(ranks: list[fanin.Server], **options: Any) -> fanin.Client:
+    """By streams, which notice at once what a rank takes back."""
     options.setdefault("use_ucx", False)
+    options.setdefault("path", "stream")
     return fanin.Client(addresses(ranks), **options)
 
 

@@ -31,6 +31,7 @@ fanin_client_config make_client_config(void)
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
+    config.path = FANIN_PATH_STREAM;
     return config;
 }
 

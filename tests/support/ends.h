@@ -16,7 +16,7 @@ fanin_server_config make_server_config(void);
 fanin_server *make_server(const fanin_server_config *config, char *address,
                           size_t size);
 
-/** No UCX. */
+/** By stream, without UCX. */
 fanin_client_config make_client_config(void);
 /** NULL: make_client_config(). */
 fanin_client *make_client(const fanin_client_config *config);
