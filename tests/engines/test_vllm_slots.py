@@ -377,7 +377,7 @@ class Stand:
 
     def __init__(self, layout: Any, *, device: Any) -> None:
         self.layout, self.on_gpu, self.waited = layout, True, 0
-        self.whole, self.seat = False, None
+        self.whole, self.seat, self.leaving = False, None, False
 
     def wait(self) -> None:
         self.waited += 1
@@ -416,6 +416,8 @@ def test_of_images_on_a_gpu_the_three_newest_stay(monkeypatch: pytest.MonkeyPatc
     slots.hold("/nowhere/5", slots.take(layout))
     moved(slots)
     assert [image.on_gpu for image in images[2:]] == [True, False, True], "one is being filled"
+    slots.give_back(images[3])
+    assert slots.take(layout) is not images[3]
 
 
 def test_a_gpu_without_room_gives_host_memory(

@@ -393,6 +393,8 @@ class Image:
         self._copied: Any = None
         #: Nobody fills it: it may be moved.
         self.whole = False
+        #: From the GPU to the host: nobody will fill it.
+        self.leaving = False
         self._stream = None if device is None else torch.cuda.Stream(device)
         self._bytes = 0
         self._places = list(self._laid_out())
@@ -598,7 +600,6 @@ class Slots:
         self._spare: list[Image] = []
         cuda = self.manager.device.type == "cuda"
         self._gpu = self.manager.device if cuda else None
-        self._moving = threading.Lock()
         self._there: list[weakref.ref[Image]] = []
         _hook(self)
 
@@ -627,12 +628,12 @@ class Slots:
             for place, image in enumerate(self._spare):
                 if image.layout is layout:
                     del self._spare[place]
+                    image.whole = False
                     break
             else:
                 image = None
         if image is None:
             image = self._new(layout)
-        image.whole = False
         image.wait()
         self._newest(image)
         return image
@@ -667,10 +668,15 @@ class Slots:
 
     def _move(self, images: list[Image]) -> None:
         self.use_device()
-        with self._moving:
-            for image in images:
-                if image.on_gpu and image.whole:
-                    image.to_host()
+        for image in images:
+            with self._lock:
+                if image in self._spare or image.leaving or not image.whole:
+                    continue  # its memory is wanted as it is, or another thread has it
+                image.leaving = True
+            try:
+                image.to_host()
+            except RuntimeError as error:
+                _log.warning("fanin: an adapter stays in a GPU's memory: %s", error)
 
     def idle(self) -> bool:
         """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
@@ -740,9 +746,11 @@ class Slots:
         """An image that nothing uses: the next pull may fill it."""
         self._seats.give_up(image.seat)
         image.seat = None
-        if image.on_gpu != (self._gpu is not None):  # it was moved
+        if image.on_gpu != (self._gpu is not None):
             return
         with self._lock:
+            if image.leaving:
+                return
             self._spare = [*self._spare, image][-_SPARE:]
 
     def image(self, path: str) -> Image | None:

@@ -251,7 +251,7 @@ class State:
         if self.config.landing == "directory":
             return "FANIN_LANDING is directory"
         if self.config.landing == "auto" and engine.slots_on_gpu:
-            return "the slots are on a GPU, where this was not tried: FANIN_LANDING=slot does it"
+            return "slots on a GPU: no whole engine was seen to run so; FANIN_LANDING=slot does it"
         return engine.no_slots
 
     def _warn_of_small_cache(self, facts: EngineFacts) -> None:
