@@ -35,7 +35,7 @@ static fanin_result_info info;
 /* What the kernel does. */
 static struct {
     size_t most;         /* bytes of one call; 0: all */
-    int refuses;         /* an errno, 0: nothing */
+    atomic_int refuses;  /* an errno, 0: nothing */
     bool only_weights;   /* ... probes go well */
     bool once;           /* ... and all but one call */
     unsigned other_from; /* witnesses from this one on are another process's; 0: none */
@@ -81,7 +81,8 @@ ssize_t __wrap_process_vm_readv(pid_t pid, const struct iovec *to, unsigned long
         nanosleep(&(struct timespec){.tv_nsec = kernel.slow_ns}, NULL);
     if (kernel.refuses && !(kernel.only_weights && is_probe(from, n_from))) {
         errno = kernel.refuses;
-        kernel.refuses = kernel.once ? 0 : kernel.refuses;
+        if (kernel.once)
+            kernel.refuses = 0;
         return -1;
     }
     if (is_witness(from, n_from) && is_other()) {
