@@ -48,6 +48,7 @@ static void set_up_on(int first, int second)
     assert_non_null(mkdtemp(b.scratch));
     lab_start(&the_lab, &b.order, &b.world);
     fanin_client_config config = make_client_config();
+    config.path = FANIN_PATH_AUTO;
     b.client = connect_client(&config, b.world.address_list, RANKS);
     b.client->devices->gather_bytes = 1;
 }

@@ -126,6 +126,7 @@ static fanin_status lay_out(uint64_t distance, work_stop *stop, fanin_error *err
     device_plan *d = calloc(1, sizeof *d);
     copy_list list = {.stop = stop};
     assert_true(host.pieces && d);
+    d->wanted.n = 1;
     for (uint64_t i = 0; i < COUNT; i++)
         host.pieces[i] =
             (host_piece){.from = i, .to = (COUNT - i) * distance, .length = 1};
