@@ -108,18 +108,13 @@ static bool touch_step(const file_pages *p, place at)
     return file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes);
 }
 
-/* Making it twice, also at once, is fine: what is there stays. Pages of tmpfs are made at once: making
-   their space first would have threads wait for each other, for the file's lock. */
+/* Making it twice, also at once, is fine: what is there stays. */
 static int make_space(file_pages *p, uint64_t step)
 {
     int status;
     if (atomic_load(&p->have[step]))
         return 0;
     place at = place_of(p, step);
-    if (p->in_memory && p->base && touch_step(p, at)) {
-        atomic_store(&p->have[step], true);
-        return 0;
-    }
     file_limit_guard guard = file_limit_enter();
     do
         status = fallocate(at.file->file, 0, (off_t)at.offset, (off_t)at.bytes);
@@ -129,6 +124,18 @@ static int make_space(file_pages *p, uint64_t step)
     if (code == 0)
         atomic_store(&p->have[step], true);
     return code;
+}
+
+/* Where a page of tmpfs is, there is space: making that first would have threads wait for each other,
+   for the file's lock. */
+static bool make_pages_of(file_pages *p, uint64_t step)
+{
+    if (!p->in_memory && make_space(p, step) != 0)
+        return false;
+    if (!touch_step(p, place_of(p, step)))
+        return false;
+    atomic_store(&p->have[step], true);
+    return true;
 }
 
 static uint64_t steps_allowed(const file_pages *p, uint64_t landed)
@@ -154,10 +161,8 @@ static bool take_step(file_pages *p, uint64_t *out)
 static void *make_pages(void *cookie)
 {
     file_pages *p = cookie;
-    for (uint64_t step; take_step(p, &step) && make_space(p, step) == 0;) {
-        if (!p->in_memory && !touch_step(p, place_of(p, step)))
-            break;
-    }
+    for (uint64_t step; take_step(p, &step) && make_pages_of(p, step);)
+        ;
     return NULL;
 }
 
@@ -221,6 +226,14 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     p->n_threads = worker_threads_start(p->threads, wanted, make_pages, p);
 }
 
+/* A long range is asked for before its first byte, by one thread for many that will write or pin it:
+   space is made fast, and who writes clears the pages. Of a short one the pages are made at once. */
+static int need_step(file_pages *p, uint64_t step, bool is_short)
+{
+    bool touch = is_short && p->in_memory && p->base && !atomic_load(&p->have[step]);
+    return touch && make_pages_of(p, step) ? 0 : make_space(p, step);
+}
+
 /* Space for what a file has of [offset, end) of the range. */
 static int need_of(file_pages *p, const part *file, uint64_t offset, uint64_t end)
 {
@@ -230,8 +243,9 @@ static int need_of(file_pages *p, const part *file, uint64_t offset, uint64_t en
     if (offset >= end)
         return 0;
     uint64_t last = file->first + (end - 1 - at) / STEP;
+    bool is_short = end - offset <= 2 * STEP;
     for (uint64_t step = file->first + (offset - at) / STEP; step <= last; step++) {
-        int code = make_space(p, step);
+        int code = need_step(p, step, is_short);
         if (code != 0)
             return code;
     }

@@ -10,8 +10,9 @@
 
 /* ------------------------------------------------------------------ failing */
 
-void cma_fail(cma_source *s, cma_reading *of, fanin_status status,
-              const fanin_error *why)
+/* The first reason counts. In any thread. */
+static void fail(cma_source *s, cma_reading *of, fanin_status status,
+                 const fanin_error *why)
 {
     pthread_mutex_lock(&of->lock);
     if (!atomic_load(&s->failed)) {
@@ -57,21 +58,21 @@ void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *
               "reading %.256s%sfrom rank %u at %s by cma: %s", key ? key : "",
               key ? " " : "", of->r->plan->sources[s->index].rank, connection_text(c),
               cma_why(error));
-    cma_fail(s, of, FANIN_ERR_TRANSPORT, &why);
+    fail(s, of, FANIN_ERR_TRANSPORT, &why);
 }
 
 static void fail_for_memory(cma_copier *c)
 {
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = error_set_memory(&why);
-    cma_fail(c->source, c->of, status, &why);
+    fail(c->source, c->of, status, &why);
 }
 
 static void fail_by_device(cma_copier *c)
 {
     fanin_error why = FANIN_ERROR_INIT;
     if (device_sink_failed(c->of->r->sink, &why))
-        cma_fail(c->source, c->of, FANIN_ERR_TRANSPORT, &why);
+        fail(c->source, c->of, FANIN_ERR_TRANSPORT, &why);
     else
         fail_for_memory(c);
 }
@@ -201,7 +202,7 @@ static void on_copied(sink_job *job, bool ok)
     if (ok)
         atomic_fetch_add(&s->done, job->bytes);
     else if (device_sink_failed(of->r->sink, &why))
-        cma_fail(s, of, FANIN_ERR_TRANSPORT, &why);
+        fail(s, of, FANIN_ERR_TRANSPORT, &why);
     sink_job_give(job);
 }
 
@@ -250,7 +251,7 @@ static const span_piece *piece_at(const cma_copier *c, unsigned at)
     return &spans->pieces[c->first];
 }
 
-bool cma_read_filled(cma_copier *c)
+static bool read_filled(cma_copier *c)
 {
     unsigned at;
     int error =
@@ -265,7 +266,7 @@ bool cma_read_filled(cma_copier *c)
     return true;
 }
 
-void cma_finish_filled(cma_copier *c)
+static void finish_filled(cma_copier *c)
 {
     sink_job *chunk = c->chunk;
     c->chunk = NULL;
@@ -300,7 +301,8 @@ static bool take_batch(cma_copier *c)
     return false;
 }
 
-bool cma_fill(cma_copier *c)
+/* False: nothing is left, or no chunk is free (of->paused). */
+static bool fill_next(cma_copier *c)
 {
     cma_reading *of = c->of;
     if (atomic_load(&of->failed) || of->paused || (!c->source && !take_batch(c)))
@@ -311,9 +313,9 @@ bool cma_fill(cma_copier *c)
 
 bool cma_copy(cma_copier *c)
 {
-    if (!cma_fill(c) || !cma_read_filled(c))
+    if (!fill_next(c) || !read_filled(c))
         return false;
-    cma_finish_filled(c);
+    finish_filled(c);
     return true;
 }
 
@@ -322,7 +324,7 @@ bool cma_copy(cma_copier *c)
 void cma_feed_job(worker_job *job)
 {
     cma_copier *c = (cma_copier *)job;
-    c->good = cma_read_filled(c);
+    c->good = read_filled(c);
 }
 
 static bool collect(cma_reading *of)
@@ -334,7 +336,7 @@ static bool collect(cma_reading *of)
         c->busy = false;
         of->busy--;
         if (c->good)
-            cma_finish_filled(c);
+            finish_filled(c);
         any = true;
     }
     return any;
@@ -345,7 +347,7 @@ bool cma_feed(cma_reading *of)
     bool any = collect(of);
     for (unsigned i = 0; i < of->n_copiers; i++) {
         cma_copier *c = of->copiers[i];
-        if (c->busy || !cma_fill(c))
+        if (c->busy || !fill_next(c))
             continue;
         c->busy = any = true;
         of->busy++;

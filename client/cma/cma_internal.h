@@ -89,14 +89,6 @@ struct cma_end {
     few. False: none is left, or the reading has failed. */
 bool cma_copy(cma_copier *c);
 
-/* The same in three parts, of which the first and the last are for the calling thread where devices
-   are filled. */
-
-/** False: also if no chunk is free (reading->paused). */
-bool cma_fill(cma_copier *c);
-bool cma_read_filled(cma_copier *c);
-void cma_finish_filled(cma_copier *c);
-
 /** Whether something could be done where devices are filled: helpers read into chunks, which devices
     copy from. The calling thread's. */
 bool cma_feed(cma_reading *of);
@@ -107,10 +99,8 @@ void cma_on_chunk(sink_waiter *waiter);
 /** Gives up what a copier is in the middle of. */
 void cma_copier_stop(cma_copier *c);
 
-/** The source cannot be read; the first reason counts. In any thread. */
-void cma_fail(cma_source *s, cma_reading *of, fanin_status status,
-              const fanin_error *why);
-/** The same for an errno of cma_read() at @p piece (NULL: none) or cma_prove(). */
+/** The source cannot be read, by an errno of cma_read() at @p piece (NULL: none) or cma_prove(); the first reason
+    counts. In any thread. */
 void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece);
 
 /** See path_reader. */

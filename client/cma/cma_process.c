@@ -4,11 +4,11 @@
 #include <errno.h>
 #include <string.h>
 
-/* Steps over @p bytes; how many iovecs are through. */
-static unsigned step_over(struct iovec *v, size_t bytes)
+/* Steps over @p bytes of @p n iovecs; how many are through. */
+static unsigned step_over(struct iovec *v, unsigned n, size_t bytes)
 {
     unsigned through = 0;
-    while (bytes > 0) {
+    while (bytes > 0 && through < n) {
         size_t step = bytes < v->iov_len ? bytes : v->iov_len;
         v->iov_base = (uint8_t *)v->iov_base + step;
         v->iov_len -= step;
@@ -33,8 +33,8 @@ int cma_read(pid_t pid, struct iovec *to, unsigned n_to, struct iovec *from,
             return errno;
         if (n == 0)
             return EFAULT;
-        at_to += step_over(to + at_to, (size_t)n);
-        *at += step_over(from + *at, (size_t)n);
+        at_to += step_over(to + at_to, n_to - at_to, (size_t)n);
+        *at += step_over(from + *at, n_from - *at, (size_t)n);
     }
     return 0;
 }
