@@ -155,6 +155,13 @@ static void add_remote(cma_copier *c, uint32_t region, uint64_t address,
         (struct iovec){.iov_base = (void *)(uintptr_t)address, .iov_len = length};
 }
 
+/* Where the destination is the caller's memory the base is NULL: to a compiler a sum with that is NULL
+   or undefined, and add_piece() asks whether it has a place. */
+static uint8_t *place_of(const cma_copier *c, const span_piece *p)
+{
+    return (uint8_t *)((uintptr_t)c->of->r->base + p->to);
+}
+
 /* False: there is no room for it now, or the source has failed. */
 static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
 {
@@ -164,7 +171,7 @@ static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
     if (is_on_device(c, p))
         to = place_in_chunk(c, p);
     else
-        to = p->view ? place_in_slot(c, p->length) : c->of->r->base + p->to;
+        to = p->view ? place_in_slot(c, p->length) : place_of(c, p);
     if (!to)
         return false;
     add_remote(c, s->region, c->source->regions[s->region].base + s->offset + p->offset,

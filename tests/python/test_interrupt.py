@@ -17,7 +17,7 @@ server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=Fal
 server.put("lora:0", [fanin.shard_of("x", np.zeros(1 << 16, np.float32))])
 server.commit("lora:0", 1)
 address = f"127.0.0.1:{server.port}"
-client = fanin.Client([address], use_ucx=False)
+client = fanin.Client([address], use_ucx=False, path="stream")
 into = {"x": np.ones(1 << 16, np.float32)}
 client.pull_into(0, into)
 

@@ -51,7 +51,7 @@ def test_lines_of_servers_and_clients(records: Records) -> None:
     with servers(1, name="my_job") as (server,):
         server.put("lora:0", [fanin.shard_of("x", np.zeros(4, np.float32))])
         server.commit("lora:0", 1)
-        with client_of([server]) as client:
+        with client_of([server], path="auto") as client:
             client.pull_into(0, {"x": np.zeros(4, np.float32)})
         until(lambda: records.find("fanin.client", "path"))
     until(lambda: records.find("fanin.server", "server-stop"))
