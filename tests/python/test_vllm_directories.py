@@ -113,7 +113,7 @@ def test_a_sweep_takes_what_a_killed_pull_left(tmp_path: Path) -> None:
         "import os, signal, sys, time; from fanin import Client; from pathlib import Path;"
         "from fanin.vllm.directories import Places; root, path = sys.argv[1], Path(sys.argv[2]);"
         "lease = Places(root).lease(path, time.monotonic() + 10);"
-        "Client([sys.argv[3]], use_ucx=False).pull_adapter(0, path,"
+        "Client([sys.argv[3]], use_ucx=False, path='stream').pull_adapter(0, path,"
         " progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
     )
     places = Places(tmp_path)
