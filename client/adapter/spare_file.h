@@ -36,9 +36,9 @@ typedef struct spare_file spare_file;
 /**
  * Starts the thread that releases @p retired (taken over in any case, then empty) and makes a
  * file of @p size in the directory @p parent (only used during the call), pinned if @p g is not
- * NULL. NULL: there is neither a file nor anything to release, which costs nothing but time; @p log says why if it is of
- * interest. None is made where less than as many bytes again would be free behind it: others write
- * there too. @p size 0: only releases.
+ * NULL. NULL: there is neither a file nor anything to release, which costs nothing but time; @p log
+ * says why if it is of interest. None is made where less than as many bytes again would be free
+ * behind it: others write there too. @p size 0: only releases.
  */
 spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *retired,
                              const logger *log);

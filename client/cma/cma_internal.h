@@ -99,8 +99,8 @@ void cma_on_chunk(sink_waiter *waiter);
 /** Gives up what a copier is in the middle of. */
 void cma_copier_stop(cma_copier *c);
 
-/** The source cannot be read, by an errno of cma_read() at @p piece (NULL: none) or cma_prove(); the first reason
-    counts. In any thread. */
+/** The source cannot be read, by an errno of cma_read() at @p piece (NULL: none) or cma_prove(); the
+    first reason counts. In any thread. */
 void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece);
 
 /** See path_reader. */
