@@ -66,7 +66,7 @@ json()
     run -4 --separate-stderr "$NIXL_FETCH" doctor "$info"
     [[ $output == *"1 of 3 ranks refuse"* ]]
     pid=$(rank_pid 2)
-    kill -STOP "$pid"
+    stop "$pid"
     run --separate-stderr "$NIXL_FETCH" doctor "$info" --timeout 2s
     kill -CONT "$pid"
     [ "$status" -eq 4 ]

@@ -35,7 +35,7 @@ stop_rank()
 {
     [ -z "${stopped-}" ] || kill -CONT "$stopped"
     stopped=$(rank_pid "$1")
-    kill -STOP "$stopped"
+    stop "$stopped"
 }
 
 key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
@@ -130,7 +130,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 
 @test "all ranks stopped: exit status 13 from every command, whichever clock is first" {
     stopped=("$(rank_pid 0)" "$(rank_pid 1)" "$(rank_pid 2)")
-    kill -STOP "${stopped[@]}"
+    stop "${stopped[@]}"
     # Small times: the rounding of milliseconds is what may differ.
     for time in 299ms 300ms 301ms; do
         run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout "$time"

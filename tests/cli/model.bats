@@ -120,7 +120,7 @@ nothing_left()
 }
 
 @test "a rank that is silent is named" {
-    kill -STOP "$(rank_pid 1)"
+    stop "$(rank_pid 1)"
     run "$NIXL_FETCH" pull "$info" full:0 d/m --timeout 7s --path stream
     kill -CONT "$(rank_pid 1)"
     [ "$status" -eq 13 ]

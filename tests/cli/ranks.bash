@@ -34,6 +34,19 @@ rank_pid()
     pgrep -P "$ranks_pid" -x "nixl-rank-$1"
 }
 
+# stop PID...: SIGSTOP; returns when every thread has stopped: the signal alone comes to each when it
+# next leaves the processor.
+stop()
+{
+    kill -STOP "$@"
+    local pid limit=$((SECONDS + 20))
+    for pid; do
+        while grep -qv ') T ' "/proc/$pid"/task/*/stat; do
+            [ "$SECONDS" -lt "$limit" ] || return 1
+        done
+    done
+}
+
 # gone PID: waits until the process is no more.
 gone()
 {

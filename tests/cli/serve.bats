@@ -130,7 +130,7 @@ teardown()
         [ ! -e .d.fanin-lock ]
     done
     # Nobody answers at a rank that is stopped.
-    kill -STOP "$(rank_pid 0)"
+    stop "$(rank_pid 0)"
     "$FANIN_TEST_PYTHON" - "$NIXL_FETCH" "$info" <<'END'
 import signal, subprocess, sys, time
 child = subprocess.Popen([sys.argv[1], "doctor", sys.argv[2], "--timeout", "60s", "--no-unix"],
@@ -188,7 +188,7 @@ END
 @test "ranks end with a serve that is killed, even a stopped one" {
     start_ranks --adapter-shape small --world-size 3 --update-every 10
     mapfile -t pids < <(pgrep -P "$ranks_pid")
-    kill -STOP "${pids[1]}"
+    stop "${pids[1]}"
     stop_ranks KILL || [ $? -eq 137 ]
     for pid in "${pids[@]}"; do
         gone "$pid"

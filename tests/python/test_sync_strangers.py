@@ -255,3 +255,33 @@ def test_removed_in_each_phase_and_never_resumed(stack: ExitStack) -> None:
         with pytest.raises(SyncError, match="was removed during the sync"):
             registry.sync(1)
         assert not engine.count("/resume")
+
+
+def test_removed_while_another_engine_is_still_at_it(stack: ExitStack) -> None:
+    """The thread of the removed one ends first: that is no success."""
+    gone, slow = stack.enter_context(FakeVLLM()), stack.enter_context(FakeVLLM())
+    registry = registry_of(gone.url, slow.url)
+    hold = slow.hang("/update_weights")
+    removed, caught = threading.Event(), list[SyncError]()
+
+    def remove(_: Any) -> None:
+        registry.remove(gone.url)
+        removed.set()
+
+    gone.hooks["/update_weights"] = remove
+
+    def sync() -> None:
+        with pytest.raises(SyncError) as error:
+            registry.sync(1)
+        caught.append(error.value)
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    assert slow.at["/update_weights"].wait(30) and removed.wait(30)
+    for other in threading.enumerate():
+        if other.name == f"fanin-sync {gone.url}":
+            other.join(30)
+    hold.set()
+    thread.join()
+    results = caught[0].result.results
+    assert "was removed during the sync" in results[gone.url].error and results[slow.url].ok

@@ -394,10 +394,11 @@ class Registry:
         self, flight: Flight, work: Callable[[Flight], None], pending: set[int], number: int
     ) -> None:
         error: BaseException | None = None
+        left = False
         try:
             work(flight)
         except LeaveAlone:
-            pass
+            left = True
         except BaseException as caught:  # a bug must not look like an engine that hangs
             error = caught
         with self._changed:
@@ -406,6 +407,8 @@ class Registry:
             if flight.result is None and error is not None:
                 flight.result = failure(flight, error)
                 _log.warning("%s", flight.result.error)
+            if left:  # while others are still at it, nobody else would say so
+                self._give_up(flight)
             pending.discard(number)
             self._changed.notify_all()
 
