@@ -98,6 +98,7 @@ static const lie lies[] = {
     {"read_other_request", READ_OTHER_REQUEST, {PROTOCOL}, "does not fit"},
     {"read_other_type", READ_OTHER_TYPE, {PROTOCOL}, "does not fit"},
     {"read_error", READ_ERROR, {FANIN_ERR_INTERNAL}, "xxx"},
+    {"read_limit", READ_LIMIT, {TIMEOUT, FANIN_ERR_LIMIT}, "xxx"},
     {"read_silent", READ_SILENT, {TIMEOUT, UNREACHABLE}, NULL},
     {"read_close", READ_CLOSE, GONE, NULL},
     {"read_close_in_body", READ_CLOSE_IN_BODY, GONE, NULL},
@@ -263,6 +264,23 @@ static void test_small_pages(void **state)
     believe(HONEST_SMALL_PAGES);
 }
 
+/* A pull asks again, as what the rank is short of becomes free; a session, whose first read may be in
+   use, says so. */
+static void test_at_limit(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    for (int session = 0; session < 2; session++) {
+        fake_server f;
+        fanin_client *client = client_of(FANIN_PATH_AUTO);
+        fake_server_start(&f, HONEST_AT_LIMIT);
+        assert_int_equal(pull_from(&f, client, session, 20000, &error),
+                         session ? FANIN_ERR_LIMIT : FANIN_OK);
+        assert_ok(pull_from(&f, client, session, 20000, &error), error);
+        fanin_client_destroy(&client);
+        fake_server_stop(&f);
+    }
+}
+
 static int start_honest(void **state)
 {
     honest.flags = FANIN_SERVER_NO_UCX;
@@ -295,13 +313,12 @@ static void test_gone(void **state)
 
 int main(int argc, char **argv)
 {
-    struct CMUnitTest tests[2 * N_LIES + 4] = {
-        cmocka_unit_test(test_honest),
-        cmocka_unit_test(test_byte_by_byte),
-        cmocka_unit_test(test_small_pages),
+    struct CMUnitTest tests[2 * N_LIES + 5] = {
+        cmocka_unit_test(test_honest),      cmocka_unit_test(test_byte_by_byte),
+        cmocka_unit_test(test_small_pages), cmocka_unit_test(test_at_limit),
         cmocka_unit_test(test_gone),
     };
-    size_t n = 4;
+    size_t n = 5;
     for (size_t i = 0; i < N_LIES; i++)
         tests[n++] = (struct CMUnitTest){.name = lies[i].name,
                                          .test_func = test_lie,

@@ -393,8 +393,7 @@ static uint64_t offset_of(const read_entry *e)
     return e->box * (FAKE_BYTES / 2) + (e->count ? 0 : e->offset);
 }
 
-static bool on_read(const fake_server *f, fake_connection *c, uint64_t request,
-                    body *in)
+static bool on_read(fake_server *f, fake_connection *c, uint64_t request, body *in)
 {
     static read_entry entries[LIMIT_READ_ENTRIES];
     msg_read m;
@@ -403,6 +402,10 @@ static bool on_read(const fake_server *f, fake_connection *c, uint64_t request,
     uint64_t from = offset_of(&m.entries[0]), size = m.bytes;
     if (from > FAKE_BYTES || size > FAKE_BYTES - from)
         return false;
+    if (is(f, READ_LIMIT) || (is(f, HONEST_AT_LIMIT) && !f->at_limit)) {
+        f->at_limit = true;
+        return put_error(f, c, request, FANIN_ERR_LIMIT);
+    }
     buffer b = {0};
     switch (f->mischief) {
     case READ_SHORT:
@@ -447,7 +450,7 @@ static bool on_end(const fake_server *f, fake_connection *c, uint64_t request)
     return put_buffer(f, c, &b);
 }
 
-static bool on_frame(const fake_server *f, fake_connection *c, const frame *h, body *in)
+static bool on_frame(fake_server *f, fake_connection *c, const frame *h, body *in)
 {
     switch (h->type) {
     case MSG_HELLO:
@@ -482,7 +485,7 @@ static void close_connection(fake_connection *c)
 }
 
 /* Takes what came; false: close. */
-static bool on_input(const fake_server *f, fake_connection *c)
+static bool on_input(fake_server *f, fake_connection *c)
 {
     if (!buffer_reserve(&c->in, 65536))
         return false;

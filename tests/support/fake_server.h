@@ -21,6 +21,7 @@ typedef enum mischief {
     HONEST,
     HONEST_BYTE_BY_BYTE, /**< right, but in segments of one byte */
     HONEST_SMALL_PAGES,  /**< right, but tables in pages of one byte */
+    HONEST_AT_LIMIT,     /**< right, but the first read is one too many */
 
     /* before the hello is answered */
     ACCEPT_CLOSE,
@@ -86,6 +87,7 @@ typedef enum mischief {
     READ_OTHER_REQUEST,
     READ_OTHER_TYPE,
     READ_ERROR,
+    READ_LIMIT, /**< one too many, for ever */
     READ_SILENT,
     READ_CLOSE,
     READ_CLOSE_IN_BODY,
@@ -102,6 +104,7 @@ typedef struct fake_server {
     mischief mischief;
     pthread_t thread;
     int listener, wake;
+    bool at_limit; /**< a read has been refused */
     fake_connection *connections;
     uint8_t bytes[FAKE_BYTES];
     buffer keys, boxes;
