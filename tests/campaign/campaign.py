@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""campaign.py --programs DIR [--seed N] [--faults N | --seconds N] [--sanitized] [--unchecked]
+
+Seeded faults over readers and a trainer that never rest. DIR: where the build has put
+campaign-trainer and campaign-reader. Round after round a few faults of the list below come over
+each other, then all is made whole, and every reader has to pull again by itself, with the client
+that it had. What is counted: results with a wrong byte or step, memory that was written after a
+failed call had returned, calls that overran their time by 10 s (hung), readers that did not recover
+within a minute (wedged), descriptors and threads that stayed (leaked), calls of the trainer that
+failed although nothing had been done to it, and updates that readers held up for longer than their
+lease. One line of figures on standard output; exit status 1 if one of them is not 0.
+
+--faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
+a sanitizer, which needs the address space that one fault takes away. --unchecked: with readers that
+do not ask the ranks at the end, and exit status 0 only if a wrong result was found. With the right
+to mount, the adapters of one reader lie on a file system that a fault fills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from links import WAYS, Links
+from processes import ACTS, LATE, LONGEST, UPDATES, WRONG, Board, Reader, Trainer
+
+WORLD = 3
+TIMEOUT = 3000  # ms, of a reader's calls
+HUNG = 10_000  # ms beyond it
+RECOVERY = 60.0
+# Path, whether over the bad links, whether into adapters.
+READERS = (
+    ("stream-unix", False, False),
+    ("stream-tcp", True, False),
+    ("stream-tcp", True, True),
+    ("cma", False, False),
+    ("cma", False, True),
+    ("auto", False, True),
+)
+SPACE = 1 << 20  # bytes that a limit leaves
+DISK = 8 << 20
+
+
+class Campaign:
+    """All of it. One thread."""
+
+    def __init__(
+        self, programs: Path, reader: str, seed: int, place: Path, sanitized: bool
+    ) -> None:
+        self.random = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.wedged: list[str] = []
+        self.hung: list[str] = []
+        self._usual: dict[int, tuple[int, int]] = {}
+        self._leaks: list[str] = []
+        self._place, self._filling = place, place / "disk" / "filling"
+        self.board = Board(place / "board")
+        port = free_ports(self.random, WORLD)
+        self.trainer = Trainer(programs, self.board, WORLD, port, seed)
+        self.links = Links([port + rank for rank in range(WORLD)], seed)
+        self.readers = [self._reader(programs / reader, at) for at in range(len(READERS))]
+        self._kinds: dict[str, Callable[[], None]] = {
+            "relaunch": self._relaunch,
+            "relaunch-term": lambda: self._relaunch(signal.SIGTERM),
+            "rolling": self._rolling,
+            "rank-killed": self._rank_killed,
+            "rank-stopped": self._rank_stopped,
+            "rank-descriptors": self._rank_descriptors,
+            "reader-stopped": lambda: self._signal_reader(signal.SIGSTOP),
+            "reader-killed": self._reader_killed,
+            "reader-descriptors": self._reader_descriptors,
+            "file-size": self._file_size,
+            **{f"link-{way}": self._spoiler(way) for way in WAYS},
+        }
+        if not sanitized:
+            self._kinds["reader-memory"] = self._reader_memory
+        if os.path.ismount(place / "disk"):
+            self._kinds["disk-full"] = self._disk_full
+
+    def _reader(self, program: Path, at: int) -> Reader:
+        path, _, adapters = READERS[at]
+        directory = None
+        if adapters:
+            last = at == len(READERS) - 1
+            directory = self._place / ("disk" if last else f"reader{at}") / "adapters"
+            directory.mkdir(parents=True)
+        return Reader(program, self.board, at, path, directory)
+
+    def _addresses(self, at: int) -> list[str]:
+        ports = [self.trainer.port + rank for rank in range(WORLD)]
+        if READERS[at][1]:
+            ports = [link.port for link in self.links.links]
+        return [f"127.0.0.1:{port}" for port in ports]
+
+    def _start_reader(self, reader: Reader) -> None:
+        seed = self.random.randrange(1, 1 << 48)
+        reader.start(seed, TIMEOUT, self._addresses(reader.index))
+
+    # ------------------------------------------------------------------------------ faults
+
+    def _draw(self) -> None:
+        period = self.random.choice((10, 20, 50))
+        lease = self.random.choice((0, 20, 100))
+        self.trainer.draw(period, lease, self.random.choice(("reference", "snapshot")))
+
+    def _relaunch(self, number: int = signal.SIGKILL) -> None:
+        """All ranks end; those of the next launch come one by one."""
+        for rank in range(WORLD):
+            self.trainer.signal(rank, number)
+        self._draw()
+        for rank in range(WORLD):
+            self.trainer.start(rank)
+            time.sleep(self.random.random() * 0.1)
+
+    def _rolling(self) -> None:
+        """Ranks of two launches stand beside each other."""
+        self._draw()
+        for rank in self.random.sample(range(WORLD), WORLD):
+            self.trainer.signal(rank, signal.SIGKILL)
+            self.trainer.start(rank)
+            time.sleep(self.random.random() * 0.1)
+
+    def _rank(self) -> int:
+        return self.random.randrange(WORLD)
+
+    def _rank_killed(self) -> None:
+        """The next heal() starts it again, within its launch."""
+        self.trainer.signal(self._rank(), signal.SIGKILL)
+
+    def _rank_stopped(self) -> None:
+        self.trainer.signal(self._rank(), signal.SIGSTOP)
+
+    def _rank_descriptors(self) -> None:
+        rank = self._rank()
+        which = self.trainer.ranks[rank]
+        if which is not None:
+            self.board.disturb_rank(rank)
+            which.limit(resource.RLIMIT_NOFILE, which.descriptors() + self.random.randrange(3))
+
+    def _any_reader(self) -> Reader:
+        return self.random.choice(self.readers)
+
+    def _signal_reader(self, number: int) -> None:
+        self._any_reader().disturb().process.send_signal(number)
+
+    def _reader_killed(self) -> None:
+        reader = self._any_reader()
+        process = reader.disturb().process
+        process.kill()
+        process.wait(30)
+        self._start_reader(reader)
+
+    def _reader_descriptors(self) -> None:
+        limited = self._any_reader().disturb()
+        limited.limit(resource.RLIMIT_NOFILE, limited.descriptors() + self.random.randrange(4))
+
+    def _reader_memory(self) -> None:
+        limited = self._any_reader().disturb()
+        limited.limit(resource.RLIMIT_AS, limited.address_space() + self.random.randrange(SPACE))
+
+    def _file_size(self) -> None:
+        reader = self.random.choice([r for r in self.readers if r.directory is not None])
+        reader.disturb().limit(resource.RLIMIT_FSIZE, self.random.randrange(SPACE))
+
+    def _disk_full(self) -> None:
+        with contextlib.suppress(OSError), self._filling.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+
+    def _spoiler(self, way: str) -> Callable[[], None]:
+        return lambda: self.links.spoil(self._rank(), way)
+
+    # ------------------------------------------------------------------------------ rounds
+
+    def run(self, most: int, seconds: float) -> None:
+        self._draw()
+        for rank in range(WORLD):
+            self.trainer.start(rank)
+        for reader in self.readers:
+            self._start_reader(reader)
+        self._recover("before the first fault")
+        until = time.monotonic() + seconds
+        while self.faults.total() < most and time.monotonic() < until and not self.broken():
+            self._round(most)
+        self._look_for_leaks()
+
+    def _round(self, most: int) -> None:
+        count = min(self.random.randrange(1, 5), most - self.faults.total())
+        names = [self.random.choice(list(self._kinds)) for _ in range(count)]
+        for name in names:
+            self._kinds[name]()
+            self.faults[name] += 1
+            time.sleep(self.random.random() * 0.3)
+        self._heal()
+        self._recover(" + ".join(names))
+
+    def _heal(self) -> None:
+        self._filling.unlink(missing_ok=True)
+        self.trainer.heal()
+        for rank in range(WORLD):
+            self.links.heal(rank)
+        for reader in self.readers:
+            reader.heal()
+
+    def _recover(self, after: str) -> None:
+        """Every reader has pulled from this launch, from now on."""
+        now, until = time.monotonic_ns(), time.monotonic() + RECOVERY
+        missing = list(self.readers)
+        while missing and time.monotonic() < until:
+            time.sleep(0.005)
+            self.trainer_lives()
+            missing = [reader for reader in missing if not self._has_recovered(reader, now)]
+        for reader in missing:
+            silent = time.monotonic() - reader.heard
+            told = f"reader {reader.index} ({reader.path}) after {after}"
+            (self.hung if silent * 1e3 > TIMEOUT + HUNG else self.wedged).append(told)
+        for reader in self.readers:
+            if reader.limited is not None and not missing:
+                self._note_usual(reader)
+
+    def trainer_lives(self) -> None:
+        for rank, which in enumerate(self.trainer.ranks):
+            if which is not None and which.process.poll() not in (None, 0):
+                self.wedged.append(f"rank {rank} ended with {which.process.returncode}")
+                self.trainer.start(rank)
+
+    def _has_recovered(self, reader: Reader, since: int) -> bool:
+        good = reader.last_good
+        life = int.from_bytes(bytes.fromhex(self.trainer.life)[:8], sys.byteorder)
+        return good is not None and good.began > since and int(good.life, 16) == life
+
+    def _note_usual(self, reader: Reader) -> None:
+        """The most that it had open in one of the first rounds."""
+        assert reader.limited is not None
+        seen = (reader.limited.descriptors(), reader.limited.threads())
+        usual = self._usual.get(reader.index, (0, 0))
+        if sum(self.faults.values()) < 30:
+            self._usual[reader.index] = (max(seen[0], usual[0]), max(seen[1], usual[1]))
+
+    def _look_for_leaks(self) -> None:
+        for reader in self.readers:
+            usual = self._usual.get(reader.index)
+            if usual is None or reader.limited is None:
+                continue
+            least = (1 << 30, 1 << 30)
+            for _ in range(50):  # between two pulls it has less than within one
+                seen = (reader.limited.descriptors(), reader.limited.threads())
+                least = (min(least[0], seen[0]), min(least[1], seen[1]))
+                time.sleep(0.01)
+            if least[0] > usual[0] or least[1] > usual[1]:
+                self._leaks.append(f"reader {reader.index}: {least}, in the beginning {usual}")
+
+    # ------------------------------------------------------------------------------ the end
+
+    def broken(self) -> bool:
+        return bool(self.wedged or self.hung or any(reader.bad for reader in self.readers))
+
+    def wrong(self) -> int:
+        """Results with a wrong byte or step."""
+        return sum(reader.verdicts["wrong"] for reader in self.readers)
+
+    def end(self) -> None:
+        self.board.end()
+        for reader in self.readers:
+            if reader.limited is None:
+                continue
+            reader.limited.heal()
+            try:
+                code = reader.limited.process.wait(TIMEOUT / 1e3 + HUNG / 1e3)
+            except subprocess.TimeoutExpired:
+                self.hung.append(f"reader {reader.index} does not end")
+                reader.limited.process.kill()
+            else:
+                if code:
+                    self.wedged.append(f"reader {reader.index} ended with {code}")
+        for code in self.trainer.end():
+            if code:
+                self.wedged.append(f"a rank ended with {code}")
+
+    def line(self) -> tuple[str, bool]:
+        """The figures, and whether all is well."""
+        verdicts = sum((reader.verdicts for reader in self.readers), Counter())
+        bad = {
+            "wrong": self.wrong(),
+            "written": verdicts["written"],
+            "hung": len(self.hung),
+            "wedged": len(self.wedged),
+            "leaked": len(self._leaks),
+            "trainer's failed calls": self.board.total(WRONG),
+            "late updates": self.board.total(LATE),
+        }
+        kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        figures = ", ".join(f"{what} {count}" for what, count in bad.items())
+        overrun = max(0, *(reader.overrun for reader in self.readers))
+        return (
+            f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
+            f" updates, {self.board.total(ACTS)} acts of the trainer; {self.faults.total()} faults"
+            f" ({kinds}); {figures}; worst overrun {overrun} ms",
+            not any(bad.values()) and overrun < HUNG,
+        )
+
+    def complaints(self) -> Iterator[str]:
+        yield from self.wedged + self.hung + self._leaks + self.trainer.log
+        for reader in self.readers:
+            for call in reader.bad[:5]:
+                yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
+            yield f"reader {reader.index} ({reader.path}): {dict(reader.statuses)}"
+        longest = max(self.board.rank(rank, LONGEST) for rank in range(WORLD))
+        yield f"longest update beyond its time: {longest} ns"
+
+
+def free_ports(numbers: random.Random, count: int) -> int:
+    """The first of *count* neighbours that nobody listens on, below those that the kernel gives."""
+    while True:
+        first = numbers.randrange(10_000, 30_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """A file system of its own at place/disk, where that is allowed."""
+    (place / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "campaign", str(place / "disk")]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(place / "disk")], check=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--sanitized", action="store_true")
+    parser.add_argument("--unchecked", action="store_true")
+    options = parser.parse_args()
+    most = options.faults or (1 << 40 if options.seconds else 40)
+    place = Path(tempfile.mkdtemp(prefix="campaign"))
+    try:
+        with small_disk(place):
+            reader = "campaign-reader" + ("-unchecked" if options.unchecked else "")
+            campaign = Campaign(options.programs, reader, options.seed, place, options.sanitized)
+            try:
+                campaign.run(most, options.seconds or float("inf"))
+            finally:
+                campaign.end()
+            line, good = campaign.line()
+            if options.unchecked:
+                good = campaign.wrong() > 0
+            for complaint in () if good else campaign.complaints():
+                print(complaint, file=sys.stderr)
+            print(f"seed {options.seed}: {line}")
+            return 0 if good else 1
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a campaign: a trainer's ranks, readers, and the board that all share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BOARD_RANKS, RANK_WORDS = 16, 8
+BOARD_READERS, READER_WORDS = 32, 3
+STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 2, 3, 4, 5, 6, 7
+_READERS_AT = 1 + BOARD_RANKS * RANK_WORDS
+
+
+class Board:
+    """board.h, as words of 8 bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = 8 * (_READERS_AT + BOARD_READERS * READER_WORDS)
+        path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), size)).cast("Q")
+
+    def rank(self, rank: int, word: int) -> int:
+        return self._words[1 + rank * RANK_WORDS + word]
+
+    def total(self, word: int) -> int:
+        return sum(self.rank(rank, word) for rank in range(BOARD_RANKS))
+
+    def disturb_rank(self, rank: int) -> None:
+        self._words[1 + rank * RANK_WORDS + STOPS] += 1
+
+    def disturb_reader(self, reader: int) -> None:
+        self._words[_READERS_AT + reader * READER_WORDS] += 1
+
+    def end(self) -> None:
+        self._words[0] = 1
+
+
+@dataclass
+class Limited:
+    """A process whose limits can be lowered, and put back."""
+
+    process: subprocess.Popen[str]
+    _old: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def limit(self, what: int, value: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            old = resource.prlimit(self.process.pid, what)
+            self._old.setdefault(what, old)
+            resource.prlimit(self.process.pid, what, (value, old[1]))
+
+    def heal(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+            for what, old in self._old.items():
+                resource.prlimit(self.process.pid, what, old)
+        self._old.clear()
+
+    def descriptors(self) -> int:
+        """Open now."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        except OSError:
+            return 0
+
+    def threads(self) -> int:
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
+
+    def address_space(self) -> int:
+        """Bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[0]) * 4096
+
+
+class Trainer:
+    """Ranks on neighbouring ports, and launches of them."""
+
+    def __init__(self, programs: Path, board: Board, world: int, port: int, seed: int) -> None:
+        self.world, self.port, self.life = world, port, ""
+        self._program, self._board, self._seed = programs / "campaign-trainer", board, seed
+        self._start = 0
+        self._settings = ("20", "50", "reference")
+        self.ranks: list[Limited | None] = [None] * world
+        self.log: list[str] = []
+        self._lock = threading.Lock()
+
+    def draw(self, period: int, lease: int, kind: str) -> None:
+        """A launch to come: what starts from now on belongs to it. Milliseconds."""
+        self.life = secrets.token_hex(16)
+        self._start = time.monotonic_ns()
+        self._settings = (str(period), str(lease), kind)
+
+    def start(self, rank: int) -> None:
+        self._seed += 1
+        words = [str(self._board.path), str(rank), str(self.world), str(self.port), self.life]
+        process = subprocess.Popen(
+            [self._program, *words, str(self._seed), str(self._start), *self._settings],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ranks[rank] = Limited(process)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            with self._lock:
+                self.log = [*self.log[-200:], line.rstrip()]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Kills are waited for."""
+        which = self.ranks[rank]
+        if which is None:
+            return
+        self._board.disturb_rank(rank)
+        with contextlib.suppress(ProcessLookupError):
+            which.process.send_signal(number)
+            if number in (signal.SIGKILL, signal.SIGTERM):
+                which.process.send_signal(signal.SIGCONT)
+                which.process.wait(30)
+                self.ranks[rank] = None
+
+    def heal(self) -> None:
+        """All ranks run, and are of the launch that was drawn last."""
+        for rank, which in enumerate(self.ranks):
+            if which is not None:
+                which.heal()
+                self._board.disturb_rank(rank)
+            if which is None or which.process.poll() is not None:
+                self.start(rank)
+
+    def end(self) -> list[int]:
+        """Exit statuses."""
+        codes = []
+        for which in self.ranks:
+            if which is not None:
+                which.heal()
+                codes.append(which.process.wait(60))
+        return codes
+
+
+@dataclass
+class Call:
+    """A line of a reader."""
+
+    verdict: str
+    status: str
+    took: int  # ms
+    allowed: int
+    life: str
+    began: int  # ns
+    disturbed: bool
+    text: str
+
+
+class Reader:
+    """One worker, and what it has said."""
+
+    def __init__(
+        self, program: Path, board: Board, index: int, path: str, directory: Path | None
+    ) -> None:
+        self.index, self.path, self.directory = index, path, directory
+        self._program, self._board = program, board
+        self.last_good: Call | None = None
+        self.verdicts: Counter[str] = Counter()
+        self.statuses: Counter[str] = Counter()
+        self.bad: list[Call] = []
+        self.overrun = 0
+        self.heard = time.monotonic()
+        self.limited: Limited | None = None
+
+    def start(self, seed: int, timeout: int, addresses: list[str]) -> None:
+        words = [str(self._board.path), str(self.index), str(seed), self.path, str(timeout)]
+        process = subprocess.Popen(
+            [self._program, *words, str(self.directory or "-"), *addresses],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.limited = Limited(process)
+        self.heard = time.monotonic()
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            words, _, text = line.rstrip("\n").partition("|")
+            parts = words.split(" ")
+            if len(parts) == 8:  # a killed one's last line may be short
+                self._take(Call(*parts[:2], *map(int, parts[2:4]), parts[5], int(parts[6]),
+                                parts[7] == "1", text))  # fmt: skip
+
+    def _take(self, call: Call) -> None:
+        self.heard = time.monotonic()
+        self.verdicts[call.verdict] += 1
+        self.statuses[call.status] += 1
+        if call.verdict == "good":
+            self.last_good = call
+        elif call.verdict != "failed":
+            self.bad.append(call)
+        if not call.disturbed:
+            self.overrun = max(self.overrun, call.took - call.allowed)
+
+    def disturb(self) -> Limited:
+        assert self.limited is not None
+        self._board.disturb_reader(self.index)
+        return self.limited
+
+    def heal(self) -> None:
+        self.disturb().heal()

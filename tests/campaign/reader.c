@@ -1,0 +1,360 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * reader BOARD INDEX SEED PATH TIMEOUT_MS DIRECTORY ADDRESS...
+ *
+ * A worker of a campaign: pulls for ever with one client, into memory between guard pages or, if
+ * DIRECTORY is not "-", into adapters there, and judges each result by itself. PATH: stream-unix,
+ * stream-tcp, or a path's name. A line on standard output for each call:
+ *
+ *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
+ *
+ * VERDICT: good; failed (an error, which is allowed); wrong (bytes, or a step that was not asked
+ * for); written (memory changed after a failed call had returned). DISTURBED: 1 if this process
+ * was stopped or limited meanwhile, whose time means nothing.
+ *
+ * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end, which
+ * the campaign must notice.
+ */
+#include "board.h"
+#include "weights.h"
+#include <fanin/client.h>
+#include <fanin/safetensors.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#ifdef FANIN_TEST_HOOKS
+#include "net/client_rules.h"
+#endif
+
+#define MS UINT64_C(1000000)
+#define PAGE 4096
+#define NEW_CLIENT_PERCENT 4
+
+typedef struct reader {
+    board *board;
+    board_reader *told;
+    const char *const *addresses;
+    size_t world;
+    uint64_t random;
+    uint32_t timeout_ms;
+    const char *path, *directory; /* directory NULL: into memory */
+    fanin_client *client;
+    char *
+        memory; /* of all tensors, one after the other, after a guard page and before one */
+    size_t size;
+    fanin_tensor tensors[N_TENSORS];
+    fanin_box boxes[N_TENSORS];
+    tensor_shape shapes[N_TENSORS];
+    bool untouched; /* scribbled after a failed call: nobody may write */
+    uint64_t life, step;
+} reader;
+
+/* What is known before a call of what may come. */
+typedef struct expectation {
+    uint64_t life; /* of all ranks; 0: they differ, or are not there */
+    uint64_t step; /* the latest that a rank had committed */
+} expectation;
+
+typedef struct outcome {
+    const char *verdict;
+    fanin_status status;
+    uint64_t life, step;
+    char text[1024];
+} outcome;
+
+/* ---------------------------------------------------------------------- memory */
+
+static void map_memory(reader *r)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        r->size += weights_bytes(i);
+    size_t whole = (r->size + PAGE - 1) / PAGE * PAGE;
+    char *p =
+        mmap(NULL, whole + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED || mprotect(p + PAGE, whole, PROT_READ | PROT_WRITE) != 0) {
+        perror("mmap");
+        exit(2);
+    }
+    r->memory = p + PAGE + (whole - r->size); /* its end is at the second guard */
+}
+
+static void describe(reader *r)
+{
+    char *at = r->memory;
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        r->shapes[i] = weights_shape(i);
+        r->boxes[i] = (fanin_box){.extent = {r->shapes[i].rows, r->shapes[i].columns},
+                                  .address = at};
+        r->tensors[i] =
+            (fanin_tensor){.struct_size = sizeof *r->tensors,
+                           .name = r->shapes[i].name,
+                           .dtype = FANIN_DTYPE_F32,
+                           .n_dims = 2,
+                           .shape = {r->shapes[i].rows, r->shapes[i].columns},
+                           .boxes = &r->boxes[i],
+                           .n_boxes = 1};
+        at += weights_bytes(i);
+    }
+}
+
+/* --------------------------------------------------------------------- judging */
+
+static expectation expect(const reader *r)
+{
+    expectation e = {.life = atomic_load(&r->board->ranks[0].life)};
+    for (size_t i = 0; i < r->world; i++) {
+        uint64_t step = atomic_load(&r->board->ranks[i].step);
+        e.step = step > e.step ? step : e.step;
+        if (atomic_load(&r->board->ranks[i].life) != e.life)
+            e.life = 0;
+    }
+    return e;
+}
+
+static bool check_memory(const reader *r, outcome *o)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        if (!weights_check(o->life, o->step, i, r->boxes[i].address, o->text))
+            return false;
+    return true;
+}
+
+static bool check_file(const char *directory, outcome *o)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_safetensors *file = NULL;
+    char path[512];
+    bool good = true;
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", directory);
+    if (fanin_safetensors_open(path, &file, &error) != FANIN_OK) {
+        snprintf(o->text, sizeof o->text, "%s", error.message);
+        return false;
+    }
+    good = fanin_safetensors_count(file) == N_TENSORS;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    for (size_t i = 0; good && i < N_TENSORS; i++) {
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
+        tensor_shape shape = weights_shape(i);
+        static char bytes[1 << 20];
+        bool found = false;
+        for (size_t k = 0; k < N_TENSORS && !found; k++)
+            found = fanin_safetensors_get(file, k, &entry) &&
+                    strcmp(entry.name, shape.name) == 0;
+        good = found && entry.bytes == weights_bytes(i) &&
+               entry.bytes <= sizeof bytes &&
+               pread(fd, bytes, entry.bytes, (off_t)entry.offset) ==
+                   (ssize_t)entry.bytes &&
+               weights_check(o->life, o->step, i, bytes, o->text);
+    }
+    if (fd >= 0)
+        close(fd);
+    fanin_safetensors_close(&file);
+    return good;
+}
+
+/* Whether the step is one that this call could give: none that is older than what was there. */
+static bool check_step(reader *r, const expectation *before,
+                       const fanin_pull_options *options, outcome *o)
+{
+    bool good = true;
+    if (before->life == o->life && o->step < before->step)
+        good = false;
+    if (r->life == o->life && o->step < r->step)
+        good = false;
+    if (options->rule == FANIN_STEP_EXACT && o->step != options->step)
+        good = false;
+    if (options->rule == FANIN_STEP_AT_LEAST && o->step < options->step)
+        good = false;
+    if (!good)
+        snprintf(o->text, sizeof o->text,
+                 "rule %d of step %" PRIu64 ", %" PRIu64 " was committed, %" PRIu64
+                 " was here, and %" PRIu64 " came",
+                 (int)options->rule, options->step, before->step, r->step, o->step);
+    r->life = o->life;
+    r->step = o->step;
+    return good;
+}
+
+/* ----------------------------------------------------------------------- calls */
+
+static bool make_client(reader *r, outcome *o)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    bool stream = strncmp(r->path, "stream-", 7) == 0;
+    config.path = fanin_path_from_name(stream ? "stream" : r->path);
+    config.no_unix = strcmp(r->path, "stream-tcp") == 0;
+    config.threads = 2;
+    config.lost_ms = 1000;
+    o->status = fanin_client_create(&config, &r->client, &error);
+    if (o->status == FANIN_OK)
+        o->status = fanin_client_connect(r->client, r->addresses, r->world,
+                                         r->timeout_ms, &error);
+    if (o->status == FANIN_OK)
+        return true;
+    fanin_client_destroy(&r->client);
+    snprintf(o->text, sizeof o->text, "%s", error.message);
+    return false;
+}
+
+static int remove_one(const char *path, const struct stat *s, int kind, struct FTW *at)
+{
+    (void)s;
+    (void)kind;
+    (void)at;
+    return remove(path);
+}
+
+static fanin_status read_in_parts(reader *r, const fanin_pull_options *options,
+                                  fanin_result **result, fanin_error *error)
+{
+    fanin_session *session = NULL;
+    size_t half = N_TENSORS / 2;
+    fanin_status status =
+        fanin_client_begin(r->client, options, r->tensors, N_TENSORS, &session, error);
+    if (status == FANIN_OK)
+        status = fanin_session_read(session, half, N_TENSORS - half, error);
+    if (status == FANIN_OK)
+        status = fanin_session_read(session, 0, half, error);
+    if (session) {
+        fanin_error last = FANIN_ERROR_INIT;
+        fanin_status ending = fanin_session_end(&session, result, &last);
+        if (status == FANIN_OK && ending != FANIN_OK)
+            *error = last;
+        status = status == FANIN_OK ? ending : status;
+    }
+    return status;
+}
+
+static fanin_status call(reader *r, fanin_pull_options *options, const char *directory,
+                         fanin_result **result, fanin_error *error)
+{
+    if (directory) {
+        options->spare_file = board_random(&r->random) % 2;
+        return fanin_client_pull_adapter(r->client, options, directory, result, error);
+    }
+    r->untouched = false;
+    weights_scribble(r->memory, r->size);
+    options->verify = board_random(&r->random) % 8 == 0;
+    if (board_random(&r->random) % 4 == 0)
+        return read_in_parts(r, options, result, error);
+    return fanin_client_pull(r->client, options, r->tensors, N_TENSORS, result, error);
+}
+
+static void choose_rule(reader *r, const expectation *before,
+                        fanin_pull_options *options)
+{
+    uint64_t ahead = board_random(&r->random) % 3;
+    switch (before->life ? board_random(&r->random) % 6 : 5) {
+    case 0:
+        options->rule = FANIN_STEP_AT_LEAST;
+        options->step = before->step + ahead;
+        break;
+    case 1:
+        options->rule = FANIN_STEP_EXACT;
+        options->step = before->step + ahead + 1;
+        break;
+    default:
+        break;
+    }
+}
+
+static void pull(reader *r, outcome *o)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = RUN;
+    options.timeout_ms = r->timeout_ms;
+    expectation before = expect(r);
+    choose_rule(r, &before, &options);
+    char directory[256] = "";
+    if (r->directory)
+        snprintf(directory, sizeof directory, "%s/%" PRIu64, r->directory,
+                 atomic_load(&r->told->pulls));
+    fanin_result *result = NULL;
+    o->status = call(r, &options, r->directory ? directory : NULL, &result, &error);
+    if (o->status == FANIN_OK) {
+        fanin_result_info info = {.struct_size = sizeof info};
+        fanin_result_get(result, &info);
+        o->life = weights_life(info.world_id);
+        o->step = info.step;
+        bool good = (r->directory ? check_file(directory, o) : check_memory(r, o)) &&
+                    check_step(r, &before, &options, o);
+        o->verdict = good ? "good" : "wrong";
+    } else {
+        snprintf(o->text, sizeof o->text, "%s: %s", error.phase, error.message);
+        weights_scribble(r->memory, r->size);
+        r->untouched = true;
+    }
+    fanin_result_free(&result);
+    if (r->directory)
+        (void)nftw(directory, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+}
+
+/* ------------------------------------------------------------------------ life */
+
+static void tell(const outcome *o, const reader *r, uint64_t began, bool disturbed)
+{
+    char text[sizeof o->text];
+    size_t n = 0;
+    for (const char *c = o->text; *c; c++)
+        text[n++] = *c == '\n' ? ' ' : *c;
+    text[n] = 0;
+    printf("%s %s %" PRIu64 " %u %" PRIu64 " %016" PRIx64 " %" PRIu64 " %d|%s\n",
+           o->verdict, fanin_status_name(o->status), (board_now() - began) / MS,
+           r->timeout_ms, o->step, o->life, began, disturbed, text);
+    fflush(stdout);
+}
+
+static void once(reader *r)
+{
+    uint64_t began = board_now(), stops = atomic_load(&r->told->stops);
+    outcome o = {.verdict = "failed"};
+    if (r->untouched && !weights_scribbled(r->memory, r->size))
+        o.verdict = "written";
+    else if (r->client || make_client(r, &o))
+        pull(r, &o);
+    r->untouched = r->untouched && strcmp(o.verdict, "written") != 0;
+    atomic_fetch_add(&r->told->pulls, 1);
+    atomic_fetch_add(&r->told->good, strcmp(o.verdict, "good") == 0);
+    tell(&o, r, began, stops != atomic_load(&r->told->stops));
+    if (board_random(&r->random) % 100 < NEW_CLIENT_PERCENT)
+        fanin_client_destroy(&r->client);
+    if (o.status != FANIN_OK)
+        board_sleep(10 * MS);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 8)
+        return 2;
+    reader r = {.board = board_open(argv[1]),
+                .random = strtoull(argv[3], NULL, 10) | 1,
+                .path = argv[4],
+                .timeout_ms = (uint32_t)strtoul(argv[5], NULL, 10),
+                .directory = strcmp(argv[6], "-") == 0 ? NULL : argv[6],
+                .addresses = (const char *const *)argv + 7,
+                .world = (size_t)argc - 7};
+    size_t index = strtoul(argv[2], NULL, 10);
+    if (index >= BOARD_READERS || r.world > BOARD_RANKS)
+        return 2;
+    r.told = &r.board->readers[index];
+#ifdef FANIN_TEST_HOOKS
+    atomic_store(&client_rules_off, CLIENT_RULE_END_CHECK);
+#endif
+    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error of its write */
+    map_memory(&r);
+    describe(&r);
+    while (!atomic_load(&r.board->over))
+        once(&r);
+    fanin_client_destroy(&r.client);
+    return 0;
+}

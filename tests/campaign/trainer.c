@@ -1,0 +1,322 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * trainer BOARD RANK WORLD PORT LIFE SEED START_NS PERIOD_MS LEASE_MS KIND
+ *
+ * A rank of a campaign's trainer: commits the step that the clock says, all ranks the same. KIND is
+ * reference or snapshot. Now and then it does what a trainer may do and readers must survive: an
+ * update is taken back over scribbled memory, the run is removed and put again, shards move and
+ * their old memory is unmapped, the run is paused and scribbled on. PORT: of rank 0. LIFE: the
+ * world id, in hexadecimal.
+ */
+#include "board.h"
+#include "weights.h"
+#include <fanin/server.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define MS UINT64_C(1000000)
+#define CREATE_NS (10 * 1000 * MS) /* a rank that was killed may still have the port */
+#define GRACE_NS (1000 * MS)       /* what a busy machine may add to a wait */
+#define ACTS_PERCENT 12
+
+typedef struct rank {
+    board_rank *told;
+    fanin_server *server;
+    uint64_t life, random, start_ns, period_ns, lease_ns, step;
+    uint32_t rank, world;
+    bool snapshot;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    uint64_t first[N_TENSORS], end[N_TENSORS]; /* rows */
+    void *memory[N_TENSORS];
+} rank;
+
+static volatile sig_atomic_t ended;
+
+static void on_end(int number)
+{
+    (void)number;
+    ended = 1;
+}
+
+/* stops: as it was before the call. */
+static bool good(rank *r, uint64_t stops, fanin_status status, const char *what,
+                 const fanin_error *error)
+{
+    if (status != FANIN_OK && stops == atomic_load(&r->told->stops)) {
+        atomic_fetch_add(&r->told->wrong, 1);
+        fprintf(stderr, "rank %u: %s: %s: %s\n", r->rank, what,
+                fanin_status_name(status), error->message);
+    }
+    return status == FANIN_OK;
+}
+
+#define TRY(r, what, call) good(r, atomic_load(&(r)->told->stops), call, what, &error)
+
+/* ---------------------------------------------------------------------- memory */
+
+static size_t shard_bytes(const rank *r, size_t i)
+{
+    return (r->end[i] - r->first[i]) * weights_shape(i).columns * sizeof(float);
+}
+
+static void *map(size_t size)
+{
+    void *p = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        perror("mmap");
+        exit(2);
+    }
+    return p;
+}
+
+static void fill(rank *r, uint64_t step)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        weights_fill(r->life, step, i, r->first[i], r->end[i], r->memory[i]);
+}
+
+static void scribble(rank *r)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        weights_scribble(r->memory[i], shard_bytes(r, i));
+}
+
+static bool put(rank *r, bool replace)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_tensor tensors[N_TENSORS];
+    fanin_box boxes[N_TENSORS];
+    tensor_shape shapes[N_TENSORS];
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        shapes[i] = weights_shape(i);
+        boxes[i] = (fanin_box){.offset = {r->first[i], 0},
+                               .extent = {r->end[i] - r->first[i], shapes[i].columns},
+                               .address = r->memory[i]};
+        tensors[i] = (fanin_tensor){.struct_size = sizeof *tensors,
+                                    .name = shapes[i].name,
+                                    .dtype = FANIN_DTYPE_F32,
+                                    .n_dims = 2,
+                                    .shape = {shapes[i].rows, shapes[i].columns},
+                                    .boxes = &boxes[i],
+                                    .n_boxes = r->end[i] > r->first[i]};
+    }
+    return TRY(r, "put",
+               fanin_server_put(r->server, RUN, tensors, N_TENSORS, replace, &error));
+}
+
+/* ---------------------------------------------------------------------- updates */
+
+/* What readers may delay is bounded, whatever they and others do. */
+static void judge_wait(rank *r, uint64_t stops, uint64_t began)
+{
+    uint64_t took = board_now() - began, allowed = r->lease_ns + GRACE_NS;
+    if (took <= allowed || stops != atomic_load(&r->told->stops))
+        return;
+    atomic_fetch_add(&r->told->late, 1);
+    if (took - allowed > atomic_load(&r->told->longest_ns))
+        atomic_store(&r->told->longest_ns, took - allowed);
+}
+
+static bool begin(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t stops = atomic_load(&r->told->stops), began = board_now();
+    bool done =
+        TRY(r, "begin_update", fanin_server_begin_update(r->server, RUN, &error));
+    judge_wait(r, stops, began);
+    return done;
+}
+
+static uint64_t step_now(const rank *r)
+{
+    return 1 + (board_now() - r->start_ns) / r->period_ns;
+}
+
+static void commit(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_commit_options options;
+    fanin_commit_options_init(&options, sizeof options);
+    options.flags = r->snapshot ? FANIN_COMMIT_SNAPSHOT : 0;
+    uint64_t step = step_now(r);
+    if (step <= r->step)
+        step = r->step + 1;
+    fill(r, step);
+    if (!TRY(r, "commit", fanin_server_commit(r->server, RUN, step, &options, &error)))
+        return;
+    r->step = step;
+    atomic_store(&r->told->step, step);
+    atomic_fetch_add(&r->told->updates, 1);
+}
+
+static void train(rank *r)
+{
+    if (begin(r))
+        commit(r);
+}
+
+/* ------------------------------------------------- what a trainer may do besides */
+
+static void take_back(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (!begin(r))
+        return;
+    scribble(r);
+    (void)TRY(r, "abort_update", fanin_server_abort_update(r->server, RUN, &error));
+    board_sleep(board_random(&r->random) % (3 * MS));
+    train(r);
+}
+
+static void set_metadata(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    const fanin_pair pairs[] = {
+        {"r", "8"}, {"lora_alpha", "16"}, {"base_model_name_or_path", "campaign/base"}};
+    (void)TRY(r, "set_metadata",
+              fanin_server_set_metadata(r->server, RUN, pairs, 3, &error));
+}
+
+static void remove_and_put(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (!TRY(r, "remove", fanin_server_remove(r->server, RUN, NULL, &error)))
+        return;
+    scribble(r);
+    board_sleep(board_random(&r->random) % (3 * MS));
+    set_metadata(r);
+    if (put(r, false))
+        train(r);
+}
+
+/* The old pages are gone as soon as the put has returned. */
+static void move(rank *r)
+{
+    void *old[N_TENSORS];
+    memcpy(old, r->memory, sizeof old);
+    for (size_t i = 0; i < N_TENSORS; i++)
+        r->memory[i] = map(shard_bytes(r, i));
+    if (!put(r, true)) {
+        fprintf(stderr, "rank %u: shards cannot be moved\n", r->rank);
+        exit(3); /* which memory is published is not known any more */
+    }
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        weights_scribble(old[i], shard_bytes(r, i));
+        munmap(old[i], shard_bytes(r, i) ? shard_bytes(r, i) : 1);
+    }
+    train(r);
+}
+
+static void pause_and_scribble(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t stops = atomic_load(&r->told->stops), began = board_now();
+    if (!TRY(r, "pause", fanin_server_pause(r->server, RUN, "campaign", &error)))
+        return;
+    judge_wait(r, stops, began);
+    scribble(r);
+    board_sleep(board_random(&r->random) % (8 * MS));
+    fill(r, r->step);
+    (void)TRY(r, "resume", fanin_server_resume(r->server, RUN, &error));
+}
+
+static void act(rank *r)
+{
+    static void (*const acts[])(rank *) = {take_back, remove_and_put, move,
+                                           pause_and_scribble};
+    acts[board_random(&r->random) % 4](r);
+    atomic_fetch_add(&r->told->acts, 1);
+}
+
+/* ------------------------------------------------------------------------- life */
+
+static bool create(rank *r, uint16_t port)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof config);
+    config.rank = r->rank;
+    config.world_size = r->world;
+    config.base_port = port;
+    config.lease_ms = (uint32_t)(r->lease_ns / MS);
+    memcpy(config.world_id, r->world_id, sizeof config.world_id);
+    uint64_t until = board_now() + CREATE_NS;
+    while (fanin_server_create(&config, &r->server, &error) != FANIN_OK) {
+        if (board_now() > until || ended) {
+            fprintf(stderr, "rank %u: %s\n", r->rank, error.message);
+            return false;
+        }
+        board_sleep(20 * MS);
+    }
+    return true;
+}
+
+/* Rows in even chunks; the first rank has none of every third tensor, the second all of it. */
+static void share_out(rank *r)
+{
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        uint64_t rows = weights_shape(i).rows;
+        uint64_t of = i % 3 == 2 && r->world > 1 ? 1 : r->world;
+        uint64_t part = of == 1 ? (r->rank == 1 || r->world == 1 ? 0 : 1) : r->rank;
+        r->first[i] = part < of ? rows * part / of : rows;
+        r->end[i] = part < of ? rows * (part + 1) / of : rows;
+        r->memory[i] = map(shard_bytes(r, i));
+    }
+}
+
+static bool parse(rank *r, char **v)
+{
+    r->rank = (uint32_t)strtoul(v[2], NULL, 10);
+    r->world = (uint32_t)strtoul(v[3], NULL, 10);
+    for (size_t i = 0; i < sizeof r->world_id; i++)
+        if (sscanf(v[5] + 2 * i, "%2hhx", &r->world_id[i]) != 1)
+            return false;
+    r->life = weights_life(r->world_id);
+    r->random = strtoull(v[6], NULL, 10) | 1;
+    r->start_ns = strtoull(v[7], NULL, 10);
+    r->period_ns = strtoull(v[8], NULL, 10) * MS;
+    r->lease_ns = strtoull(v[9], NULL, 10) * MS;
+    r->snapshot = strcmp(v[10], "snapshot") == 0;
+    return r->rank < r->world && r->world <= BOARD_RANKS && r->period_ns > 0;
+}
+
+static void live(rank *r, const board *b)
+{
+    while (!ended && !atomic_load(&b->over)) {
+        uint64_t next = r->start_ns + r->step * r->period_ns, now = board_now();
+        if (now < next) {
+            board_sleep(next - now < 20 * MS ? next - now : 20 * MS);
+            continue;
+        }
+        if (board_random(&r->random) % 100 < ACTS_PERCENT)
+            act(r);
+        else
+            train(r);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    rank r = {0};
+    if (argc != 11 || !parse(&r, argv))
+        return 2;
+    board *b = board_open(argv[1]);
+    r.told = &b->ranks[r.rank];
+    signal(SIGTERM, on_end);
+    share_out(&r);
+    atomic_store(&r.told->step, 0);
+    if (!create(&r, (uint16_t)strtoul(argv[4], NULL, 10)))
+        return 3;
+    atomic_store(&r.told->life, r.life);
+    set_metadata(&r);
+    if (put(&r, false))
+        live(&r, b);
+    fanin_server_destroy(&r.server, 200);
+    for (size_t i = 0; i < N_TENSORS; i++)
+        munmap(r.memory[i], shard_bytes(&r, i) ? shard_bytes(&r, i) : 1);
+    return 0;
+}
