@@ -12,6 +12,7 @@
 #include "net/reading_threads.h"
 #include "pull/pull_session.h"
 #include "stream/stream_link.h"
+#include "text.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
 #include <inttypes.h>
@@ -70,6 +71,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "config is NULL, or its struct_size is not set");
     client->log = (logger){client->config.log, client->config.log_cookie};
+    client->config.trust_containers |= text_switched_on("FANIN_TRUST_CONTAINERS");
     fanin_status status = check_config(&client->config, error);
     if (status != FANIN_OK)
         return status;
@@ -89,6 +91,9 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .loop = &client->loop,
         .no_unix = client->config.no_unix,
         .no_checksums = client->config.no_checksums,
+        .trust_containers = client->config.trust_containers,
+        .log = client->log,
+        .told = &client->told_strangers,
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };

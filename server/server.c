@@ -10,6 +10,7 @@
 #include "publish/commit.h"
 #include "shards/registration.h"
 #include "stream/stream.h"
+#include "text.h"
 #include "thread.h"
 #include "utf8.h"
 #include "versioned.h"
@@ -29,7 +30,8 @@
 #define DEFAULT_NAME "lora_param_server"
 #define DEFAULT_BIND "127.0.0.1"
 #define ALL_FLAGS                                                                      \
-    (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX)
+    (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX |          \
+     FANIN_SERVER_TRUST_CONTAINERS)
 
 /* ----------------------------------------------------------- configuration */
 
@@ -160,6 +162,8 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->rank = c->rank;
     s->world_size = c->world_size;
     s->flags = c->flags;
+    if (text_switched_on("FANIN_TRUST_CONTAINERS"))
+        s->flags |= FANIN_SERVER_TRUST_CONTAINERS;
     s->lease_ms = c->lease_ms;
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;

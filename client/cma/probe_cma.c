@@ -40,7 +40,8 @@ static const char *objection(const path_round *r, size_t peer, pid_t *pid)
 {
     const connection *c = r->client->peers[peer].control;
     if (!path_is_offered(r->client, peer, FANIN_PATH_CMA))
-        return "the rank does not offer cma on this connection";
+        return path_not_offered(r->client, peer,
+                                "the rank does not offer cma on this connection");
     if (!connection_process(c, pid))
         return "cma needs the rank's Unix socket";
     return *pid > 0 ? NULL

@@ -428,7 +428,9 @@ static const char *objection(const path_round *r, size_t peer, bool *mine)
     *mine = forced;
     if (!is_in_question(client, peer))
         return path_is_local(client, peer)
-                   ? "the rank does not offer cuda_ipc on this connection"
+                   ? path_not_offered(
+                         client, peer,
+                         "the rank does not offer cuda_ipc on this connection")
                    : "cuda_ipc needs the rank on the same host and in the same pid "
                      "and ipc namespaces";
     const region_table *regions = path_taken(r->publication, peer)->regions;

@@ -29,7 +29,8 @@ struct fanin_client {
     logger log;
     loop loop;
     connection_shared shared;
-    peer *peers; /**< in the order of the addresses */
+    unsigned told_strangers; /**< differences of ranks that the log has spoken of */
+    peer *peers;             /**< in the order of the addresses */
     size_t n_peers;
     atomic_bool cancelled;
     loop_source cancel; /**< eventfd that cancel writes to */

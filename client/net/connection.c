@@ -2,6 +2,7 @@
 #include "net/connection.h"
 
 #include "error_set.h"
+#include "neighbour.h"
 #include "outgoing.h"
 #include <errno.h>
 #include <stdio.h>
@@ -23,6 +24,7 @@ struct connection {
     socket_address tcp, in_use;
     char text[64];
     connection_state state;
+    const char *stranger; /* why its Unix socket is not used, NULL: nobody's is */
     bool is_unix, local, known;
     fanin_error fault;
     msg_hello_ok peer;
@@ -131,6 +133,25 @@ static bool start_on(connection *c, const socket_address *address, fanin_error *
     return true;
 }
 
+/* Whether who listens there is a process of this user, and not only of this uid. */
+static bool is_own(connection *c)
+{
+    const connection_shared *shared = c->shared;
+    unsigned differs = neighbour_differs(c->source.fd) & NEIGHBOUR_STRANGER;
+    if (differs == 0 || (differs & NEIGHBOUR_UID))
+        return differs == 0;
+    if (shared->trust_containers)
+        return true;
+    c->stranger = neighbour_why(differs);
+    if (differs & ~*shared->told) {
+        *shared->told |= differs;
+        log_write(&shared->log, FANIN_LOG_INFO, "unix-stranger",
+                  "%s is asked over TCP: on its Unix socket %s; %s", c->text,
+                  c->stranger, NEIGHBOUR_REMEDY);
+    }
+    return false;
+}
+
 /* The abstract name may belong to another user: then only TCP is left. */
 static bool start_unix(connection *c)
 {
@@ -140,10 +161,8 @@ static bool start_unix(connection *c)
     socket_unix_address(geteuid(), &c->tcp, &name);
     if (!start_on(c, &name, NULL))
         return false;
-    uid_t uid;
     int failed = socket_connect_result(c->source.fd);
-    if (failed == 0 && socket_peer_credentials(c->source.fd, &uid, NULL) &&
-        uid == geteuid()) {
+    if (failed == 0 && is_own(c)) {
         c->is_unix = true;
         return true;
     }
@@ -183,6 +202,7 @@ void connection_start(connection *c)
         return;
     }
     forget_talk(c);
+    c->stranger = NULL;
     if (!start_unix(c))
         start_tcp(c);
 }
@@ -622,6 +642,10 @@ const socket_address *connection_address(const connection *c)
 bool connection_is_unix(const connection *c)
 {
     return c->is_unix;
+}
+const char *connection_stranger(const connection *c)
+{
+    return c->stranger;
 }
 bool connection_process(const connection *c, pid_t *pid_out)
 {

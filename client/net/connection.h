@@ -8,6 +8,7 @@
 #define CONNECTION_H
 
 #include "framing.h"
+#include "log.h"
 #include "net/loop.h"
 #include "socket.h"
 
@@ -30,9 +31,11 @@ typedef void (*reply_fn)(void *cookie, connection *c, message_type type, body *b
 typedef struct connection_shared {
     loop *loop;
     uint8_t client_id[16];
-    bool no_unix, no_checksums;
+    bool no_unix, no_checksums, trust_containers;
     uint32_t connect_ms, lost_ms;
     const char *ucx_version;
+    logger log;
+    unsigned *told; /**< differences of neighbour.h that were logged */
 } connection_shared;
 
 /** @p address: as the caller gave it, for messages; @p tcp: resolved. FANIN_ERR_MEMORY. */
@@ -59,6 +62,8 @@ const char *connection_text(const connection *c);         /**< address for messa
 const char *connection_name(const connection *c, char name[CONNECTION_NAME]);
 const socket_address *connection_address(const connection *c); /**< the one in use */
 bool connection_is_unix(const connection *c);
+/** Why the rank's Unix socket was left for TCP though it is of this uid; NULL: it was not. */
+const char *connection_stranger(const connection *c);
 /** The process that listens on its Unix socket: the number that it has in this process's pid
     namespace, 0 if it has none there. False: it is no Unix socket, or down. */
 bool connection_process(const connection *c, pid_t *pid_out);

@@ -106,6 +106,12 @@ bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path)
     return connection_peer(client->peers[peer].control)->paths & (UINT32_C(1) << path);
 }
 
+const char *path_not_offered(const fanin_client *client, size_t peer, const char *plain)
+{
+    const char *stranger = connection_stranger(client->peers[peer].control);
+    return stranger ? stranger : plain;
+}
+
 bool path_is_local(const fanin_client *client, size_t peer)
 {
     char here[HOST_ID_SIZE];

@@ -172,6 +172,9 @@ fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
                           fanin_error *error);
 /** Whether the rank offers it on this connection, and is on this host. */
 bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
+/** Why it is not: @p plain, unless more is known. */
+const char *path_not_offered(const fanin_client *client, size_t peer,
+                             const char *plain);
 bool path_is_local(const fanin_client *client, size_t peer);
 
 /** The control connection to a source. */

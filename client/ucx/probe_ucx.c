@@ -379,7 +379,9 @@ static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON
         snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
                  ucx_version(end->ucx), hello->ucx_version);
     else if (!path_is_offered(client, peer, FANIN_PATH_RDMA))
-        snprintf(why, PATH_REASON, "the rank does not offer rdma on this connection");
+        snprintf(why, PATH_REASON, "%s",
+                 path_not_offered(client, peer,
+                                  "the rank does not offer rdma on this connection"));
     else
         return true;
     return false;

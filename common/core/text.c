@@ -3,6 +3,8 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <strings.h>
 
 text text_in(char *chars, size_t size)
 {
@@ -40,4 +42,14 @@ bool text_add_whole(text *t, size_t spare, const char *format, ...)
     else if (t->used < t->size)
         t->chars[t->used] = '\0';
     return fits;
+}
+
+bool text_switched_on(const char *variable)
+{
+    static const char *const off[] = {"", "0", "no", "false"};
+    const char *value = getenv(variable);
+    bool on = value != NULL;
+    for (size_t i = 0; i < sizeof off / sizeof off[0] && on; i++)
+        on = strcasecmp(value, off[i]) != 0;
+    return on;
 }

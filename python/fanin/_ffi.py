@@ -41,6 +41,7 @@ LOG_ERROR, LOG_WARNING, LOG_INFO, LOG_DEBUG = 1, 2, 3, 4
 MEMORY_DETECT, MEMORY_HOST, MEMORY_CUDA = 0, 1, 2
 
 SERVER_OPEN, SERVER_TRUSTED_NETWORK, SERVER_NO_UCX = 1, 2, 4
+SERVER_TRUST_CONTAINERS = 8
 TENSOR_KEEP = 1
 COMMIT_SNAPSHOT, COMMIT_WAIT = 1, 2
 STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
@@ -240,6 +241,7 @@ class ClientConfig(Structure):
         ("no_checksums", c_bool),
         ("partial", c_bool),
         ("threads", c_uint32),
+        ("trust_containers", c_bool),
     ]
 
 

@@ -124,6 +124,9 @@ class Client(ClosableHandle):
     :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
     :param use_unix: False: TCP even on one host.
     :param use_ucx: False: never load UCX, which the path "rdma" needs.
+    :param trust_containers: a rank of this uid is asked over its Unix socket, and by one-sided
+        paths if its server was told the same, whatever container of this network it lives in; also
+        ``FANIN_TRUST_CONTAINERS=1``.
     :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.
@@ -145,6 +148,7 @@ class Client(ClosableHandle):
         use_unix: bool = True,
         use_ucx: bool = True,
         checksums: bool = True,
+        trust_containers: bool = False,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -168,6 +172,7 @@ class Client(ClosableHandle):
         config.no_unix = not use_unix
         config.no_ucx = not use_ucx
         config.no_checksums = not checksums
+        config.trust_containers = trust_containers
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

@@ -37,11 +37,12 @@ static void accept_one(struct control *c, int fd, const socket_address *peer)
 {
     fanin_error error = FANIN_ERROR_INIT;
     peer_count *counted;
+    unsigned differs;
     socket_tune(fd);
-    if (admit(c->server, fd, peer, &counted, &error) != FANIN_OK)
+    if (admit(c->server, fd, peer, &differs, &counted, &error) != FANIN_OK)
         session_refuse(c, fd, peer, &error);
     else
-        session_open(c, fd, peer, counted);
+        session_open(c, fd, peer, differs, counted);
 }
 
 /* Out of descriptors or memory: the listeners rest, else epoll would return at once. */

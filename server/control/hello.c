@@ -26,7 +26,7 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
     socket_listen_text(&server->address, m.address);
     if (server->ucx)
         snprintf(m.ucx_version, sizeof m.ucx_version, "%s", ucx_version(server->ucx));
-    if (s->is_local || s->trusted)
+    if (s->is_local || s->is_unix || (server->flags & FANIN_SERVER_TRUSTED_NETWORK))
         memcpy(m.host_id, server->host, sizeof m.host_id);
     if (server->ucx_failed)
         snprintf(m.warnings, sizeof m.warnings, "%s", server->ucx_why);

@@ -2,18 +2,37 @@
 #include "control/open_path.h"
 #include "control/reply.h"
 #include "error_set.h"
+#include "neighbour.h"
 
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
+
+/* Differences that keep a peer from a path. cma: the kernel judges each read by itself, as it
+   judges ptrace. By rdma and cuda_ipc a peer reads and writes without asking it, so who sees other files, as
+   containers do, gets neither; who has another ipc namespace was not meant to map memory. */
+#define NO_CMA (NEIGHBOUR_STRANGER)
+#define NO_RDMA (NEIGHBOUR_STRANGER | NEIGHBOUR_MOUNT_SPACE)
+#define NO_CUDA_IPC (NO_RDMA | NEIGHBOUR_IPC_SPACE)
+
+/* A peer that is one of the server's own but for the differences, which it is told. */
+static fanin_status refuse_stranger(const session *s, unsigned differs,
+                                    fanin_error *error)
+{
+    error_place place = {.phase = "connect", .remedy = NEIGHBOUR_REMEDY};
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "this path is for the server's own user: %s",
+                     neighbour_why(s->differs & differs));
+}
 
 /* The way to device memory of this process. */
 static fanin_status may_open_ipc(const session *s, fanin_error *error)
 {
     error_place place = {.phase = "connect"};
     bool built = gpu_built();
-    if (built && s->trusted && s->is_unix)
-        return FANIN_OK;
+    if (built && s->is_unix)
+        return s->differs & NO_CUDA_IPC ? refuse_stranger(s, NO_CUDA_IPC, error)
+                                        : FANIN_OK;
     place.remedy = built ? "connect on the same host as the same user"
                          : "install a build with CUDA in the trainer";
     return error_set(
@@ -28,24 +47,36 @@ static fanin_status may_open_cma(const session *s, fanin_error *error)
 {
     error_place place = {.phase = "connect",
                          .remedy = "connect on the same host as the same user"};
-    if (s->trusted && s->is_unix)
-        return FANIN_OK;
+    if (s->is_unix)
+        return s->differs & NO_CMA ? refuse_stranger(s, NO_CMA, error) : FANIN_OK;
     return error_set(
         error, FANIN_ERR_UNSUPPORTED, &place,
         "cma needs a session over the Unix socket of the same host, of the "
         "server's own user");
 }
 
+/* Over the network everybody, if the trainer calls that trusted. */
+static fanin_status may_have_keys(const session *s, fanin_error *error)
+{
+    error_place place = {.phase = "connect",
+                         .remedy = "connect on the same host as the same user, or "
+                                   "declare the network trusted in the trainer's "
+                                   "configuration"};
+    if (s->control->server->flags & FANIN_SERVER_TRUSTED_NETWORK)
+        return FANIN_OK;
+    if (s->is_unix)
+        return s->differs & NO_RDMA ? refuse_stranger(s, NO_RDMA, error) : FANIN_OK;
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "one-sided paths are for the server's own user");
+}
+
 static fanin_status may_open_rdma(const session *s, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect"};
-    if (!s->trusted) {
-        place.remedy = "connect on the same host as the same user, or declare the "
-                       "network trusted in the trainer's configuration";
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "one-sided paths are for the server's own user");
-    }
+    fanin_status status = may_have_keys(s, error);
+    if (status != FANIN_OK)
+        return status;
     if (!server->ucx)
         return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", server->ucx_why);
     if (!ucx_versions_match(ucx_version(server->ucx), s->ucx_version)) {
@@ -78,7 +109,7 @@ bool has_path(const session *s, int32_t path)
 {
     if (path != WIRE_PATH_RDMA)
         return may_open(s, path, NULL) == FANIN_OK;
-    return s->trusted && s->control->server->registrar.ucx;
+    return may_have_keys(s, NULL) == FANIN_OK && s->control->server->registrar.ucx;
 }
 
 /* The UCX end, made when it is first asked for. */

@@ -3,6 +3,7 @@
 #include "control/session.h"
 #include "control/reply.h"
 #include "error_set.h"
+#include "neighbour.h"
 #include "shards/registration.h"
 #include "stream/stream.h"
 
@@ -51,8 +52,19 @@ static session *make(struct control *c, int fd, const socket_address *peer)
     return s;
 }
 
+/* Once for each difference: who is told apart is told apart at every connection. */
+static void tell_stranger(struct control *c, unsigned differs)
+{
+    if ((differs & ~c->told) == 0)
+        return;
+    c->told |= differs;
+    log_write(&c->server->log, FANIN_LOG_INFO, "unix-stranger",
+              "a client of this uid is not offered every one-sided path: %s; %s",
+              neighbour_why(differs), NEIGHBOUR_REMEDY);
+}
+
 session *session_open(struct control *c, int fd, const socket_address *peer,
-                      peer_count *counted)
+                      unsigned differs, peer_count *counted)
 {
     session *s = make(c, fd, peer);
     if (!s) {
@@ -62,7 +74,9 @@ session *session_open(struct control *c, int fd, const socket_address *peer,
     }
     s->admitted = true;
     s->counted = counted;
-    s->trusted = s->is_unix || (c->server->flags & FANIN_SERVER_TRUSTED_NETWORK);
+    s->differs = differs;
+    if (s->is_unix)
+        tell_stranger(c, differs);
     return s;
 }
 

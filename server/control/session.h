@@ -43,8 +43,8 @@ typedef struct session {
     struct control *control;
     int fd;
     bool is_unix, is_local;
-    bool admitted; /**< counted by admit(); false: it is only told why not */
-    bool trusted;  /**< may use one-sided paths */
+    bool admitted;    /**< counted by admit(); false: it is only told why not */
+    unsigned differs; /**< in what the peer is none of the server's own (neighbour.h) */
     peer_count *counted;
     char peer[64], ucx_version[32];
     uint64_t features; /**< that both ends have */
@@ -72,12 +72,13 @@ struct control {
     deadline resume_at;
     bool ucx_again; /**< UCX has more to do before the thread may sleep */
     unsigned n_refused;
+    unsigned told; /**< of those differences the log has spoken */
     session *sessions, *dead;
 };
 
-/** Takes @p fd. NULL: no memory; the descriptor is closed and dismissed. */
+/** Takes @p fd. @p differs: see admit(). NULL: no memory; the descriptor is closed and dismissed. */
 session *session_open(struct control *c, int fd, const socket_address *peer,
-                      peer_count *counted);
+                      unsigned differs, peer_count *counted);
 /** Like session_open() for a peer that is only told why it is refused. */
 void session_refuse(struct control *c, int fd, const socket_address *peer,
                     const fanin_error *why);

@@ -2,10 +2,10 @@
 /* Who may connect, how many, and how much memory all of them may take. */
 #include "core/admission.h"
 #include "error_set.h"
+#include "neighbour.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static void address_key(const socket_address *a, uint8_t key[17])
 {
@@ -87,13 +87,16 @@ static fanin_status count_in(fanin_server *s, const socket_address *peer, bool o
 }
 
 fanin_status admit(fanin_server *s, int fd, const socket_address *peer,
-                   peer_count **counted_out, fanin_error *error)
+                   unsigned *differs_out, peer_count **counted_out, fanin_error *error)
 {
-    uid_t uid;
     bool is_unix = peer->storage.ss_family == AF_UNIX;
+    unsigned differs = is_unix ? neighbour_differs(fd) : NEIGHBOUR_UID;
     *counted_out = NULL;
     fanin_status status = FANIN_OK;
-    if (is_unix && (!socket_peer_credentials(fd, &uid, NULL) || uid != geteuid()))
+    if (!(differs & NEIGHBOUR_UID) && (s->flags & FANIN_SERVER_TRUST_CONTAINERS))
+        differs = 0;
+    *differs_out = differs;
+    if (is_unix && (differs & NEIGHBOUR_UID))
         status = error_set(error, FANIN_ERR_AUTH, NULL,
                            "this socket is for the server's own user; use TCP");
     else if (!is_unix && (s->flags & FANIN_SERVER_OPEN) &&
@@ -102,7 +105,7 @@ fanin_status admit(fanin_server *s, int fd, const socket_address *peer,
                            "the address is in no network that the server allows");
     pthread_mutex_lock(&s->lock);
     if (status == FANIN_OK)
-        status = count_in(s, peer, is_unix, counted_out, error);
+        status = count_in(s, peer, !(differs & NEIGHBOUR_STRANGER), counted_out, error);
     if (status != FANIN_OK)
         s->stats.sessions_refused++;
     pthread_mutex_unlock(&s->lock);

@@ -22,9 +22,10 @@ unsigned most_per_peer(const fanin_server *s);
 /** What makes room for more connections. */
 const char *sessions_remedy(const fanin_server *s);
 /** Why a connection is refused: FANIN_ERR_AUTH or FANIN_ERR_LIMIT with a sentence. On
-    FANIN_OK it is counted; *counted_out may be NULL. Takes the lock. */
+    FANIN_OK it is counted; *counted_out may be NULL, and *differs_out says in what a peer on the
+    Unix socket is none of the server's own (neighbour.h). Takes the lock. */
 fanin_status admit(fanin_server *s, int fd, const socket_address *peer,
-                   peer_count **counted_out, fanin_error *error);
+                   unsigned *differs_out, peer_count **counted_out, fanin_error *error);
 /** The connection is gone. Takes the lock. */
 void dismiss(fanin_server *s, peer_count *counted);
 /** Counts @p now instead of *counted bytes; false: more than max_memory in all. */

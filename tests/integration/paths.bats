@@ -156,15 +156,49 @@ END
     stop_ranks
 }
 
-@test "cma reads ranks of a pid namespace below, and none that it cannot see" {
+@test "ranks in another pid namespace are read over TCP, unless both ends trust containers" {
     need_cma
     unshare --pid --fork true 2>/dev/null || skip "no pid namespaces for this user"
+    inside=(unshare --pid --fork --mount-proc)
     start_ranks --adapter-shape small --world-size 3
-    run -0 --separate-stderr unshare --pid --fork --mount-proc "$NIXL_FETCH" pull "$info" --out beside --json
+    run -0 --separate-stderr "${inside[@]}" "$NIXL_FETCH" pull "$info" --out beside --json --verbose
     [ "$(field path)" = stream ]
+    [ "$(field ranks 0 checksums)" = true ] # TCP
+    [[ $stderr == *unix-stranger*"pid namespace"*--trust-containers* ]]
+    [ "$(grep -c unix-stranger <<<"$stderr")" = 1 ]
+    run -14 --separate-stderr "${inside[@]}" "$NIXL_FETCH" pull "$info" --out refused --path cma --json
+    [[ $(field error message) == *"pid namespace"* ]]
+    # One end's trust is its own: the ranks offer a stranger nothing but the stream.
+    run -0 --separate-stderr "${inside[@]}" "$NIXL_FETCH" pull "$info" --out told --json --trust-containers
+    [ "$(field path)" = stream ]
+    [ "$(field ranks 0 checksums)" = local ]
+    [[ $(field path_reason) == *"does not offer"* ]]
+    run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out own --json
+    [ "$(field path)" = cma ]
+    stop_ranks
+}
+
+@test "both ends trust containers: cma reads ranks of a pid namespace below, and none that it cannot see" {
+    need_cma
+    unshare --pid --fork true 2>/dev/null || skip "no pid namespaces for this user"
+    export FANIN_TRUST_CONTAINERS=1
+    start_ranks --adapter-shape small --world-size 3
     run -14 --separate-stderr unshare --pid --fork --mount-proc "$NIXL_FETCH" pull "$info" --out refused \
         --path cma --json
-    [[ $(field error message) == *"pid namespace"* ]]
+    [[ $(field error message) == *"has no number here"* ]]
+    stop_ranks
+}
+
+@test "a mount namespace leaves cma" {
+    need_cma
+    unshare --mount true 2>/dev/null || skip "no mount namespaces for this user"
+    start_ranks --adapter-shape small --world-size 3
+    run -0 --separate-stderr unshare --mount "$NIXL_FETCH" pull "$info" --out beside --json
+    [ "$(field path)" = cma ]
+    [ -z "$FANIN_TEST_UCX_LIBRARY" ] || {
+        run -14 --separate-stderr unshare --mount "$NIXL_FETCH" pull "$info" --out refused --path rdma --json
+        [[ $(field error message) == *"does not offer rdma"* ]]
+    }
     stop_ranks
 }
 

@@ -142,13 +142,19 @@ static bool ready(int fd, short events, int ms)
     return poll(&p, 1, ms) == 1;
 }
 
+peer peer_of(int fd)
+{
+    assert_true(fd >= 0 && fd < MOST_FILES);
+    peers[fd].is_open = true;
+    return (peer){.fd = fd};
+}
+
 static peer connect_to(const socket_address *a)
 {
-    peer p = {.fd = -1};
+    int fd;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(socket_connect_start(a, &p.fd, &error), error);
-    assert_true(p.fd < MOST_FILES);
-    peers[p.fd].is_open = true;
+    assert_ok(socket_connect_start(a, &fd, &error), error);
+    peer p = peer_of(fd);
     assert_true(ready(p.fd, POLLOUT, PATIENCE_MS));
     assert_int_equal(socket_connect_result(p.fd), 0);
     return p;

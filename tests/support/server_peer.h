@@ -58,6 +58,7 @@ typedef struct grant {
 } grant;
 
 peer peer_connect(fanin_server *s);      /**< TCP, no hello yet */
+peer peer_of(int fd);                    /**< of a connection that somebody made */
 peer peer_connect_unix(fanin_server *s); /**< the same over the Unix socket */
 peer peer_connect_unix_at(fanin_server *s,
                           const char *bind); /**< of a server bound there */

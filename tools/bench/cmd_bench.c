@@ -120,6 +120,7 @@ static int start_ranks(bench *b)
         b->trainer.world_size = b->line.connect.world_size;
     }
     b->trainer.no_ucx = b->line.connect.no_ucx;
+    b->trainer.trust_containers = b->line.connect.trust_containers;
     rank_options *o = &b->rank_options;
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;

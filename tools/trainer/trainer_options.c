@@ -32,6 +32,8 @@ static void fill_tables(trainer_options *o)
         {"world-size", 'n', POPT_ARG_INT, &o->world_size, 0,
          "number of ranks (default 8)", "N"},
         {"no-ucx", 0, POPT_ARG_NONE, &o->no_ucx, 0, "never load UCX", NULL},
+        {"trust-containers", 0, POPT_ARG_NONE, &o->trust_containers, 0,
+         "this uid in other containers of this network is this user", NULL},
         {"base-port", 'p', POPT_ARG_INT, &o->base_port, 0,
          "rank r listens on PORT + r; 0 (default): ephemeral ports", "PORT"},
         {"replicate", 0, POPT_ARG_INT, &o->replicate, 0,
@@ -144,7 +146,8 @@ static int resolve_world(const command *self, const trainer_options *o,
     out->server_name = o->server_name;
     out->flags = (o->open ? (uint32_t)FANIN_SERVER_OPEN : 0) |
                  (o->trusted ? (uint32_t)FANIN_SERVER_TRUSTED_NETWORK : 0) |
-                 (o->no_ucx ? (uint32_t)FANIN_SERVER_NO_UCX : 0);
+                 (o->no_ucx ? (uint32_t)FANIN_SERVER_NO_UCX : 0) |
+                 (o->trust_containers ? (uint32_t)FANIN_SERVER_TRUST_CONTAINERS : 0);
     int code = check_world(self, o, out);
     if (code != 0) {
         return code;

@@ -90,6 +90,12 @@ typedef struct fanin_client_config {
         of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told, never
         more than one a rank, nor than max_inflight has 4 MiB */
     uint32_t threads;
+    /** a rank that listens on its Unix socket with this process's uid is believed and read there,
+        whatever container it lives in. Default: not in another user or pid namespace, nor where the
+        kernel does not show its process; those are asked over TCP, which the log tells once (event
+        "unix-stranger"). FANIN_TRUST_CONTAINERS=1 in the environment sets it as well. One-sided paths
+        need FANIN_SERVER_TRUST_CONTAINERS too */
+    bool trust_containers;
 } fanin_client_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */

@@ -45,6 +45,12 @@ enum {
     FANIN_SERVER_TRUSTED_NETWORK = 2,
     /** Never load UCX: no rdma. */
     FANIN_SERVER_NO_UCX = 4,
+    /** Who comes over the Unix socket with the server's uid is its own user, whatever container
+        it lives in. Without it a process in another user or pid namespace, or one that the kernel does not
+        show, is a stranger, which gets no one-sided path, and one in another mount namespace (ipc:
+        for cuda_ipc) gets neither rdma nor cuda_ipc. FANIN_TRUST_CONTAINERS=1 in the environment
+        sets it as well */
+    FANIN_SERVER_TRUST_CONTAINERS = 8,
 };
 
 typedef struct fanin_server_config {

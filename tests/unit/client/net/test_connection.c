@@ -27,8 +27,10 @@ typedef struct heard {
 static int set_up(void **state)
 {
     static scene s;
+    static unsigned told;
     socket_address at;
-    s = (scene){.shared = {.connect_ms = CONNECT_MS, .lost_ms = LOST_MS}};
+    s = (scene){
+        .shared = {.connect_ms = CONNECT_MS, .lost_ms = LOST_MS, .told = &told}};
     memset(s.shared.client_id, 0x31, sizeof s.shared.client_id);
     assert_int_equal(loop_init(&s.loop, NULL), FANIN_OK);
     s.shared.loop = &s.loop;

@@ -3,13 +3,17 @@
  * One-sided paths: who may open them, who gets addresses and remote keys, and when they end. No
  * adapter is needed: rdma is given UCX's transports of one host.
  */
+#include "distant.h"
 #include "gpu.h"
+#include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"
 #include "ucx.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 fanin_status __real_ucx_server_create(ucx *u, ucx_path path, const logger *log,
                                       ucx_server **out, fanin_error *error);
@@ -201,6 +205,87 @@ static void keys_end_with_the_memory(void **state)
     peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
 }
 
+/* What a process of this uid in such namespaces is offered. */
+static uint32_t offered_to(fanin_server *s, int namespaces, peer *p)
+{
+    distant d;
+    socket_address tcp, at;
+    uint32_t paths;
+    char text[32];
+    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    assert_int_equal(socket_resolve(text, &tcp, NULL), FANIN_OK);
+    socket_unix_address(geteuid(), &tcp, &at);
+    if (!distant_connect(&d, namespaces, &at))
+        skip();
+    *p = peer_of(d.fd);
+    greet(p, version, &paths);
+    distant_end(&d);
+    return paths;
+}
+
+/* A uid is not enough: root of each container is root. */
+static void containers_are_strangers(void **state)
+{
+    fanin_server *s = start(0);
+    static const int apart[] = {CLONE_NEWPID, CLONE_NEWUSER,
+                                CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC};
+    peer p;
+    for (size_t i = 0; i < sizeof apart / sizeof *apart; i++) {
+        assert_int_equal(offered_to(s, apart[i], &p), 1u << WIRE_PATH_STREAM);
+        expect_refused(&p, WIRE_PATH_CMA, "namespace");
+        expect_refused(&p, WIRE_PATH_RDMA, "namespace");
+        expect_refused(&p, WIRE_PATH_CUDA_IPC,
+                       gpu_built() ? "namespace" : "without CUDA");
+        peer_close(&p);
+    }
+}
+
+/* cma is read by the kernel, which judges by itself; the others nobody judges later. */
+static void other_files_leave_cma(void **state)
+{
+    fanin_server *s = start(0);
+    peer p;
+    assert_int_equal(offered_to(s, CLONE_NEWNS, &p),
+                     1u << WIRE_PATH_STREAM | 1u << WIRE_PATH_CMA);
+    expect_refused(&p, WIRE_PATH_RDMA, "mount namespace");
+    peer_close(&p);
+    assert_int_equal(offered_to(s, CLONE_NEWIPC, &p),
+                     (own_paths() & ~(1u << WIRE_PATH_CUDA_IPC)) |
+                         (version[0] ? 1u << WIRE_PATH_RDMA : 0));
+}
+
+static void containers_are_trusted_when_told(void **state)
+{
+    fanin_server *s = start(FANIN_SERVER_TRUST_CONTAINERS | FANIN_SERVER_NO_UCX);
+    peer p;
+    assert_int_equal(offered_to(s, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC, &p),
+                     own_paths());
+    peer_close(&p);
+    setenv("FANIN_TRUST_CONTAINERS", "1", 1);
+    fanin_server *told = start(FANIN_SERVER_NO_UCX);
+    setenv("FANIN_TRUST_CONTAINERS", "0", 1);
+    fanin_server *untold = start(FANIN_SERVER_NO_UCX);
+    unsetenv("FANIN_TRUST_CONTAINERS");
+    assert_int_equal(offered_to(told, CLONE_NEWUSER, &p), own_paths());
+    peer_close(&p);
+    assert_int_equal(offered_to(untold, CLONE_NEWUSER, &p), 1u << WIRE_PATH_STREAM);
+}
+
+/* Once for a reason, with what to do. */
+static void strangers_are_told_once(void **state)
+{
+    fanin_server_config c = server_config();
+    c.log = log_catch;
+    log_listen("unix-stranger");
+    fanin_server *s = server_start(&c);
+    peer p;
+    for (int i = 0; i < 3; i++) {
+        (void)offered_to(s, CLONE_NEWPID, &p);
+        peer_close(&p);
+    }
+    log_expect(1, "--trust-containers");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -210,6 +295,10 @@ int main(void)
         server_test(the_own_user_may_read_the_process),
         server_test(the_own_user_gets_remote_keys),
         server_test(keys_end_with_the_memory),
+        server_test(containers_are_strangers),
+        server_test(other_files_leave_cma),
+        server_test(containers_are_trusted_when_told),
+        server_test(strangers_are_told_once),
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }

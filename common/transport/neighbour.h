@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Who is at the other end of a Unix socket: one user has processes in more than one container. */
+#ifndef NEIGHBOUR_H
+#define NEIGHBOUR_H
+
+#include <stdbool.h>
+
+/** In what a peer differs from this process; several may be true. */
+enum {
+    NEIGHBOUR_UID = 1,    /**< another user, or no Unix socket */
+    NEIGHBOUR_UNSEEN = 2, /**< the kernel does not show its process, or that is gone */
+    NEIGHBOUR_USER_SPACE = 4,
+    NEIGHBOUR_PID_SPACE = 8,
+    NEIGHBOUR_IPC_SPACE = 16,
+    NEIGHBOUR_MOUNT_SPACE = 32,
+    /** What makes a stranger: a uid says nothing beyond its user namespace, and who lives in another
+        pid namespace was kept apart from this process. */
+    NEIGHBOUR_STRANGER =
+        NEIGHBOUR_UID | NEIGHBOUR_UNSEEN | NEIGHBOUR_USER_SPACE | NEIGHBOUR_PID_SPACE,
+};
+
+/**
+ * Compares the process that connected, or that listens, with this one, as the kernel shows it: its
+ * effective uid (SO_PEERCRED), and the namespaces of /proc/<pid>/ns. Since Linux 6.5 a process that was given the
+ * number of one that died is not mistaken for it (SO_PEERPIDFD). 0: this process's own
+ * user in its own namespaces. Thread: any. Does not block.
+ */
+unsigned neighbour_differs(int fd);
+
+/** The first of the reasons as a sentence about "the peer's process", "" for 0. */
+const char *neighbour_why(unsigned differs);
+
+/** What to do so that a stranger of the same uid is none. */
+#define NEIGHBOUR_REMEDY                                                               \
+    "run both in one container, or let containers that share this network and uid be " \
+    "one user: trust_containers, --trust-containers, FANIN_TRUST_CONTAINERS=1"
+
+#endif

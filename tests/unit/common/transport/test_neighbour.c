@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Who is at the other end of a Unix socket, told to both ends by the kernel. */
+#include "distant.h"
+#include "neighbour.h"
+#include "testing.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+typedef struct scene {
+    socket_address at;
+    int listener;
+} scene;
+
+static int set_up(void **state)
+{
+    static scene s;
+    struct sockaddr_un *un = (void *)&s.at.storage;
+    memset(&s, 0, sizeof s);
+    un->sun_family = AF_UNIX;
+    int length =
+        snprintf(un->sun_path + 1, 64, "fanin-test-neighbour-%d", (int)getpid());
+    s.at.length =
+        (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
+    assert_int_equal(socket_listen(&s.at, 8, &s.listener, NULL), 0);
+    *state = &s;
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    scene *s = *state;
+    close(s->listener);
+    return 0;
+}
+
+/* What the listener says of a process in such namespaces, and that process of the listener. */
+static void expect(scene *s, int namespaces, unsigned here, unsigned there)
+{
+    distant d;
+    socket_address peer;
+    if (!distant_connect(&d, namespaces, &s->at))
+        skip();
+    int fd = socket_accept(s->listener, &peer);
+    assert_true(fd >= 0);
+    assert_int_equal(neighbour_differs(fd), here);
+    assert_int_equal(d.seen, there);
+    distant_end(&d);
+    /* Nothing can be said any more of who is gone. */
+    assert_int_equal(neighbour_differs(fd), NEIGHBOUR_UNSEEN);
+    close(fd);
+    close(d.fd);
+}
+
+static void own_processes_differ_in_nothing(void **state)
+{
+    expect(*state, 0, 0, 0);
+}
+
+static void other_files_are_no_secret(void **state)
+{
+    expect(*state, CLONE_NEWNS, NEIGHBOUR_MOUNT_SPACE, NEIGHBOUR_MOUNT_SPACE);
+}
+
+static void ipc_namespaces_are_told(void **state)
+{
+    expect(*state, CLONE_NEWIPC, NEIGHBOUR_IPC_SPACE, NEIGHBOUR_IPC_SPACE);
+}
+
+/* From within, what is outside has no number. */
+static void pid_namespaces_are_told(void **state)
+{
+    expect(*state, CLONE_NEWPID, NEIGHBOUR_PID_SPACE, NEIGHBOUR_UNSEEN);
+}
+
+static void containers_differ_in_several(void **state)
+{
+    expect(*state, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC,
+           NEIGHBOUR_PID_SPACE | NEIGHBOUR_MOUNT_SPACE | NEIGHBOUR_IPC_SPACE,
+           NEIGHBOUR_UNSEEN);
+}
+
+/* From within, who has no uid there is as much "nobody" as the process itself, and shows nothing. */
+static void user_namespaces_are_told(void **state)
+{
+    expect(*state, CLONE_NEWUSER, NEIGHBOUR_USER_SPACE, NEIGHBOUR_UNSEEN);
+}
+
+static void another_user_is_told(void **state)
+{
+    scene *s = *state;
+    socket_address peer;
+    int ends[2];
+    char byte;
+    if (geteuid() != 0)
+        skip();
+    assert_int_equal(pipe(ends), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+        close(ends[1]);
+        if (setuid(1234) != 0 ||
+            connect(fd, (const struct sockaddr *)&s->at.storage, s->at.length) != 0)
+            _exit(1);
+        _exit(read(ends[0], &byte, 1) == 0 ? 0 : 1);
+    }
+    close(ends[0]);
+    int fd = -1;
+    while (fd < 0 && waitpid(child, NULL, WNOHANG) == 0)
+        fd = socket_accept(s->listener, &peer);
+    assert_true(fd >= 0);
+    assert_int_equal(neighbour_differs(fd), NEIGHBOUR_UID);
+    close(ends[1]);
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_int_equal(code, 0);
+    close(fd);
+}
+
+static void every_difference_has_words(void **state)
+{
+    for (unsigned bit = 1; bit <= NEIGHBOUR_MOUNT_SPACE; bit *= 2)
+        assert_says(neighbour_why(bit), "the peer's process ");
+    assert_string_equal(neighbour_why(0), "");
+    assert_int_equal(neighbour_differs(0), NEIGHBOUR_UID); /* no Unix socket at all */
+}
+
+int main(void)
+{
+#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+    const struct CMUnitTest tests[] = {
+        TEST(own_processes_differ_in_nothing),
+        TEST(other_files_are_no_secret),
+        TEST(ipc_namespaces_are_told),
+        TEST(pid_namespaces_are_told),
+        TEST(containers_differ_in_several),
+        TEST(user_namespaces_are_told),
+        TEST(another_user_is_told),
+        TEST(every_difference_has_words),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
