@@ -55,7 +55,7 @@ static int measure(bench *b)
         }
         bench_samples_add(&b->samples, &info);
         b->last = info;
-        if (b->pause > 0) {
+        if (b->pause > 0 && i + 1 < b->iterations) {
             poll(NULL, 0, b->pause);
         }
         if (interrupt_requested()) {
