@@ -2,6 +2,7 @@
 #include "digest.h"
 #include "dtype.h"
 #include <fanin/objects.h>
+#include <stddef.h>
 #include <string.h>
 
 /* Objects by which memory is asked for in advance. */
@@ -21,10 +22,15 @@ typedef struct dl_tensor {
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };
 
-/* What a digest is made of: one record for each object. */
-typedef struct record {
-    uint64_t address, dtype_and_dims;
+/* What a digest is made of: of each object its head, extents and strides, as many as it has. */
+typedef struct record_head {
+    uint64_t address;
+    uint32_t dtype, n_dims;
     fanin_memory memory;
+} record_head;
+
+typedef struct record {
+    record_head head;
     uint64_t extent[FANIN_MAX_DIMS];
     int64_t stride[FANIN_MAX_DIMS]; /* all 0: packed */
 } record;
@@ -115,8 +121,8 @@ static bool find_geometry(const dl_tensor *t, int64_t item, record *out, bool *e
         out->stride[d] = stride * item;
         expected *= extent > 1 ? extent : 1;
     }
-    if (packed)
-        memset(out->stride, 0, sizeof out->stride);
+    for (int32_t d = 0; packed && d < t->n_dims; d++)
+        out->stride[d] = 0;
     return true;
 }
 
@@ -130,15 +136,17 @@ static bool is_doubtful(const dl_tensor *t)
     return t->code == DL_FLOAT;
 }
 
+/* Of its arrays only what the object has. */
 static bool find(const dl_tensor *t, record *out, bool *empty)
 {
-    memset(out, 0, sizeof *out);
     fanin_dtype dtype = dtype_of(t);
     if (dtype == 0 || t->n_dims < 0 || t->n_dims > FANIN_MAX_DIMS ||
-        !find_memory(t, &out->memory) || !find_geometry(t, t->bits / 8, out, empty))
+        !find_memory(t, &out->head.memory) ||
+        !find_geometry(t, t->bits / 8, out, empty))
         return false;
-    out->dtype_and_dims = (uint64_t)(uint32_t)dtype << 32 | (uint32_t)t->n_dims;
-    out->address = *empty ? 0 : (uint64_t)(uintptr_t)t->data + t->byte_offset;
+    out->head.dtype = (uint32_t)dtype;
+    out->head.n_dims = (uint32_t)t->n_dims;
+    out->head.address = *empty ? 0 : (uint64_t)(uintptr_t)t->data + t->byte_offset;
     return *empty || t->data;
 }
 
@@ -147,49 +155,85 @@ static bool find(const dl_tensor *t, record *out, bool *empty)
 static void write_out(const record *from, bool empty, const char *name, fanin_tensor *t,
                       fanin_box *box)
 {
+    size_t size = from->head.n_dims * sizeof *from->extent;
     memset(t, 0, sizeof *t);
     memset(box, 0, sizeof *box);
     t->struct_size = sizeof *t;
     t->name = name;
-    t->dtype = (fanin_dtype)(from->dtype_and_dims >> 32);
-    t->n_dims = (uint32_t)from->dtype_and_dims;
-    memcpy(t->shape, from->extent, sizeof t->shape);
+    t->dtype = (fanin_dtype)from->head.dtype;
+    t->n_dims = from->head.n_dims;
+    memcpy(t->shape, from->extent, size);
     t->boxes = box;
     t->n_boxes = !empty;
-    t->memory = from->memory;
-    memcpy(box->extent, from->extent, sizeof box->extent);
-    memcpy(box->stride, from->stride, sizeof box->stride);
+    t->memory = from->head.memory;
+    memcpy(box->extent, from->extent, size);
+    memcpy(box->stride, from->stride, size);
     /* NOLINTNEXTLINE(performance-no-int-to-ptr) */
-    box->address = (void *)(uintptr_t)from->address;
+    box->address = (void *)(uintptr_t)from->head.address;
 }
 
 /* Records are digested by blocks, each with the digest of those before it. */
 typedef struct summary {
     digest before;
-    record block[64];
+    uint8_t block[64 * sizeof(record)];
     size_t used;
 } summary;
 
 static void close_block(summary *s)
 {
-    digest both[2] = {s->before, digest_of(s->block, s->used * sizeof *s->block)};
+    digest both[2] = {s->before, digest_of(s->block, s->used)};
     s->before = digest_of(both, sizeof both);
     s->used = 0;
 }
 
-static record *next_record(summary *s)
+static void append(summary *s, const void *from, size_t size)
 {
-    if (s->used == sizeof s->block / sizeof *s->block)
+    memcpy(s->block + s->used, from, size);
+    s->used += size;
+}
+
+static void add_record(summary *s, const record *r)
+{
+    size_t size = r->head.n_dims * sizeof *r->extent;
+    if (s->used + sizeof *r > sizeof s->block)
         close_block(s);
-    return &s->block[s->used++];
+    append(s, &r->head, sizeof r->head);
+    append(s, r->extent, size);
+    append(s, r->stride, size);
+}
+
+/* Keeps what the object's memory is kept by, then reads the object. */
+static bool read_one(fanin_objects *o, size_t index, bool owned, dl_tensor *out)
+{
+    if (index + AHEAD < o->count)
+        __builtin_prefetch(o->item(o->list, (ptrdiff_t)(index + AHEAD)));
+    void *object = o->item(o->list, (ptrdiff_t)index);
+    if (!object)
+        return false;
+    if (owned) {
+        void *owner = o->owner(o->how, object);
+        if (!owner || o->keep(o->kept, (ptrdiff_t)index, owner) != 0)
+            return false;
+    }
+    return o->read(object, out) == 0;
+}
+
+/* Whether it is right, and in *owned whether owners are to be kept. */
+static bool check_objects(const fanin_objects *o, bool *owned)
+{
+    if (!o || o->struct_size < offsetof(fanin_objects, owner) || !o->item || !o->read ||
+        !o->doubtful)
+        return false;
+    *owned = o->struct_size >= sizeof *o && o->owner;
+    return !*owned || o->keep;
 }
 
 bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
                             fanin_box *boxes, const char *names)
 {
     fanin_objects *o = objects;
-    if (!o || o->struct_size < sizeof *o || !o->item || !o->read || !o->doubtful ||
-        (tensors && (!boxes || !names)))
+    bool owned;
+    if (!check_objects(o, &owned) || (tensors && (!boxes || !names)))
         return false;
     summary s = {.used = 0};
     o->n_doubtful = 0;
@@ -197,19 +241,17 @@ bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
     for (size_t i = 0; i < o->count; i++) {
         dl_tensor t;
         bool empty;
-        record *r = next_record(&s);
-        if (i + AHEAD < o->count)
-            __builtin_prefetch(o->item(o->list, (ptrdiff_t)(i + AHEAD)));
-        void *object = o->item(o->list, (ptrdiff_t)i);
-        if (!object || o->read(object, &t) != 0 || !find(&t, r, &empty))
+        record r;
+        if (!read_one(o, i, owned, &t) || !find(&t, &r, &empty))
             return false;
+        add_record(&s, &r);
         if (is_doubtful(&t))
             o->doubtful[o->n_doubtful++] = (uint32_t)i;
-        if (r->memory.kind == FANIN_MEMORY_CUDA)
-            o->devices |= UINT64_C(1) << r->memory.device;
+        if (r.head.memory.kind == FANIN_MEMORY_CUDA)
+            o->devices |= UINT64_C(1) << r.head.memory.device;
         if (!tensors)
             continue;
-        write_out(r, empty, names, &tensors[i], &boxes[i]);
+        write_out(&r, empty, names, &tensors[i], &boxes[i]);
         names += strlen(names) + 1;
     }
     close_block(&s);

@@ -441,6 +441,10 @@ class Objects(Structure):
         ("n_doubtful", c_size_t),
         ("devices", c_uint64),
         ("digest", c_uint8 * 16),
+        ("owner", c_void_p),
+        ("how", c_void_p),
+        ("keep", c_void_p),
+        ("kept", c_void_p),
     ]
 
 

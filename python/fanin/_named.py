@@ -5,6 +5,11 @@ A loop of Python's over tens of thousands of tensors takes longer than the pull 
 a client keeps of them for the next call is found by what they are then: names, and a digest of
 dtypes, shapes, strides, devices and addresses. So nothing that happens to a tensor between two
 calls can be missed, and no tensor is kept.
+
+As another thread may give a tensor other memory while this one is written, each call holds the
+storages. The library takes each right before it reads the tensor, and no code of Python's runs in
+between: so what was found of a tensor lies in the storage that is held. Many tensors that share few
+storages are read without that from the third time on (:mod:`fanin._anchors`).
 """
 
 from __future__ import annotations
@@ -14,14 +19,15 @@ import sys
 from typing import Any
 
 from . import _ffi
+from ._anchors import Anchors
 from ._tensors import BOX_SIZE, TENSOR_SIZE, Described, address_of
 
 __all__ = ["Named", "NamedTensors"]
 
 #: What several runs, or two buffers in turn, are pulled into.
 KEPT = 4
-#: To find tensors that stay as they are for a moment.
-TRIES = 3
+#: Of what is kept for a description, the place of the boxes.
+_BOXES = 4
 _CAPSULE = b"dlpack_exchange_api"
 
 
@@ -42,7 +48,15 @@ class _ExchangeApi(ctypes.Structure):
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_list_item = ctypes.cast(ctypes.pythonapi.PyList_GetItem, ctypes.c_void_p).value
+
+
+def _python(name: str) -> int | None:
+    return ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+
+
+_list_item = _python("PyList_GetItem")
+_list_set = _python("PyList_SetItem")
+_call_one = _python("PyObject_CallOneArg")
 
 
 def _reader(values: list[Any]) -> int | None:
@@ -62,7 +76,7 @@ def _reader(values: list[Any]) -> int | None:
 class NamedTensors(Described):
     """Tensors by name, as they were when they were read. Keeps no memory of theirs alive."""
 
-    __slots__ = ("digest", "names")
+    __slots__ = ("anchors", "digest", "names")
 
     def __init__(
         self, names: list[str], found: _ffi.Objects, address: int, buffers: tuple[Any, ...]
@@ -71,9 +85,19 @@ class NamedTensors(Described):
         super().__init__(len(names), devices, address, buffers)
         self.names = names
         self.digest = bytes(found.digest)
+        #: From the second time on, if there are few storages.
+        self.anchors: Anchors | None = None
 
     def is_prepared(self) -> None:
         self._buffers = ()
+
+    def seen_with(self, storages: list[Any]) -> None:
+        """These are what the tensors lie in. Whoever pulls once does not pay for others."""
+        buffers = self._buffers
+        if self.used and buffers and self.anchors is None:
+            boxes = memoryview(buffers[_BOXES]).cast("Q")
+            size, place = BOX_SIZE // 8, _ffi.Box.address.offset // 8
+            self.anchors = Anchors.of(storages, boxes[place::size].tolist())
 
 
 class Named:
@@ -84,40 +108,54 @@ class Named:
         self._kept: tuple[NamedTensors, ...] = ()
 
     def hold(self, names: list[str], values: list[Any]) -> tuple[NamedTensors, list[Any]] | None:
-        """As they are now, and their storages: another thread may give a tensor other memory while
-        this one is written. None: they are to be described one by one."""
-        for _ in range(TRIES):
-            found = self.find(names, values)
-            if found is None:
-                return None
-            storages = [value.untyped_storage() for value in values]
-            if self.find(names, values) is found:  # so these are what was described
-                return found, storages
-        return None
-
-    def find(self, names: list[str], values: list[Any]) -> NamedTensors | None:
-        """As they are now. None: they are to be described one by one, which tells what is wrong."""
+        """As they are now, and storages that keep their memory. None: they are to be described one
+        by one, which tells what is wrong."""
         read = _reader(values) if values else None
         if read is None:
             return None
-        found = self._read(values, read, None, None, None)
+        held = self._anchored(names, values, read)
+        if held is None:
+            held = self._owned(names, values, read)
+        if held is not None:
+            # One assignment, as other threads may come, and be refused only later.
+            others = [one for one in self._kept if one is not held[0]]
+            self._kept = (held[0], *others[: KEPT - 1])
+        return held
+
+    def _anchored(
+        self, names: list[str], values: list[Any], read: int
+    ) -> tuple[NamedTensors, list[Any]] | None:
+        """If they are what was pulled into last, or before, in few storages."""
+        if not self._kept or self._kept[0].anchors is None:
+            return None
+        found = self._read(values, read, None)
+        known = None if found is None else self._known(names, found)
+        storages = None if known is None or known.anchors is None else known.anchors.hold()
+        return None if known is None or storages is None else (known, storages)
+
+    def _owned(
+        self, names: list[str], values: list[Any], read: int
+    ) -> tuple[NamedTensors, list[Any]] | None:
+        storages: list[Any] = [None] * len(values)
+        found = self._read(values, read, storages)
         if found is None:
             return None
+        known = self._known(names, found)
+        if known is None:
+            return self._describe(names, values, read)
+        known.seen_with(storages)
+        return known, storages
+
+    def _known(self, names: list[str], found: _ffi.Objects) -> NamedTensors | None:
         digest = bytes(found.digest)
         for known in self._kept:
             if known.digest == digest and known.names == names:
-                break
-        else:
-            made = self._describe(names, values, read)
-            if made is None:
-                return None
-            known = made
-        # One assignment, as other threads may come, and be refused only later.
-        others = [one for one in self._kept if one is not known]
-        self._kept = (known, *others[: KEPT - 1])
-        return known
+                return known
+        return None
 
-    def _describe(self, names: list[str], values: list[Any], read: int) -> NamedTensors | None:
+    def _describe(
+        self, names: list[str], values: list[Any], read: int
+    ) -> tuple[NamedTensors, list[Any]] | None:
         try:
             joined = bytearray("\0".join(names).encode() + b"\0")
         except (TypeError, UnicodeEncodeError):
@@ -128,20 +166,25 @@ class Named:
         name_address, name_view = address_of(joined)
         tensor_address, tensor_view = address_of(tensors)
         box_address, box_view = address_of(boxes)
-        found = self._read(values, read, tensor_address, box_address, name_address)
+        storages: list[Any] = [None] * len(values)
+        out = tensor_address, box_address, name_address
+        found = self._read(values, read, storages, out)
         if found is None:
             return None
         buffers = (joined, name_view, tensors, tensor_view, boxes, box_view)
-        return NamedTensors(names, found, tensor_address, buffers)
+        return NamedTensors(names, found, tensor_address, buffers), storages
 
     def _read(
         self,
         values: list[Any],
         read: int,
-        tensors: int | None,
-        boxes: int | None,
-        names: int | None,
+        storages: list[Any] | None,
+        out: tuple[int | None, int | None, int | None] = (None, None, None),
     ) -> _ffi.Objects | None:
+        """What is found of them; into *storages*, as many, what each lies in. out: addresses of
+        tensors, boxes and names."""
+        torch = sys.modules["torch"]
+        storage_of = torch.Tensor.untyped_storage
         doubtful = (ctypes.c_uint32 * len(values))()
         objects = _ffi.Objects(
             struct_size=ctypes.sizeof(_ffi.Objects),
@@ -150,12 +193,15 @@ class Named:
             item=_list_item,
             read=read,
             doubtful=ctypes.addressof(doubtful),
+            owner=None if storages is None else _call_one,
+            how=id(storage_of),
+            keep=_list_set,
+            kept=id(storages),
         )
         try:
-            if not self._library.fanin_describe_objects(
-                ctypes.byref(objects), tensors, boxes, names
-            ):
-                return None
+            with torch._C.DisableTorchFunction():  # a subclass's own could do anything in between
+                if not self._library.fanin_describe_objects(ctypes.byref(objects), *out):
+                    return None
         except Exception:  # what PyTorch has raised: the description of that tensor says it, too
             return None
         if any(values[index].is_neg() for index in doubtful[: objects.n_doubtful]):

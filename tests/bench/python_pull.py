@@ -3,11 +3,12 @@
 """python_pull.py [--tensors N] [--columns N] [--device cuda|cpu] [--pulls N] [--apart]
 
 What Python costs a pull into tensors: wall clock of Client.pull_into() beside the C library's own
-time, with tensors given by name (looked at by the C library at each call, if this PyTorch lets it)
-and packed once (fanin.pack), and what it takes to describe them one by one. One rank that is not
-updated, in another process; BF16 tensors of 16 rows in one allocation, or with --apart the
-worker's in one each; on CUDA from GPU 0 into the last GPU. Medians, the two ways alternated.
-Needs the package and PyTorch.
+time, and processor time of the calling thread, by which a busy machine tells something, too. With
+tensors given by name (looked at by the C library at each call, if this PyTorch lets it) and packed
+once (fanin.pack), and what it takes to describe them one by one. One rank that is not updated, in
+another process; BF16 tensors of 16 rows in one allocation, or with --apart the worker's in one
+each; on CUDA from GPU 0 into the last GPU. Medians, the two ways alternated. Needs the package and
+PyTorch.
 """
 
 from __future__ import annotations
@@ -59,19 +60,21 @@ def measure(options: argparse.Namespace, port: int) -> None:
     ways: dict[str, Any] = {"by name": tensors, "packed": packed}
     wall: dict[str, list[float]] = {way: [] for way in ways}
     inside: dict[str, list[float]] = {way: [] for way in ways}
+    busy: dict[str, list[float]] = {way: [] for way in ways}
     with fanin.Client([f"127.0.0.1:{port}"]) as client:
         for wanted in (packed, packed, tensors, tensors):  # from the second time on it is kept
             client.pull_into("0", wanted)
         for _ in range(options.pulls):
             for way, wanted in ways.items():
-                start = time.perf_counter()
+                start, used = time.perf_counter(), time.thread_time()
                 result = client.pull_into("0", wanted)
+                busy[way].append(time.thread_time() - used)
                 wall[way].append(time.perf_counter() - start)
                 inside[way].append(result.total)
     print(f"{result.tensors} tensors, {result.bytes / 1e6:.1f} MB, by {result.path}")
     for way in ways:
-        both = 1e3 * statistics.median(wall[way]), 1e3 * statistics.median(inside[way])
-        print(f"{way:8} {both[0]:9.3f} ms, of them {both[1]:.3f} in the library")
+        ms = [1e3 * statistics.median(of[way]) for of in (wall, inside, busy)]
+        print(f"{way:8} {ms[0]:9.3f} ms, of them {ms[1]:.3f} in the library; CPU {ms[2]:.3f} ms")
     print(f"one by one {1e3 * described:7.3f} ms, to describe and pack them, once")
 
 

@@ -11,7 +11,9 @@ import fanin
 import fanin.client
 import pytest
 import torch
-from fanin._named import TRIES, Named
+from fanin._anchors import Anchors
+from fanin._library import library
+from fanin._named import Named
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SHAPE = (6, 4)
@@ -56,30 +58,127 @@ def test_a_pull_keeps_what_it_writes(client: fanin.Client) -> None:
 def test_what_is_kept_is_what_was_described(
     client: fanin.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever moves a tensor after it was read and before its storage is held."""
-    into, find, shard_of = room(), Named.find, fanin.client.shard_of
-    calls, moves = 0, 1
-    alone: list[str] = []
+    """Whoever moves a tensor after it was looked for and before it is described."""
+    into, describe = room(), Named._describe
+    storages: list[Any] = []
 
-    def moving(self: Named, names: list[str], values: list[Any]) -> Any:
-        nonlocal calls, moves
-        found = find(self, names, values)
-        calls += 1
-        if calls % 2 == 1 and moves > 0:
-            moves -= 1
-            into["a"].data = torch.zeros(SHAPE)
+    def moving(self: Named, *arguments: Any) -> Any:
+        into["a"].data = torch.zeros(SHAPE)
+        found = describe(self, *arguments)
+        assert found is not None
+        storages.extend(found[1])
         return found
 
-    def spy(name: str, *arguments: Any, **more: Any) -> fanin.Shard:
-        alone.append(name)
-        return shard_of(name, *arguments, **more)
+    monkeypatch.setattr(Named, "_describe", moving)
+    client.pull_into("0", into)
+    assert [s.data_ptr() for s in storages] == [into["a"].data_ptr()]
+    assert torch.equal(into["a"], PUBLISHED)
 
-    monkeypatch.setattr(Named, "find", moving)
-    monkeypatch.setattr(fanin.client, "shard_of", spy)
-    client.pull_into("0", into)
-    assert (calls, alone) == (4, [])
-    assert torch.equal(into["a"], PUBLISHED)
-    calls, moves = 0, 1000  # it never rests
-    client.pull_into("0", into)
-    assert (calls, alone) == (2 * TRIES, ["a"])
-    assert torch.equal(into["a"], PUBLISHED)
+
+def test_a_subclass_does_nothing_in_between(client: fanin.Client) -> None:
+    """It could give the tensor other memory when its storage is asked for."""
+
+    class Restless(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *rest: Any, **more: Any) -> Any:
+            if func is torch.Tensor.untyped_storage:
+                raise AssertionError("asked")
+            return super().__torch_function__(func, *rest, **more)
+
+    into = {"a": room()["a"].as_subclass(Restless)}
+    held = Named(library()).hold(list(into), list(into.values()))
+    assert held is not None and held[1][0].data_ptr() == into["a"].data_ptr()
+
+
+# ------------------------------------------------------------------- many tensors in few storages
+
+MANY = 40
+
+
+def parts() -> dict[str, torch.Tensor]:
+    # As .data, since a view keeps what it is a view of.
+    return {f"t{i}": one.data for i, one in enumerate(torch.zeros(MANY, *SHAPE).unbind())}
+
+
+def hold(named: Named, into: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
+    found = named.hold(list(into), list(into.values()))
+    assert found is not None
+    found[0].used = True
+    return found
+
+
+def test_few_storages_are_held_at_once() -> None:
+    named, into = Named(library()), parts()
+    described, storages = hold(named, into)
+    assert [len(hold(named, into)[1]) for _ in range(3)] == [MANY, 1, 1]
+    known, again = hold(named, into)
+    assert known is described and again[0] is storages[0]
+    into["t7"] = torch.zeros(SHAPE)
+    other, storages = hold(named, into)
+    assert other is not described and len(storages) == MANY
+    del into, storages, again
+    gc.collect()
+    assert known.anchors.hold() is None  # nothing keeps them
+
+
+def test_few_storages_are_kept_while_they_are_written() -> None:
+    published = {name: one + i for i, (name, one) in enumerate(parts().items())}
+    with fanin.Server(world_id=b"n" * 16, rank=0, world_size=1) as server:
+        server.put("lora:0", [fanin.shard_of(n, t) for n, t in published.items()])
+        server.commit("lora:0", 1)
+        with fanin.Client([f"127.0.0.1:{server.port}"], path="stream") as client:
+            into = parts()
+            for _ in range(3):
+                client.pull_into("0", into)
+            assert all(torch.equal(into[name], published[name]) for name in into)
+            assert len(hold(client._named, into)[1]) == 1
+            storage = StorageWeakRef(into["t0"].untyped_storage())
+            seen: list[bool] = []
+
+            def swap(_: int, __: int) -> None:
+                for tensor in into.values():
+                    tensor.data = torch.zeros(SHAPE)
+                gc.collect()
+                seen.append(storage.expired())
+
+            client.pull_into("0", into, progress=swap)
+            assert seen and not any(seen)
+            gc.collect()
+            assert storage.expired()
+
+
+class Memory:
+    """What an anchor asks of a storage."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        self.begin, self.size = begin, size
+
+    def data_ptr(self) -> int:
+        return self.begin
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+def test_anchors_that_have_moved() -> None:
+    memory = [Memory(1000, 100), Memory(100, 50)]
+    addresses = [0, *range(100, 150, 5), *range(1000, 1100, 5), 1099]
+    anchors = Anchors.of(memory * 16, addresses)
+    assert anchors is not None and set(anchors.hold() or ()) == set(memory)
+    memory[1].size = 49
+    assert anchors.hold() is None
+    memory[1].size = 50
+    memory[0].begin = 1001
+    assert anchors.hold() is None
+    memory[0].begin = 1000
+    assert anchors.hold() is not None
+    memory.pop()
+    assert anchors.hold() is None
+
+
+@pytest.mark.parametrize("address", [99, 150, 999, 1100])
+def test_addresses_beside_all_anchors(address: int) -> None:
+    memory = [Memory(1000, 100), Memory(100, 50)]
+    assert Anchors.of(memory * 16, [100, 1000]) is not None
+    assert Anchors.of(memory * 16, [100, address, 1000]) is None
+    assert Anchors.of(memory * 7, [100, 1000]) is None  # too many for so few tensors

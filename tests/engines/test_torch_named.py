@@ -294,7 +294,8 @@ def test_described_as_by_python() -> None:
             tensors[f"{name}{i}"] = view
         tensors[f"{name}-scalar"] = torch.empty((), dtype=dtype)
         tensors[f"{name}-empty"] = torch.empty(3, 0, dtype=dtype)
-    named = Named(library()).find(list(tensors), list(tensors.values()))
-    assert named is not None
+    held = Named(library()).hold(list(tensors), list(tensors.values()))
+    assert held is not None
+    named = held[0]
     packed = pack(shard_of(name, tensor) for name, tensor in tensors.items())
     assert fields(named.address, len(named)) == fields(packed.address, len(packed))

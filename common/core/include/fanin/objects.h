@@ -18,6 +18,12 @@ extern "C" {
 typedef void *(*fanin_item_fn)(void *list, ptrdiff_t index);
 /** Fills the DLTensor at @p tensor_out; anything but 0: it cannot. */
 typedef int (*fanin_dltensor_fn)(void *object, void *tensor_out);
+/** What the memory of @p object is kept by, as a reference that the caller of this owns; NULL: it
+    cannot tell. PyObject_CallOneArg() is one, with a method as @p how. */
+typedef void *(*fanin_owner_fn)(void *how, void *object);
+/** Takes a reference to @p owner over, also when it fails; anything but 0: it has failed.
+    PyList_SetItem() is one. */
+typedef int (*fanin_keep_fn)(void *kept, ptrdiff_t index, void *owner);
 
 /** Objects, and what was found of them. */
 typedef struct fanin_objects {
@@ -34,6 +40,12 @@ typedef struct fanin_objects {
     /** out: of dtypes, shapes, strides, places and addresses. Equal: fanin_describe_objects() writes
         the same again */
     uint8_t digest[16];
+    /** NULL, as where struct_size ends before it: none. Asked of each object right before it is read,
+        with nothing in between: so what is found of an object lies in what its owner keeps */
+    fanin_owner_fn owner;
+    void *how;          /**< for owner */
+    fanin_keep_fn keep; /**< is given what owner returned; not NULL unless owner is */
+    void *kept;         /**< for keep */
 } fanin_objects;
 
 /**
@@ -43,10 +55,10 @@ typedef struct fanin_objects {
  *
  * False: an object cannot be read or described so (a dtype that safetensors lacks or that is complex,
  * more than FANIN_MAX_DIMS dimensions, elements that share memory, memory that is neither the
- * host's nor a CUDA device's below 64), or an argument is wrong.
+ * host's nor a CUDA device's below 64), its owner cannot be told or kept, or an argument is wrong.
  *
- * Calls @p objects->item and ->read in this thread, so it wants of its caller what those do (the
- * GIL). Blocks as long as they do. Thread: any.
+ * Calls @p objects->item, ->owner, ->keep and ->read in this thread, so it wants of its caller what
+ * those do (the GIL). Blocks as long as they do. Thread: any.
  */
 FANIN_API bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
                                       fanin_box *boxes, const char *names);

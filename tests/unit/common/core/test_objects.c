@@ -2,6 +2,7 @@
 /* Tensors of another library, read by a function of its own. */
 #include "testing.h"
 #include <fanin/objects.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -219,27 +220,26 @@ static void expect_digest(const uint8_t *like, bool equal)
 /* Whatever of one tensor changes, and wherever it is, the digest does. */
 static void digests(void **state)
 {
-    static const size_t places[] = {0, 63, 64, MOST - 1};
     fanin_objects o = {.count = MOST};
     for (size_t i = 0; i < MOST; i++)
         reset(i);
     assert_true(describe(&o));
     expect_digest(o.digest, true);
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        object *one = &all[places[i]];
+    for (size_t i = 0; i < MOST; i++) {
+        object *one = &all[i];
         one->tensor.byte_offset = 12;
         expect_digest(o.digest, false);
-        reset(places[i]), one->tensor.bits = 64;
+        reset(i), one->tensor.bits = 64;
         expect_digest(o.digest, false);
-        reset(places[i]), one->shape[0] = 5, one->shape[1] = 3, one->strides[0] = 3;
+        reset(i), one->shape[0] = 5, one->shape[1] = 3, one->strides[0] = 3;
         expect_digest(o.digest, false);
-        reset(places[i]), one->strides[0] = 6;
+        reset(i), one->strides[0] = 6;
         expect_digest(o.digest, false);
-        reset(places[i]), one->tensor.device_type = 2;
+        reset(i), one->tensor.device_type = 2;
         expect_digest(o.digest, false);
-        reset(places[i]), one->tensor.n_dims = 1;
+        reset(i), one->tensor.n_dims = 1;
         expect_digest(o.digest, false);
-        reset(places[i]);
+        reset(i);
         expect_digest(o.digest, true);
     }
     o = objects(MOST - 1);
@@ -247,6 +247,73 @@ static void digests(void **state)
     assert_true(fanin_describe_objects(&o, NULL, NULL, NULL));
     memcpy(fewer, o.digest, sizeof fewer);
     expect_digest(fewer, false);
+}
+
+/* What an object is kept by is asked for before it is read, and nothing else is done in between. */
+typedef struct keeper {
+    object *asked[MOST], *read[MOST];
+    void *kept[MOST];
+    size_t n_asked, n_read, fails_at;
+    bool refuses;
+} keeper;
+
+static keeper told;
+
+static void *ask(void *how, void *of)
+{
+    keeper *k = how;
+    assert_int_equal(k->n_asked, k->n_read);
+    k->asked[k->n_asked++] = of;
+    return k->n_asked == k->fails_at ? NULL : &((object *)of)->shape;
+}
+
+static int keep_one(void *kept, ptrdiff_t index, void *owner)
+{
+    keeper *k = kept;
+    k->kept[index] = owner;
+    return k->refuses ? -1 : 0;
+}
+
+static int read_asked(void *of, void *out)
+{
+    told.read[told.n_read++] = of;
+    return read_object(of, out);
+}
+
+static fanin_objects owned_objects(void)
+{
+    fanin_objects o = objects(MOST);
+    told = (keeper){.n_asked = 0};
+    o.read = read_asked;
+    o.owner = ask, o.how = &told;
+    o.keep = keep_one, o.kept = &told;
+    return o;
+}
+
+static void owners(void **state)
+{
+    for (size_t i = 0; i < MOST; i++)
+        reset(i);
+    fanin_objects o = owned_objects();
+    assert_true(fanin_describe_objects(&o, NULL, NULL, NULL));
+    for (size_t i = 0; i < MOST; i++) {
+        assert_ptr_equal(told.asked[i], &all[i]);
+        assert_ptr_equal(told.read[i], &all[i]);
+        assert_ptr_equal(told.kept[i], &all[i].shape);
+    }
+    o = owned_objects(), told.fails_at = 3;
+    assert_false(fanin_describe_objects(&o, NULL, NULL, NULL));
+    assert_int_equal(told.n_read, 2);
+    o = owned_objects(), told.refuses = true;
+    assert_false(fanin_describe_objects(&o, NULL, NULL, NULL));
+    assert_int_equal(told.n_read, 0);
+    o = owned_objects(), o.keep = NULL;
+    assert_false(fanin_describe_objects(&o, NULL, NULL, NULL));
+    assert_int_equal(told.n_asked, 0);
+    o = owned_objects(), o.read = read_object,
+    o.struct_size = offsetof(fanin_objects, owner);
+    assert_true(fanin_describe_objects(&o, NULL, NULL, NULL));
+    assert_int_equal(told.n_asked, 0);
 }
 
 int main(void)
@@ -258,6 +325,7 @@ int main(void)
         cmocka_unit_test(dtypes),
         cmocka_unit_test(what_cannot_be_described),
         cmocka_unit_test(digests),
+        cmocka_unit_test(owners),
     };
     return cmocka_run_group_tests_name("objects", tests, NULL, NULL);
 }
