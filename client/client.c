@@ -72,6 +72,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
                          "config is NULL, or its struct_size is not set");
     client->log = (logger){client->config.log, client->config.log_cookie};
     client->config.trust_containers |= text_switched_on("FANIN_TRUST_CONTAINERS");
+    client->config.trust_other_users |= text_switched_on("FANIN_TRUST_OTHER_USERS");
     fanin_status status = check_config(&client->config, error);
     if (status != FANIN_OK)
         return status;
@@ -92,6 +93,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .no_unix = client->config.no_unix,
         .no_checksums = client->config.no_checksums,
         .trust_containers = client->config.trust_containers,
+        .trust_other_users = client->config.trust_other_users,
         .log = client->log,
         .told = &client->told_strangers,
         .connect_ms = client->config.connect_timeout_ms,

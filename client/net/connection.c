@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "neighbour.h"
 #include "outgoing.h"
+#include "socket_owner.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -269,6 +270,32 @@ void connection_fail(connection *c, const fanin_error *fault)
 
 /* --------------------------------------------------------------- replies */
 
+/* On loopback whoever came first has the port. Root needs no port to alter what this process pulls. */
+static bool is_trusted_owner(connection *c)
+{
+    char what[160];
+    uid_t uid;
+    if (c->is_unix || c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
+        return true;
+    bool told = socket_owner(c->source.fd, &uid);
+    if (told && (uid == geteuid() || uid == 0))
+        return true;
+    if (told)
+        snprintf(
+            what, sizeof what,
+            "is a process of uid %u, and this one is of uid %u: any user can take a "
+            "port of this host",
+            (unsigned)uid, (unsigned)geteuid());
+    else
+        snprintf(what, sizeof what,
+                 "may be any user's process: the kernel does not say whose it is");
+    fail_here(c, FANIN_ERR_AUTH, 0, "connect",
+              "run both as one user, or take it as it is: trust_other_users, "
+              "--trust-other-users, FANIN_TRUST_OTHER_USERS=1",
+              what);
+    return false;
+}
+
 static void on_hello_ok(connection *c, message_type type, body *b)
 {
     msg_hello_ok peer;
@@ -305,6 +332,8 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         start_tcp(c);
         return;
     }
+    if (!is_trusted_owner(c))
+        return;
     c->peer = peer;
     c->known = true;
     c->silent = false;

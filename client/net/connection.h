@@ -31,7 +31,7 @@ typedef void (*reply_fn)(void *cookie, connection *c, message_type type, body *b
 typedef struct connection_shared {
     loop *loop;
     uint8_t client_id[16];
-    bool no_unix, no_checksums, trust_containers;
+    bool no_unix, no_checksums, trust_containers, trust_other_users;
     uint32_t connect_ms, lost_ms;
     const char *ucx_version;
     logger log;

@@ -242,6 +242,7 @@ class ClientConfig(Structure):
         ("partial", c_bool),
         ("threads", c_uint32),
         ("trust_containers", c_bool),
+        ("trust_other_users", c_bool),
     ]
 
 

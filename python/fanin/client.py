@@ -127,6 +127,8 @@ class Client(ClosableHandle):
     :param trust_containers: a rank of this uid is asked over its Unix socket, and by one-sided
         paths if its server was told the same, whatever container of this network it lives in; also
         ``FANIN_TRUST_CONTAINERS=1``.
+    :param trust_other_users: a rank on a loopback address may be any user's, not this process's own
+        or root's alone; also ``FANIN_TRUST_OTHER_USERS=1``.
     :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.
@@ -149,6 +151,7 @@ class Client(ClosableHandle):
         use_ucx: bool = True,
         checksums: bool = True,
         trust_containers: bool = False,
+        trust_other_users: bool = False,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -173,6 +176,7 @@ class Client(ClosableHandle):
         config.no_ucx = not use_ucx
         config.no_checksums = not checksums
         config.trust_containers = trust_containers
+        config.trust_other_users = trust_other_users
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fanin import _allowed
 from fanin.errors import FaninError, RequestError
 from fanin.info import addresses_of, is_loopback, is_numeric, is_path
 from fanin.names import AdapterName
@@ -60,7 +61,10 @@ LANDINGS = ("auto", "slot", "directory")
 DEFAULT_SERVER_NAME = "lora_param_server"
 MOST_BYTES = (1 << 63) - 1
 _OTHER_VARIABLES = frozenset(
-    ("FANIN_CONFIG", "FANIN_LIBRARY", "FANIN_UCX_LIBRARY", "FANIN_CUDA_LIBRARY")
+    (
+        *("FANIN_CONFIG", "FANIN_LIBRARY", "FANIN_UCX_LIBRARY", "FANIN_CUDA_LIBRARY"),
+        *("FANIN_TRUST_CONTAINERS", "FANIN_TRUST_OTHER_USERS"),
+    )
 )
 
 _log = logging.getLogger("fanin.config")
@@ -501,6 +505,7 @@ _INFERENCE_KEYS = (
     _Key("dtype", _dtype, "FANIN_DTYPE"),
     _Key("max_bytes", _integer(1, MOST_BYTES), "FANIN_MAX_BYTES"),
     _Key("trust_config", _switch, "FANIN_TRUST_CONFIG"),
+    _Key("allow_trainers", _allowed.parse, _allowed.VARIABLE),
     _Key("newest", _switch, "FANIN_NEWEST"),
     _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
     _Key("spare_file", _switch, "FANIN_SPARE_FILE"),
@@ -519,8 +524,9 @@ class InferenceConfig:
     disk. path: how bytes travel, "auto" or one that is demanded. prefix: adapters' names begin
     with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
     max_bytes: larger adapters are refused, None: those above a quarter of the file system.
-    trust_config: adapters keep every field of the trainer's PEFT configuration. newest: a request
-    to load an adapter that says no step gets the newest. landing: "slot", straight into the
+    trust_config: adapters keep every field of the trainer's PEFT configuration.
+    allow_trainers: which trainers a request without the engine's API key may name. newest: a
+    request to load an adapter that says no step gets the newest. landing: "slot", straight into the
     layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
     in host memory. spare_file: pulls into directories have the next one's file made beforehand,
     where there is memory for it.
@@ -536,6 +542,7 @@ class InferenceConfig:
     dtype: str | None = None
     max_bytes: int | None = None
     trust_config: bool = False
+    allow_trainers: tuple[str, ...] = ()
     newest: bool = False
     landing: str = "auto"
     spare_file: bool = True
@@ -554,8 +561,8 @@ def inference_config(
     path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
-    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST, FANIN_LANDING, FANIN_SPARE_FILE. Blocks for
-    reading the file; any thread. Raises ConfigError.
+    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_ALLOW_TRAINERS, FANIN_NEWEST, FANIN_LANDING,
+    FANIN_SPARE_FILE. Blocks for reading the file; any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -578,6 +585,7 @@ def inference_config(
         dtype=settings.get("dtype", None),
         max_bytes=settings.get("max_bytes", None),
         trust_config=settings.get("trust_config", False),
+        allow_trainers=settings.get("allow_trainers", ()),
         newest=settings.get("newest", False),
         landing=settings.get("landing", "auto"),
         spare_file=settings.get("spare_file", True),

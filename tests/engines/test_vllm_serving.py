@@ -62,6 +62,7 @@ class Place:
                 *("--worker-extension-cls", "fanin.vllm.worker.WorkerExtension"),
                 environment={
                     "FANIN_TRAINER": str(scratch / "trainer" / "nixl_info.json"),
+                    "FANIN_ALLOW_TRAINERS": f"127.0.0.1,::1,localhost,{scratch}",
                     "FANIN_PULL_TIMEOUT": str(TIMEOUT),
                     "FANIN_KEEP_ADAPTERS": str(KEEP),
                     "NIXL_LORA_CACHE_DIR": str(self.cache),

@@ -76,7 +76,11 @@ class Bench:
 
         self.registry = CollectorRegistry()
         self.trainer = FakeTrainer()
-        environment = {"FANIN_TRAINER": "127.0.0.1:6000", "NIXL_LORA_CACHE_DIR": str(root / "c")}
+        environment = {
+            "FANIN_TRAINER": "127.0.0.1:6000",
+            "FANIN_ALLOW_TRAINERS": "h",
+            "NIXL_LORA_CACHE_DIR": str(root / "c"),
+        }
         self.state = State(
             inference_config(environment),
             pool=ClientPool(self.trainer.client),
@@ -337,6 +341,10 @@ def test_routes(bench: Bench) -> None:
         for content in ("[]", "{", '"x"', ""):
             status, body = await ask(app, "POST", "/init_nixl_client", content=content)
             assert status == 400 and "body" in body["error"]["message"]
+        status, body = await ask(
+            app, "POST", "/init_nixl_client", json={"trainer_addresses": [["other", 1]]}
+        )
+        assert status == 403 and "FANIN_ALLOW_TRAINERS" in body["error"]["remedy"]
         status, body = await ask(
             app, "POST", "/init_nixl_client", json={"trainer_addresses": [["h", 1]]}
         )

@@ -230,3 +230,35 @@ END
     done
     stop_ranks
 }
+
+# as_user COMMAND...: as a user of another uid.
+as_user()
+{
+    setpriv --reuid 1234 --regid 1234 --clear-groups "$@"
+}
+
+@test "on loopback another user's ranks are refused, unless told; root's and one's own are not" {
+    [ "$(id -u)" = 0 ] || skip "only root can be two users"
+    as_user test -x "$NIXL_FETCH" || skip "another user cannot reach the build"
+    theirs=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
+    chmod 0777 "$theirs"
+    exec {ranks_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups \
+        "$NIXL_FETCH" serve --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
+    ranks_pid=$!
+    read -r -t 120 ready <&"$ranks_out"
+    run -13 --separate-stderr timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out refused --json
+    [ "$(field error status)" = FANIN_ERR_AUTH ]
+    [[ $(field error message) == *"process of uid 1234, and this one is of uid 0"* ]]
+    [[ $(field error remedy) == *--trust-other-users* ]]
+    [ ! -e refused ]
+    run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out told --trust-other-users
+    FANIN_TRUST_OTHER_USERS=1 run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out variable
+    run -0 as_user timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out "$theirs/own"
+    stop_ranks
+    start_ranks --adapter-shape small --world-size 2
+    cp "$info" "$theirs/root"
+    chmod 0644 "$theirs/root"
+    run -0 as_user timeout 60 "$NIXL_FETCH" pull "$theirs/root" --out "$theirs/pulled"
+    stop_ranks
+    rm -r "$theirs"
+}

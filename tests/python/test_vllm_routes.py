@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from fake_trainer import OTHER_WORLD, WORLD, until
 from fanin import errors
+from fanin._allowed import check_by_environment
+from fanin.config import ConfigError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm import worker
 from fanin.vllm.clients import ClientPool
+from fanin.vllm.faults import status_of
 from fanin.vllm.resolver import calling_models, wanted_by_name
 from fanin.vllm.routes import Api, EndpointPlugin, api_processes
 from test_vllm_flights import Bench, FakeEngine, Request, run
@@ -47,7 +50,7 @@ class FakeModels(FakeEngine):
 class Desk(Bench):
     def __init__(self, root: Path, **config: str) -> None:
         self.models = FakeModels()
-        super().__init__(root, self.models, **config)
+        super().__init__(root, self.models, **{"FANIN_ALLOW_TRAINERS": "any", **config})
         self.api = Api(self.state)
 
     async def load(self, **body: Any) -> dict[str, Any]:
@@ -308,6 +311,85 @@ async def test_the_first_trainer_that_is_named_is_the_one_of_names(tmp_path: Pat
     await desk.load(trainer_addresses="h:1")
     wanted = wanted_by_name(desk.state, NAME)
     assert wanted is not None and wanted.source.addresses == ("h:1",)
+
+
+@pytest.mark.parametrize(
+    ("allow", "trainer", "admitted"),
+    [
+        ("", ["127.0.0.1:6000"], True),  # the one that the engine was told
+        ("", ["127.0.0.1:6001"], False),
+        ("", "127.0.0.1:6001,127.0.0.1:6002", False),
+        ("10.0.0.0/8,fd00::/8", [["10.2.3.4", 1], ["fd00::7", 2]], True),
+        ("10.0.0.0/8", ["10.2.3.4:1", "11.0.0.1:1"], False),
+        ("10.0.0.0/8", ["::ffff:10.2.3.4:1"], False),  # no address at all
+        ("10.0.0.0/8", ["[::ffff:10.2.3.4]:1"], True),
+        ("10.0.0.0/8", ["ten:1"], False),
+        ("trainer-0", ["Trainer-0:77"], True),
+        ("trainer-0:6000", ["trainer-0:6001"], False),
+        ("trainer-0:6000", ["trainer-0.evil.example:6000"], False),
+        ("any", ["anywhere:1"], True),
+    ],
+)
+async def test_which_trainers_a_request_may_name(
+    tmp_path: Path, allow: str, trainer: Any, admitted: bool
+) -> None:
+    desk = Desk(tmp_path, FANIN_ALLOW_TRAINERS=allow)
+    desk.trainer.commit(1)
+    for ask in (
+        lambda: desk.api.init({"trainer_addresses": trainer, "timeout": 3}),
+        lambda: desk.load(trainer_addresses=trainer),
+    ):
+        if admitted:
+            assert (await ask())["status"] == "ok"
+            continue
+        with pytest.raises(errors.RequestError) as caught:
+            await ask()
+        if caught.value.name == "FANIN_ERR_AUTH":
+            assert status_of(caught.value) == 403
+            assert "FANIN_ALLOW_TRAINERS" in caught.value.remedy
+            assert "API key" in caught.value.remedy
+        else:
+            assert caught.value.address or "HOST:PORT" in str(caught.value)
+    assert admitted or desk.state.source.text == "127.0.0.1:6000"
+    assert admitted or not desk.trainer.pulls
+
+
+async def test_files_of_this_host_that_a_request_may_name(tmp_path: Path) -> None:
+    job, other = tmp_path / "job", tmp_path / "job-other"
+    for place in (job, other):
+        place.mkdir()
+        write_info(place, TrainerInfo(("h:2",), world_id=WORLD))
+    (job / "out").symlink_to(other)
+    desk = Desk(tmp_path, FANIN_ALLOW_TRAINERS=str(job))
+    assert (await desk.api.init({"trainer_addresses": str(job)}))["status"] == "ok"
+    info = str(job / "nixl_info.json")
+    assert (await desk.api.init({"nixl_info": info}))["status"] == "ok"
+    for path in (other, job / ".." / "job-other", job / "out", tmp_path / "nowhere"):
+        with pytest.raises(errors.RequestError) as caught:
+            await desk.api.init({"trainer_addresses": str(path)})
+        assert caught.value.name == "FANIN_ERR_AUTH"
+
+
+async def test_with_the_key_any_trainer_may_be_named(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_ALLOW_TRAINERS="")
+    api = Api(desk.state, keyed=True)
+    assert (await api.init({"trainer_addresses": ["anywhere:1"]}))["status"] == "ok"
+
+
+@pytest.mark.parametrize("allow", [",", "10.0.0.0/33", "a b", "h:1:2", "10.1.0.0/8"])
+def test_a_wrong_list_of_trainers(tmp_path: Path, allow: str) -> None:
+    with pytest.raises(ConfigError, match="FANIN_ALLOW_TRAINERS"):
+        Desk(tmp_path, FANIN_ALLOW_TRAINERS=allow)
+
+
+def test_the_list_holds_for_the_routes_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_by_environment("h:1", None, ("h:1",), {})
+    environ = {"FANIN_ALLOW_TRAINERS": "10.0.0.0/8"}
+    check_by_environment("10.0.0.1:1", None, ("10.0.0.1:1",), environ)
+    with pytest.raises(errors.RequestError, match="takes no trainer h:1"):
+        check_by_environment("h:1", None, ("h:1",), environ)
+    with pytest.raises(errors.RequestError, match="FANIN_ALLOW_TRAINERS is not"):
+        check_by_environment("h:1", None, ("h:1",), {"FANIN_ALLOW_TRAINERS": "10.0.0.0/77"})
 
 
 async def test_status(desk: Desk) -> None:

@@ -95,6 +95,8 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
         {"no-ucx", 0, POPT_ARG_NONE, &options->no_ucx, 0, "never load UCX", NULL},
         {"trust-containers", 0, POPT_ARG_NONE, &options->trust_containers, 0,
          "this uid in other containers of this network is this user", NULL},
+        {"trust-other-users", 0, POPT_ARG_NONE, &options->trust_other_users, 0,
+         "ranks on loopback may be any user's", NULL},
         {"no-checksums", 0, POPT_ARG_NONE, &options->no_checksums, 0,
          "no checksums over TCP: the network tells altered bytes", NULL},
         {"threads", 0, POPT_ARG_INT, &options->threads, 0,

@@ -12,7 +12,7 @@
 
 enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
-    CONNECT_OPTIONS = 11,
+    CONNECT_OPTIONS = 12,
     MAX_POSITIONAL = 8,
     MAX_OPTIONS = 96, /**< of one command; checked when it reads them */
 };
@@ -28,7 +28,7 @@ typedef struct common_options {
 /** What every command takes that talks to ranks. */
 typedef struct connect_options {
     int world_size;
-    int no_unix, no_ucx, no_checksums, trust_containers;
+    int no_unix, no_ucx, no_checksums, trust_containers, trust_other_users;
     int threads; /**< 0: by the CPUs */
     int streams; /**< data connections a rank; 0: by where it is */
     char *path;  /**< NULL: auto; checked by options_parse() */

@@ -60,6 +60,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->no_unix = connect->no_unix != 0;
     config->no_ucx = connect->no_ucx != 0;
     config->trust_containers = connect->trust_containers != 0;
+    config->trust_other_users = connect->trust_other_users != 0;
     config->no_checksums = connect->no_checksums != 0;
     config->threads = (uint32_t)connect->threads;
     config->streams_per_rank = (uint32_t)connect->streams;

@@ -96,6 +96,10 @@ typedef struct fanin_client_config {
         "unix-stranger"). FANIN_TRUST_CONTAINERS=1 in the environment sets it as well. One-sided paths
         need FANIN_SERVER_TRUST_CONTAINERS too */
     bool trust_containers;
+    /** a rank on a loopback address may be any user's, and one whose user the kernel does not tell.
+        Default: this process's own or root's, else FANIN_ERR_AUTH. FANIN_TRUST_OTHER_USERS=1 in the
+        environment sets it as well */
+    bool trust_other_users;
 } fanin_client_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */
@@ -154,7 +158,8 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  *   world size than addresses, another world id or job than the configuration demands. Restart
  *   or end the ranks of the earlier launch, or give the right addresses.
  * - FANIN_ERR_AUTH: the rank does not admit this client's address. Add its network to the
- *   trainer's allow.
+ *   trainer's allow. Or the process that listens on a loopback address is another user's, or the
+ *   kernel does not say whose: set trust_other_users if that is meant.
  * - FANIN_ERR_VERSION: no protocol version in common. Use releases that have one.
  * - FANIN_ERR_PROTOCOL: something else answers there, or a rank breaks the protocol.
  * - FANIN_ERR_LIMIT: the rank has all the connections it may; this process has too few

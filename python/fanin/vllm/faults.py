@@ -31,10 +31,13 @@ _FIELDS = ("code", "rank", "key", "address", "phase", "message", "remedy")
 def status_of(error: BaseException) -> int:
     """The HTTP status that tells a caller who has to act.
 
-    404: no such run, or the step has passed; 503: the trainer is away, paused or wrong, or the
-    engine is not ready; 504: the step did not come in time; 400: the request, or an adapter that
-    this engine cannot load as it was started; 500: this host.
+    403: the request names a trainer that it may not; 404: no such run, or the step has passed; 503:
+    the trainer is away, paused or wrong, or the engine is not ready; 504: the step did not come in
+    time; 400: the request, or an adapter that this engine cannot load as it was started; 500: this
+    host.
     """
+    if isinstance(error, RequestError) and error.name == "FANIN_ERR_AUTH":
+        return 403
     for kind, status in _STATUS:
         if isinstance(error, kind):
             return status

@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from fanin._allowed import check_by_environment
 from fanin.errors import RequestError
 from fanin.vllm.clients import Source
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
@@ -69,8 +70,10 @@ class InitInfo(WeightTransferInitInfo):
             if not good:
                 said = f"init_info's {name} is {getattr(self, name)!r}"
                 raise RequestError.make(said, remedy, key=name)
+        source = Source.of(self.trainer)
+        check_by_environment(source.text, source.path, source.addresses)
         return Init(
-            source=Source.of(self.trainer),
+            source=source,
             run=full_run(self.run),
             timeout=check_timeout(self.timeout),
             draft_run=None if self.draft_run is None else full_run(self.draft_run),

@@ -7,7 +7,8 @@ step, dtype, max_bytes, trust_config, landing}`` pulls one step and registers it
 ``{trainer_addresses, server_name, timeout}`` says where the trainer is from now on.
 ``GET /nixl/status``.
 
-All of them want the engine's API key, if it has one.
+All of them want the engine's API key, if it has one. Of an engine without one, requests may name
+only trainers that its configuration lists (``allow_trainers``), and the one that it has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import time
 from typing import Any
 
+from fanin import _allowed
 from fanin.config import LANDINGS, MOST_BYTES
 from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
 from fanin.names import parse
@@ -147,10 +149,14 @@ def _trainer(body: dict[str, Any]) -> Any:
 
 
 class Api:
-    """What the routes do. Used in the event loop's thread."""
+    """What the routes do. Used in the event loop's thread.
 
-    def __init__(self, here: State) -> None:
+    keyed: whoever asks has shown the engine's API key.
+    """
+
+    def __init__(self, here: State, *, keyed: bool = False) -> None:
         self._here = here
+        self._keyed = keyed
 
     def wanted(self, body: dict[str, Any]) -> Wanted:
         """The request of /load_lora_adapter_nixl. Raises RequestError naming the field."""
@@ -203,7 +209,22 @@ class Api:
                     key="trainer_addresses",
                 )
             return self._here.source
-        return Source.of(trainer, _server_name(body, self._here.config.server_name))
+        return self._named(trainer, body)
+
+    def _named(self, trainer: Any, body: dict[str, Any]) -> Source:
+        """The trainer that a request names. Raises RequestError if it may not."""
+        here = self._here
+        source = Source.of(trainer, _server_name(body, here.config.server_name))
+        known = here.source is not None and here.source.text == source.text
+        if not self._keyed and not known:
+            _allowed.check(
+                here.config.allow_trainers,
+                source.text,
+                source.path,
+                source.addresses,
+                ", or start the engine with an API key and send it",
+            )
+        return source
 
     async def load(self, body: dict[str, Any]) -> dict[str, Any]:
         """Pulls the adapter and registers it. Raises FaninError.
@@ -313,7 +334,7 @@ class Api:
                 'give ["host:port", ...], [["host", port], ...] or the path of a nixl_info.json',
                 key="trainer_addresses",
             )
-        source = Source.of(trainer, _server_name(body, self._here.config.server_name))
+        source = self._named(trainer, body)
         timeout = _seconds(body, 10.0)
         try:
             world = await in_thread(lambda: self._here.service.world_now(source, timeout))
@@ -444,7 +465,7 @@ class EndpointPlugin:
         keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
         self._keys = tuple(key for key in keys if key)
         engine = await here.attach(app_state.openai_serving_models)
-        self._api = Api(here)
+        self._api = Api(here, keyed=bool(self._keys))
         app_state.fanin = here
         facts = engine.facts()
         if not facts.lora_enabled:
