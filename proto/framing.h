@@ -47,6 +47,11 @@ void framing_expect_hello_ok(framing *f, const void *hello, size_t size, bool ag
 /** For who answers: adds the checksum of a hello_ok, which begins at @p answer in @p out, to a hello
     that was taken. Frames have checksums from now on, also those that proto appends to @p out. */
 void framing_seal_hello_ok(framing *f, const body *hello, buffer *out, size_t answer);
+/** Whether bytes have come that were not taken: of a frame that has begun, after FRAMING_MORE. */
+static inline bool framing_has_begun(const framing *f)
+{
+    return f->bytes.size > f->used;
+}
 /** Drops what has come and was not taken. */
 void framing_drop(framing *f);
 void framing_free(framing *f);

@@ -189,7 +189,8 @@ static int listen_unix(fanin_server *s)
     if (!socket_is_loopback(&s->address))
         return -1;
     socket_unix_address(geteuid(), &s->address, &address);
-    if (socket_listen(&address, BACKLOG, &fd, &error) != FANIN_OK)
+    s->has_unix = socket_listen(&address, BACKLOG, &fd, &error) == FANIN_OK;
+    if (!s->has_unix)
         log_write(&s->log, FANIN_LOG_WARNING, "unix-socket",
                   "no Unix socket beside port %u, TCP only: %s", (unsigned)s->port,
                   error.message);
@@ -236,6 +237,7 @@ static void finish(fanin_server *s)
     stream_destroy(s);
     commit_destroy(s);
     publications_free(s);
+    peers_free(s);
     if (s->registrar.ucx)
         ucx_server_destroy(&s->registrar.ucx);
     if (s->ucx)

@@ -81,6 +81,8 @@ static const metric metrics[] = {
      "Connections admitted."},
     {"fanin_connections_refused_total", NULL, AT(sessions_refused),
      "Connections refused."},
+    {"fanin_sessions_evicted_total", NULL, AT(sessions_evicted),
+     "Idle sessions that were closed to make room for others."},
     {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
      "Messages that the protocol does not allow."},
     {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},

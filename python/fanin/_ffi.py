@@ -218,6 +218,7 @@ class ServerStats(Structure):
         ("session_memory", c_uint64),
         ("ipc_mappers", c_uint64),
         ("publications_paused", c_uint64),
+        ("sessions_evicted", c_uint64),
     ]
 
 

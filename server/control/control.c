@@ -2,6 +2,7 @@
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
 #include "control/control.h"
 #include "control/dispatch.h"
+#include "control/evict.h"
 #include "control/open_path.h"
 #include "control/waits.h"
 #include "core/wake.h"
@@ -36,13 +37,15 @@ static void stop_watching(struct control *c, int fd)
 static void accept_one(struct control *c, int fd, const socket_address *peer)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    peer_count *counted;
-    unsigned differs;
+    newcomer from;
     socket_tune(fd);
-    if (admit(c->server, fd, peer, &differs, &counted, &error) != FANIN_OK)
-        session_refuse(c, fd, peer, &error);
+    fanin_status status = admit(c->server, fd, peer, &from, &error);
+    if (status == FANIN_ERR_LIMIT && evict_idle(c, from.share, from.room))
+        status = admit(c->server, fd, peer, &from, &error);
+    if (status != FANIN_OK)
+        session_refuse(c, fd, peer, from.share, &error);
     else
-        session_open(c, fd, peer, differs, counted);
+        session_open(c, fd, peer, &from);
 }
 
 /* Out of descriptors or memory: the listeners rest, else epoll would return at once. */

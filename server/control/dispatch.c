@@ -72,6 +72,10 @@ static bool next_frame(session *s)
         handle_hello(s, &got.head, &got.body);
     else if (result == FRAMING_WHOLE)
         handle_request(s, &got.head, &got.body);
+    if (result != FRAMING_MORE || !framing_has_begun(&s->in))
+        s->begun_at = UINT64_MAX;
+    else if (s->begun_at == UINT64_MAX)
+        s->begun_at = deadline_in_ms(STALL_MS);
     return result == FRAMING_WHOLE;
 }
 
@@ -103,10 +107,17 @@ static deadline idle_deadline(const session *s)
     return s->idle;
 }
 
+/* Bytes that come one by one are no sign of life. */
+static deadline begun_deadline(const session *s)
+{
+    return s->phase == SESSION_OPEN ? s->begun_at : UINT64_MAX;
+}
+
 deadline session_due(const session *s)
 {
     deadline at = s->phase == SESSION_OPEN ? UINT64_MAX : s->due;
     at = deadline_sooner(at, s->stalled_at);
+    at = deadline_sooner(at, begun_deadline(s));
     at = deadline_sooner(at, idle_deadline(s));
     return deadline_sooner(at, waits_due(s));
 }
@@ -134,6 +145,10 @@ void session_expire(session *s)
         session_close(s, NULL);
     } else if (s->phase == SESSION_HELLO && deadline_passed(s->due)) {
         session_reject(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
+        session_serve(s);
+    } else if (deadline_passed(begun_deadline(s))) {
+        session_reject(s, 0, FANIN_ERR_TIMEOUT,
+                       "a request was begun and not whole within 10 s");
         session_serve(s);
     } else if (s->phase == SESSION_OPEN) {
         waits_expire(s);

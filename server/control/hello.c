@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/requests.h"
+#include "control/evict.h"
 #include "control/open_path.h"
 #include "core/admission.h"
 #include "error_set.h"
@@ -36,23 +37,21 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
         framing_seal_hello_ok(&s->in, in, &s->out.bytes, answer);
 }
 
-/* Open sessions of one network peer, NULL: of all. */
-static unsigned count_open(const struct control *c, const peer_count *of)
+static admission_room look_for_room(const session *s)
 {
-    unsigned n = 0;
-    for (const session *s = c->sessions; s; s = s->next)
-        n += s->reader && (!of || s->counted == of);
-    return n;
+    fanin_server *server = s->control->server;
+    pthread_mutex_lock(&server->lock);
+    admission_room room = sessions_left(server, s->from);
+    pthread_mutex_unlock(&server->lock);
+    return room;
 }
 
-/* A session without room for a data connection could look, and never pull: every other connection
-   is kept for that. */
+/* Who has been idle for long goes first. */
 static bool has_room(const session *s)
 {
-    const fanin_server *server = s->control->server;
-    unsigned all = server->max_sessions / 2, each = most_per_peer(server) / 2;
-    return count_open(s->control, NULL) < all &&
-           (!s->counted || count_open(s->control, s->counted) < each);
+    admission_room room = look_for_room(s);
+    return room == ROOM_LEFT ||
+           (evict_idle(s->control, s->from, room) && look_for_room(s) == ROOM_LEFT);
 }
 
 static void open_control(session *s, uint64_t request, const msg_hello *m,
@@ -73,6 +72,8 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
     }
     pthread_mutex_lock(&server->lock);
     s->reader = reader_make(server);
+    if (s->reader)
+        count_session(server, s->from, 1);
     pthread_mutex_unlock(&server->lock);
     if (!s->reader) {
         session_reject(s, request, FANIN_ERR_MEMORY, "the server is out of memory");

@@ -146,7 +146,7 @@ fanin_status handle_blob(session *s, uint64_t request, message_type type, body *
     (void)session_account(s);
     size_t grown = 2 * (s->out.bytes.size + LIMIT_REPLY);
     if (grown > s->out.bytes.capacity &&
-        !memory_fits(server, grown - s->out.bytes.capacity)) {
+        !memory_fits(server, s->from, grown - s->out.bytes.capacity)) {
         reply_fault(s, request, FANIN_ERR_LIMIT,
                     "the server's connections have all the memory they may");
         return FANIN_OK;

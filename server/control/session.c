@@ -19,24 +19,27 @@ bool session_account(session *s)
 {
     size_t memory =
         sizeof *s + sizeof(reader) + s->in.bytes.capacity + s->out.bytes.capacity;
-    return memory_account(s->control->server, &s->memory, memory);
+    return memory_account(s->control->server, s->from, &s->memory, memory);
 }
 
 /* ------------------------------------------------------------- open, close */
 
-static session *make(struct control *c, int fd, const socket_address *peer)
+static session *make(struct control *c, int fd, const socket_address *peer,
+                     peer_share *from)
 {
     session *s = calloc(1, sizeof *s);
     if (!s)
         return NULL;
     s->control = c;
+    s->from = from;
     s->fd = fd;
     s->is_unix = peer->storage.ss_family == AF_UNIX;
     s->is_local = socket_is_loopback(peer);
     memcpy(s->peer, peer->text, sizeof s->peer);
     s->due = deadline_in_ms(HELLO_MS);
     s->idle = UINT64_MAX;
-    s->stalled_at = UINT64_MAX;
+    s->stalled_at = s->begun_at = UINT64_MAX;
+    s->heard_ns = clock_ns();
     s->interest = EPOLLIN;
     framing_start(&s->in, LIMIT_BEFORE_HELLO);
     struct epoll_event event = {.events = s->interest, .data.ptr = s};
@@ -63,29 +66,30 @@ static void tell_stranger(struct control *c, unsigned differs)
               neighbour_why(differs), NEIGHBOUR_REMEDY);
 }
 
-session *session_open(struct control *c, int fd, const socket_address *peer,
-                      unsigned differs, peer_count *counted)
+void session_open(struct control *c, int fd, const socket_address *peer,
+                  const newcomer *who)
 {
-    session *s = make(c, fd, peer);
+    session *s = make(c, fd, peer, who->share);
     if (!s) {
         close(fd);
-        dismiss(c->server, counted);
-        return NULL;
+        dismiss(c->server, who->share);
+        return;
     }
     s->admitted = true;
-    s->counted = counted;
-    s->differs = differs;
+    s->differs = who->differs;
     if (s->is_unix)
-        tell_stranger(c, differs);
-    return s;
+        tell_stranger(c, who->differs);
 }
 
 void session_refuse(struct control *c, int fd, const socket_address *peer,
-                    const fanin_error *why)
+                    peer_share *from, const fanin_error *why)
 {
     log_write(&c->server->log, FANIN_LOG_WARNING, "session-refused", "%s: %s",
               peer->text, why->message);
-    session *s = c->n_refused < REFUSED_PEERS ? make(c, fd, peer) : NULL;
+    pthread_mutex_lock(&c->server->lock);
+    c->server->stats.sessions_refused++;
+    pthread_mutex_unlock(&c->server->lock);
+    session *s = from && c->n_refused < REFUSED_PEERS ? make(c, fd, peer, from) : NULL;
     if (!s) {
         close(fd);
         return;
@@ -116,6 +120,7 @@ static void leave(session *s)
     server->listeners -= s->n_waits + s->n_watches;
     if (s->reader) {
         has_data = s->reader->n_data > 0;
+        count_session(server, s->from, -1);
         reader_close(server, s->reader);
         reader_release(server, s->reader);
         s->reader = NULL;
@@ -144,12 +149,12 @@ void session_close(session *s, const char *why)
     shutdown(s->fd, SHUT_RDWR);
     close(s->fd);
     if (s->admitted)
-        dismiss(s->control->server, s->counted);
+        dismiss(s->control->server, s->from);
 }
 
 void session_free(session *s)
 {
-    memory_account(s->control->server, &s->memory, 0);
+    memory_account(s->control->server, s->from, &s->memory, 0);
     framing_free(&s->in);
     outgoing_free(&s->out);
     free(s);
@@ -159,7 +164,7 @@ void session_hand_over(session *s, reader *r)
 {
     fanin_server *server = s->control->server;
     handover h = {
-        .fd = s->fd, .reader = r, .counted = s->counted, .in = s->in, .out = s->out};
+        .fd = s->fd, .reader = r, .from = s->from, .in = s->in, .out = s->out};
     memcpy(h.peer, s->peer, sizeof h.peer);
     epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
     if (!s->out.bytes.failed && stream_adopt(server, &h)) {
@@ -262,6 +267,7 @@ bool session_receive(session *s)
     if (n == 0)
         return false;
     framing_add(&s->in, (size_t)n);
+    s->heard_ns = clock_ns();
     if (s->phase == SESSION_OPEN)
         s->idle = deadline_in_ms(s->control->server->idle_ms);
     return true;

@@ -45,13 +45,15 @@ typedef struct session {
     bool is_unix, is_local;
     bool admitted;    /**< counted by admit(); false: it is only told why not */
     unsigned differs; /**< in what the peer is none of the server's own (neighbour.h) */
-    peer_count *counted;
+    peer_share *from;
     char peer[64], ucx_version[32];
     uint64_t features; /**< that both ends have */
     session_phase phase;
     deadline due; /**< of the phase: hello's, or the end's */
     deadline idle;
     deadline stalled_at; /**< UINT64_MAX: it owes no room for output */
+    deadline begun_at;   /**< until then a frame that has begun to come must be whole */
+    uint64_t heard_ns;   /**< when bytes last came */
     uint32_t interest;   /**< in the epoll set */
     framing in;          /**< says whether frames of both directions have checksums */
     outgoing out;
@@ -70,18 +72,19 @@ struct control {
     atomic_bool quit, stop_listening;
     bool listening, paused; /**< paused: no descriptors left, until resume_at */
     deadline resume_at;
-    bool ucx_again; /**< UCX has more to do before the thread may sleep */
+    deadline evict_again; /**< when to look for idle sessions again */
+    bool ucx_again;       /**< UCX has more to do before the thread may sleep */
     unsigned n_refused;
     unsigned told; /**< of those differences the log has spoken */
     session *sessions, *dead;
 };
 
-/** Takes @p fd. @p differs: see admit(). NULL: no memory; the descriptor is closed and dismissed. */
-session *session_open(struct control *c, int fd, const socket_address *peer,
-                      unsigned differs, peer_count *counted);
+/** Takes @p fd. No memory: the descriptor is closed and dismissed. */
+void session_open(struct control *c, int fd, const socket_address *peer,
+                  const newcomer *who);
 /** Like session_open() for a peer that is only told why it is refused. */
 void session_refuse(struct control *c, int fd, const socket_address *peer,
-                    const fanin_error *why);
+                    peer_share *from, const fanin_error *why);
 void session_close(session *s, const char *why); /**< why NULL: not worth a message */
 void session_free(session *s);
 /** Answers with an error, then closes gently. */

@@ -7,48 +7,22 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void address_key(const socket_address *a, uint8_t key[17])
+/* ------------------------------------------------------------------ shares */
+
+static unsigned at_least_two(unsigned n)
 {
-    int family;
-    const uint8_t *bytes;
-    memset(key, 0, 17);
-    if (!socket_ip_bytes(a, &family, &bytes))
-        return;
-    key[0] = (uint8_t)family;
-    memcpy(key + 1, bytes, family == AF_INET ? 4 : 16);
+    return n > 2 ? n : 2;
 }
 
-/* Finds or makes the count of an address; NULL: no memory. Lock held. */
-static peer_count *count_of(fanin_server *s, const socket_address *a)
+static unsigned most_per_peer(const fanin_server *s)
 {
-    uint8_t key[17];
-    address_key(a, key);
-    for (peer_count *p = s->peers; p; p = p->next)
-        if (memcmp(p->address, key, sizeof key) == 0)
-            return p;
-    peer_count *p = calloc(1, sizeof *p);
-    if (!p)
-        return NULL;
-    memcpy(p->address, key, sizeof key);
-    p->next = s->peers;
-    s->peers = p;
-    return p;
+    return at_least_two(s->max_sessions / 2);
 }
 
-static void forget_if_unused(fanin_server *s, peer_count *counted)
+/* Of all others than its own user, for whom a quarter is kept where there is a way to tell. */
+static unsigned most_of_network(const fanin_server *s)
 {
-    if (counted->connections > 0)
-        return;
-    peer_count **link = &s->peers;
-    while (*link != counted)
-        link = &(*link)->next;
-    *link = counted->next;
-    free(counted);
-}
-
-unsigned most_per_peer(const fanin_server *s)
-{
-    return s->max_sessions / 2 > 2 ? s->max_sessions / 2 : 2;
+    return s->max_sessions - (s->has_unix ? s->max_sessions / 4 : 0);
 }
 
 const char *sessions_remedy(const fanin_server *s)
@@ -59,81 +33,129 @@ const char *sessions_remedy(const fanin_server *s)
                : "close idle clients, or raise max_sessions";
 }
 
-static fanin_status count_in(fanin_server *s, const socket_address *peer, bool own,
-                             peer_count **counted_out, fanin_error *error)
+/* Lock held. */
+static admission_room connections_left(const fanin_server *s, const peer_share *from)
 {
+    if (!from->is_own && from->connections >= most_per_peer(s))
+        return ROOM_NOT_FOR_PEER;
+    if (s->stats.sessions >= s->max_sessions ||
+        (!from->is_own && s->network_connections >= most_of_network(s)))
+        return ROOM_NONE;
+    return ROOM_LEFT;
+}
+
+/* A session without room for a data connection could look, and never pull: every other connection
+   is kept for that. */
+admission_room sessions_left(const fanin_server *s, const peer_share *from)
+{
+    if (!from->is_own && from->sessions >= most_per_peer(s) / 2)
+        return ROOM_NOT_FOR_PEER;
+    if (s->control_sessions >= s->max_sessions / 2 ||
+        (!from->is_own && s->network_sessions >= at_least_two(most_of_network(s)) / 2))
+        return ROOM_NONE;
+    return ROOM_LEFT;
+}
+
+/* --------------------------------------------------------------- admission */
+
+/* @p differs: in what a peer on the Unix socket is none of the server's own. */
+static fanin_status check_peer(const fanin_server *s, const socket_address *peer,
+                               unsigned differs, fanin_error *error)
+{
+    bool is_unix = peer->storage.ss_family == AF_UNIX;
+    if (is_unix && (differs & NEIGHBOUR_UID))
+        return error_set(error, FANIN_ERR_AUTH, NULL,
+                         "this socket is for the server's own user; use TCP");
+    if (!is_unix && (s->flags & FANIN_SERVER_OPEN) &&
+        !networks_contain(s->allow, s->n_allow, peer))
+        return error_set(error, FANIN_ERR_AUTH, NULL,
+                         "the address is in no network that the server allows");
+    return FANIN_OK;
+}
+
+/* Lock held. */
+static fanin_status count_in(fanin_server *s, newcomer *who, fanin_error *error)
+{
+    peer_share *from = who->share;
     error_place place = {.phase = "connect", .remedy = sessions_remedy(s)};
     if (s->stopping)
         return error_set(error, FANIN_ERR_CLOSED, NULL, "the server is shutting down");
-    if (s->stats.sessions >= s->max_sessions)
+    who->room = connections_left(s, from);
+    switch (who->room) {
+    case ROOM_NOT_FOR_PEER:
+        return error_set(error, FANIN_ERR_LIMIT, &place,
+                         "one peer (%s) may have %u connections", from->name,
+                         most_per_peer(s));
+    case ROOM_NONE:
         return error_set(error, FANIN_ERR_LIMIT, &place,
                          "the server has all of its %u connections",
-                         (unsigned)s->max_sessions);
-    if (!own) {
-        peer_count *counted = count_of(s, peer);
-        if (!counted)
-            return error_set_memory(error);
-        if (counted->connections >= most_per_peer(s)) {
-            forget_if_unused(s, counted);
-            return error_set(error, FANIN_ERR_LIMIT, &place,
-                             "one peer may have %u connections", most_per_peer(s));
-        }
-        counted->connections++;
-        *counted_out = counted;
+                         from->is_own ? (unsigned)s->max_sessions : most_of_network(s));
+    case ROOM_LEFT:
+        break;
     }
+    from->connections++;
+    s->network_connections += !from->is_own;
     s->stats.sessions++;
     s->stats.sessions_opened++;
     return FANIN_OK;
 }
 
-fanin_status admit(fanin_server *s, int fd, const socket_address *peer,
-                   unsigned *differs_out, peer_count **counted_out, fanin_error *error)
+fanin_status admit(fanin_server *s, int fd, const socket_address *peer, newcomer *out,
+                   fanin_error *error)
 {
     bool is_unix = peer->storage.ss_family == AF_UNIX;
     unsigned differs = is_unix ? neighbour_differs(fd) : NEIGHBOUR_UID;
-    *counted_out = NULL;
-    fanin_status status = FANIN_OK;
     if (!(differs & NEIGHBOUR_UID) && (s->flags & FANIN_SERVER_TRUST_CONTAINERS))
         differs = 0;
-    *differs_out = differs;
-    if (is_unix && (differs & NEIGHBOUR_UID))
-        status = error_set(error, FANIN_ERR_AUTH, NULL,
-                           "this socket is for the server's own user; use TCP");
-    else if (!is_unix && (s->flags & FANIN_SERVER_OPEN) &&
-             !networks_contain(s->allow, s->n_allow, peer))
-        status = error_set(error, FANIN_ERR_AUTH, NULL,
-                           "the address is in no network that the server allows");
+    fanin_status status = check_peer(s, peer, differs, error);
+    *out = (newcomer){.differs = differs};
     pthread_mutex_lock(&s->lock);
-    if (status == FANIN_OK)
-        status = count_in(s, peer, !(differs & NEIGHBOUR_STRANGER), counted_out, error);
-    if (status != FANIN_OK)
-        s->stats.sessions_refused++;
+    out->share = peer_share_of(s, peer, is_unix && !(differs & NEIGHBOUR_STRANGER));
+    if (!out->share)
+        status = error_set_memory(error);
+    else if (status == FANIN_OK)
+        status = count_in(s, out, error);
     pthread_mutex_unlock(&s->lock);
     return status;
 }
 
-void dismiss(fanin_server *s, peer_count *counted)
+void dismiss(fanin_server *s, peer_share *from)
 {
     pthread_mutex_lock(&s->lock);
     s->stats.sessions--;
-    if (counted) {
-        counted->connections--;
-        forget_if_unused(s, counted);
-    }
+    from->connections--;
+    s->network_connections -= !from->is_own;
     pthread_mutex_unlock(&s->lock);
 }
 
-bool memory_account(fanin_server *s, size_t *counted, size_t now)
+void count_session(fanin_server *s, peer_share *from, int change)
 {
-    /* Wraps when it shrinks, and so does the sum. */
-    uint64_t before = *counted, more = (uint64_t)now - before;
-    uint64_t total = atomic_fetch_add(&s->memory, more) + more;
-    *counted = now;
-    return now <= before || total <= s->max_memory;
+    from->sessions += (unsigned)change;
+    s->control_sessions += (unsigned)change;
+    s->network_sessions += from->is_own ? 0 : (unsigned)change;
 }
 
-bool memory_fits(const fanin_server *s, size_t more)
+/* ------------------------------------------------------------------ memory */
+
+static uint64_t memory_of_peer(const fanin_server *s)
 {
-    uint64_t used = atomic_load(&s->memory);
-    return used <= s->max_memory && more <= s->max_memory - used;
+    return s->max_memory / 2;
+}
+
+bool memory_account(fanin_server *s, peer_share *of, size_t *counted, size_t now)
+{
+    /* Wraps when it shrinks, and so do the sums. */
+    uint64_t before = *counted, more = (uint64_t)now - before;
+    uint64_t total = atomic_fetch_add(&s->memory, more) + more;
+    uint64_t share = of ? atomic_fetch_add(&of->memory, more) + more : 0;
+    *counted = now;
+    return now <= before || (total <= s->max_memory &&
+                             (!of || of->is_own || share <= memory_of_peer(s)));
+}
+
+bool memory_fits(const fanin_server *s, const peer_share *of, size_t more)
+{
+    uint64_t used = atomic_load(&s->memory), share = atomic_load(&of->memory);
+    return used <= s->max_memory && more <= s->max_memory - used &&
+           (of->is_own || share + more <= memory_of_peer(s));
 }

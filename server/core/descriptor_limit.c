@@ -34,7 +34,7 @@ static void choose(fanin_server_config *c, rlim_t most, rlim_t besides,
                                               : SESSIONS_LEAST;
     if (*limited_out)
         log_write(log, FANIN_LOG_INFO, "descriptor-limit",
-                  "%u connections at most, half of them from one address; a worker "
+                  "%u connections at most, half of them from one peer; a worker "
                   "takes up to 5: `ulimit -Hn %" PRIu64
                   "` (LimitNOFILE, --ulimit nofile) before the trainer starts makes "
                   "room for %u",

@@ -25,7 +25,7 @@
 typedef struct publication publication;
 typedef struct reader reader;
 typedef struct commit commit;
-typedef struct peer_count peer_count;
+typedef struct peer_share peer_share;
 
 struct fanin_server {
     pid_t pid;
@@ -36,6 +36,7 @@ struct fanin_server {
     uint64_t max_memory;
     socket_address address; /**< that it listens on, with the port */
     uint16_t port;
+    bool has_unix; /**< its own user comes by a socket of its own */
     network *allow;
     size_t n_allow;
     logger log;
@@ -59,7 +60,10 @@ struct fanin_server {
     publication **publications; /**< ascending by name */
     size_t n_publications, publications_capacity;
     reader *readers;
-    peer_count *peers;
+    peer_share **peers; /**< ascending by key (core/peer.h) */
+    size_t n_peers, peers_capacity;
+    unsigned network_connections;                /**< not of the own user */
+    unsigned control_sessions, network_sessions; /**< all, and not of the own user */
     unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
     unsigned n_leases;
     struct commit_hub *hub; /**< does not change */

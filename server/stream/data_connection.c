@@ -19,7 +19,7 @@ connection *connection_make(const handover *h)
         return NULL;
     c->fd = h->fd;
     c->reader = h->reader;
-    c->counted = h->counted;
+    c->from = h->from;
     memcpy(c->peer, h->peer, sizeof c->peer);
     c->in = h->in;
     c->in.longest = LIMIT_READ_REQUEST;
@@ -29,7 +29,7 @@ connection *connection_make(const handover *h)
         return NULL;
     }
     c->burst = BURST_LEAST;
-    c->stalled_at = UINT64_MAX;
+    c->stalled_at = c->begun_at = UINT64_MAX;
     c->can_read = c->can_write = true;
     return c;
 }
@@ -47,12 +47,12 @@ void connection_free(stream_tools *t, connection *c)
     framing_free(&c->in);
     outgoing_free(&c->out);
     checksum_free(c->sum);
-    memory_account(s, &c->memory, 0);
-    dismiss(s, c->counted);
+    memory_account(s, c->from, &c->memory, 0);
     pthread_mutex_lock(&s->lock);
     c->reader->n_data--;
     reader_release(s, c->reader);
     pthread_mutex_unlock(&s->lock);
+    dismiss(s, c->from);
     free(c);
 }
 
@@ -60,7 +60,7 @@ bool connection_account(fanin_server *s, connection *c)
 {
     size_t now = sizeof *c + c->in.bytes.capacity + c->out.bytes.capacity +
                  job_memory(&c->job) + digester_memory(&c->digester);
-    return memory_account(s, &c->memory, now);
+    return memory_account(s, c->from, &c->memory, now);
 }
 
 /* ---------------------------------------------------------------- replies */
@@ -241,6 +241,8 @@ static progress receive(stream_tools *t, connection *c)
         return PROGRESS_MORE;
     if (n < 0 && errno == EAGAIN) {
         c->can_read = false;
+        if (framing_has_begun(&c->in) && c->begun_at == UINT64_MAX)
+            c->begun_at = deadline_in_ms(STALL_MS);
         return PROGRESS_WAIT;
     }
     return PROGRESS_CLOSE;
@@ -252,6 +254,7 @@ static progress next_frame(stream_tools *t, connection *c)
     framing_result result = framing_take(&c->in, &got);
     if (result == FRAMING_MORE)
         return receive(t, c);
+    c->begun_at = UINT64_MAX;
     if (result == FRAMING_BAD)
         return reject(t, c, got.head.request, got.status, got.why);
     return handle_frame(t, c, &got.head, &got.body);

@@ -26,7 +26,7 @@ typedef struct stream_tools {
 typedef struct connection {
     int fd;
     reader *reader;
-    peer_count *counted;
+    peer_share *from;
     char peer[64];
     bool can_read, can_write, queued;
     bool closing; /**< an error is on its way; nothing is read any more */
@@ -37,6 +37,7 @@ typedef struct connection {
     size_t memory;       /**< counted */
     size_t burst;        /**< what the socket is likely to take at once */
     deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */
+    deadline begun_at;   /**< until then a frame that has begun to come must be whole */
     job job;
     staged staged;
     digester digester; /**< used while the job is to be digested, not sent */

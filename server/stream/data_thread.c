@@ -163,13 +163,15 @@ static deadline sweep(data_thread *t)
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
-        if (c->stalled_at == UINT64_MAX || !deadline_passed(c->stalled_at)) {
-            soonest = deadline_sooner(soonest, c->stalled_at);
+        deadline at = deadline_sooner(c->stalled_at, c->begun_at);
+        if (at == UINT64_MAX || !deadline_passed(at)) {
+            soonest = deadline_sooner(soonest, at);
             continue;
         }
         if (!c->closing)
             log_write(&t->tools.server->log, FANIN_LOG_WARNING, "data-stalled",
-                      "%s took no bytes for %d s and is dropped", c->peer,
+                      "%s %s for %d s and is dropped", c->peer,
+                      at == c->stalled_at ? "took no bytes" : "began a request",
                       STALL_MS / 1000);
         connection_close(t, c);
     }

@@ -38,8 +38,8 @@ static chunk *chunk_make(stage *s, fanin_error *error)
     fanin_server *server = s->server;
     size_t before = s->memory;
     void *memory = NULL;
-    if (!memory_account(server, &s->memory, before + CHUNK_SIZE)) {
-        memory_account(server, &s->memory, before);
+    if (!memory_account(server, NULL, &s->memory, before + CHUNK_SIZE)) {
+        memory_account(server, NULL, &s->memory, before);
         error_set(error, FANIN_ERR_LIMIT, NULL,
                   "the server's connections have all the memory they may");
         return NULL;
@@ -49,7 +49,7 @@ static chunk *chunk_make(stage *s, fanin_error *error)
                             : error_set_memory(error);
     if (status != FANIN_OK) {
         free(c);
-        memory_account(server, &s->memory, before);
+        memory_account(server, NULL, &s->memory, before);
         return NULL;
     }
     c->data = memory;
@@ -421,7 +421,7 @@ void stage_destroy(stage **stage_ptr)
         gpu_host_free(s->gpu, c->data);
         free(c);
     }
-    memory_account(s->server, &s->memory, 0);
+    memory_account(s->server, NULL, &s->memory, 0);
     close(s->event);
     free(s);
 }

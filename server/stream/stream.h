@@ -24,9 +24,9 @@ void stream_destroy(fanin_server *s);
 /** A connection on its way from the control thread to a data thread. */
 typedef struct handover {
     int fd;
-    reader *reader;      /**< with a reference, and counted in n_data */
-    peer_count *counted; /**< as admit() gave it */
-    framing in;          /**< with what was received and not taken */
+    reader *reader;   /**< with a reference, and counted in n_data */
+    peer_share *from; /**< as admit() gave it */
+    framing in;       /**< with what was received and not taken */
     outgoing out;
     char peer[64];
 } handover;

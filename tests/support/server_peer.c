@@ -15,7 +15,7 @@
 
 #define PATIENCE_MS 10000
 #define MOST_SERVERS 8
-#define MOST_FILES 4096
+#define MOST_FILES 16384
 
 /* What is open: servers, and what peers have received last, by descriptor. */
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;

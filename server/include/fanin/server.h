@@ -69,7 +69,8 @@ typedef struct fanin_server_config {
         0: begin_update never waits */
     uint32_t lease_ms;
     /** control and data connections, at least 2; half of them at most are for control, so that every
-        client that connects can also pull, and half for one address. Default 0: as many as the hard
+        client that connects can also pull, and half for one peer (an IPv4 address, a /64 of IPv6, this
+        host without its own user's Unix socket). Default 0: as many as the hard
         limit of open files has room for, at most 5120, which is twice what 512 workers take */
     uint32_t max_sessions;
     uint64_t max_memory; /**< bytes for all sessions together, default 256 MiB */
@@ -403,6 +404,7 @@ typedef struct fanin_server_stats {
     uint64_t sessions, leases, publications, tensors, session_memory; /**< now */
     uint64_t ipc_mappers; /**< sessions now that may map CUDA memory of this process */
     uint64_t publications_paused; /**< now */
+    uint64_t sessions_evicted;    /**< that were idle, and closed for others */
 } fanin_server_stats;
 
 /**

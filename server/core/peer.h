@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Peers: whoever connects from one place, be it one client or many behind one address. The unit in
+ * which connections, memory, requests and log lines are shared out, so that nobody's are the
+ * trainer's.
+ */
+#ifndef PEER_H
+#define PEER_H
+
+#include "core/bucket.h"
+#include "core/server_state.h"
+
+#define PEERS_KEPT 4096 /**< as many are remembered although they have no connection */
+
+/** One place: the server's own user (the Unix socket), other users of this host (127/8 and ::1), an
+    IPv4 address, or a /64 of IPv6, which one host has to itself. */
+struct peer_share {
+    uint8_t key[17];                /**< family and bytes */
+    bool is_own;                    /**< the server's own user */
+    char name[64];                  /**< for messages: "10.0.0.7", "fd00:0:0:1::/64" */
+    atomic_uint_fast64_t memory;    /**< bytes of its connections */
+    unsigned connections, sessions; /**< now; guarded by the server's lock */
+};
+
+/** The entry of an address, made when it is new; NULL: no memory. @p is_own: it is that of the own
+    user. It lives as long as it has connections, and for a while after, to be remembered by. Lock
+    held. */
+peer_share *peer_share_of(fanin_server *s, const socket_address *a, bool is_own);
+/** No connection is left. */
+void peers_free(fanin_server *s);
+
+#endif

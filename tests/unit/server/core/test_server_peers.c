@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Shares of peers: who counts as one, what strangers cannot take from the own user, who makes room
+ * when there is none, and requests that never end.
+ */
+#include "core/peer.h"
+#include "server_peer.h"
+#include "testing.h"
+#include <arpa/inet.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#define EVICTED offsetof(fanin_server_stats, sessions_evicted)
+
+/* Time passes when a test says so. */
+static atomic_uint_fast64_t skew_ns;
+static atomic_bool hasty; /* a peer that stalls has no patience left */
+
+uint64_t __real_clock_ns(void);
+uint64_t __wrap_clock_ns(void);
+uint64_t __wrap_clock_ns(void)
+{
+    return __real_clock_ns() + atomic_load(&skew_ns);
+}
+
+deadline __real_deadline_in_ms(uint64_t ms);
+deadline __wrap_deadline_in_ms(uint64_t ms);
+deadline __wrap_deadline_in_ms(uint64_t ms)
+{
+    return __real_deadline_in_ms(atomic_load(&hasty) && ms == 10000 ? 1 : ms);
+}
+
+static int end(void **state)
+{
+    int result = server_tear_down(state);
+    atomic_store(&skew_ns, 0);
+    atomic_store(&hasty, false);
+    return result;
+}
+
+/* ------------------------------------------------------------- who is one */
+
+static fanin_server places = {.max_sessions = 8};
+
+static peer_share *at(const char *address)
+{
+    socket_address a;
+    assert_int_equal(socket_resolve(address, &a, NULL), FANIN_OK);
+    peer_share *p = peer_share_of(&places, &a, false);
+    assert_non_null(p);
+    return p;
+}
+
+static void one_place_is_one_peer(void **state)
+{
+    socket_address of_unix = {.storage.ss_family = AF_UNIX};
+    peer_share *own = peer_share_of(&places, &of_unix, true);
+    assert_true(own->is_own);
+    assert_ptr_equal(at("127.0.0.1:1"), at("127.99.3.4:2"));
+    assert_ptr_equal(at("127.0.0.1:1"), at("[::1]:2"));
+    assert_ptr_equal(at("127.0.0.1:1"), at("[::ffff:127.0.0.9]:2"));
+    /* Another user at the Unix socket. */
+    assert_ptr_equal(at("127.0.0.1:1"), peer_share_of(&places, &of_unix, false));
+    assert_ptr_equal(at("10.0.0.7:1"), at("[::ffff:10.0.0.7]:2"));
+    assert_ptr_not_equal(at("10.0.0.7:1"), at("10.0.0.8:1"));
+    assert_ptr_equal(at("[fd00:1:2:3::1]:1"), at("[fd00:1:2:3:ffff::2]:1"));
+    assert_ptr_not_equal(at("[fd00:1:2:3::1]:1"), at("[fd00:1:2:4::1]:1"));
+    assert_false(at("127.0.0.1:1")->is_own);
+    assert_string_equal(at("10.0.0.7:1")->name, "10.0.0.7");
+    assert_string_equal(at("[fd00:1:2:3::1]:1")->name, "fd00:1:2:3::/64");
+    assert_int_equal(places.n_peers, 6);
+    peers_free(&places);
+}
+
+static void many_places_are_not_remembered_for_ever(void **state)
+{
+    peer_share *busy = at("10.0.0.1:1");
+    busy->connections = 1;
+    for (unsigned i = 0; i < 2 * PEERS_KEPT; i++) {
+        char address[32];
+        snprintf(address, sizeof address, "11.0.%u.%u:1", i / 256, i % 256);
+        (void)at(address);
+    }
+    assert_int_equal(places.n_peers, PEERS_KEPT);
+    assert_ptr_equal(at("10.0.0.1:1"), busy);
+    peers_free(&places);
+}
+
+/* -------------------------------------------------------------- who is in */
+
+static fanin_server *start_with(uint32_t max_sessions)
+{
+    static uint8_t memory[64];
+    fanin_server_config c = server_config();
+    c.max_sessions = max_sessions;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory, sizeof memory);
+    server_commit(s, 1);
+    return s;
+}
+
+static peer connect_from(fanin_server *s, const char *source)
+{
+    struct sockaddr_in a = {.sin_family = AF_INET};
+    assert_int_equal(inet_pton(AF_INET, source, &a.sin_addr), 1);
+    peer p = {.fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+    assert_return_code(bind(p.fd, (struct sockaddr *)&a, sizeof a), 0);
+    inet_pton(AF_INET, "127.0.0.1", &a.sin_addr);
+    a.sin_port = htons(fanin_server_port(s));
+    assert_return_code(connect(p.fd, (struct sockaddr *)&a, sizeof a), 0);
+    return p;
+}
+
+/* What a peer is told of its connection, not of a request. */
+static msg_error expect_word(peer *p, fanin_status code)
+{
+    p->request = 0;
+    return peer_expect_error(p, code);
+}
+
+static void pull_by_own_user(fanin_server *s)
+{
+    puller own = puller_open_unix(s);
+    uint8_t got[64];
+    read_entry all = {.box = 0, .length = sizeof got};
+    own.grant = peer_lease(&own.control);
+    peer_read(&own.data, &own.grant, &all, 1, got, sizeof got);
+    puller_end(&own);
+    puller_close(&own);
+}
+
+static void strangers_leave_room_for_the_own_user(void **state)
+{
+    fanin_server *s = start_with(16);
+    peer p[40];
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    unsigned open = 0;
+    for (unsigned i = 0; i < 40; i++) {
+        char source[32];
+        snprintf(source, sizeof source, "127.0.0.%u", i + 1);
+        p[i] = connect_from(s, source);
+        if (i < 4) { /* half of its half is for sessions */
+            peer_hello_with(&p[i], hello);
+            open++;
+        } else if (i < 8) {
+            peer_request_hello(&p[i], &hello);
+            peer_expect_error(&p[i], FANIN_ERR_LIMIT);
+        }
+    }
+    assert_int_equal(open, 4);
+    for (unsigned i = 0; i < 4; i++)
+        pull_by_own_user(s);
+    for (unsigned i = 0; i < 40; i++)
+        close(p[i].fd);
+}
+
+#define IN_USE 3
+static void sessions_in_use_stay(void **state)
+{
+    fanin_server *s = start_with(4 * IN_USE);
+    peer p[IN_USE] = {peer_open(s), peer_open(s), peer_watch(s, 0)};
+    peer_lease(&p[0]);
+    peer_event(&p[2]);
+    peer_request_wait(&p[1], RUN, WIRE_RULE_EXACT, 9, 600000);
+    atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
+    peer late = peer_connect(s);
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    peer_request_hello(&late, &hello);
+    peer_expect_error(&late, FANIN_ERR_LIMIT);
+    assert_int_equal(server_stats(s).sessions_evicted, 0);
+    for (unsigned i = 0; i < IN_USE; i++)
+        peer_ping(&p[i]);
+    peer_close(&late);
+}
+
+static void who_is_idle_for_longest_makes_room(void **state)
+{
+    fanin_server *s = start_with(12);
+    peer p[3] = {peer_open(s), peer_open(s), peer_open(s)};
+    atomic_store(&skew_ns, UINT64_C(20) * 1000000000);
+    peer_ping(&p[0]); /* p[1] is now the first of those that are silent */
+    atomic_store(&skew_ns, UINT64_C(25) * 1000000000);
+    peer late = peer_open(s);
+    assert_int_equal(server_stats(s).sessions_evicted, 1);
+    msg_error why = expect_word(&p[1], FANIN_ERR_CLOSED);
+    assert_non_null(strstr(why.message, "idle"));
+    peer_expect_closed(&p[1]);
+    peer_ping(&p[0]);
+    peer_ping(&p[2]);
+    peer_ping(&late);
+}
+
+static void connections_make_room_too(void **state)
+{
+    fanin_server *s = start_with(8);
+    peer p = peer_open(s), q = peer_open(s), d = peer_data(s, &p);
+    peer e = peer_data(s, &q); /* one peer's four */
+    atomic_store(&skew_ns, UINT64_C(20) * 1000000000);
+    peer_ping(&q);
+    peer late = peer_open(s); /* for p, and then for its session */
+    expect_word(&p, FANIN_ERR_CLOSED);
+    peer_expect_closed(&d); /* with its session */
+    peer_ping(&e);
+    peer_ping(&late);
+    assert_int_equal(server_stats(s).sessions_evicted, 1);
+}
+
+/* --------------------------------------------------------- many of one place */
+
+#define EACH 4 /* data connections of an engine */
+
+static void engines_of_one_address(unsigned engines)
+{
+    struct rlimit limit;
+    unsigned need = 2 * engines * (1 + EACH) + 400;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    if (limit.rlim_max < need)
+        skip();
+    fanin_server *s = start_with(0);
+    peer *p = calloc(engines * (1 + EACH), sizeof *p), *at = p;
+    assert_non_null(p);
+    for (unsigned i = 0; i < engines; i++) {
+        *at = peer_open(s);
+        for (unsigned k = 1; k <= EACH; k++)
+            at[k] = peer_data(s, at);
+        at += 1 + EACH;
+    }
+    assert_int_equal(server_stats(s).sessions, engines * (1 + EACH));
+    assert_int_equal(server_stats(s).sessions_refused, 0);
+    for (peer *each = p; each < at; each++)
+        peer_ping(each);
+    pull_by_own_user(s);
+    for (peer *each = p; each < at; each++)
+        peer_close(each);
+    free(p);
+}
+
+static void many_engines_behind_one_address(void **state)
+{
+    engines_of_one_address(52);
+}
+
+static void very_many_engines_behind_one_address(void **state)
+{
+    engines_of_one_address(512);
+}
+
+/* ------------------------------------------------------ requests without end */
+
+static void requests_that_never_end(void **state)
+{
+    static const uint8_t first = 'F';
+    fanin_server *s = start_with(8);
+    peer p = peer_open(s), d = peer_data(s, &p);
+    peer_ping(&d); /* it has arrived at its thread */
+    atomic_store(&hasty, true);
+    peer_send_raw(&d, &first, 1);
+    peer_expect_closed(&d);
+    peer_ping(&p);
+    peer_send_raw(&p, &first, 1);
+    msg_error why = expect_word(&p, FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(why.message, "not whole"));
+    peer_expect_closed(&p);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(one_place_is_one_peer),
+        cmocka_unit_test(many_places_are_not_remembered_for_ever),
+        cmocka_unit_test_teardown(strangers_leave_room_for_the_own_user, end),
+        cmocka_unit_test_teardown(sessions_in_use_stay, end),
+        cmocka_unit_test_teardown(who_is_idle_for_longest_makes_room, end),
+        cmocka_unit_test_teardown(connections_make_room_too, end),
+        cmocka_unit_test_teardown(many_engines_behind_one_address, end),
+        cmocka_unit_test_teardown(very_many_engines_behind_one_address, end),
+        cmocka_unit_test_teardown(requests_that_never_end, end),
+    };
+    return cmocka_run_group_tests_name("server_peers", tests, NULL, NULL);
+}
