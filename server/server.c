@@ -3,6 +3,7 @@
 #include "control/control.h"
 #include "core/admission.h"
 #include "core/descriptor_limit.h"
+#include "core/openness.h"
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
@@ -31,7 +32,7 @@
 #define DEFAULT_BIND "127.0.0.1"
 #define ALL_FLAGS                                                                      \
     (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX |          \
-     FANIN_SERVER_TRUST_CONTAINERS)
+     FANIN_SERVER_TRUST_CONTAINERS | FANIN_SERVER_INSECURE)
 
 /* ----------------------------------------------------------- configuration */
 
@@ -164,6 +165,8 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->flags = c->flags;
     if (text_switched_on("FANIN_TRUST_CONTAINERS"))
         s->flags |= FANIN_SERVER_TRUST_CONTAINERS;
+    if (text_switched_on("FANIN_INSECURE"))
+        s->flags |= FANIN_SERVER_INSECURE;
     s->lease_ms = c->lease_ms;
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;
@@ -175,9 +178,10 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
+    fanin_status status = FANIN_OK;
     if (c->allow && *c->allow)
-        return networks_parse(c->allow, &s->allow, &s->n_allow, error);
-    return FANIN_OK;
+        status = networks_parse(c->allow, &s->allow, &s->n_allow, error);
+    return status == FANIN_OK ? openness_check(s, error) : status;
 }
 
 /* A Unix socket beside the TCP port, for clients of the same user on this host. */

@@ -114,6 +114,8 @@ class Server(ClosableHandle):
     :param trusted_network: everybody in the allowed networks may read and, with RDMA, write the
         registered memory.
     :param use_ucx: False: never load UCX, which the path "rdma" needs.
+    :param insecure: an open server may allow networks that are wider than any private one; also
+        ``FANIN_INSECURE=1``.
     :param trust_containers: processes of this uid in other containers that share this network are
         offered what this one's own are; also ``FANIN_TRUST_CONTAINERS=1``.
     :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
@@ -148,6 +150,7 @@ class Server(ClosableHandle):
         idle: float = 300.0,
         data_threads: int | None = None,
         trust_containers: bool = False,
+        insecure: bool = False,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -167,6 +170,7 @@ class Server(ClosableHandle):
             (_ffi.SERVER_OPEN if open else 0)
             | (_ffi.SERVER_TRUSTED_NETWORK if trusted_network else 0)
             | (0 if use_ucx else _ffi.SERVER_NO_UCX)
+            | (_ffi.SERVER_INSECURE if insecure else 0)
             | (_ffi.SERVER_TRUST_CONTAINERS if trust_containers else 0)
         )
         config.lease_ms = milliseconds(lease, "lease", zero=True)

@@ -199,6 +199,7 @@ END
         "serve --adapter-shape small --run .."
         "serve --adapter-shape small --steps 4"
         "serve --adapter-shape small --open"
+        "serve --adapter-shape small --insecure"
         "serve --adapter-shape small --dtype int3"
         "serve --adapter-shape small --world-id 1"
         "bench --iterations 0"

@@ -245,7 +245,7 @@ as_user()
     exec {ranks_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups \
         "$NIXL_FETCH" serve --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
     ranks_pid=$!
-    read -r -t 120 ready <&"$ranks_out"
+    read -r -t 120 <&"$ranks_out"
     run -13 --separate-stderr timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out refused --json
     [ "$(field error status)" = FANIN_ERR_AUTH ]
     [[ $(field error message) == *"process of uid 1234, and this one is of uid 0"* ]]

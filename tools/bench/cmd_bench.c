@@ -336,7 +336,8 @@ static int check_idle(const bench *b)
         "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
         "snapshot cast "
         "no-stream-commit base-port bind replicate shard-dim lease-ms data-threads "
-        "allow open name trusted-network world-id commits trainer-load update-every "
+        "allow open insecure name trusted-network world-id commits trainer-load "
+        "update-every "
         "readers pairs phase";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;

@@ -51,6 +51,8 @@ static void fill_tables(trainer_options *o)
          "networks that may connect, with --open: 10.0.0.0/8,fd00::/8", "NETWORKS"},
         {"open", 0, POPT_ARG_NONE, &o->open, 0,
          "listen on a network; needs --bind and --allow", NULL},
+        {"insecure", 0, POPT_ARG_NONE, &o->insecure, 0,
+         "with --open: allow networks of any width", NULL},
         {"trusted-network", 0, POPT_ARG_NONE, &o->trusted, 0,
          "with --open: offer RDMA, which lets peers write", NULL},
         {"name", 0, POPT_ARG_STRING, &o->server_name, 0,
@@ -126,6 +128,9 @@ static int check_world(const command *self, const trainer_options *o,
     if (o->open && (o->bind == NULL || o->allow == NULL)) {
         return failure_usage(self->name, "--open needs --bind and --allow");
     }
+    if (o->insecure && !o->open) {
+        return failure_usage(self->name, "--insecure needs --open");
+    }
     if (o->trusted && !o->open) {
         return failure_usage(self->name, "--trusted-network needs --open");
     }
@@ -146,6 +151,7 @@ static int resolve_world(const command *self, const trainer_options *o,
     out->server_name = o->server_name;
     out->flags = (o->open ? (uint32_t)FANIN_SERVER_OPEN : 0) |
                  (o->trusted ? (uint32_t)FANIN_SERVER_TRUSTED_NETWORK : 0) |
+                 (o->insecure ? (uint32_t)FANIN_SERVER_INSECURE : 0) |
                  (o->no_ucx ? (uint32_t)FANIN_SERVER_NO_UCX : 0) |
                  (o->trust_containers ? (uint32_t)FANIN_SERVER_TRUST_CONTAINERS : 0);
     int code = check_world(self, o, out);

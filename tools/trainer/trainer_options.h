@@ -8,7 +8,7 @@
 
 enum {
     PUBLISHING_OPTIONS = 5, /**< entries of the tables, the end included */
-    WORLD_OPTIONS = 15,
+    WORLD_OPTIONS = 16,
     OF_TRAINER_ALONE = 3, /**< of them: what commands that connect have already */
     DEVICE_LIST = 512,
 };
@@ -21,7 +21,7 @@ typedef struct trainer_options {
     int devices[DEVICE_LIST]; /**< storage of rank_publishing.devices */
     /* their world; -1 where a number was not given */
     int world_size, base_port, replicate, shard_dim, lease_ms, data_threads;
-    int open, trusted, no_ucx, trust_containers;
+    int open, trusted, insecure, no_ucx, trust_containers;
     char *bind, *allow, *server_name, *world_id;
     /* to be included in the command's table, the last one from OF_TRAINER_ALONE on if that
        has --world-size, --no-ucx and --trust-containers */

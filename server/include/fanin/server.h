@@ -51,6 +51,9 @@ enum {
         for cuda_ipc) gets neither rdma nor cuda_ipc. FANIN_TRUST_CONTAINERS=1 in the environment
         sets it as well */
     FANIN_SERVER_TRUST_CONTAINERS = 8,
+    /** An open server may allow networks that are wider than any private one (IPv4 /8, IPv6 /7):
+        everybody in them reads the weights. FANIN_INSECURE=1 in the environment sets it as well */
+    FANIN_SERVER_INSECURE = 16,
 };
 
 typedef struct fanin_server_config {
@@ -97,7 +100,9 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * Errors:
  * - FANIN_ERR_ARGUMENT: rank, world size, world id, name, a number or a flag is out of range;
  *   the address is not numeric, a wildcard, not this host's, or not loopback without
- *   FANIN_SERVER_OPEN; an open server without a (valid) allow-list. Fix the configuration.
+ *   FANIN_SERVER_OPEN; an open server without a (valid) allow-list, or, on another address than
+ *   loopback and without FANIN_SERVER_INSECURE, with a network wider than any private one. Fix the
+ *   configuration.
  * - FANIN_ERR_EXISTS: the port is in use; names it. Take another one, or end who has it.
  * - FANIN_ERR_LIMIT: max_sessions needs more open files than the hard limit allows, or no
  *   thread can be started. Raise `ulimit -n` or the limit of threads, or lower max_sessions.

@@ -6,6 +6,9 @@
 #include "testing.h"
 
 #include <dirent.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
 #include <regex.h>
 #include <signal.h>
 #include <stdio.h>
@@ -29,6 +32,54 @@ static void expect_refused(const fanin_server_config *c, fanin_status status,
     char both[sizeof error.message + sizeof error.remedy + 4];
     snprintf(both, sizeof both, "%s (%s)", error.message, error.remedy);
     assert_says(both, words);
+}
+
+/* An address of a network of this host; false: it has none. */
+static bool own_address(char out[64])
+{
+    struct ifaddrs *list;
+    bool found = false;
+    assert_int_equal(getifaddrs(&list), 0);
+    for (const struct ifaddrs *i = list; i && !found; i = i->ifa_next)
+        found = i->ifa_addr && i->ifa_addr->sa_family == AF_INET &&
+                !(i->ifa_flags & IFF_LOOPBACK) && (i->ifa_flags & IFF_UP) &&
+                getnameinfo(i->ifa_addr, sizeof(struct sockaddr_in), out, 64, NULL, 0,
+                            NI_NUMERICHOST) == 0;
+    freeifaddrs(list);
+    return found;
+}
+
+static void openness_is_said_aloud(void **state)
+{
+    char address[64];
+    fanin_server_config c = server_config();
+    if (!own_address(address))
+        skip();
+    c.bind = address;
+    c.flags = FANIN_SERVER_OPEN | FANIN_SERVER_NO_UCX;
+    static const char *const wide[] = {"0.0.0.0/0", "10.0.0.0/8,0.0.0.0/1", "::/0",
+                                       "2000::/3", "8.0.0.0/7"};
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) {
+        c.allow = wide[i];
+        expect_refused(&c, FANIN_ERR_ARGUMENT, "wider than any private one");
+    }
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "--insecure");
+    c.allow = "10.0.0.0/8,fc00::/7";
+    fanin_server *s = server_start(&c);
+    server_stop(&s, 0);
+    c.allow = "0.0.0.0/0,::/0";
+    setenv("FANIN_INSECURE", "1", 1);
+    s = server_start(&c);
+    unsetenv("FANIN_INSECURE");
+    server_stop(&s, 0);
+    c.flags |= FANIN_SERVER_INSECURE;
+    s = server_start(&c);
+    server_stop(&s, 0);
+    /* Where nobody comes from elsewhere. */
+    c.flags = FANIN_SERVER_OPEN | FANIN_SERVER_NO_UCX;
+    c.bind = "127.0.0.1";
+    s = server_start(&c);
+    server_stop(&s, 0);
 }
 
 static void bad_configurations_are_refused(void **state)
@@ -643,6 +694,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         server_test(bad_configurations_are_refused),
+        server_test(openness_is_said_aloud),
         server_test(a_port_in_use_is_named),
         server_test(the_config_of_a_caller_may_be_shorter),
         server_test(descriptor_limits_are_checked),

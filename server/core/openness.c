@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Weights that anybody may read or alter are published by intent only. */
+#include "core/openness.h"
+#include "error_set.h"
+
+#define INSECURE                                                                       \
+    "say that it may be so: FANIN_SERVER_INSECURE, insecure=True, --insecure, "        \
+    "FANIN_INSECURE=1"
+
+/* The widest private networks are 10.0.0.0/8 and fc00::/7. */
+static bool is_wider_than_private(const network *n)
+{
+    return n->prefix < (n->family == AF_INET ? 8 : 7);
+}
+
+fanin_status openness_check(const fanin_server *s, fanin_error *error)
+{
+    error_place place = {.phase = "create"};
+    if (!(s->flags & FANIN_SERVER_OPEN) || (s->flags & FANIN_SERVER_INSECURE) ||
+        socket_is_loopback(&s->address))
+        return FANIN_OK;
+    for (size_t i = 0; i < s->n_allow; i++) {
+        place.remedy = "allow the networks that the workers are in, or " INSECURE;
+        if (is_wider_than_private(&s->allow[i]))
+            return error_set(
+                error, FANIN_ERR_ARGUMENT, &place,
+                "the allow-list has a network of prefix /%u, which is wider "
+                "than any private one",
+                s->allow[i].prefix);
+    }
+    return FANIN_OK;
+}
