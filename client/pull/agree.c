@@ -408,7 +408,8 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
     *known = status == FANIN_OK && take_catalogs(g, now, use);
     if (*known)
         status = tables_sync(client, g->publication, now, use, g->at, &why);
-    *known = *known && status == FANIN_OK;
+    /* Without a rank that is left, and without one that ever told, nothing is known. */
+    *known = *known && status == FANIN_OK && g->publication->keys;
     if (*known)
         status = g->need->without(g->need->cookie, use, &vain, &why);
     free(now);

@@ -268,6 +268,30 @@ static void a_rank_that_stops_is_named_first(void **state)
     sem_destroy(&gate);
 }
 
+static void kill_first(void *cookie)
+{
+    (void)cookie;
+    world_stop_rank(&w, 0);
+}
+
+/* The last one dies when it is asked what it has, and this client has never seen a table. */
+static void nobody_is_left(void **state)
+{
+    rank_proxy proxy;
+    begin(2, CUT_CHUNK0, 1);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[0].server), MSG_LIST, kill_first,
+                     NULL);
+    w.address_list[0] = proxy.address;
+    connect_with(LONG_MS);
+    world_stop_rank(&w, 1);
+    fanin_status status = pull_step(FANIN_STEP_EXACT, 9, 1000);
+    assert_true(atomic_load(&proxy.triggered));
+    assert_true(status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_UNREACHABLE);
+    assert_true(error.rank == 0 || error.rank == 1);
+    fanin_client_destroy(&client);
+    rank_proxy_stop(&proxy);
+}
+
 #define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
@@ -281,6 +305,7 @@ int main(void)
         CASE(a_silent_rank_is_told_by_its_address),
         CASE(a_rank_that_stops_is_named_first),
         CASE(a_lost_replica_is_not_to_blame),
+        CASE(nobody_is_left),
     };
     return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);
 }
