@@ -9,6 +9,8 @@
 
 /* Bytes of sealed streams from which on threads check them. */
 #define CHECKS_FROM ((uint64_t)8 << 20)
+/* One for a rank's thread, one for the calling one. */
+#define BUSY_CPUS 2
 /* One connection's window does not fill a network, loopback's does. */
 #define REMOTE_CONNECTIONS 4
 
@@ -134,8 +136,8 @@ static uint64_t bytes_of(const path_reading *r, size_t source)
     return p->reader_of[source] == &stream_reader ? p->plan->ranks[source].bytes : 0;
 }
 
-/* Threads cost more than they spare where little comes, and readers that are several check what they
-   receive. */
+/* Threads cost more than they spare where little comes, and where the ranks and this one have all CPUs
+   already. Readers that are several check what they receive, as the CPU's caches have it. */
 static void make_checks(stream_reading *s)
 {
     uint64_t sealed = 0;
@@ -143,7 +145,8 @@ static void make_checks(stream_reading *s)
         if (connection_is_sealed(path_source(s->r, i)))
             sealed += bytes_of(s->r, i);
     }
-    if (sealed >= CHECKS_FROM && !s->r->sink && s->n_shares == 1)
+    if (sealed >= CHECKS_FROM && usable_cpus() > BUSY_CPUS && !s->r->sink &&
+        s->n_shares == 1)
         s->checks = seal_checks_create(&s->r->client->loop);
 }
 

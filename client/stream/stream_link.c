@@ -12,6 +12,10 @@
 
 /* Read from one connection before others get a turn. */
 #define TURN_BYTES ((size_t)4 << 20)
+/* By TCP on one host a reply more than the one that is coming: nothing has a way to go, and what
+   the kernel holds beyond that has left the CPU's caches when it is read. Over Unix sockets it holds
+   no more in any case. */
+#define LOCAL_READS 2
 
 static void on_ready(loop_source *source, uint32_t events);
 static void on_chunk(sink_waiter *waiter);
@@ -50,6 +54,8 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
     link->loop = &client->loop;
     link->control = control;
     link->sealed = connection_is_sealed(control);
+    bool is_unix = connection_address(control)->storage.ss_family == AF_UNIX;
+    link->reads = connection_is_local(control) && !is_unix ? LOCAL_READS : QUEUE;
     link->connections = calloc(count, sizeof *link->connections);
     fanin_status status = link->connections ? FANIN_OK : error_set_memory(error);
     for (unsigned i = 0; i < count && status == FANIN_OK; i++) {
@@ -265,7 +271,8 @@ static void pump(data_connection *d)
     if (!w || d->source.fd < 0 || d->stage == CONNECTING || d->stage == HELLO)
         return;
     bool added = false;
-    while (d->queued < QUEUE && window_open(w)) {
+    unsigned most = w->digested ? QUEUE : d->link->reads;
+    while (d->queued < most && window_open(w)) {
         uint64_t index = w->next_request++;
         const read_request *r = &w->list->requests[index];
         msg_read m = {.bytes = r->bytes,

@@ -46,7 +46,8 @@ struct stream_link {
     stream_work *work; /* NULL: idle */
     data_connection *connections;
     unsigned n;
-    bool sealed; /* frames have checksums */
+    unsigned reads; /* under way on one connection; of digests QUEUE */
+    bool sealed;    /* frames have checksums */
 };
 
 /* stream_link.c */

@@ -341,3 +341,18 @@ bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out)
         *pid_out = peer.pid;
     return true;
 }
+
+bool socket_stays_here(int fd)
+{
+    socket_address here = {.length = sizeof here.storage}, there = here;
+    if (getsockname(fd, (struct sockaddr *)&here.storage, &here.length) != 0 ||
+        getpeername(fd, (struct sockaddr *)&there.storage, &there.length) != 0)
+        return false;
+    if (socket_is_loopback(&there))
+        return true;
+    int of_here, of_there;
+    const uint8_t *from, *to;
+    return socket_ip_bytes(&here, &of_here, &from) &&
+           socket_ip_bytes(&there, &of_there, &to) && of_here == of_there &&
+           memcmp(from, to, of_here == AF_INET ? 4 : 16) == 0;
+}

@@ -58,6 +58,9 @@ int socket_connect_result(int fd);
 void socket_tune(int fd);
 /** Uid and pid of a Unix socket's peer; false on TCP. */
 bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out);
+/** Both ends are on this host: a Unix socket, or TCP to a loopback address or to the address that it
+    comes from. */
+bool socket_stays_here(int fd);
 
 /* ---- networks of an allow-list ---- */
 typedef struct network {

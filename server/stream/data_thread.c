@@ -12,7 +12,8 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
+#define SOCKET_ROOM (512 << 10) /**< if it stays on this host; the kernel doubles it */
+#define BUSY_CPUS 2             /**< one for this thread, one for who reads */
 #define EVENTS 64
 #define SWEEP_MS                                                                       \
     1000 /**< deadlines are looked at so often while the queue is never empty */
@@ -106,13 +107,14 @@ static void accept_handovers(data_thread *t)
     while (arriving) {
         connection *c = arriving;
         arriving = c->next;
-        /* What a Unix socket holds is fixed and small; TCP tunes itself. */
+        /* What a Unix socket holds is fixed and small. TCP tunes itself to networks; on one host
+           more only has left the CPU's caches before it is read. */
         int room = SOCKET_ROOM;
-        if (socket_peer_credentials(c->fd, NULL, NULL))
+        if (socket_stays_here(c->fd))
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                     .data.ptr = c};
-        if (c->in.sealed && !t->tools.sums)
+        if (c->in.sealed && !t->tools.sums && usable_cpus() > BUSY_CPUS)
             t->tools.sums = side_sum_create();
         bool good = connection_account(t->tools.server, c) &&
                     epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;

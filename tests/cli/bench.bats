@@ -69,6 +69,21 @@ assert sum(bars) == 40'
     [ "$(find . -name '*.html*' -o -name '*.csv*' | wc -l)" -eq 2 ]
 }
 
+@test "pulls by TCP stand beside TCP without the library" {
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --json \
+        --path stream --no-unix
+    "$FANIN_TEST_PYTHON" -c '
+import json, sys
+o = json.loads(sys.argv[1])
+tcp = [limit for limit in o["limits"] if limit["name"] == "TCP"]
+assert tcp and tcp[0]["threads"] == 1, o["limits"]
+for limit in tcp:
+    assert limit["count"] == 5 and limit["min_ns"] > 0 and limit["bytes"] >= o["bytes"]
+reads = [limit["threads"] for limit in o["limits"] if limit["name"] == "raw reads"]
+assert reads == sorted(set(reads)) and all(limit["threads"] in reads for limit in tcp), o["limits"]' "$output"
+    run ! grep -q '"TCP"' a.json
+}
+
 @test "a file that cannot be written is told before anything runs, what was there stays" {
     run -15 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --csv nowhere/x.csv
     has "nowhere/x.csv: No such file or directory"

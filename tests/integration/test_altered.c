@@ -9,7 +9,7 @@
 #define ROWS 60
 #define REQUEST_BYTES ((uint64_t)1 << 20) /* of the client */
 #define FEW 50                            /* columns: one reply */
-#define MANY 40000 /* nine megabytes: replies that threads check */
+#define MANY 40000 /* nine megabytes: threads check, where there are CPUs for them */
 
 static uint32_t published[ROWS * MANY], landed[ROWS * MANY];
 static uint32_t columns = FEW;

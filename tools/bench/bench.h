@@ -65,6 +65,9 @@ void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
     bytes of them. */
 void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
                     const arena *a, uint64_t most, uint32_t threads);
+/** As many bytes as @p a has by TCP over 127.0.0.1 into its memory: so many connections, each with a
+    thread that sends, from memory of its own, and one that receives. */
+void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads);
 /** memcpy of as many bytes as @p a has, by one thread. */
 void bench_memcpy(bench_limits *limits, const arena *a);
 

@@ -65,11 +65,37 @@ static int measure(bench *b)
     return 0;
 }
 
+enum { STREAM_THREADS = 8 }; /* the most that read streams, unless told */
+
+/* Raw reads, and TCP where pulls take it: by one thread, by as many as read streams unless told, and
+   reads by all CPUs. */
+static void measure_links(bench *b, uint64_t most)
+{
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    uint32_t all = processors > 1 ? (uint32_t)processors : 1;
+    uint32_t half = all / 2;
+    half = half < b->rank_options.world_size ? half : b->rank_options.world_size;
+    half = half < STREAM_THREADS ? half : STREAM_THREADS;
+    uint32_t counts[] = {1, half, all};
+    bool tcp = b->line.connect.no_unix != 0 && b->last.path == FANIN_PATH_STREAM;
+    for (size_t i = 0, last = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        if (counts[i] > last) {
+            bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most,
+                           counts[i]);
+            last = counts[i];
+        }
+    }
+    if (tcp) {
+        bench_tcp(&b->limits, &b->arena, 1);
+    }
+    if (tcp && half > 1) {
+        bench_tcp(&b->limits, &b->arena, half);
+    }
+}
+
 /* What can be said without this library of the bytes that were pulled. */
 static void measure_limits(bench *b)
 {
-    long processors = sysconf(_SC_NPROCESSORS_ONLN);
-    uint32_t threads = processors > 1 ? (uint32_t)processors : 1;
     bench_spread spread = {0};
     bool host = b->dest_device == DEVICE_HOST;
     bool devices = b->trainer.device != NULL;
@@ -88,9 +114,7 @@ static void measure_limits(bench *b)
         return;
     }
     if (host && !devices && b->ranks != NULL) {
-        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most, 1);
-        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most,
-                       threads);
+        measure_links(b, most);
     }
     if (host) {
         bench_memcpy(&b->limits, &b->arena);
@@ -536,7 +560,8 @@ const command cmd_bench = {
             "place. The\n"
             "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
             "into the\n"
-            "same memory, and memcpy; of devices, copies of as many bytes in one "
-            "piece.",
+            "same memory, memcpy, and with --no-unix TCP over 127.0.0.1; of devices, "
+            "copies of\n"
+            "as many bytes in one piece.",
     .run = run,
 };

@@ -4,6 +4,7 @@
 #include "stream/stream_link.h"
 #include "stub_ranks.h"
 #include "testing.h"
+#include "thread.h"
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +22,7 @@ typedef struct scene {
     read_list list;
     uint8_t *memory;
     stream_link *link;
+    seal_checks *checks; /* NULL: who receives makes them */
     stream_work work;
     uint64_t inflight, landed, needed;
     fanin_error error;
@@ -164,6 +166,7 @@ static void start_within(uint64_t window)
                            .base = s.memory,
                            .need = on_need,
                            .landed = on_landed,
+                           .checks = s.checks,
                            .inflight = &s.inflight,
                            .max_inflight = window,
                            .error = FANIN_ERROR_INIT};
@@ -328,6 +331,27 @@ static void the_window_bounds_what_is_asked(void **state)
     }
 }
 
+/* How many are asked for at once of a rank that answers none, by one connection. */
+static unsigned asked_at_once(bool tcp)
+{
+    begin(tcp);
+    s.world.ranks[0].answer = keep;
+    open_link(1);
+    start();
+    stub_world_settle(&s.world);
+    assert_false(stream_link_stop(s.link)); /* they are still on their way */
+    unsigned asked = n_kept;
+    tear_down(NULL);
+    return asked;
+}
+
+static void tcp_on_one_host_has_little_under_way(void **state)
+{
+    assert_int_equal(asked_at_once(false), REQUESTS);
+    assert_int_equal(asked_at_once(true), 2);
+    begin(false); /* for the teardown */
+}
+
 /* ------------------------------------------------------------- what does not */
 
 typedef struct odd_case {
@@ -380,6 +404,28 @@ static void sums_must_fit(void **state)
     begin(true);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         fail_by(&cases[i]);
+}
+
+static void sums_must_fit_that_threads_make(void **state)
+{
+    begin(true);
+    if (usable_cpus() < 2)
+        skip();
+    for (int i = 0; i < 2; i++) {
+        odd = i == 0 ? IS_FLIPPED : AS_EVER;
+        s.checks = seal_checks_create(&s.world.client->loop);
+        assert_non_null(s.checks);
+        open_link(1);
+        start();
+        run();
+        seal_checks_destroy(&s.checks);
+        if (i == 0)
+            assert_failed(FANIN_ERR_TRANSPORT, "a checksum does not fit");
+        else
+            assert_whole();
+        stream_link_destroy(&s.link);
+        stub_world_settle(&s.world);
+    }
 }
 
 static void who_refuses_data_connections_is_told(void **state)
@@ -448,8 +494,10 @@ int main(void)
         SCENE(connections_share_the_work),
         SCENE(sealed_bytes_come),
         SCENE(the_window_bounds_what_is_asked),
+        SCENE(tcp_on_one_host_has_little_under_way),
         SCENE(a_reply_must_fit),
         SCENE(sums_must_fit),
+        SCENE(sums_must_fit_that_threads_make),
         SCENE(who_refuses_data_connections_is_told),
         SCENE(a_destination_may_fail),
         SCENE(a_stopped_link_writes_nothing),

@@ -134,6 +134,7 @@ static void connects(const socket_address *a, int listener)
         assert_int_equal(pid, getpid());
     }
     assert_int_equal(socket_is_loopback(&peer), true);
+    assert_true(socket_stays_here(client) && socket_stays_here(server));
     close(client);
     close(server);
 }
