@@ -4,11 +4,27 @@
 #include "neighbour.h"
 #include "testing.h"
 
+#include <errno.h>
 #include <sched.h>
 #include <stdio.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+/* Links that cannot be read: those that end so. */
+static const char *hidden;
+static int hidden_errno;
+
+ssize_t __real_readlinkat(int directory, const char *name, char *out, size_t size);
+ssize_t __wrap_readlinkat(int directory, const char *name, char *out, size_t size);
+ssize_t __wrap_readlinkat(int directory, const char *name, char *out, size_t size)
+{
+    size_t end = hidden ? strlen(hidden) : 0, length = strlen(name);
+    if (!hidden || length < end || strcmp(name + length - end, hidden) != 0)
+        return __real_readlinkat(directory, name, out, size);
+    errno = hidden_errno;
+    return -1;
+}
 
 typedef struct scene {
     socket_address at;
@@ -33,6 +49,7 @@ static int set_up(void **state)
 static int tear_down(void **state)
 {
     scene *s = *state;
+    hidden = NULL;
     close(s->listener);
     return 0;
 }
@@ -89,6 +106,36 @@ static void user_namespaces_are_told(void **state)
     expect(*state, CLONE_NEWUSER, NEIGHBOUR_USER_SPACE, NEIGHBOUR_UNSEEN);
 }
 
+/* What no process of the host has makes no difference; what one does not show does. */
+static void links_that_are_not_there(void **state)
+{
+    static const struct {
+        const char *link;
+        int errno_is;
+        unsigned differs;
+    } cases[] = {
+        {"/ns/ipc", ENOENT, 0},
+        {"/self/ns/user", ENOENT, 0},
+        {"/self/ns/user", EACCES, NEIGHBOUR_UNSEEN},
+        {"ns/pid", EACCES, NEIGHBOUR_UNSEEN},
+        {"/proc/self", ENOENT, NEIGHBOUR_UNSEEN}, /* nothing is mounted there */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        distant d;
+        socket_address peer;
+        scene *s = *state;
+        assert_true(distant_connect(&d, 0, &s->at));
+        int fd = socket_accept(s->listener, &peer);
+        hidden = cases[i].link;
+        hidden_errno = cases[i].errno_is;
+        assert_int_equal(neighbour_differs(fd), cases[i].differs);
+        hidden = NULL;
+        distant_end(&d);
+        close(fd);
+        close(d.fd);
+    }
+}
+
 static void another_user_is_told(void **state)
 {
     scene *s = *state;
@@ -132,13 +179,10 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
     const struct CMUnitTest tests[] = {
-        TEST(own_processes_differ_in_nothing),
-        TEST(other_files_are_no_secret),
-        TEST(ipc_namespaces_are_told),
-        TEST(pid_namespaces_are_told),
-        TEST(containers_differ_in_several),
-        TEST(user_namespaces_are_told),
-        TEST(another_user_is_told),
+        TEST(own_processes_differ_in_nothing), TEST(other_files_are_no_secret),
+        TEST(ipc_namespaces_are_told),         TEST(pid_namespaces_are_told),
+        TEST(containers_differ_in_several),    TEST(user_namespaces_are_told),
+        TEST(links_that_are_not_there),        TEST(another_user_is_told),
         TEST(every_difference_has_words),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
