@@ -4,6 +4,7 @@
 #include "core/admission.h"
 #include "core/descriptor_limit.h"
 #include "core/openness.h"
+#include "core/peer_log.h"
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
@@ -43,7 +44,8 @@ void fanin_server_config_init(fanin_server_config *config, size_t size)
                                     .world_size = 1,
                                     .lease_ms = 1000,
                                     .max_memory = (uint64_t)256 << 20,
-                                    .idle_ms = 300000};
+                                    .idle_ms = 300000,
+                                    .peer_cpu = 50};
     versioned_init(config, size, &defaults, sizeof defaults);
 }
 
@@ -93,6 +95,8 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
                    "leave it out, or 0: by the CPUs");
     if (c->max_memory < (c->data_threads ? c->data_threads : 1) * DATA_THREAD_MEMORY)
         return bad(error, "max_memory is below 8 MiB for each data thread", NULL);
+    if (c->peer_cpu > 1000)
+        return bad(error, "peer_cpu is not 0 to 1000 thousandths of a CPU", NULL);
     if (c->idle_ms == 0)
         return bad(error, "idle_ms is 0", NULL);
     return FANIN_OK;
@@ -158,6 +162,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->registrar.log = &s->log;
     s->pid = getpid();
     s->wake = -1;
+    atomic_store(&s->tell_at, UINT64_MAX);
     snprintf(s->name, sizeof s->name, "%s", c->name);
     memcpy(s->world_id, c->world_id, sizeof s->world_id);
     s->rank = c->rank;
@@ -170,6 +175,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->lease_ms = c->lease_ms;
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;
+    s->peer_cpu = c->peer_cpu;
     s->max_memory = c->max_memory;
     s->data_threads = c->data_threads
                           ? c->data_threads
@@ -241,6 +247,7 @@ static void finish(fanin_server *s)
     stream_destroy(s);
     commit_destroy(s);
     publications_free(s);
+    peer_log_tell(s);
     peers_free(s);
     if (s->registrar.ucx)
         ucx_server_destroy(&s->registrar.ucx);

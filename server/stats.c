@@ -24,6 +24,8 @@ static void collect(fanin_server *s, fanin_server_stats *out)
     }
     pthread_mutex_unlock(&s->lock);
     out->session_memory = atomic_load(&s->memory);
+    out->requests_delayed = atomic_load(&s->rests);
+    out->log_lines_left_out = atomic_load(&s->unsaid);
     out->ipc_mappers = atomic_load(&s->registrar.n_mappers);
 }
 
@@ -83,6 +85,10 @@ static const metric metrics[] = {
      "Connections refused."},
     {"fanin_sessions_evicted_total", NULL, AT(sessions_evicted),
      "Idle sessions that were closed to make room for others."},
+    {"fanin_requests_delayed_total", NULL, AT(requests_delayed),
+     "Times that a connection waited for its peer's share of CPU time."},
+    {"fanin_log_lines_left_out_total", NULL, AT(log_lines_left_out),
+     "Lines that peers caused, and that were counted instead of written."},
     {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
      "Messages that the protocol does not allow."},
     {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},

@@ -174,6 +174,7 @@ class ServerConfig(Structure):
         ("log", c_void_p),
         ("log_cookie", c_void_p),
         ("data_threads", c_uint32),
+        ("peer_cpu", c_uint32),
     ]
 
 
@@ -219,6 +220,8 @@ class ServerStats(Structure):
         ("ipc_mappers", c_uint64),
         ("publications_paused", c_uint64),
         ("sessions_evicted", c_uint64),
+        ("requests_delayed", c_uint64),
+        ("log_lines_left_out", c_uint64),
     ]
 
 

@@ -108,6 +108,7 @@ _DEFAULTS: list[tuple[str, type[ctypes.Structure], dict[str, int]]] = [
             "max_sessions": 0,
             "idle_ms": 300000,
             "data_threads": 0,
+            "peer_cpu": 50,
         },
     ),
     (

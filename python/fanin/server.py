@@ -126,6 +126,8 @@ class Server(ClosableHandle):
     :param data_threads: threads that send tensors to readers, 1 to 16, so many readers, or
         connections of one, at the same time; None: a quarter of the CPUs that the process may use,
         at most 4. They are started when connections come, and sleep while nobody reads.
+    :param peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
+        limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
     :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
     :raises HostError: the C library cannot be loaded; no memory, no sockets.
@@ -151,6 +153,7 @@ class Server(ClosableHandle):
         data_threads: int | None = None,
         trust_containers: bool = False,
         insecure: bool = False,
+        peer_cpu: float = 0.05,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -181,6 +184,7 @@ class Server(ClosableHandle):
             raise RequestError.make("data_threads is not 1 to 16", "leave it out: by the CPUs")
         if data_threads is not None:
             config.data_threads = integer(data_threads, "data_threads", 32)
+        config.peer_cpu = milliseconds(peer_cpu, "peer_cpu", zero=True)
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size

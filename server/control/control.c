@@ -4,7 +4,10 @@
 #include "control/dispatch.h"
 #include "control/evict.h"
 #include "control/open_path.h"
+#include "control/rest.h"
 #include "control/waits.h"
+#include "core/peer_log.h"
+#include "core/peer_work.h"
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
@@ -16,8 +19,9 @@
 #include <unistd.h>
 
 #define EVENTS 64
-#define ACCEPTS 64        /**< connections taken in one go */
-#define NO_ACCEPTS_MS 100 /**< after running out of descriptors */
+#define ACCEPTS 64                            /**< connections taken in one go */
+#define ACCEPT_WINDOW_NS UINT64_C(2000000000) /**< as WORK_WINDOW_NS */
+#define NO_ACCEPTS_MS 100                     /**< after running out of descriptors */
 
 /* -1 is no descriptor, and fine. */
 static bool watch_fd(struct control *c, int fd, void *data)
@@ -38,6 +42,7 @@ static void accept_one(struct control *c, int fd, const socket_address *peer)
 {
     fanin_error error = FANIN_ERROR_INIT;
     newcomer from;
+    uint64_t began = thread_cpu_ns();
     socket_tune(fd);
     fanin_status status = admit(c->server, fd, peer, &from, &error);
     if (status == FANIN_ERR_LIMIT && evict_idle(c, from.share, from.room))
@@ -46,6 +51,10 @@ static void accept_one(struct control *c, int fd, const socket_address *peer)
         session_refuse(c, fd, peer, from.share, &error);
     else
         session_open(c, fd, peer, &from);
+    if (from.share)
+        peer_charge(c->server, from.share, thread_cpu_ns() - began);
+    if (c->sessions) /* the newest */
+        session_note_due(c->sessions);
 }
 
 /* Out of descriptors or memory: the listeners rest, else epoll would return at once. */
@@ -62,11 +71,12 @@ static void pause_accepting(struct control *c, int code)
 static void resume_accepting(struct control *c)
 {
     c->paused = false;
-    watch_fd(c, c->tcp, &c->tcp);
+    if (c->tcp_until == UINT64_MAX)
+        watch_fd(c, c->tcp, &c->tcp);
     watch_fd(c, c->unix_fd, &c->unix_fd);
 }
 
-static void accept_all(struct control *c, int listener)
+static void accept_from(struct control *c, int listener)
 {
     for (int i = 0; i < ACCEPTS && c->listening && !c->paused; i++) {
         socket_address peer;
@@ -79,6 +89,27 @@ static void accept_all(struct control *c, int listener)
         else if (errno == EAGAIN)
             return;
     }
+}
+
+/* Accepting by TCP may take as much CPU time as one peer's requests, however many peers come; beyond
+   that they wait in the kernel's queue. Those by the Unix socket do not. */
+static void accept_all(struct control *c, int listener)
+{
+    const fanin_server *s = c->server;
+    if (listener != c->tcp || s->peer_cpu == 0) {
+        accept_from(c, listener);
+        return;
+    }
+    uint64_t began = thread_cpu_ns();
+    accept_from(c, listener);
+    bucket_take(&c->accepts, clock_ns(),
+                (thread_cpu_ns() - began) * 1000 / s->peer_cpu);
+    if (bucket_ready(&c->accepts, ACCEPT_WINDOW_NS) <= clock_ns() || c->paused ||
+        c->tcp < 0)
+        return;
+    stop_watching(c, c->tcp);
+    c->tcp_until = bucket_ready(&c->accepts, ACCEPT_WINDOW_NS);
+    atomic_fetch_add(&c->server->rests, 1);
 }
 
 static void close_listener(struct control *c, int *fd)
@@ -114,7 +145,10 @@ static void notify(struct control *c)
         next = s->next;
         if (s->n_waits + s->n_watches == 0)
             continue;
-        waits_answer(s);
+        work_begin(s);
+        if (!must_rest(s))
+            waits_answer(s);
+        work_charge(s);
         session_serve(s);
     }
     if (c->listening && atomic_load(&c->stop_listening))
@@ -146,19 +180,37 @@ static void free_dead(struct control *c)
 static deadline next_due(const struct control *c)
 {
     deadline at = c->paused ? c->resume_at : UINT64_MAX;
-    for (const session *s = c->sessions; s; s = s->next)
-        at = deadline_sooner(at, session_due(s));
-    return at;
+    at = deadline_sooner(at, deadline_sooner(c->tcp_until, c->rest_until));
+    return deadline_sooner(deadline_sooner(at, c->due), peer_log_due(c->server));
+}
+
+/* All of them, since who was due first may have been put off. */
+static void expire_sessions(struct control *c)
+{
+    for (session *s = c->sessions, *next; s; s = next) {
+        next = s->next;
+        session_expire(s);
+    }
+    c->due = UINT64_MAX;
+    for (session *s = c->sessions; s; s = s->next)
+        session_note_due(s);
 }
 
 static void tick(struct control *c)
 {
     if (c->paused && deadline_passed(c->resume_at))
         resume_accepting(c);
-    for (session *s = c->sessions, *next; s; s = next) {
-        next = s->next;
-        session_expire(s);
+    if (deadline_passed(c->tcp_until)) {
+        c->tcp_until = UINT64_MAX;
+        if (!c->paused && c->listening)
+            watch_fd(c, c->tcp, &c->tcp);
     }
+    if (deadline_passed(peer_log_due(c->server)))
+        peer_log_tell(c->server);
+    if (deadline_passed(c->rest_until))
+        rest_turns(c, session_take_turn);
+    if (deadline_passed(c->due))
+        expire_sessions(c);
 }
 
 static void *run(void *cookie)
@@ -207,6 +259,7 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     c->tcp = tcp_fd;
     c->unix_fd = unix_fd;
     c->listening = true;
+    c->due = c->rest_until = c->tcp_until = UINT64_MAX;
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
     fanin_status status;
     s->control = c;

@@ -3,9 +3,13 @@
 #include "control/open_path.h"
 #include "control/reply.h"
 #include "control/requests.h"
+#include "control/rest.h"
 #include "control/waits.h"
 
 #include <sys/epoll.h>
+
+/* So many requests are handled before their CPU time is counted. */
+#define FRAMES_A_LOOK 32
 
 static fanin_status handle_ping(session *s, uint64_t request, body *in)
 {
@@ -63,7 +67,8 @@ static void handle_request(session *s, const frame *f, body *in)
 static bool next_frame(session *s)
 {
     framed got;
-    if (s->phase > SESSION_OPEN || outgoing_left(&s->out) >= OUTPUT_PAUSE)
+    if (s->phase > SESSION_OPEN || outgoing_left(&s->out) >= OUTPUT_PAUSE ||
+        must_rest(s))
         return false;
     framing_result result = framing_take(&s->in, &got);
     if (result == FRAMING_BAD)
@@ -81,19 +86,47 @@ static bool next_frame(session *s)
 
 void session_serve(session *s)
 {
+    unsigned taken = 0;
+    work_begin(s);
     while (next_frame(s))
-        ;
+        if (++taken % FRAMES_A_LOOK == 0)
+            work_charge(s);
     session_send(s);
+    work_charge(s);
+    session_note_due(s);
 }
 
 void session_handle_event(session *s, uint32_t events)
 {
     if (s->phase == SESSION_DEAD)
         return;
-    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR) && !session_receive(s)) {
+    work_begin(s);
+    bool rests = must_rest(s);
+    uint32_t ends =
+        rests ? EPOLLHUP | EPOLLERR : 0; /* of a peer that is gone nothing waits */
+    if (events & ends ||
+        (!rests && events & (EPOLLIN | EPOLLHUP | EPOLLERR) && !session_receive(s)))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
-        return;
-    }
+    else if (rests)
+        session_send(s);
+    work_charge(s);
+    if (!rests)
+        session_serve(s);
+    session_note_due(s);
+}
+
+/* As if bytes had just come. What it owed meanwhile was not its fault. */
+void session_take_turn(session *s)
+{
+    s->begun_at = UINT64_MAX;
+    if (s->phase == SESSION_HELLO)
+        s->due = deadline_in_ms(HELLO_MS);
+    work_begin(s);
+    if (s->n_waits + s->n_watches > 0)
+        waits_answer(s);
+    if (!session_receive(s))
+        session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
+    work_charge(s);
     session_serve(s);
 }
 
@@ -102,7 +135,7 @@ void session_handle_event(session *s, uint32_t events)
 /* Waits and watches, and bytes on data connections, show that somebody is there. */
 static deadline idle_deadline(const session *s)
 {
-    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0)
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || s->resting)
         return UINT64_MAX;
     return s->idle;
 }
@@ -110,16 +143,23 @@ static deadline idle_deadline(const session *s)
 /* Bytes that come one by one are no sign of life. */
 static deadline begun_deadline(const session *s)
 {
-    return s->phase == SESSION_OPEN ? s->begun_at : UINT64_MAX;
+    return s->phase == SESSION_OPEN && !s->resting ? s->begun_at : UINT64_MAX;
 }
 
-deadline session_due(const session *s)
+static deadline session_due(const session *s)
 {
-    deadline at = s->phase == SESSION_OPEN ? UINT64_MAX : s->due;
+    bool waits = s->phase == SESSION_HELLO && s->resting;
+    deadline at = s->phase == SESSION_OPEN || waits ? UINT64_MAX : s->due;
     at = deadline_sooner(at, s->stalled_at);
     at = deadline_sooner(at, begun_deadline(s));
     at = deadline_sooner(at, idle_deadline(s));
     return deadline_sooner(at, waits_due(s));
+}
+
+void session_note_due(session *s)
+{
+    if (s->phase != SESSION_DEAD)
+        s->control->due = deadline_sooner(s->control->due, session_due(s));
 }
 
 static bool data_was_active(session *s)
@@ -143,7 +183,7 @@ void session_expire(session *s)
         session_close(s, "it took no bytes for 10 s");
     } else if (s->phase == SESSION_CLOSING && deadline_passed(s->due)) {
         session_close(s, NULL);
-    } else if (s->phase == SESSION_HELLO && deadline_passed(s->due)) {
+    } else if (s->phase == SESSION_HELLO && !s->resting && deadline_passed(s->due)) {
         session_reject(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
         session_serve(s);
     } else if (deadline_passed(begun_deadline(s))) {

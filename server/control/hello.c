@@ -3,6 +3,7 @@
 #include "control/evict.h"
 #include "control/open_path.h"
 #include "core/admission.h"
+#include "core/peer_log.h"
 #include "error_set.h"
 
 #include <stdio.h>
@@ -84,8 +85,8 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
     s->phase = SESSION_OPEN;
     s->in.longest = LIMIT_REQUEST;
     s->idle = deadline_in_ms(server->idle_ms);
-    log_write(&server->log, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,
-              m->software, m->trace_id[0] ? ", trace " : "", m->trace_id);
+    peer_log(server, s->from, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,
+             m->software, m->trace_id[0] ? ", trace " : "", m->trace_id);
     reply_hello(s, request, m, in, s->reader->id);
 }
 

@@ -2,6 +2,8 @@
 /* A control session's life, and its bytes on their way in and out. */
 #include "control/session.h"
 #include "control/reply.h"
+#include "control/rest.h"
+#include "core/peer_log.h"
 #include "error_set.h"
 #include "neighbour.h"
 #include "shards/registration.h"
@@ -84,8 +86,9 @@ void session_open(struct control *c, int fd, const socket_address *peer,
 void session_refuse(struct control *c, int fd, const socket_address *peer,
                     peer_share *from, const fanin_error *why)
 {
-    log_write(&c->server->log, FANIN_LOG_WARNING, "session-refused", "%s: %s",
-              peer->text, why->message);
+    if (from)
+        peer_log(c->server, from, FANIN_LOG_WARNING, "session-refused", "%s: %s",
+                 peer->text, why->message);
     pthread_mutex_lock(&c->server->lock);
     c->server->stats.sessions_refused++;
     pthread_mutex_unlock(&c->server->lock);
@@ -107,6 +110,8 @@ static void leave(session *s)
 {
     struct control *c = s->control;
     fanin_server *server = c->server;
+    if (s->resting)
+        rest_leave(s);
     if (s->previous)
         s->previous->next = s->next;
     else
@@ -140,8 +145,8 @@ void session_close(session *s, const char *why)
     if (s->phase == SESSION_DEAD)
         return;
     if (why)
-        log_write(&s->control->server->log, FANIN_LOG_INFO, "session-close", "%s: %s",
-                  s->peer, why);
+        peer_log(s->control->server, s->from, FANIN_LOG_INFO, "session-close", "%s: %s",
+                 s->peer, why);
     leave(s);
     /* A forked child may hold a copy of the descriptor: closing alone would neither end the
        connection nor take it out of the epoll set. */
@@ -193,8 +198,8 @@ void session_reject(session *s, uint64_t request, fanin_status code,
         server->stats.protocol_errors++;
         pthread_mutex_unlock(&server->lock);
     }
-    log_write(&server->log, FANIN_LOG_WARNING, "session-rejected", "%s: %s", s->peer,
-              message);
+    peer_log(server, s->from, FANIN_LOG_WARNING, "session-rejected", "%s: %s", s->peer,
+             message);
     reply_error(s, request, &error);
     s->phase = SESSION_CLOSING;
     s->due = deadline_in_ms(LINGER_MS);
@@ -217,7 +222,7 @@ static bool flush(session *s)
 static void update_interest(session *s)
 {
     uint32_t interest = outgoing_is_empty(&s->out) ? 0 : EPOLLOUT;
-    if (outgoing_left(&s->out) < OUTPUT_PAUSE)
+    if (outgoing_left(&s->out) < OUTPUT_PAUSE && !s->resting)
         interest |= EPOLLIN;
     if (interest == s->interest)
         return;

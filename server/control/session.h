@@ -39,7 +39,7 @@ typedef struct watch {
 } watch;
 
 typedef struct session {
-    struct session *previous, *next;
+    struct session *previous, *next, *next_resting;
     struct control *control;
     int fd;
     bool is_unix, is_local;
@@ -58,8 +58,8 @@ typedef struct session {
     framing in;          /**< says whether frames of both directions have checksums */
     outgoing out;
     size_t memory;
-    bool shut;
-    reader *reader; /**< once open */
+    bool shut, resting; /**< resting: rest.h */
+    reader *reader;     /**< once open */
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];
@@ -75,8 +75,13 @@ struct control {
     deadline evict_again; /**< when to look for idle sessions again */
     bool ucx_again;       /**< UCX has more to do before the thread may sleep */
     unsigned n_refused;
-    unsigned told; /**< of those differences the log has spoken */
-    session *sessions, *dead;
+    unsigned told;       /**< of those differences the log has spoken */
+    deadline due;        /**< no session has one before */
+    deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
+    uint64_t mark;       /**< CPU time at work_begin() */
+    bucket accepts;      /**< CPU time of what comes by TCP */
+    deadline tcp_until;  /**< until then nothing is accepted there; UINT64_MAX: it is */
+    session *sessions, *dead, *first_resting, *last_resting;
 };
 
 /** Takes @p fd. No memory: the descriptor is closed and dismissed. */

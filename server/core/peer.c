@@ -47,19 +47,34 @@ static int compare(const void *key, const void *element)
 
 static void forget(fanin_server *s, size_t at)
 {
+    s->unsaid_forgotten += atomic_load(&s->peers[at]->unsaid);
     free(s->peers[at]);
     s->n_peers--;
     memmove(&s->peers[at], &s->peers[at + 1], (s->n_peers - at) * sizeof *s->peers);
 }
 
-/* One that has no connection makes room, if there are too many. */
+/* What is to be remembered of it for longest. */
+static uint64_t remembered_until(const peer_share *p)
+{
+    uint64_t work = atomic_load(&p->work.full_at);
+    uint64_t lines = atomic_load(&p->lines[true].full_at);
+    return work > lines ? work : lines;
+}
+
+/* If there are too many, the one that has no connection and least to be remembered makes room. */
 static void make_room(fanin_server *s)
 {
-    for (size_t i = 0; s->n_peers >= PEERS_KEPT && i < s->n_peers; i++)
-        if (s->peers[i]->connections == 0) {
-            forget(s, i);
-            return;
+    size_t found = s->n_peers;
+    uint64_t least = UINT64_MAX;
+    if (s->n_peers < PEERS_KEPT)
+        return;
+    for (size_t i = 0; i < s->n_peers; i++)
+        if (s->peers[i]->connections == 0 && remembered_until(s->peers[i]) < least) {
+            least = remembered_until(s->peers[i]);
+            found = i;
         }
+    if (found < s->n_peers)
+        forget(s, found);
 }
 
 static peer_share *add(fanin_server *s, const uint8_t key[17])

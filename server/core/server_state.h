@@ -12,6 +12,7 @@
 #ifndef SERVER_STATE_H
 #define SERVER_STATE_H
 
+#include "core/bucket.h"
 #include "gpu.h"
 #include "log.h"
 #include "shards/region.h"
@@ -32,6 +33,7 @@ struct fanin_server {
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
+    uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
     bool sessions_limited; /**< ... by the limit of open files */
     uint64_t max_memory;
     socket_address address; /**< that it listens on, with the port */
@@ -52,7 +54,10 @@ struct fanin_server {
     struct stream *stream;
     registrar registrar;
 
-    atomic_uint_fast64_t memory; /**< of all connections */
+    atomic_uint_fast64_t memory;          /**< of all connections */
+    bucket lines[2];                      /**< of all peers together: core/peer_log.h */
+    atomic_uint_fast64_t unsaid, tell_at; /**< lines left out, and when to tell */
+    atomic_uint_fast64_t rests;           /**< core/peer_work.h */
 
     pthread_mutex_t lock; /* guards what follows */
     pthread_cond_t freed; /**< a lease or a send ended, or a drain; CLOCK_MONOTONIC */
@@ -62,7 +67,8 @@ struct fanin_server {
     reader *readers;
     peer_share **peers; /**< ascending by key (core/peer.h) */
     size_t n_peers, peers_capacity;
-    unsigned network_connections;                /**< not of the own user */
+    uint64_t unsaid_forgotten;    /**< of peers that are not remembered any more */
+    unsigned network_connections; /**< not of the own user */
     unsigned control_sessions, network_sessions; /**< all, and not of the own user */
     unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
     unsigned n_leases;

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/data_connection.h"
+#include "core/peer_log.h"
+#include "core/peer_work.h"
 #include "core/rules.h"
 
 #include <errno.h>
@@ -8,6 +10,10 @@
 #include <unistd.h>
 
 #define BURST_LEAST ((size_t)128 << 10)
+/* CPU time of a request, of an entry of a read, and bytes that are worth one of it. */
+#define FRAME_CPU_NS 3000
+#define ENTRY_CPU_NS 100
+#define BYTES_A_CPU_NS 8
 #define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
@@ -83,7 +89,7 @@ static progress reject(stream_tools *t, connection *c, uint64_t request,
         s->stats.protocol_errors++;
         pthread_mutex_unlock(&s->lock);
     }
-    log_write(&s->log, FANIN_LOG_WARNING, "data-rejected", "%s: %s", c->peer, why);
+    peer_log(s, c->from, FANIN_LOG_WARNING, "data-rejected", "%s: %s", c->peer, why);
     reply_error(c, request, code, why);
     c->closing = true;
     c->stalled_at = deadline_in_ms(LINGER_MS);
@@ -169,6 +175,14 @@ static progress start_digest(stream_tools *t, connection *c, const frame *f,
     return job_needs_stage(&c->job) ? start_staged(t, c, f->request) : PROGRESS_MORE;
 }
 
+/* Tensor bytes are what the server is for: what they are worth pays for small pieces. */
+static void charge_entries(const fanin_server *s, connection *c, uint64_t entries)
+{
+    uint64_t cost = entries * ENTRY_CPU_NS, paid = c->job.left / BYTES_A_CPU_NS;
+    if (cost > paid)
+        peer_charge(s, c->from, cost - paid);
+}
+
 static progress start_read(stream_tools *t, connection *c, const frame *f, body *in)
 {
     msg_read m;
@@ -183,6 +197,7 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
     if (why)
         return refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
     status = job_set_ranges(&c->job, &m, &why);
+    charge_entries(t->server, c, m.n_entries);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
     if (!connection_account(t->server, c)) {
@@ -248,13 +263,28 @@ static progress receive(stream_tools *t, connection *c)
     return PROGRESS_CLOSE;
 }
 
+/* Its requests wait until its peer may go on. */
+static progress rest(stream_tools *t, connection *c)
+{
+    atomic_fetch_add(&t->server->rests, !c->resting);
+    c->resting = true;
+    c->begun_at = UINT64_MAX; /* nobody looks for the rest of it */
+    if (t->rest_until == UINT64_MAX)
+        t->rest_until = deadline_in_ms(REST_MS);
+    return PROGRESS_WAIT;
+}
+
 static progress next_frame(stream_tools *t, connection *c)
 {
     framed got;
+    if (peer_must_rest(t->server, c->from))
+        return rest(t, c);
+    c->resting = false;
     framing_result result = framing_take(&c->in, &got);
     if (result == FRAMING_MORE)
         return receive(t, c);
     c->begun_at = UINT64_MAX;
+    peer_charge(t->server, c->from, FRAME_CPU_NS);
     if (result == FRAMING_BAD)
         return reject(t, c, got.head.request, got.status, got.why);
     return handle_frame(t, c, &got.head, &got.body);

@@ -17,8 +17,9 @@ typedef struct stream_tools {
     fanin_server *server;
     read_entry *entries; /**< LIMIT_READ_ENTRIES */
     gather gather;
-    side_sum *sums; /**< NULL: none, or no connection needed it yet */
-    stage *stage;   /**< NULL until device memory is asked for */
+    side_sum *sums;      /**< NULL: none, or no connection needed it yet */
+    stage *stage;        /**< NULL until device memory is asked for */
+    deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
     /** Makes it. */
     fanin_status (*need_stage)(struct stream_tools *t, fanin_error *error);
 } stream_tools;
@@ -29,6 +30,7 @@ typedef struct connection {
     peer_share *from;
     char peer[64];
     bool can_read, can_write, queued;
+    bool resting; /**< its peer has had its share of CPU time (core/peer_work.h) */
     bool closing; /**< an error is on its way; nothing is read any more */
     bool shut;    /**< ... and it has left */
     framing in;   /**< says whether frames of both directions have checksums */

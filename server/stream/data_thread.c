@@ -2,6 +2,7 @@
 /* A data thread. Sockets are watched edge-triggered; connections that can do something are
    in a queue and take turns of at most one frame or one sendmsg each. */
 #include "stream/data_thread.h"
+#include "core/peer_log.h"
 #include "core/wake.h"
 #include "error_set.h"
 #include "stream/data_connection.h"
@@ -162,19 +163,23 @@ static void share_stage(data_thread *t)
 /* Closes who has not moved for too long; when to look again. The queue may fill. */
 static deadline sweep(data_thread *t)
 {
+    t->tools.rest_until = UINT64_MAX;
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
-        deadline at = deadline_sooner(c->stalled_at, c->begun_at);
+        if (c->resting)
+            enqueue(t, c);
+        deadline at =
+            c->resting ? c->stalled_at : deadline_sooner(c->stalled_at, c->begun_at);
         if (at == UINT64_MAX || !deadline_passed(at)) {
             soonest = deadline_sooner(soonest, at);
             continue;
         }
         if (!c->closing)
-            log_write(&t->tools.server->log, FANIN_LOG_WARNING, "data-stalled",
-                      "%s %s for %d s and is dropped", c->peer,
-                      at == c->stalled_at ? "took no bytes" : "began a request",
-                      STALL_MS / 1000);
+            peer_log(t->tools.server, c->from, FANIN_LOG_WARNING, "data-stalled",
+                     "%s %s for %d s and is dropped", c->peer,
+                     at == c->stalled_at ? "took no bytes" : "began a request",
+                     STALL_MS / 1000);
         connection_close(t, c);
     }
     return soonest;
@@ -201,11 +206,13 @@ static void *run(void *cookie)
     struct epoll_event events[EVENTS];
     deadline at = UINT64_MAX, sweep_due = 0;
     while (!atomic_load(&t->quit)) {
-        if (!t->first || deadline_passed(sweep_due)) {
+        if (!t->first || deadline_passed(sweep_due) ||
+            deadline_passed(t->tools.rest_until)) {
             at = sweep(t);
             sweep_due = deadline_in_ms(SWEEP_MS);
         }
-        int timeout = t->first ? 0 : deadline_poll_ms(at);
+        deadline next = deadline_sooner(at, t->tools.rest_until);
+        int timeout = t->first ? 0 : deadline_poll_ms(next);
         int n = epoll_wait(t->epoll, events, EVENTS, timeout);
         for (int i = 0; i < n; i++) {
             connection *c = events[i].data.ptr;
@@ -275,6 +282,7 @@ fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *
         return error_set_memory(error);
     t->tools.server = s;
     t->tools.need_stage = need_stage;
+    t->tools.rest_until = UINT64_MAX;
     pthread_mutex_init(&t->lock, NULL);
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
     t->wake = wake_open();

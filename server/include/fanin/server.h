@@ -85,6 +85,10 @@ typedef struct fanin_server_config {
         at most 4. Each is started when a connection comes that the others would have to share, and sleeps
         while its connections ask for nothing. They share max_memory, of which each needs 8 MiB */
     uint32_t data_threads;
+    /** thousandths of one CPU that the requests of one peer (see max_sessions) may take, at most 1000.
+        What it did not take for 20 s it may take at once; beyond that its requests wait. Sending
+        tensors is not counted, nor is the own user by its Unix socket. Default 50; 0: no limit */
+    uint32_t peer_cpu;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
@@ -410,6 +414,10 @@ typedef struct fanin_server_stats {
     uint64_t ipc_mappers; /**< sessions now that may map CUDA memory of this process */
     uint64_t publications_paused; /**< now */
     uint64_t sessions_evicted;    /**< that were idle, and closed for others */
+    uint64_t
+        requests_delayed; /**< times that a connection's requests waited for its peer's share of CPU time */
+    uint64_t
+        log_lines_left_out; /**< that peers caused, told of by their number alone */
 } fanin_server_stats;
 
 /**

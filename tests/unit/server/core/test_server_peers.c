@@ -4,6 +4,7 @@
  * when there is none, and requests that never end.
  */
 #include "core/peer.h"
+#include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"
 #include <arpa/inet.h>
@@ -13,8 +14,6 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
-
-#define EVICTED offsetof(fanin_server_stats, sessions_evicted)
 
 /* Time passes when a test says so. */
 static atomic_uint_fast64_t skew_ns;
@@ -233,6 +232,7 @@ static void engines_of_one_address(unsigned engines)
     }
     assert_int_equal(server_stats(s).sessions, engines * (1 + EACH));
     assert_int_equal(server_stats(s).sessions_refused, 0);
+    assert_int_equal(server_stats(s).requests_delayed, 0);
     for (peer *each = p; each < at; each++)
         peer_ping(each);
     pull_by_own_user(s);
@@ -269,6 +269,114 @@ static void requests_that_never_end(void **state)
     peer_expect_closed(&p);
 }
 
+/* ------------------------------------------------------------------ floods */
+
+#define BATCH 500
+
+static fanin_server *start_with_cpu(uint32_t peer_cpu)
+{
+    static uint8_t memory[64];
+    fanin_server_config c = server_config();
+    c.peer_cpu = peer_cpu;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory, sizeof memory);
+    server_commit(s, 1);
+    return s;
+}
+
+static void send_pings(peer *p, unsigned n)
+{
+    buffer b = {0};
+    while (n-- > 0)
+        encode_empty(&b, ++p->request, MSG_PING);
+    peer_send(p, &b);
+}
+
+static void take_pongs(peer *p, unsigned n)
+{
+    while (n-- > 0)
+        peer_expect(p, MSG_PONG);
+}
+
+/* Floods until the server lets it wait; the last batch has no answer yet. */
+static void flood(fanin_server *s, peer *p)
+{
+    for (unsigned i = 0; i < 20000; i++) {
+        send_pings(p, BATCH);
+        if (server_stats(s).requests_delayed > 0)
+            return;
+        take_pongs(p, BATCH);
+    }
+    fail_msg("the server answers without end");
+}
+
+/* Strangers wait, the own user does not, and every request is answered in the end. */
+static void floods_wait(bool on_data)
+{
+    fanin_server *s = start_with_cpu(1);
+    peer control = peer_open(s), data = peer_data(s, &control);
+    peer *p = on_data ? &data : &control;
+    flood(s, p);
+    pull_by_own_user(s);
+    atomic_store(&skew_ns, UINT64_C(3600) * 1000000000); /* and the bucket is full */
+    take_pongs(p, BATCH);
+    peer_ping(&control);
+    peer_ping(&data);
+}
+
+static void floods_of_requests_wait(void **state)
+{
+    floods_wait(false);
+}
+
+static void floods_on_data_connections_wait(void **state)
+{
+    floods_wait(true);
+}
+
+static void who_waits_may_leave(void **state)
+{
+    fanin_server *s = start_with_cpu(1);
+    peer p = peer_open(s), q = peer_open(s), own = peer_open_unix(s);
+    flood(s, &p);
+    peer_close(&p);
+    peer_close(&q);
+    atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
+    peer_await_count(&own, s, offsetof(fanin_server_stats, sessions), 1);
+}
+
+static void without_a_limit_nobody_waits(void **state)
+{
+    fanin_server *s = start_with_cpu(0);
+    peer p = peer_open(s);
+    for (unsigned i = 0; i < 100; i++) {
+        send_pings(&p, BATCH);
+        take_pongs(&p, BATCH);
+    }
+    assert_int_equal(server_stats(s).requests_delayed, 0);
+}
+
+/* ------------------------------------------------------------------- the log */
+
+#define GARBAGE 200
+
+static void lines_of_strangers_are_few_and_counted(void **state)
+{
+    static const char garbage[] = "GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n";
+    fanin_server *s = start_with_cpu(0);
+    log_listen("left-out");
+    for (unsigned i = 0; i < GARBAGE; i++) {
+        peer p = peer_connect(s);
+        peer_send_raw(&p, garbage, sizeof garbage);
+        peer_expect_error(&p, FANIN_ERR_PROTOCOL);
+        peer_close(&p);
+    }
+    log_await("more of this host");
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.protocol_errors, GARBAGE);
+    assert_in_range(stats.log_lines_left_out, 1, GARBAGE - 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -281,6 +389,11 @@ int main(void)
         cmocka_unit_test_teardown(many_engines_behind_one_address, end),
         cmocka_unit_test_teardown(very_many_engines_behind_one_address, end),
         cmocka_unit_test_teardown(requests_that_never_end, end),
+        cmocka_unit_test_teardown(floods_of_requests_wait, end),
+        cmocka_unit_test_teardown(floods_on_data_connections_wait, end),
+        cmocka_unit_test_teardown(who_waits_may_leave, end),
+        cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
+        cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),
     };
     return cmocka_run_group_tests_name("server_peers", tests, NULL, NULL);
 }
