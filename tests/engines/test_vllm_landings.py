@@ -21,7 +21,7 @@ import fanin
 import pytest
 import torch
 from families import FAMILIES, Engine, Layout, checkpoint, values
-from fanin.vllm import mapped, reload
+from fanin.vllm import copies, reload
 from fanin.vllm.clients import Source
 from fanin.vllm.constant import Watch
 from fanin.vllm.infos import InitInfo
@@ -167,7 +167,7 @@ def test_so_is_each_that_was_read_ahead(
     place: Place, method: type, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copied tensor by tensor, and many at once."""
-    monkeypatch.setattr(mapped, "_SMALL", small)
+    monkeypatch.setattr(copies, "_SMALL", small)
     expected = [place.expected(method, step) for step in STEPS]
     with place.engine.rank(0) as model:
         prepared(model, method, place.engine.config, place.first)

@@ -23,9 +23,10 @@ import torch
 from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
+from fanin.vllm.images import Image
 from fanin.vllm.pulls import catalog_digest, version_of
 from fanin.vllm.seats import Seats
-from fanin.vllm.slots import Image, Layout, Slots, file_name, prove
+from fanin.vllm.slots import Layout, Slots, file_name, prove
 from slots_engine import Engine
 
 ENGINES = {
@@ -223,6 +224,54 @@ def test_memory_is_used_again_only_when_vllm_has_let_go_of_it() -> None:
     assert slots.image("/nowhere/2") is second, "it was held twice"
     slots.release("/nowhere/2")
     assert slots.take(layouts[0]) is second
+
+
+@pytest.mark.parametrize("how", ["as it was", "another tensor", "other memory"])
+def test_a_copy_goes_where_the_slots_are_now(how: str) -> None:
+    """Where it went before is remembered as long as vLLM's memory is what it was."""
+    e, layouts = Engine(), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+    image = slots.image("/nowhere/1")
+    assert image is not None
+    for module in slots.manager.modules.values():
+        module.reset_lora(1)
+    image.put(slots.manager, 1)
+    expected = slots_engine.slot_bytes(slots.loader, 1)
+    head = slots.manager.modules["lm_head"]
+    if how == "another tensor":
+        head.lora_b_stacked = head.lora_b_stacked.clone()
+    elif how == "other memory":
+        head.lora_b_stacked.data = head.lora_b_stacked.clone()
+    for module in slots.manager.modules.values():
+        module.reset_lora(1)
+    assert not head.lora_b_stacked[1].any()
+    image.put(slots.manager, 1)
+    found = slots_engine.slot_bytes(slots.loader, 1)
+    assert expected["lm_head.lora_b_stacked.0"].any()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_slot_is_filled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tensors each, or of one that is as large."""
+    e, layouts = Engine(), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+    image = slots.image("/nowhere/1")
+    assert image is not None
+    modules = len(slots.manager.modules)
+    pieces = list(image.pieces(slots.manager, 0))
+    assert len(pieces) == modules + 1
+    for piece in pieces:
+        piece()
+    expected = slots_engine.slot_bytes(slots.loader, 0)
+    monkeypatch.setattr("fanin.vllm.images._PIECE", 1)
+    pieces = list(image.pieces(slots.manager, 1))
+    assert len(pieces) == modules + len(layouts[0].parts)
+    for piece in pieces:
+        piece()
+    found = slots_engine.slot_bytes(slots.loader, 1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_copy_that_fails_leaves_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve()
@@ -421,18 +421,25 @@ def check(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, A
     return found
 
 
-def main() -> int:
+def main_of(
+    about: str, role: Callable[[dict[str, Any]], Any], count: str, check: Callable[..., list[Any]]
+) -> int:
+    """The main program, and that of its children; the exit status.
+
+    about: its text. role: makes what a child is. count: an option, of how often something is done,
+    with its default. check: of the options and a folder; what it has found, one for each test.
+    """
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        control, role = Control(), json.loads(sys.argv[1])
-        (Worker if "worker" in role else Rank)(control, role).run()
+        role(json.loads(sys.argv[1])).run()
         return 0
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--pulls", type=int, default=25)
+    name, default = count.split("=")
+    parser.add_argument(name, type=int, default=int(default))
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json")
     options = parser.parse_args()
@@ -442,7 +449,7 @@ def main() -> int:
     if not layouts(options.folder):
         print(f"skipped: {options.folder} has nothing that tests/gpu/record_slots.py made")
         return 77
-    with tempfile.TemporaryDirectory(prefix="lora-slots-") as folder:
+    with tempfile.TemporaryDirectory(prefix="slots-") as folder:
         try:
             found = check(options, pathlib.Path(folder))
         except AssertionError:
@@ -453,5 +460,9 @@ def main() -> int:
     return 0
 
 
+def role_of(options: dict[str, Any]) -> Any:
+    return (Worker if "worker" in options else Rank)(Control(), options)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(__doc__, role_of, "--pulls=25", check))

@@ -3,7 +3,7 @@
 """slot_landing.py FOLDER [--device cuda|cpu] [--ranks N] [--steps N] [--layers N] [--json FILE]
 
 How an adapter lands in vLLM's LoRA slots on a GPU, by the plugin's own code (Image of
-fanin.vllm.slots), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r; vLLM
+fanin.vllm.images), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r; vLLM
 itself is not needed. FOLDER is what tests/gpu/record_slots.py made. Each step is pulled while a
 CUDA graph reads the slots on the engine's stream, then scaled, and put into the slot that was
 cleared on that stream:
@@ -26,9 +26,7 @@ import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +40,7 @@ from lora_slots import (
     Control,
     layer,
     layouts,
+    main_of,
     on,
     pattern,
     published,
@@ -202,7 +201,8 @@ class Worker:
 
     def run(self) -> None:
         import fanin
-        from fanin.vllm.slots import Image, Layout
+        from fanin.vllm.images import Image
+        from fanin.vllm.slots import Layout
 
         self.control.say("here")
         told = self.control.hear(SLOWEST)
@@ -244,7 +244,7 @@ class Worker:
         self.control.say("done", **result, **medians)
 
 
-def check(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+def check(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
     common = {key: getattr(options, key) for key in ("device", "layers", "ranks")}
     common |= {"folder": str(options.folder), "world": os.urandom(16).hex()}
     script = str(HERE.with_name("lora_slots.py"))
@@ -265,7 +265,10 @@ def check(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
         assert told["empty"], "a slot was written before its put"
         assert told["seen"], "a replay behind a put did not see all of it"
         assert told["switched"], "a module's switch is not on"
-        return told
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(told, indent=1))
+        print(json.dumps(told))
+        return [told]
     except AssertionError:
         for one in (worker, *ranks):
             print(one.tail(12), file=sys.stderr)
@@ -275,39 +278,9 @@ def check(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
             one.close()
 
 
-def main() -> int:
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        Worker(Control(), json.loads(sys.argv[1])).run()
-        return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: no GPU")
-        return 77
-    if not layouts(options.folder):
-        print(f"skipped: {options.folder} has nothing that tests/gpu/record_slots.py made")
-        return 77
-    with tempfile.TemporaryDirectory(prefix="slot-landing-") as folder:
-        try:
-            told = check(options, pathlib.Path(folder))
-        except AssertionError:
-            traceback.print_exc()
-            print("0 passed, 1 failed")
-            return 1
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(told, indent=1))
-    print(json.dumps(told))
-    print("1 passed, 0 failed")
-    return 0
+def role_of(options: dict[str, Any]) -> Any:
+    return Worker(Control(), options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(__doc__, role_of, "--steps=8", check))

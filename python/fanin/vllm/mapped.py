@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.session import PullSession
 from fanin.vllm import reload
+from fanin.vllm.copies import Copies
 from fanin.vllm.landing import Landing, Progress, Summary
 from fanin.vllm.trainers import Trainer, left
 
@@ -32,8 +33,6 @@ __all__ = ["MappedLanding", "span"]
 _log = logging.getLogger("vllm.fanin")
 
 _ALIGN = 256
-# One kernel copies many tensors of so few bytes; larger ones go as fast one by one.
-_SMALL = 1 << 20
 
 
 @dataclass
@@ -65,35 +64,6 @@ class _Layer:
     #: Of its shards among all.
     first: int = 0
     count: int = 0
-
-
-class Copies:
-    """Copies of tensors into others that do not move, with few calls: an engine waits for them.
-
-    pairs: (to, of) of one shape each.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        self._large: list[tuple[Any, Any]] = []
-        self._small: dict[Any, tuple[list[Any], list[Any]]] = {}
-        for to, of in pairs:
-            # As plain tensors: vLLM's classes of parameters go through Python at each call.
-            to, of = to.detach(), of.detach()
-            if to.nbytes > _SMALL:
-                self._large.append((to, of))
-                continue
-            into, out_of = self._small.setdefault((to.dtype, of.dtype), ([], []))
-            into.append(to)
-            out_of.append(of)
-
-    def make(self) -> None:
-        """On the current stream; the large ones first, while which the others are asked for."""
-        import torch
-
-        for to, of in self._large:
-            to.copy_(of, non_blocking=True)
-        for into, out_of in self._small.values():
-            torch._foreach_copy_(into, out_of, non_blocking=True)
 
 
 class MappedLanding(Landing):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters as they lie in vLLM's LoRA slots: where each published element goes, found out once, and
-memory in that layout, which a pull fills and vLLM only copies into a slot.
+which images (:mod:`fanin.vllm.images`) a worker has, which pulls fill and vLLM copies into slots.
 
 The one file that knows vLLM's LoRA classes. vLLM still decides which adapter has which slot, and
 when one leaves; it asks for an adapter as ever, and is given an image instead of a directory.
@@ -9,13 +9,12 @@ when one leaves; it asks for an adapter as ever, and is given an image instead o
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -23,15 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fanin._tensors import TORCH_DTYPES
 from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
-from fanin.mapping._boxes import packed_strides
-from fanin.server import Stream
+from fanin.vllm.images import Image
 from fanin.vllm.seats import Seat, Seats
 
-__all__ = ["Image", "Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
+__all__ = ["Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -41,8 +38,6 @@ _MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lor
 _PLAIN = ("lora_a_stacked", "lora_b_stacked")
 _SPARE = 2  # images that are kept for the next pull
 _ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
-_ALIGNED = 256  # bytes
-_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
@@ -351,196 +346,6 @@ class _Recorder:
                     stack.tensor.dtype,
                     scales.pop(),
                 )
-
-
-# --------------------------------------------------------------------------------- an image
-
-
-class _Place(NamedTuple):
-    """Of a tensor in an allocation that holds several."""
-
-    dtype: Any
-    shape: tuple[int, ...]
-    #: Elements.
-    stride: tuple[int, ...]
-    #: Bytes from the allocation's first.
-    at: int
-
-    def of(self, room: Any) -> Any:
-        size = self.dtype.itemsize
-        count = torch.Size(self.shape).numel() * size
-        flat = room[self.at : self.at + count].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
-
-
-class Image:
-    """One adapter of one worker, in the layout of its slots, in a GPU's memory or in the host's.
-
-    Filled by one thread, then read by the engine's; another one may move it to the host meanwhile.
-    All that a GPU does to it until it is whole is on a stream of its own, and done when a method
-    returns: no work of the engine waits for it, and none of it is ahead of the engine's copies.
-
-    :param device: a GPU; None: the host.
-    :param pinned: of host memory: a GPU copies from it by itself.
-    :raises torch.OutOfMemoryError: the GPU has no room for it.
-    """
-
-    def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:
-        self.layout = layout
-        #: The slot that has been filled with it, if one could be kept.
-        self.seat: Seat | None = None
-        self._lock = threading.Lock()
-        self._copied: Any = None
-        #: Nobody fills it: it may be moved.
-        self.whole = False
-        #: From the GPU to the host: nobody will fill it.
-        self.leaving = False
-        self._stream = None if device is None else torch.cuda.Stream(device)
-        self._bytes = 0
-        self._places = list(self._laid_out())
-        size, where = self._bytes, device or "cpu"
-        self._bind(torch.empty(size, dtype=torch.uint8, device=where, pin_memory=pinned))
-        leaves = zip(layout.parts, layout.leaves(), self._ready, strict=True)
-        #: Where a pull lands; None once it has been moved to the host.
-        self._landed = {(part.path, leaf.name): here for part, leaf, (_, here, _) in leaves}
-        self.packed: Any = layout.mapping.pack(self._landed)
-
-    def _laid_out(self) -> Iterator[tuple[Part, _Place, _Place]]:
-        """Each part, where it lands, and where slots get it from: often the same place."""
-        for part, leaf in zip(self.layout.parts, self.layout.leaves(), strict=True):
-            dtype = _TYPES[leaf.dtype]
-            steps = tuple(step // dtype.itemsize for step in leaf.stride)
-            order = packed_strides(leaf.shape)
-            here = final = self._place(dtype, leaf.shape, steps)
-            turned = any(n > 1 and a != b for n, a, b in zip(leaf.shape, steps, order, strict=True))
-            if dtype != part.dtype or turned:
-                final = self._place(part.dtype, leaf.shape, order)
-            yield part, here, final
-
-    def _place(self, dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Place:
-        at = self._bytes
-        size = torch.Size(shape).numel() * dtype.itemsize
-        self._bytes += -(-size // _ALIGNED) * _ALIGNED
-        return _Place(dtype, shape, stride, at)
-
-    def _bind(self, room: Any) -> None:
-        ready = []
-        for part, here, final in self._places:
-            landed = here.of(room)
-            ready.append((part, landed, landed if final is here else final.of(room)))
-        with self._lock:  # the engine may be reading them
-            self._room = room
-            #: The part, what lands, what is copied.
-            self._ready = ready
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self._room.is_cuda)
-
-    @property
-    def stream(self) -> Stream | None:
-        """For pulls: the one that its memory's former uses are on; None: not on a GPU."""
-        if self._stream is None:
-            return None
-        return Stream(self._stream.cuda_stream, self._stream.device_index)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What a GPU is told within is on the image's stream, and done at the end."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
-
-    def wait(self) -> None:
-        """Until no GPU copies from it any more."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def read(self, tensors: Callable[[str], Any]) -> None:
-        """Fills it with whole tensors, by published names, instead of a pull."""
-        with self._alone():
-            for module in self.layout.mapping.modules:
-                for leaf in module.leaves:
-                    self._read(leaf, self._landed[module.path, leaf.name], tensors)
-
-    def _read(self, leaf: Any, here: Any, tensors: Callable[[str], Any]) -> None:
-        size = here.element_size()
-        for source in leaf.sources:
-            whole = tensors(source.name)
-            for piece in source.pieces:
-                box = tuple(
-                    slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
-                )
-                steps = [step // size for step in piece.stride]
-                at = here.storage_offset() + piece.at // size
-                here.as_strided(piece.extent, steps, at).copy_(whole[box])
-
-    def finish(self) -> None:
-        """After a pull: types, order and scaling as vLLM's own load makes them."""
-        with self._alone():
-            for part, here, final in self._ready:
-                if final is not here:
-                    final.copy_(here)
-                if part.scale != 1:
-                    final.mul_(part.scale)
-        self.whole = True
-
-    def to_host(self) -> None:
-        """From the GPU, for good: slots get it from pinned memory from now on. Any thread."""
-        room = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
-        with self._alone():
-            room.copy_(self._room, non_blocking=True)
-        self._bind(room)
-        self._landed, self._stream = {}, None
-        self.packed = None
-
-    def put(self, manager: Any, slot: int) -> None:
-        """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream.
-
-        That is the one on which vLLM clears slots and runs its model, also as a CUDA graph: what
-        reads the slot is before or behind the copy. Graphs know slots by their addresses, which
-        stay.
-        """
-        with self._lock:
-            room, ready = self._room, self._ready
-        if room.is_cuda:  # it may be let go of before the copy is done
-            room.record_stream(torch.cuda.current_stream(room.device))
-        for copy_one in self._copies(manager, slot, ready):
-            copy_one()
-        if manager.device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def pieces(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
-        """As clearing that slot and :meth:`put`, in host memory, in pieces of some milliseconds."""
-        for module in manager.modules.values():
-            yield functools.partial(module.reset_lora, slot)
-        yield from self._copies(manager, slot, self._ready)
-
-    def _copies(
-        self, manager: Any, slot: int, ready: list[tuple[Part, Any, Any]]
-    ) -> Iterator[Callable[[], None]]:
-        for part, _, final in ready:
-            stack = getattr(manager.modules[part.path], part.attribute)
-            whole = stack if part.place is None else stack[part.place]
-            start, *steps = whole.stride()  # slicing takes twice as long, some ms of all parts
-            at = whole.storage_offset() + slot * start
-            place = whole.as_strided(final.shape, steps, at)
-            yield functools.partial(place.copy_, final, non_blocking=True)
-        for path in self.layout.switched:
-            enabled = manager.modules[path].adapter_enabled
-            yield functools.partial(enabled[slot].fill_, 1)
-
-    def slot_of(self, path: str, leaf: str, like: Any) -> Any:
-        """What a slot has of it in one tensor, the rest zero."""
-        made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
-        for part, _, final in self._ready:
-            if (part.path, part.leaf) == (path, leaf):
-                made[tuple(slice(n) for n in final.shape)] = final
-        return made
 
 
 def prove(loader: Any, image: Image, request: Any) -> None:

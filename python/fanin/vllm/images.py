@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in the layout of a vLLM worker's LoRA slots, which pulls fill and vLLM copies into a slot.
+
+What is done to it is done by few calls: a model has hundreds of such tensors, and the engine waits
+for some of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fanin._tensors import TORCH_DTYPES
+from fanin.mapping._boxes import packed_strides
+from fanin.server import Stream
+from fanin.vllm.copies import Copies
+from fanin.vllm.seats import Seat
+
+if TYPE_CHECKING:
+    from fanin.vllm.slots import Layout, Part
+
+__all__ = ["Image"]
+
+_ALIGNED = 256  # bytes
+_PIECE = 4 << 20  # bytes that are copied at a time beside the engine
+_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
+
+
+class _Place(NamedTuple):
+    """Of a tensor in an allocation that holds several."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    #: Elements.
+    stride: tuple[int, ...]
+    #: Bytes from the allocation's first.
+    at: int
+
+    def of(self, room: Any) -> Any:
+        size = self.dtype.itemsize
+        count = torch.Size(self.shape).numel() * size
+        flat = room[self.at : self.at + count].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class _Fill:
+    """The copies of an image's tensors into one slot, made out once: to get views of hundreds of
+    tensors takes longer than to have them copied."""
+
+    def __init__(self, stacks: list[Any], pairs: list[tuple[Any, Any]], most: int) -> None:
+        self._stacks = stacks
+        self._at = [stack.data_ptr() for stack in stacks]
+        #: Of *most* bytes each, or of one tensor.
+        self.copies: list[Copies] = []
+        group: list[tuple[Any, Any]] = []
+        size = 0
+        for to, of in pairs:
+            if group and size + of.nbytes > most:
+                self.copies.append(Copies(group))
+                group, size = [], 0
+            group.append((to, of))
+            size += of.nbytes
+        self.copies.append(Copies(group))
+
+    def is_into(self, stacks: list[Any]) -> bool:
+        """Whether the slots lie in that memory still."""
+        return all(map(operator.is_, self._stacks, stacks)) and self._at == [
+            stack.data_ptr() for stack in stacks
+        ]
+
+
+def _fill_of(
+    known: dict[int, _Fill], manager: Any, slot: int, ready: list[tuple[Part, Any, Any]]
+) -> _Fill:
+    stacks = []
+    for part, _, _ in ready:
+        stack = getattr(manager.modules[part.path], part.attribute)
+        stacks.append(stack if part.place is None else stack[part.place])
+    fill = known.get(slot)
+    if fill is None or not fill.is_into(stacks):
+        pairs = []
+        for stack, (_, _, final) in zip(stacks, ready, strict=True):
+            start, *steps = stack.stride()  # slicing takes twice as long, some ms of all parts
+            at = stack.storage_offset() + slot * start
+            pairs.append((stack.as_strided(final.shape, steps, at), final))
+        most = _PIECE if manager.device.type == "cpu" else sys.maxsize
+        fill = known[slot] = _Fill(stacks, pairs, most)
+    return fill
+
+
+class Image:
+    """One adapter of one worker, in the layout of its slots, in a GPU's memory or in the host's.
+
+    Filled by one thread, then read by the engine's; another one may move it to the host meanwhile.
+    All that a GPU does to it until it is whole is on a stream of its own, and done when a method
+    returns: no work of the engine waits for it, and none of it is ahead of the engine's copies.
+
+    :param device: a GPU; None: the host.
+    :param pinned: of host memory: a GPU copies from it by itself.
+    :raises torch.OutOfMemoryError: the GPU has no room for it.
+    """
+
+    def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:
+        self.layout = layout
+        #: The slot that has been filled with it, if one could be kept.
+        self.seat: Seat | None = None
+        self._lock = threading.Lock()
+        self._copied: Any = None
+        #: Nobody fills it: it may be moved.
+        self.whole = False
+        #: From the GPU to the host: nobody will fill it.
+        self.leaving = False
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._bytes = 0
+        self._places = list(self._laid_out())
+        size, where = self._bytes, device or "cpu"
+        self._bind(torch.empty(size, dtype=torch.uint8, device=where, pin_memory=pinned))
+        leaves = zip(layout.parts, layout.leaves(), self._ready, strict=True)
+        #: Where a pull lands; None once it has been moved to the host.
+        self._landed = {(part.path, leaf.name): here for part, leaf, (_, here, _) in leaves}
+        self.packed: Any = layout.mapping.pack(self._landed)
+
+    def _laid_out(self) -> Iterator[tuple[Part, _Place, _Place]]:
+        """Each part, where it lands, and where slots get it from: often the same place."""
+        for part, leaf in zip(self.layout.parts, self.layout.leaves(), strict=True):
+            dtype = _TYPES[leaf.dtype]
+            steps = tuple(step // dtype.itemsize for step in leaf.stride)
+            order = packed_strides(leaf.shape)
+            here = final = self._place(dtype, leaf.shape, steps)
+            turned = any(n > 1 and a != b for n, a, b in zip(leaf.shape, steps, order, strict=True))
+            if dtype != part.dtype or turned:
+                final = self._place(part.dtype, leaf.shape, order)
+            yield part, here, final
+
+    def _place(self, dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Place:
+        at = self._bytes
+        size = torch.Size(shape).numel() * dtype.itemsize
+        self._bytes += -(-size // _ALIGNED) * _ALIGNED
+        return _Place(dtype, shape, stride, at)
+
+    def _bind(self, room: Any) -> None:
+        ready = []
+        for part, here, final in self._places:
+            landed = here.of(room)
+            ready.append((part, landed, landed if final is here else final.of(room)))
+        with self._lock:  # the engine may be reading them
+            self._room = room
+            #: The part, what lands, what is copied.
+            self._ready = ready
+            #: Of this memory, by slot.
+            self._fills: dict[int, _Fill] = {}
+        scaled: dict[float, list[Any]] = {}
+        for part, _, final in ready:
+            if part.scale != 1:
+                scaled.setdefault(part.scale, []).append(final)
+        self._scaled = scaled
+        self._turned = Copies((final, here) for _, here, final in ready if final is not here)
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self._room.is_cuda)
+
+    @property
+    def stream(self) -> Stream | None:
+        """For pulls: the one that its memory's former uses are on; None: not on a GPU."""
+        if self._stream is None:
+            return None
+        return Stream(self._stream.cuda_stream, self._stream.device_index)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What a GPU is told within is on the image's stream, and done at the end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def wait(self) -> None:
+        """Until no GPU copies from it any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def read(self, tensors: Callable[[str], Any]) -> None:
+        """Fills it with whole tensors, by published names, instead of a pull."""
+        with self._alone():
+            for module in self.layout.mapping.modules:
+                for leaf in module.leaves:
+                    self._read(leaf, self._landed[module.path, leaf.name], tensors)
+
+    def _read(self, leaf: Any, here: Any, tensors: Callable[[str], Any]) -> None:
+        size = here.element_size()
+        for source in leaf.sources:
+            whole = tensors(source.name)
+            for piece in source.pieces:
+                box = tuple(
+                    slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
+                )
+                steps = [step // size for step in piece.stride]
+                at = here.storage_offset() + piece.at // size
+                here.as_strided(piece.extent, steps, at).copy_(whole[box])
+
+    def finish(self) -> None:
+        """After a pull: types, order and scaling as vLLM's own load makes them."""
+        with self._alone():
+            self._turned.make()
+            for scale, tensors in self._scaled.items():
+                torch._foreach_mul_(tensors, scale)
+        self.whole = True
+
+    def to_host(self) -> None:
+        """From the GPU, for good: slots get it from pinned memory from now on. Any thread."""
+        room = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
+        with self._alone():
+            room.copy_(self._room, non_blocking=True)
+        self._bind(room)
+        self._landed, self._stream = {}, None
+        self.packed = None
+
+    def put(self, manager: Any, slot: int) -> None:
+        """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream.
+
+        That is the one on which vLLM clears slots and runs its model, also as a CUDA graph: what
+        reads the slot is before or behind the copy. Graphs know slots by their addresses, which
+        stay.
+        """
+        with self._lock:
+            room, ready, fills = self._room, self._ready, self._fills
+        if room.is_cuda:  # it may be let go of before the copy is done
+            room.record_stream(torch.cuda.current_stream(room.device))
+        for copies in _fill_of(fills, manager, slot, ready).copies:
+            copies.make()
+        for path in self.layout.switched:
+            manager.modules[path].adapter_enabled[slot].fill_(1)
+        if manager.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def pieces(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
+        """As clearing that slot and :meth:`put`, in host memory, in pieces of some milliseconds."""
+        for module in manager.modules.values():
+            yield functools.partial(module.reset_lora, slot)
+        with self._lock:
+            ready, fills = self._ready, self._fills
+        for copies in _fill_of(fills, manager, slot, ready).copies:
+            yield copies.make
+        for path in self.layout.switched:
+            yield functools.partial(manager.modules[path].adapter_enabled[slot].fill_, 1)
+
+    def slot_of(self, path: str, leaf: str, like: Any) -> Any:
+        """What a slot has of it in one tensor, the rest zero."""
+        made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+        for part, _, final in self._ready:
+            if (part.path, part.leaf) == (path, leaf):
+                made[tuple(slice(n) for n in final.shape)] = final
+        return made
