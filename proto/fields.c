@@ -59,10 +59,21 @@ static const char *check_digest_ok(const void *message)
     return m->digests.size % 16 != 0 ? "digests have 16 bytes each" : NULL;
 }
 
+#define WORD_SIZE 8
+#define WORD_MISPLACED "a word lies at a multiple of 8"
+
 static const char *check_wait_ok(const void *message)
 {
     const msg_wait_ok *m = message;
-    return m->token.size != 0 && m->token.size != 16 ? "a token has 16 bytes" : NULL;
+    if (m->token.size != 0 && m->token.size != 16)
+        return "a token has 16 bytes";
+    return m->word % WORD_SIZE ? WORD_MISPLACED : NULL;
+}
+
+static const char *check_begin_granted(const void *message)
+{
+    const msg_begin_ok *m = message;
+    return m->word % WORD_SIZE ? WORD_MISPLACED : NULL;
 }
 
 CHECKED_TABLE(fields_hello, check_hello, U32(1, msg_hello, version_min, 1, UINT16_MAX),
@@ -125,6 +136,8 @@ CHECKED_TABLE(fields_wait_ok, check_wait_ok, U64(1, msg_wait_ok, step),
               OPTIONAL_NUMBER(4, FIELD_U64, msg_wait_ok, stable_ns, UINT64_MAX),
               {5, FIELD_BYTES, false, AT(msg_wait_ok, token), 0, 16},
               OPTIONAL_NUMBER(6, FIELD_U32, msg_wait_ok, lease_ms, UINT32_MAX),
+              OPTIONAL_NUMBER(7, FIELD_U64, msg_wait_ok, epoch, UINT64_MAX),
+              OPTIONAL_NUMBER(8, FIELD_U64, msg_wait_ok, word, UINT64_MAX),
               OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_wait_ok, first_region,
                               UINT32_MAX));
 
@@ -133,9 +146,11 @@ TABLE(fields_begin, NAME(1, msg_begin, publication), U64(2, msg_begin, step),
 #define FIRST_REGION                                                                   \
     OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_begin_ok, first_region, UINT32_MAX)
 TABLE(fields_begin_verdict, FLAG(1, msg_begin_ok, granted), FIRST_REGION);
-TABLE(fields_begin_granted, FLAG(1, msg_begin_ok, granted), ID(2, msg_begin_ok, token),
-      U64(3, msg_begin_ok, epoch), U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX),
-      FIRST_REGION);
+CHECKED_TABLE(fields_begin_granted, check_begin_granted, FLAG(1, msg_begin_ok, granted),
+              ID(2, msg_begin_ok, token), U64(3, msg_begin_ok, epoch),
+              U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX),
+              OPTIONAL_NUMBER(9, FIELD_U64, msg_begin_ok, word, UINT64_MAX),
+              FIRST_REGION);
 TABLE(fields_begin_refused, FLAG(1, msg_begin_ok, granted),
       I32(5, msg_begin_ok, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
       U64(6, msg_begin_ok, step), U64(7, msg_begin_ok, catalog_version),
@@ -153,7 +168,8 @@ CHECKED_TABLE(fields_digest_ok, check_digest_ok,
 
 TABLE(fields_end, ID(1, msg_end, token),
       OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1),
-      OPTIONAL_NUMBER(3, FIELD_U64, msg_end, begin, UINT64_MAX));
+      OPTIONAL_NUMBER(3, FIELD_U64, msg_end, begin, UINT64_MAX),
+      OPTIONAL_NUMBER(4, FIELD_BOOL, msg_end, quiet, 1));
 TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
 
 TABLE(fields_watch, NAME(1, msg_watch, publication));

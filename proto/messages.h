@@ -123,6 +123,7 @@ typedef struct msg_wait_ok {
     bytes_view
         token; /**< of the lease at this step; empty: none was granted; borrowed */
     uint32_t lease_ms;
+    uint64_t epoch, word;  /**< as of begin_ok; no epoch without a word */
     uint32_t first_region; /**< as of begin_ok */
 } msg_wait_ok;
 
@@ -140,6 +141,7 @@ typedef struct msg_begin_ok {
     /** added to the region numbers of the box table: which arena of a snapshot holds the bytes.
         Critical when not 0 */
     uint32_t first_region;
+    uint64_t word; /**< where in the server's memory the epoch stands; 0: not told */
     /* refused */
     int32_t state;                  /**< FANIN_PUBLICATION_... now */
     uint64_t step, catalog_version; /**< now */
@@ -175,6 +177,7 @@ typedef struct msg_end {
     /** not 0: of this session's begin of that request number, whose answer, and so whose token, has
         not come; the token says nothing */
     uint64_t begin;
+    bool quiet; /**< no end_ok is wanted */
 } msg_end;
 
 typedef struct msg_end_ok {

@@ -246,6 +246,8 @@ static void finish(fanin_server *s)
     control_destroy(s);
     stream_destroy(s);
     commit_destroy(s);
+    /* Who reads this process's memory finds neither a rank nor a word of it any more. */
+    explicit_bzero(s->incarnation, sizeof s->incarnation);
     publications_free(s);
     peer_log_tell(s);
     peers_free(s);

@@ -67,8 +67,12 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
         return true;
     }
     reader_lease *lease = &g->early->leases[a->peer];
-    *lease = (reader_lease){
-        .held = true, .lease_ms = m->lease_ms, .first_region = m->first_region};
+    *lease = (reader_lease){.held = true,
+                            .lease_ms = m->lease_ms,
+                            .first_region = m->first_region,
+                            .word = m->word,
+                            .epoch = m->epoch,
+                            .generation = connection_generation(c)};
     memcpy(lease->token, m->token.data, sizeof lease->token);
     if (g->give_back == UINT64_MAX) {
         g->early->since_ns = clock_ns();

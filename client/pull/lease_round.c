@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/lease_round.h"
 
+#include "cma/rank_process.h"
 #include "error_set.h"
 #include "net/client_rules.h"
 #include <inttypes.h>
@@ -13,6 +14,7 @@ typedef struct turn {
     size_t *left;
     reader_lease *lease; /* NULL: it is not asked */
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
+    bool seen;           /* the rank's word says that the lease stands */
     fanin_error error;
 } turn;
 
@@ -90,9 +92,12 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
                   connection_peer(c)->rank, connection_text(c), m.why);
         return;
     }
-    t->lease->held = true;
-    t->lease->lease_ms = m.lease_ms;
-    t->lease->first_region = m.first_region;
+    *t->lease = (reader_lease){.held = true,
+                               .lease_ms = m.lease_ms,
+                               .first_region = m.first_region,
+                               .word = m.word,
+                               .epoch = m.epoch,
+                               .generation = connection_generation(c)};
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
@@ -111,7 +116,10 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
             continue;
         connection *c = client->peers[i].control;
         uint64_t request = connection_next_request(c);
-        turns[i] = (turn){&left, &leases[i], request, FANIN_ERROR_INIT};
+        turns[i] = (turn){.left = &left,
+                          .lease = &leases[i],
+                          .begin = request,
+                          .error = FANIN_ERROR_INIT};
         left++;
         msg_begin m = {.step = announced[i].step,
                        .catalog_version = announced[i].version};
@@ -143,21 +151,53 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
     }
 }
 
-fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadline at,
-                             fanin_error *error)
+/* By stream a lease may be void while its epoch stands, and rdma is another host's path. */
+bool lease_has_word(const fanin_client *client, const publication *p, size_t peer,
+                    const reader_lease *lease)
+{
+    fanin_path path = path_taken(p, peer)->path;
+    return lease->held && lease->word != 0 && peer_ready(&client->peers[peer]) &&
+           lease->generation == connection_generation(client->peers[peer].control) &&
+           (path == FANIN_PATH_CMA || path == FANIN_PATH_CUDA_IPC) &&
+           rank_process_of(client, peer);
+}
+
+/* Looks at the words of all before anybody is told anything. Who was cancelled, or is late, hears so in the round. */
+static void look_at_words(fanin_client *client, const publication *p,
+                          const reader_lease *leases, deadline at, turn *turns)
+{
+    if (atomic_load(&client->cancelled) || deadline_passed(at))
+        return;
+    for (size_t i = 0; i < client->n_peers; i++)
+        turns[i].seen =
+            lease_has_word(client, p, i, &leases[i]) &&
+            cma_confirms(rank_process_of(client, i), leases[i].word, leases[i].epoch);
+}
+
+fanin_status lease_round_end(fanin_client *client, const publication *p,
+                             reader_lease *leases, deadline at, fanin_error *error)
 {
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
+    look_at_words(client, p, leases, at, turns);
     for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
-        msg_end m = {.abandon = false};
+        msg_end m = {.quiet = turns[i].seen};
         memcpy(m.token, leases[i].token, sizeof m.token);
-        turns[i] = (turn){&left, &leases[i], 0, FANIN_ERROR_INIT};
+        if (turns[i].seen) {
+            encode_end(connection_out(c), connection_next_request(c), &m);
+            connection_tell(c);
+            leases[i].held = false;
+            continue;
+        }
+        turns[i] =
+            (turn){.left = &left, .lease = &leases[i], .error = FANIN_ERROR_INIT};
         left++;
-        send_end(client->peers[i].control, &m, on_ended, &turns[i]);
+        send_end(c, &m, on_ended, &turns[i]);
     }
     return run(client, turns, &left, at, "end", error);
 }

@@ -156,6 +156,7 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
         return status;
     if (m->path == WIRE_PATH_CMA) {
         let_own_user_read();
+        s->has_cma = true;
         reply->witness = (uintptr_t)s->control->server->incarnation;
         return FANIN_OK;
     }

@@ -219,6 +219,7 @@ void answer_begin(session *s, publication *p, uint64_t request, const msg_begin 
     reply->granted = true;
     memcpy(reply->token, l->token, sizeof reply->token);
     reply->epoch = l->epoch;
+    reply->word = s->has_cma ? l->word : 0;
     reply->lease_ms = server->lease_ms;
     reply->first_region = l->first_region;
     server->stats.begins_granted++;
@@ -271,6 +272,7 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
         server->stats.pulls_stale += !reply.good;
     }
     pthread_mutex_unlock(&server->lock);
-    encode_end_ok(&s->out.bytes, request, &reply);
+    if (!m.quiet)
+        encode_end_ok(&s->out.bytes, request, &reply);
     return FANIN_OK;
 }

@@ -9,11 +9,18 @@
  *
  * Leases delay nobody here: how long an update waits for them is of inplace.pml.
  *
+ * With WORDS the client looks at each rank's word, one rank after the other, instead of asking for an end, and asks only
+ * where that says nothing (PROTOCOL.md, "Words"). With RESTART rank 1 may be killed once and come back unheard: at the
+ * same addresses, with the same step and epochs, which count from the beginning again, and other bytes.
+ *
  * Switches (mutations):  NO_END         what was read is put to use without an end
  *                        BAD_USE_EARLY  ... when all parts have been read, whatever the end says later
  *                        BAD_LEASE_EACH each read is a pull of its own: leases, the newest step, an end
  *                        BAD_MEND       a rank whose end was not good is begun again and one part read again
  *                        BAD_RECONNECT  a rank that was lost is begun again at the session's step, and reads go on
+ *                        BAD_WORD_EARLY words are looked at before the last read
+ *                        BAD_WORD_LATE  a word turns when the trainer is writing already
+ *                        BAD_WORD_LIFE  the word counts without the proof that it is the rank's that was begun
  */
 #define RANKS 2
 #define PARTS 2
@@ -21,49 +28,103 @@
 #define READS 3
 
 byte epoch[RANKS] = 2;              /* odd: unreadable */
+byte word[RANKS] = 2;               /* the epoch, where clients see it themselves */
 byte step[RANKS] = 1;
-byte memory[4] = 1;                 /* of rank r, part p: [2 * r + p]; the step, 0: something else */
+byte life[RANKS];
+byte memory[4] = 1;                 /* of rank r, part p: [2 * r + p]; of the life and step, 0: something else */
+#define BYTES_OF(rank, s) (life[rank] * 10 + s)
 bool lost[RANKS];                   /* the client's connection */
 bool may_lose = true;
+
+inline turn(rank)
+{
+    atomic { epoch[rank]++; word[rank] = epoch[rank] }
+}
 
 active [RANKS] proctype Trainer()
 {
     byte me = _pid, paused;
     do
     :: step[me] < STEPS ->
+#ifdef BAD_WORD_LATE
         epoch[me]++;
-        memory[2 * me] = step[me] + 1;
-        memory[2 * me + 1] = step[me] + 1;
-        atomic { step[me]++; epoch[me]++ }
+        memory[2 * me] = BYTES_OF(me, step[me] + 1);
+        word[me] = epoch[me];
+#else
+        turn(me);
+        memory[2 * me] = BYTES_OF(me, step[me] + 1);
+#endif
+        memory[2 * me + 1] = BYTES_OF(me, step[me] + 1);
+        atomic { step[me]++; turn(me) }
     :: me == 0 && !paused ->
         paused = 1;
-        epoch[me]++;
+        turn(me);
         atomic { memory[2 * me] = 0; memory[2 * me + 1] = 0 }
-        memory[2 * me] = step[me];
-        memory[2 * me + 1] = step[me];
-        epoch[me]++
+        memory[2 * me] = BYTES_OF(me, step[me]);
+        memory[2 * me + 1] = BYTES_OF(me, step[me]);
+        turn(me)
+#ifdef RESTART
+    :: atomic {
+        me == 1 && life[me] == 0 ->
+        life[me]++;
+        step[me] = 1;
+        epoch[me] = 2;
+        word[me] = 2;
+        memory[2 * me] = BYTES_OF(me, 1);
+        memory[2 * me + 1] = BYTES_OF(me, 1)
+    }
+#endif
     :: atomic { may_lose -> may_lose = false; lost[me] = true }
     :: break
     od
 }
 
-byte token[RANKS], wanted, r, p, reads;
+byte token[RANKS], of_life[RANKS], wanted, r, p, reads;
 byte got[4];
-bool good;
+bool good, seen[RANKS];
 
 inline begin(rank)                  /* conditional on the step */
 {
     atomic {
         if
-        :: epoch[rank] % 2 == 0 && step[rank] == wanted -> token[rank] = epoch[rank]
+        :: epoch[rank] % 2 == 0 && step[rank] == wanted ->
+            token[rank] = epoch[rank];
+            of_life[rank] = life[rank]
         :: else -> good = false     /* moved on: another session, another day */
         fi
     }
 }
 
+inline ask(rank)                    /* of another life, or a lost connection, no answer comes */
+{
+    atomic {
+        good = good && token[rank] == epoch[rank] && of_life[rank] == life[rank] && !lost[rank]
+    }
+}
+
+inline look(rank)
+{
+    atomic {
+        seen[rank] = token[rank] == word[rank];
+#ifndef BAD_WORD_LIFE
+        seen[rank] = seen[rank] && of_life[rank] == life[rank]
+#endif
+    }
+}
+
 inline end(rank)
 {
-    atomic { good = good && token[rank] == epoch[rank] && !lost[rank] }
+#ifdef WORDS
+#ifndef BAD_WORD_EARLY
+    look(rank);
+#endif
+    if
+    :: seen[rank]
+    :: !seen[rank] -> ask(rank)
+    fi
+#else
+    ask(rank)
+#endif
 }
 
 inline read(part)
@@ -75,7 +136,8 @@ inline read(part)
 inline use()
 {
     atomic {
-        assert(got[0] == wanted && got[1] == wanted && got[2] == wanted && got[3] == wanted);
+        assert(got[0] == of_life[0] * 10 + wanted && got[1] == got[0]);
+        assert(got[2] == of_life[1] * 10 + wanted && got[3] == got[2]);
         goto done
     }
 }
@@ -102,6 +164,14 @@ active proctype Session()
         :: reads + 1 == READS && !got[1] -> p = 1
         :: else
         fi;
+#ifdef BAD_WORD_EARLY
+        if
+        :: reads + 1 == READS ->
+            look(0);
+            look(1)
+        :: else
+        fi;
+#endif
         read(p);
         reads++;
 #ifdef BAD_LEASE_EACH

@@ -137,6 +137,10 @@ static void add_leases(samples *s)
     wait_ok.lease_ms = 1000;
     encode_wait(add(s, "wait_begin"), SAMPLE_REQUEST, &wait);
     encode_wait_ok(add(s, "wait_begun"), SAMPLE_REQUEST, &wait_ok);
+    wait_ok.epoch = 84;
+    wait_ok.word = SAMPLE_WORD;
+    encode_wait_ok(add(s, "wait_begun_word"), SAMPLE_REQUEST, &wait_ok);
+    wait_ok.epoch = wait_ok.word = 0;
     wait_ok.first_region = 1; /* of region_table_arenas */
     encode_wait_ok(add(s, "wait_begun_arena"), SAMPLE_REQUEST, &wait_ok);
 
@@ -149,6 +153,9 @@ static void add_leases(samples *s)
                             .why = "an update is about to begin"};
     encode_begin(add(s, "begin"), SAMPLE_REQUEST, &begin);
     encode_begin_ok(add(s, "begin_granted"), SAMPLE_REQUEST, &granted);
+    granted.word = SAMPLE_WORD;
+    encode_begin_ok(add(s, "begin_granted_word"), SAMPLE_REQUEST, &granted);
+    granted.word = 0;
     granted.first_region = 1; /* of region_table_arenas */
     encode_begin_ok(add(s, "begin_granted_arena"), SAMPLE_REQUEST, &granted);
     encode_begin_ok(add(s, "begin_refused"), SAMPLE_REQUEST, &refused);
@@ -175,13 +182,16 @@ static void add_reads(samples *s)
                      &(msg_digest_ok){.digests = {digests, sizeof digests}});
     encode_read_ok(add(s, "read_ok"), SAMPLE_REQUEST, 1000000);
 
-    msg_end end = {.abandon = false}, abandon = {.abandon = true};
+    msg_end end = {.abandon = false}, abandon = {.abandon = true},
+            quiet = {.quiet = true};
     fill(end.token, 0x60);
     fill(abandon.token, 0x60);
+    fill(quiet.token, 0x60);
     encode_end(add(s, "end"), SAMPLE_REQUEST, &end);
     encode_end(add(s, "end_abandon"), SAMPLE_REQUEST, &abandon);
     encode_end(add(s, "end_begun"), SAMPLE_REQUEST,
                &(msg_end){.abandon = true, .begin = SAMPLE_REQUEST - 1});
+    encode_end(add(s, "end_quiet"), SAMPLE_REQUEST, &quiet);
     encode_end_ok(add(s, "end_ok"), SAMPLE_REQUEST,
                   &(msg_end_ok){.good = true, .step = 42});
 }

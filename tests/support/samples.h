@@ -7,6 +7,8 @@
 #include "messages.h"
 
 #define SAMPLE_REQUEST UINT64_C(0x1122334455667788)
+/** Where an epoch stands in the sample server's memory. */
+#define SAMPLE_WORD UINT64_C(0x7f0012345678)
 
 typedef struct sample {
     const char *name;

@@ -99,7 +99,7 @@ static fanin_status begin(scene *s)
 
 static fanin_status end(scene *s)
 {
-    return lease_round_end(s->world.client, s->leases, deadline_in_ms(CALL_MS),
+    return lease_round_end(s->world.client, s->run, s->leases, deadline_in_ms(CALL_MS),
                            &s->error);
 }
 
