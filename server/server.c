@@ -6,10 +6,12 @@
 #include "core/openness.h"
 #include "core/peer_log.h"
 #include "core/wake.h"
+#include "core/yielding.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
 #include "publish/commit.h"
+#include "publish/drain.h"
 #include "shards/registration.h"
 #include "stream/stream.h"
 #include "text.h"
@@ -45,7 +47,9 @@ void fanin_server_config_init(fanin_server_config *config, size_t size)
                                     .lease_ms = 1000,
                                     .max_memory = (uint64_t)256 << 20,
                                     .idle_ms = 300000,
-                                    .peer_cpu = 50};
+                                    .peer_cpu = 50,
+                                    .stranger_share_ms = 500,
+                                    .own_share_ms = SHARE_WINDOW_MS};
     versioned_init(config, size, &defaults, sizeof defaults);
 }
 
@@ -99,6 +103,11 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
         return bad(error, "peer_cpu is not 0 to 1000 thousandths of a CPU", NULL);
     if (c->idle_ms == 0)
         return bad(error, "idle_ms is 0", NULL);
+    if (c->stranger_share_ms > SHARE_WINDOW_MS || c->own_share_ms > SHARE_WINDOW_MS)
+        return bad(error, "a share is not 0 to 60000 ms of a minute", NULL);
+    if (c->nice < -20 || c->nice > 19)
+        return bad(error, "nice is not -20 to 19",
+                   "give 0 to 19: a larger one yields more");
     return FANIN_OK;
 }
 
@@ -176,6 +185,10 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;
     s->peer_cpu = c->peer_cpu;
+    s->stranger_share_ms = c->stranger_share_ms;
+    s->own_share_ms = c->own_share_ms;
+    s->is_nice = c->nice != 0;
+    s->nice = yielding_value(c->nice);
     s->max_memory = c->max_memory;
     s->data_threads = c->data_threads
                           ? c->data_threads

@@ -79,6 +79,8 @@ static const metric metrics[] = {
      "Longest time that a begin_update waited for readers."},
     {"fanin_drains_expired_total", NULL, AT(drains_expired),
      "Updates that began when the lease time was over, not when readers were done."},
+    {"fanin_drains_cut_total", NULL, AT(drains_cut),
+     "Updates that did not wait for a peer that had had its share of the minute."},
     {"fanin_connections_opened_total", NULL, AT(sessions_opened),
      "Connections admitted."},
     {"fanin_connections_refused_total", NULL, AT(sessions_refused),
@@ -132,6 +134,17 @@ static void add_metrics(text *t, const fanin_server_stats *s)
         text_add(t, m->label ? "%s{%s}" : "%s", m->name, m->label);
         add_value(t, m->name, value);
     }
+}
+
+/* Who it was is made of digits and dots, or of a few words. */
+static void add_held_up(text *t, const fanin_server_stats *s)
+{
+    static const char name[] = "fanin_held_up_seconds_max";
+    if (!s->held_up_by[0])
+        return;
+    head(t, name, "Longest time that one peer's leases held an update up, and whose.");
+    text_add(t, "%s{peer=\"%s\"}", name, s->held_up_by);
+    add_value(t, name, s->held_up_ns_max);
 }
 
 /* ---------------------------------------------------------- each publication */
@@ -224,6 +237,7 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
     collect(server, &now);
     text t = text_in(out, capacity);
     add_metrics(&t, &now);
+    add_held_up(&t, &now);
     add_publications(&t, server, rows, count);
     free(rows);
     if (length_out)

@@ -175,6 +175,9 @@ class ServerConfig(Structure):
         ("log_cookie", c_void_p),
         ("data_threads", c_uint32),
         ("peer_cpu", c_uint32),
+        ("stranger_share_ms", c_uint32),
+        ("own_share_ms", c_uint32),
+        ("nice", c_int32),
     ]
 
 
@@ -222,6 +225,9 @@ class ServerStats(Structure):
         ("sessions_evicted", c_uint64),
         ("requests_delayed", c_uint64),
         ("log_lines_left_out", c_uint64),
+        ("drains_cut", c_uint64),
+        ("held_up_ns_max", c_uint64),
+        ("held_up_by", c_char * 64),
     ]
 
 

@@ -26,6 +26,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import sys
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,7 @@ def _switch(value: Any) -> bool:
 
 def _integer(low: int, high: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
-        if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value, re.ASCII):
             value = int(value.strip()[:20])
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ValueError(f"an integer from {low} to {high}")
@@ -353,6 +354,9 @@ _TRAINER_KEYS = (
     _Key("trusted_network", _switch, "FANIN_TRUSTED_NETWORK"),
     _Key("lease", _number(0, 60, " of seconds"), "FANIN_LEASE"),
     _Key("data_threads", _integer(1, 16), "FANIN_DATA_THREADS"),
+    _Key("stranger_share", _number(0, 60, " of seconds"), "FANIN_STRANGER_SHARE"),
+    _Key("own_share", _number(0, 60, " of seconds"), "FANIN_OWN_SHARE"),
+    _Key("nice", _integer(-20, 19), "FANIN_NICE"),
     _Key("snapshot", _switch, "FANIN_SNAPSHOT"),
     _Key("cast", _dtype, "FANIN_CAST"),
     _Key("port_by", _choice("global", "local"), "FANIN_PORT_BY"),
@@ -370,7 +374,7 @@ class TrainerConfig:
     engines are told, None: bind. allow: networks that may connect, comma-separated; needed when
     bind is not this host's own. trusted_network: serve one-sided reads to them. lease: seconds
     that readers may delay an update. data_threads: that each rank sends tensors with, 1 to 16,
-    None: by its CPUs.
+    None: by its CPUs. stranger_share, own_share, nice: see fanin.Server.
     snapshot: publish copies. cast: dtype of snapshots, "BF16",
     "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
     the trainer's file says of its adapter, None: nothing.
@@ -384,6 +388,9 @@ class TrainerConfig:
     trusted_network: bool = False
     lease: float = 1.0
     data_threads: int | None = None
+    stranger_share: float = 0.5
+    own_share: float = 60.0
+    nice: int = 0
     snapshot: bool = False
     cast: str | None = None
     port_by: str = "global"
@@ -401,6 +408,9 @@ class TrainerConfig:
             "trusted_network": self.trusted_network,
             "lease": self.lease,
             "data_threads": self.data_threads,
+            "stranger_share": self.stranger_share,
+            "own_share": self.own_share,
+            "nice": self.nice,
             "snapshot": self.snapshot,
             "cast": self.cast,
             "port_by": self.port_by,
@@ -423,8 +433,9 @@ def trainer_config(
 
     path: the file, None: variables and defaults only. Variables: FANIN_PORT,
     FANIN_SERVER_NAME, FANIN_BIND, FANIN_ADVERTISE, FANIN_ALLOW, FANIN_TRUSTED_NETWORK,
-    FANIN_LEASE, FANIN_DATA_THREADS, FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for
-    reading the file; any thread. Raises ConfigError.
+    FANIN_LEASE, FANIN_DATA_THREADS, FANIN_STRANGER_SHARE, FANIN_OWN_SHARE, FANIN_NICE,
+    FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for reading the file; any thread. Raises
+    ConfigError.
     """
     settings = _Settings(path, environ, _TRAINER_KEYS)
     _warn_of_misspelt(environ, _TRAINER_KEYS)

@@ -125,7 +125,8 @@ class ParameterServer:
     bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
     clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
     that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:
-    FANIN_DATA_THREADS or by the CPUs. snapshot: serve copies, which readers never delay, made when
+    FANIN_DATA_THREADS or by the CPUs. FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE hold as
+    well, see :class:`fanin.Server`. snapshot: serve copies, which readers never delay, made when
     an update ends; costs twice the memory.
 
     Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
@@ -173,6 +174,9 @@ class ParameterServer:
             use_ucx=not tcp_only,
             lease=config.lease,
             data_threads=config.data_threads,
+            stranger_share=config.stranger_share,
+            own_share=config.own_share,
+            nice=config.nice,
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

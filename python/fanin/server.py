@@ -33,7 +33,8 @@ __all__ = ["Server", "ServerStats", "Stream", "publication_of"]
 
 #: Counters since creation, and gauges, by the names of ``fanin_server_stats``: ``pulls_good``,
 #: ``commits``, ``leases``... Times are in nanoseconds (``drain_wait_ns_max``).
-ServerStats = dict[str, int]
+#: Numbers, by name; "held_up_by" is text.
+ServerStats = dict[str, Any]
 
 #: A run, ``0``, ``"0"`` or ``"policy"``, or the whole name of its publication, ``"lora:policy"``.
 Run = str | int
@@ -128,6 +129,14 @@ class Server(ClosableHandle):
         at most 4. They are started when connections come, and sleep while nobody reads.
     :param peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
         limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user.
+    :param stranger_share: seconds of each minute that the leases of one network peer (an address,
+        all of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together four times as
+        much. Who has had half of it is not waited for until some is back, and pulls that an update
+        overtakes begin anew. 60: no such limit.
+    :param own_share: the same for this user on this host, and for each address of a trusted
+        network.
+    :param nice: added to the nice value of the calling thread for the threads that serve readers,
+        -20 to 19; below 0 it takes a privilege.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
     :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
     :raises HostError: the C library cannot be loaded; no memory, no sockets.
@@ -154,6 +163,9 @@ class Server(ClosableHandle):
         trust_containers: bool = False,
         insecure: bool = False,
         peer_cpu: float = 0.05,
+        stranger_share: float = 0.5,
+        own_share: float = 60.0,
+        nice: int = 0,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -185,6 +197,13 @@ class Server(ClosableHandle):
         if data_threads is not None:
             config.data_threads = integer(data_threads, "data_threads", 32)
         config.peer_cpu = milliseconds(peer_cpu, "peer_cpu", zero=True)
+        config.stranger_share_ms = milliseconds(stranger_share, "stranger_share", zero=True)
+        config.own_share_ms = milliseconds(own_share, "own_share", zero=True)
+        if nice not in range(-20, 20):
+            raise RequestError.make(
+                "nice is not -20 to 19", "give 0 to 19: a larger one yields more"
+            )
+        config.nice = nice
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size
@@ -476,14 +495,20 @@ class Server(ClosableHandle):
         return names
 
     def stats(self) -> ServerStats:
-        """Counters since creation, and gauges. Does not block."""
+        """Counters since creation, and gauges. Does not block.
+
+        ``held_up_by`` is the peer whose leases held an update up longest, ``held_up_ns_max`` how
+        long; ``drains_cut`` counts updates that did not wait for a peer that had had its share.
+        """
         stats = _ffi.ServerStats()
         stats.struct_size = ctypes.sizeof(stats)
         status = self._enter(
             lambda handle: self._library.fanin_server_get_stats(handle, ctypes.byref(stats))
         )
         check(status, new_error())
-        return {field[0]: getattr(stats, field[0]) for field in _ffi.ServerStats._fields_[1:]}
+        values = {field[0]: getattr(stats, field[0]) for field in _ffi.ServerStats._fields_[1:]}
+        values["held_up_by"] = text(values["held_up_by"])
+        return values
 
     def prometheus(self) -> str:
         """The same in Prometheus' text exposition format 0.0.4. Does not block."""

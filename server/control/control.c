@@ -9,6 +9,7 @@
 #include "core/peer_log.h"
 #include "core/peer_work.h"
 #include "core/wake.h"
+#include "core/yielding.h"
 #include "error_set.h"
 #include "publish/commit.h"
 #include "thread.h"
@@ -141,15 +142,19 @@ static void notify(struct control *c)
 {
     wake_heard(c->server->wake);
     commit_tidy(c->server);
-    for (session *s = c->sessions, *next; s; s = next) {
-        next = s->next;
-        if (s->n_waits + s->n_watches == 0)
-            continue;
-        work_begin(s);
-        if (!must_rest(s))
-            waits_answer(s);
-        work_charge(s);
-        session_serve(s);
+    bool more = true;
+    while (more) {
+        more = changes_take(c->server, &c->changes);
+        for (session *s = c->sessions, *next; s; s = next) {
+            next = s->next;
+            if (s->n_waits + s->n_watches == 0)
+                continue;
+            work_begin(s);
+            bool says = !must_rest(s) && waits_answer(s, &c->changes);
+            work_charge(s);
+            if (says)
+                session_serve(s);
+        }
     }
     if (c->listening && atomic_load(&c->stop_listening))
         close_listeners(c);
@@ -217,6 +222,7 @@ static void *run(void *cookie)
 {
     struct control *c = cookie;
     struct epoll_event events[EVENTS];
+    yielding_begin(c->server);
     while (!atomic_load(&c->quit)) {
         deadline due = next_due(c);
         int timeout = c->ucx_again ? 0 : deadline_poll_ms(due);

@@ -123,7 +123,7 @@ void session_take_turn(session *s)
         s->due = deadline_in_ms(HELLO_MS);
     work_begin(s);
     if (s->n_waits + s->n_watches > 0)
-        waits_answer(s);
+        waits_review(s);
     if (!session_receive(s))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
     work_charge(s);

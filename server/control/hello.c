@@ -72,7 +72,7 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
         return;
     }
     pthread_mutex_lock(&server->lock);
-    s->reader = reader_make(server);
+    s->reader = reader_make(server, s->from);
     if (s->reader)
         count_session(server, s->from, 1);
     pthread_mutex_unlock(&server->lock);

@@ -38,12 +38,12 @@ publication *find_present(const fanin_server *server, const char *name)
     return p && p->present ? p : NULL;
 }
 
-void describe_paused(const publication *p, fanin_error *error)
+void describe_paused(const char *name, const char *reason, fanin_error *error)
 {
     error_place place = {.phase = "wait",
-                         .key = p->name,
+                         .key = name,
                          .remedy = "pull again when the trainer has resumed it"};
-    error_set(error, FANIN_ERR_PAUSED, &place, "%s is paused: %s", p->name, p->reason);
+    error_set(error, FANIN_ERR_PAUSED, &place, "%s is paused: %s", name, reason);
 }
 
 int32_t state_for(const session *s, publication_state state)

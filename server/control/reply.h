@@ -20,7 +20,7 @@ publication *find_present(const fanin_server *server, const char *name);
 /** NOT_FOUND that names what there is. */
 void describe_missing(const fanin_server *server, const char *name, fanin_error *error);
 /** Why readers of a publication get nothing. */
-void describe_paused(const publication *p, fanin_error *error);
+void describe_paused(const char *name, const char *reason, fanin_error *error);
 /** As the session's peer knows it: an older one takes paused for writing. */
 int32_t state_for(const session *s, publication_state state);
 

@@ -199,7 +199,7 @@ void answer_begin(session *s, publication *p, uint64_t request, const msg_begin 
 {
     fanin_server *server = s->control->server;
     if (publication_is_away(p) && !server->stopping) {
-        describe_paused(p, error);
+        describe_paused(p->name, p->reason, error);
         return;
     }
     const char *why = refusal(server, p, m);

@@ -3,6 +3,7 @@
 #ifndef SESSION_H
 #define SESSION_H
 
+#include "control/changes.h"
 #include "core/admission.h"
 #include "framing.h"
 #include "outgoing.h"
@@ -83,6 +84,7 @@ struct control {
     bucket accepts;      /**< CPU time of what comes by TCP */
     deadline tcp_until;  /**< until then nothing is accepted there; UINT64_MAX: it is */
     session *sessions, *dead, *first_resting, *last_resting;
+    changes changes; /**< what waits and watches are being answered by */
 };
 
 /** Takes @p fd. No memory: the descriptor is closed and dismissed. */

@@ -10,38 +10,49 @@
 #define EVENTS_QUEUED                                                                  \
     (64 << 10) /* bytes of output beyond which only the newest event goes */
 
+static const msg_begin_ok no_lease;
+
 /* -------------------------------------------------------------------- wait */
 
-/* Answers if the publication is paused, or stable at a step that will do. Lock held. */
-static bool answer_wait(session *s, uint64_t request, const msg_wait *w)
+/* Whether the publication is paused, or stable at a step that will do. */
+static bool ends_wait(const publication_view *v, const msg_wait *w)
 {
-    publication *p = find_present(s->control->server, w->publication);
+    return v->is_away ||
+           (v->is_stable && (w->rule == WIRE_RULE_NEWEST || v->step >= w->step));
+}
+
+/* Of a wait that ends. */
+static void answer_wait(session *s, uint64_t request, const publication_view *v,
+                        const msg_begin_ok *lease)
+{
     fanin_error error = FANIN_ERROR_INIT;
-    if (p && publication_is_away(p)) {
-        describe_paused(p, &error);
+    if (v->is_away) {
+        describe_paused(v->name, v->reason, &error);
         reply_error(s, request, &error);
-        return true;
+        return;
     }
-    if (!p || p->state != STATE_STABLE ||
-        (w->rule != WIRE_RULE_NEWEST && p->step < w->step))
-        return false;
-    msg_wait_ok m = {.step = p->step,
-                     .catalog_version = p->catalog->version,
-                     .stable_ns = publication_stable_ns(p)};
-    memcpy(m.key_digest, p->catalog->key_digest.bytes, sizeof m.key_digest);
-    msg_begin_ok lease = {0};
-    const msg_begin begin = {.step = p->step, .catalog_version = w->begin_version};
-    if (w->begin_version != 0) /* who is not granted one begins as ever */
-        answer_begin(s, p, request, &begin, &lease, &error);
-    if (lease.granted) {
-        m.token = (bytes_view){lease.token, sizeof lease.token};
-        m.lease_ms = lease.lease_ms;
-        m.word = lease.word;
-        m.epoch = m.word ? lease.epoch : 0;
-        m.first_region = lease.first_region;
+    msg_wait_ok m = {.step = v->step,
+                     .catalog_version = v->catalog_version,
+                     .stable_ns = v->stable_ns};
+    memcpy(m.key_digest, v->key_digest, sizeof m.key_digest);
+    if (lease->granted) {
+        m.token = (bytes_view){lease->token, sizeof lease->token};
+        m.lease_ms = lease->lease_ms;
+        m.word = lease->word;
+        m.epoch = m.word ? lease->epoch : 0;
+        m.first_region = lease->first_region;
     }
     encode_wait_ok(&s->out.bytes, request, &m);
-    return true;
+}
+
+/* Who is not granted a lease begins as ever. Lock held. */
+static void begin_with(session *s, publication *p, uint64_t request, const msg_wait *w,
+                       msg_begin_ok *lease)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    const msg_begin begin = {.step = p->step, .catalog_version = w->begin_version};
+    if (w->begin_version != 0 && !publication_is_away(p))
+        answer_begin(s, p, request, &begin, lease, &error);
 }
 
 static bool publishes_anything(const fanin_server *server)
@@ -80,12 +91,21 @@ static void park(session *s, uint64_t request, const msg_wait *w)
     s->control->server->listeners++;
 }
 
-/* Lock held. */
+/* The caller takes it off the server's listeners. */
 static void unpark(session *s, parked_wait *w)
 {
     w->used = false;
     s->n_waits--;
-    s->control->server->listeners--;
+}
+
+/* Takes the lock. */
+static void forget_listeners(fanin_server *server, unsigned n)
+{
+    if (n == 0)
+        return;
+    pthread_mutex_lock(&server->lock);
+    server->listeners -= n;
+    pthread_mutex_unlock(&server->lock);
 }
 
 /* A client whose pull failed elsewhere does not take its wait back, and comes again: with all slots
@@ -104,6 +124,7 @@ static void make_room(session *s, const msg_wait *w)
     if (!oldest)
         return;
     unpark(s, oldest);
+    s->control->server->listeners--;
     reply_fault(s, oldest->request, FANIN_ERR_CANCELLED,
                 "a later wait of the session took its place");
 }
@@ -116,13 +137,22 @@ fanin_status handle_wait(session *s, uint64_t request, body *in)
     fanin_status status = decode_wait(in, &m);
     if (status != FANIN_OK)
         return status;
+    publication_view now;
+    msg_begin_ok lease = {0};
     pthread_mutex_lock(&server->lock);
-    if (!answer_wait(s, request, &m)) {
+    publication *p = find_present(server, m.publication);
+    view_take(p, &now);
+    bool ends = ends_wait(&now, &m);
+    if (ends) {
+        begin_with(s, p, request, &m, &lease);
+    } else {
         make_room(s, &m);
         if (may_park(s, &m, &error))
             park(s, request, &m);
     }
     pthread_mutex_unlock(&server->lock);
+    if (ends)
+        answer_wait(s, request, &now, &lease);
     reply_error(s, request, &error);
     return FANIN_OK;
 }
@@ -166,11 +196,17 @@ void waits_expire(session *s)
         fanin_error error = FANIN_ERROR_INIT;
         if (!w->used || !deadline_passed(w->at))
             continue;
-        pthread_mutex_lock(&server->lock);
+        publication_view now;
         unpark(s, w);
-        if (!answer_wait(s, w->request, &w->wait))
+        pthread_mutex_lock(&server->lock);
+        server->listeners--;
+        view_take(find_present(server, w->wait.publication), &now);
+        bool ends = ends_wait(&now, &w->wait);
+        if (!ends)
             describe_timeout(server, &w->wait, &error);
         pthread_mutex_unlock(&server->lock);
+        if (ends)
+            answer_wait(s, w->request, &now, &no_lease);
         reply_error(s, w->request, &error);
     }
 }
@@ -178,19 +214,19 @@ void waits_expire(session *s)
 void waits_cancel(session *s)
 {
     fanin_server *server = s->control->server;
+    unsigned ended = 0;
     for (size_t i = 0; i < SESSION_WAITS; i++) {
         if (!s->waits[i].used)
             continue;
-        pthread_mutex_lock(&server->lock);
         unpark(s, &s->waits[i]);
-        pthread_mutex_unlock(&server->lock);
+        ended++;
         reply_fault(s, s->waits[i].request, FANIN_ERR_CLOSED, SHUTTING_DOWN);
     }
+    forget_listeners(server, ended);
 }
 
 /* ------------------------------------------------------------------- watch */
 
-/* Lock held. */
 static void report(session *s, const watch *w, const state_change *change)
 {
     msg_event m = {.step = change->step, .state = state_for(s, change->state)};
@@ -198,19 +234,15 @@ static void report(session *s, const watch *w, const state_change *change)
     encode_event(&s->out.bytes, w->request, &m);
 }
 
-/* Everything that happened since the last report, or the newest if that is too much.
-   Lock held. */
-static void catch_up(session *s, watch *w)
+/* Everything that happened since the last report, or the newest if that is too much. */
+static void catch_up(session *s, watch *w, const publication_view *v)
 {
-    const publication *p = publication_find(s->control->server, w->publication);
-    if (!p || p->changes == w->seen)
-        return;
-    if (p->changes - w->seen > HISTORY)
-        w->seen = p->changes - HISTORY;
+    if (v->changes - w->seen > HISTORY)
+        w->seen = v->changes - HISTORY;
     if (outgoing_left(&s->out) > EVENTS_QUEUED)
-        w->seen = p->changes - 1;
-    while (w->seen < p->changes)
-        report(s, w, &p->history[w->seen++ % HISTORY]);
+        w->seen = v->changes - 1;
+    while (w->seen < v->changes)
+        report(s, w, &v->history[w->seen++ % HISTORY]);
 }
 
 fanin_status handle_watch(session *s, uint64_t request, body *in)
@@ -241,14 +273,58 @@ fanin_status handle_watch(session *s, uint64_t request, body *in)
     return FANIN_OK;
 }
 
-void waits_answer(session *s)
+static unsigned end_waits(session *s, const changes *c)
+{
+    unsigned ended = 0;
+    for (size_t i = 0; i < SESSION_WAITS && s->n_waits > 0; i++) {
+        parked_wait *w = &s->waits[i];
+        const publication_view *v =
+            w->used ? changes_find(c, w->wait.publication) : NULL;
+        if (!v || !ends_wait(v, &w->wait))
+            continue;
+        answer_wait(s, w->request, v, &no_lease);
+        unpark(s, w);
+        ended++;
+    }
+    return ended;
+}
+
+bool waits_answer(session *s, const changes *c)
+{
+    unsigned ended = end_waits(s, c);
+    bool says = ended > 0;
+    forget_listeners(s->control->server, ended);
+    for (unsigned i = 0; i < s->n_watches; i++) {
+        watch *w = &s->watches[i];
+        const publication_view *v = changes_find(c, w->publication);
+        if (!v || v->changes <= w->seen)
+            continue;
+        catch_up(s, w, v);
+        says = true;
+    }
+    return says;
+}
+
+static void look_up(session *s, const char *name, publication_view *out)
 {
     fanin_server *server = s->control->server;
     pthread_mutex_lock(&server->lock);
-    for (size_t i = 0; i < SESSION_WAITS && s->n_waits > 0; i++)
-        if (s->waits[i].used && answer_wait(s, s->waits[i].request, &s->waits[i].wait))
-            unpark(s, &s->waits[i]);
-    for (unsigned i = 0; i < s->n_watches; i++)
-        catch_up(s, &s->watches[i]);
+    view_take(publication_find(server, name), out);
     pthread_mutex_unlock(&server->lock);
+}
+
+void waits_review(session *s)
+{
+    changes *c = &s->control->changes;
+    c->n = 1;
+    for (size_t i = 0; i < SESSION_WAITS && s->n_waits > 0; i++) {
+        if (!s->waits[i].used)
+            continue;
+        look_up(s, s->waits[i].wait.publication, &c->views[0]);
+        (void)waits_answer(s, c);
+    }
+    for (unsigned i = 0; i < s->n_watches; i++) {
+        look_up(s, s->watches[i].publication, &c->views[0]);
+        (void)waits_answer(s, c);
+    }
 }

@@ -9,8 +9,11 @@
 fanin_status handle_wait(session *s, uint64_t request, body *in);
 fanin_status handle_watch(session *s, uint64_t request, body *in);
 
-/** Answers waits that can be answered, reports changes to watchers. */
-void waits_answer(session *s);
+/** Answers waits that can be answered, reports changes to watchers; false: there was nothing to
+    say. */
+bool waits_answer(session *s, const changes *c);
+/** The same by what publications are now: for a session that has missed changes. Takes the lock. */
+void waits_review(session *s);
 /** When the first wait's time is over. */
 deadline waits_due(const session *s);
 /** Ends waits whose time is over. */

@@ -16,13 +16,14 @@
 /** One place: the server's own user (the Unix socket), other users of this host (127/8 and ::1), an
     IPv4 address, or a /64 of IPv6, which one host has to itself. */
 struct peer_share {
-    uint8_t key[17];                /**< family and bytes */
-    bool is_own;                    /**< the server's own user */
-    char name[64];                  /**< for messages: "10.0.0.7", "fd00:0:0:1::/64" */
-    bucket lines[2];                /**< information, and faults: peer_log.h */
-    atomic_uint_fast64_t unsaid;    /**< lines that were left out and not told of yet */
-    bucket work;                    /**< CPU time of its requests: peer_work.h */
-    atomic_uint_fast64_t memory;    /**< bytes of its connections */
+    uint8_t key[17];             /**< family and bytes */
+    bool is_own;                 /**< the server's own user */
+    char name[64];               /**< for messages: "10.0.0.7", "fd00:0:0:1::/64" */
+    bucket lines[2];             /**< information, and faults: peer_log.h */
+    atomic_uint_fast64_t unsaid; /**< lines that were left out and not told of yet */
+    bucket work;                 /**< CPU time of its requests: peer_work.h */
+    atomic_uint_fast64_t memory; /**< bytes of its connections */
+    bucket held_up;              /**< what it has had of its share (publish/drain.h) */
     unsigned connections, sessions; /**< now; guarded by the server's lock */
 };
 

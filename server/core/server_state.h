@@ -28,12 +28,25 @@ typedef struct reader reader;
 typedef struct commit commit;
 typedef struct peer_share peer_share;
 
+/** What is to be logged of updates that readers held up. Guarded by the server's lock. */
+typedef struct held_up_note {
+    atomic_bool due; /**< read under no lock */
+    bool cut;        /**< a peer was not waited for */
+    unsigned times;  /**< updates since the last line */
+    uint64_t ns;     /**< of the longest, and whose leases, and of what */
+    char by[64], publication[80];
+    uint64_t next; /**< when another line may come */
+} held_up_note;
+
 struct fanin_server {
     pid_t pid;
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
-    uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
+    uint32_t peer_cpu; /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
+    uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/drain.h) */
+    bool is_nice; /**< its threads have the value nice; false: that of their creator */
+    int nice;
     bool sessions_limited; /**< ... by the limit of open files */
     uint64_t max_memory;
     socket_address address; /**< that it listens on, with the port */
@@ -71,7 +84,10 @@ struct fanin_server {
     unsigned network_connections; /**< not of the own user */
     unsigned control_sessions, network_sessions; /**< all, and not of the own user */
     unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
+    bool is_woken; /**< for changes that the control thread has not looked at yet */
     unsigned n_leases;
+    bucket strangers_held_up; /**< what all strangers have had of their shares */
+    held_up_note held_up;
     struct commit_hub *hub; /**< does not change */
     commit *commits;        /**< pending, or withdrawn with a stream still to come */
     commit *untold;         /**< withdrawn or failed, to be logged by commit_tidy() */

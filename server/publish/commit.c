@@ -6,8 +6,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/commit.h"
-#include "publish/lease.h"
-#include "thread.h"
+#include "publish/drain.h"
 #include "versioned.h"
 
 #include <inttypes.h>
@@ -200,32 +199,24 @@ static fanin_status give_catalog(fanin_server *s, commit *c, fanin_error *error)
 
 /* ------------------------------------------------------------------- arena */
 
-/* The newest lease that is in the way of the arena to fill. Nobody can get one any more, and all
-   last equally long, so it is the last to expire. */
-static const lease *find_holder(const publication *p, bool published)
-{
-    const lease *l = p->newest;
-    while (l && l->epoch == p->epoch && !published)
-        l = l->older;
-    return l;
-}
-
-/* Lock held, given up while waiting: for at most the lease time. */
+/* Until no lease is in the way of the arena to fill, or is to be waited for; nobody can get one any
+   more. Lock held, given up while waiting: for at most the lease time. */
 static void wait_for_holders(fanin_server *s, publication *p, const commit *c,
                              bool published)
 {
-    deadline limit = deadline_in_ms(s->lease_ms);
-    const lease *l;
+    drain d;
     if (!RULE(RULE_ARENA_WAIT))
         return;
-    p->waiting++;
-    bool late = false;
-    while (!late && (l = find_holder(p, published)) && p->pending == c)
-        late = !condition_wait(&s->freed, &s->lock,
-                               RULE(RULE_ARENA_DEADLINE)
-                                   ? deadline_sooner(limit, l->expires)
-                                   : deadline_in_ms(COMMIT_WAIT_MS));
-    p->waiting--;
+    drain_begin(
+        p, &d,
+        deadline_in_ms(RULE(RULE_ARENA_DEADLINE) ? s->lease_ms : COMMIT_WAIT_MS));
+    d.ignores_expiry = !RULE(RULE_ARENA_DEADLINE);
+    for (lease *l = p->oldest; l; l = l->newer)
+        if (l->epoch != p->epoch || published)
+            drain_add(s, &d, l);
+    while (p->pending == c && drain_wait(s, &d))
+        ;
+    (void)drain_end(s, p, &d);
 }
 
 /* Chooses the arena to fill, and makes sure that nobody reads it any more. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/commit.h"
 #include "error_set.h"
+#include "publish/drain.h"
 #include "publish/garbage.h"
 
 #include <inttypes.h>
@@ -121,6 +122,7 @@ void commit_tidy(fanin_server *s)
         commit_token_release(&done->token);
     }
     garbage_collect(s);
+    drain_tell(s);
 }
 
 /* ----------------------------------------------------------------- the end */

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/lease.h"
 #include "digest.h"
+#include "publish/drain.h"
 #include "publish/garbage.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-reader *reader_make(fanin_server *s)
+reader *reader_make(fanin_server *s, peer_share *from)
 {
     reader *r = calloc(1, sizeof *r);
     if (!r || !random_bytes(r->id, sizeof r->id)) {
@@ -14,6 +15,7 @@ reader *reader_make(fanin_server *s)
         return NULL;
     }
     r->references = 1;
+    r->from = from;
     r->next = s->readers;
     s->readers = r;
     return r;
@@ -73,6 +75,8 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p, uint64_t begin)
         p->oldest = l;
     p->newest = l;
     s->n_leases++;
+    if (p->drain && p->state == STATE_DRAINING)
+        drain_add(s, p->drain, l);
     return l;
 }
 
@@ -104,10 +108,11 @@ void lease_drop(fanin_server *s, lease *l)
     else
         p->newest = l->older;
     s->n_leases--;
+    if (p->drain)
+        drain_lost(s, p->drain, l);
     catalog_discard(s, l->catalog);
     memset(l, 0, sizeof *l);
-    if (p->state == STATE_DRAINING || p->waiting > 0 ||
-        (s->stopping && s->n_leases == 0))
+    if (s->stopping && s->n_leases == 0)
         pthread_cond_broadcast(&s->freed);
 }
 

@@ -21,7 +21,8 @@ typedef struct lease {
     shard_catalog *catalog; /**< that it is for, with a reference */
     uint64_t begin;         /**< the request that it was granted to */
     uint32_t first_region;  /**< of the arena that it is for (messages.h, begin_ok) */
-    deadline expires;       /**< when begin_update stops waiting for it */
+    deadline expires; /**< when begin_update stops waiting for it, at the latest */
+    uint8_t drained;  /**< its place in the publication's drain, from 1; 0: in none */
     reader *holder;
     struct lease *older, *newer; /**< of the publication */
 } lease;
@@ -36,6 +37,7 @@ typedef struct void_lease {
 struct reader {
     uint8_t id[16]; /**< session id */
     unsigned references, n_data;
+    peer_share *from; /**< as long as it is not closed */
     bool closed;
     uint64_t active_ns; /**< when bytes last went to it over a data connection */
     reader *next;
@@ -46,7 +48,8 @@ struct reader {
 
 /* All with the lock held. */
 
-reader *reader_make(fanin_server *s); /**< NULL: no memory or random bytes */
+reader *reader_make(fanin_server *s,
+                    peer_share *from); /**< NULL: no memory or random bytes */
 reader *reader_find(const fanin_server *s, const uint8_t id[16]);
 void reader_close(fanin_server *s, reader *r);   /**< drops its leases */
 void reader_release(fanin_server *s, reader *r); /**< frees with the last reference */

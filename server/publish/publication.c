@@ -12,8 +12,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/garbage.h"
-#include "publish/lease.h"
-#include "thread.h"
+#include "publish/drain.h"
 
 #include <time.h>
 
@@ -33,8 +32,10 @@ static void enter(fanin_server *s, publication *p, publication_state state)
     p->entered_at = clock_ns();
     p->history[p->changes % HISTORY] = (state_change){p->step, state};
     p->changes++;
-    if (s->listeners > 0)
-        wake_up(s->wake);
+    if (s->listeners == 0 || s->is_woken)
+        return;
+    s->is_woken = true;
+    wake_up(s->wake);
 }
 
 static void count_stable(publication *p)
@@ -248,21 +249,20 @@ void publication_withdraw(fanin_server *s, publication *p, const char *why)
 
 /* ----------------------------------------------------------------- advance */
 
-/* Waits until no unexpired lease is left. All leases last equally long and none is granted
-   while draining, so the newest is the last to expire. */
-static void drain(fanin_server *s, publication *p)
+/* Waits until no lease is left that is to be waited for. */
+static void drain_readers(fanin_server *s, publication *p)
 {
-    deadline limit = deadline_in_ms(s->lease_ms);
+    drain d;
     enter(s, p, STATE_DRAINING);
     if (!RULE(RULE_DRAIN))
         return;
-    while (p->newest && !deadline_passed(p->newest->expires) &&
-           (!deadline_passed(limit) || !RULE(RULE_DRAIN_DEADLINE)))
-        (void)condition_wait(&s->freed, &s->lock,
-                             RULE(RULE_DRAIN_DEADLINE)
-                                 ? deadline_sooner(limit, p->newest->expires)
-                                 : p->newest->expires);
-    if (p->newest)
+    drain_begin(p, &d,
+                RULE(RULE_DRAIN_DEADLINE) ? deadline_in_ms(s->lease_ms) : UINT64_MAX);
+    for (lease *l = p->oldest; l; l = l->newer)
+        drain_add(s, &d, l);
+    while (drain_wait(s, &d))
+        ;
+    if (!drain_end(s, p, &d) && !d.cut)
         s->stats.drains_expired++;
 }
 
@@ -272,7 +272,7 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
     bool gently = to != STATE_UNPUBLISHED;
     count_stable(p);
     if (gently && p->state == STATE_STABLE)
-        drain(s, p);
+        drain_readers(s, p);
     p->epoch = next_odd(s);
     p->previous = 0;
     words_turn(&p->words, p->epoch);

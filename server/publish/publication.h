@@ -114,8 +114,8 @@ struct publication {
     unsigned arena;                  /**< the published one, 0 or 1 */
     const struct arena_set *filling; /**< that holds the arena being filled, or NULL */
     unsigned filling_arena;
-    unsigned waiting; /**< threads that wait for leases to end, other than draining */
-    commit *pending;  /**< that has not taken effect yet, with a reference */
+    struct drain *drain; /**< while a thread waits for leases to end, or NULL */
+    commit *pending;     /**< that has not taken effect yet, with a reference */
     bool has_step;
     uint64_t step;
     shard_catalog
@@ -129,6 +129,7 @@ struct publication {
     uint64_t stable_ns[STABLE_SAMPLES];
     unsigned n_stable;
     uint64_t changes; /**< ever; change i is history[i % HISTORY] */
+    uint64_t told;    /**< of these, that the control thread has looked at */
     state_change history[HISTORY];
 };
 

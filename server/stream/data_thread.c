@@ -4,6 +4,7 @@
 #include "stream/data_thread.h"
 #include "core/peer_log.h"
 #include "core/wake.h"
+#include "core/yielding.h"
 #include "error_set.h"
 #include "stream/data_connection.h"
 #include "thread.h"
@@ -205,6 +206,7 @@ static void *run(void *cookie)
     data_thread *t = cookie;
     struct epoll_event events[EVENTS];
     deadline at = UINT64_MAX, sweep_due = 0;
+    yielding_begin(t->tools.server);
     while (!atomic_load(&t->quit)) {
         if (!t->first || deadline_passed(sweep_due) ||
             deadline_passed(t->tools.rest_until)) {

@@ -27,6 +27,7 @@
  *                        STREAM      writes, collective and commit are queued on a stream; the host runs ahead of it
  *                        EARLY       a reader may ask for leases together with the announcements
  *                        UNCOUPLED   no collective between begin_update and commit: ranks may be whole steps apart
+ *                        SHARE       a holder's share of the minute may end before or while an update waits for it
  *                        READERS=1|2 whole readers;  LEASER  one more, that takes leases, drops them, hangs or dies
  * Switches (mutations):  NO_x removes rule x; BAD_x replaces it by what a plausible implementation might do.
  */
@@ -148,7 +149,15 @@ inline drain(r)                     /* a publication that is absent or being wri
         :: else
         fi
     }
+#ifdef SHARE
+    if
+    :: true -> (rank[r].state != draining || MAY_RETURN(r))
+    :: true -> (rank[r].state != draining || !LEASED(r) || rank[r].drained >= 1)        /* it ends meanwhile */
+    :: true                                                                             /* it was used up */
+    fi
+#else
     (rank[r].state != draining || MAY_RETURN(r))
+#endif
 }
 
 inline begin_update(r)

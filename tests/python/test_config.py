@@ -68,6 +68,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         'port = 7000\nserver_name = "job"\nbind = "10.0.0.1"\nadvertise = "node-1"\n'
         'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\nsnapshot = true\ncast = "BF16"\n'
         'port_by = "local"\ntrusted_network = true\ndata_threads = 4\n'
+        "stranger_share = 0.25\nown_share = 30\nnice = 5\n"
     )
     config = trainer_config(write(tmp_path, text), {})
     assert config.server_arguments() == {
@@ -79,6 +80,9 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         "trusted_network": True,
         "lease": 0.25,
         "data_threads": 4,
+        "stranger_share": 0.25,
+        "own_share": 30,
+        "nice": 5,
         "snapshot": True,
         "cast": "BF16",
         "port_by": "local",
@@ -87,9 +91,14 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
 
 def test_variables_override_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, TRAINER + "port = 7000\nsnapshot = true\n")
-    environ = {"FANIN_PORT": "8000", "FANIN_SNAPSHOT": "0", "FANIN_LEASE": " 0.5 "}
+    environ = {
+        "FANIN_PORT": "8000",
+        "FANIN_SNAPSHOT": "0",
+        "FANIN_LEASE": " 0.5 ",
+        "FANIN_NICE": "-2",
+    }
     config = trainer_config(path, environ)
-    assert (config.port, config.snapshot, config.lease) == (8000, False, 0.5)
+    assert (config.port, config.snapshot, config.lease, config.nice) == (8000, False, 0.5, -2)
     # An empty variable is one that is not set.
     assert trainer_config(path, {"FANIN_PORT": ""}).port == 7000
 
@@ -109,6 +118,8 @@ TRAINER_MISTAKES = [
     ("allow = 'tens'", "weight_broadcast.allow is 'tens'", "networks such as"),
     ("trusted_network = true", "no network is given", "allow"),
     ("data_threads = 0", "weight_broadcast.data_threads is 0", "an integer from 1 to 16"),
+    ("stranger_share = 61", "weight_broadcast.stranger_share is 61", "from 0 to 60"),
+    ("nice = 20", "weight_broadcast.nice is 20", "an integer from -20 to 19"),
     ("lease = -1", "weight_broadcast.lease is -1", "a number of seconds from 0 to 60"),
     ("lease = nan", "weight_broadcast.lease is nan", "a number of seconds"),
     ("cast = 'bf16'", "only snapshots can be cast", "snapshot = true"),

@@ -13,7 +13,8 @@ fanin_server_config make_server_config(void)
     fanin_server_config_init(&config, sizeof config);
     memset(config.world_id, 7, sizeof config.world_id);
     config.flags = FANIN_SERVER_NO_UCX;
-    config.data_threads = 1; /* the same on every machine */
+    config.data_threads = 1;          /* the same on every machine */
+    config.stranger_share_ms = 60000; /* leases last as long as they say */
     return config;
 }
 

@@ -59,6 +59,9 @@ class Serving(NamedTuple):
     trusted_network: bool
     lease: float
     data_threads: int | None
+    stranger_share: float
+    own_share: float
+    nice: int
     snapshot: bool
     cast: Cast | None
     use_ucx: bool
@@ -148,6 +151,9 @@ class Publisher:
                 use_ucx=serving.use_ucx,
                 lease=serving.lease,
                 data_threads=serving.data_threads,
+                stranger_share=serving.stranger_share,
+                own_share=serving.own_share,
+                nice=serving.nice,
             )
             address = join_address(listening.advertise, server.port)
             if source is not None:

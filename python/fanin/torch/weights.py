@@ -87,6 +87,8 @@ class WeightServer(Publisher):
     :param lease: seconds that readers can delay an update, at most.
     :param data_threads: threads that each rank sends tensors to readers with, 1 to 16, so many
         readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
+    :param stranger_share: seconds of a minute that one network peer may hold updates up, own_share:
+        that this user may, nice: of the threads that serve; see :class:`fanin.Server`.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the memory of what this rank publishes.
     :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
@@ -136,6 +138,9 @@ class WeightServer(Publisher):
         trusted_network: bool = False,
         lease: float = 1.0,
         data_threads: int | None = None,
+        stranger_share: float = 0.5,
+        own_share: float = 60.0,
+        nice: int = 0,
         snapshot: bool = False,
         cast: Cast | None = None,
         names: NamesFunction | None = None,
@@ -158,6 +163,9 @@ class WeightServer(Publisher):
             trusted_network,
             lease,
             data_threads,
+            stranger_share,
+            own_share,
+            nice,
             snapshot,
             cast,
             use_ucx,

@@ -89,6 +89,19 @@ typedef struct fanin_server_config {
         What it did not take for 20 s it may take at once; beyond that its requests wait. Sending
         tensors is not counted, nor is the own user by its Unix socket. Default 50; 0: no limit */
     uint32_t peer_cpu;
+    /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
+        default 500. All together have four times as much. A peer is an address (all of 127/8 and ::1
+        one, of IPv6 a /64), without those of a trusted network. Once half of it is used, the peer's
+        leases are not waited for until some is back: what it reads then ends stale when an update
+        begins first. 60000: nobody has a share, only lease_ms counts */
+    uint32_t stranger_share_ms;
+    /** the same for the server's own user on this host, and for each address of a trusted network;
+        default 60000 */
+    uint32_t own_share_ms;
+    /** added to the nice value that the creating thread has, for the library's threads that serve
+        readers, -20..19; default 0. Below 0 it takes a privilege (CAP_SYS_NICE); without it the value
+        stays, and the log says so (event "nice") */
+    int32_t nice;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
@@ -208,7 +221,8 @@ fanin_server_set_metadata(fanin_server *server, const char *publication,
 
 /**
  * Announces that the trainer is about to write @p publication in place. New readers are told
- * to wait; blocks until the running ones are done, at most lease_ms from this call, then voids
+ * to wait; blocks until the running ones are done, at most lease_ms from this call, and for those
+ * of one peer at most what it has left of its share (stranger_share_ms, own_share_ms), then voids
  * their tokens, and until what is just being sent has left: one copy into a socket, or out of
  * a CUDA device, which is given up after 10 s. Creates the publication if it is not there.
  * Called again during an update it takes a new epoch and returns at once. Of a snapshot
@@ -418,6 +432,11 @@ typedef struct fanin_server_stats {
         requests_delayed; /**< times that a connection's requests waited for its peer's share of CPU time */
     uint64_t
         log_lines_left_out; /**< that peers caused, told of by their number alone */
+    uint64_t
+        drains_cut; /**< updates that did not wait for a peer that had had its share */
+    uint64_t
+        held_up_ns_max;  /**< longest time that one peer's leases held an update up */
+    char held_up_by[64]; /**< whose, "": nobody's */
 } fanin_server_stats;
 
 /**

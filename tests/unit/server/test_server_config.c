@@ -130,6 +130,15 @@ static void bad_configurations_are_refused(void **state)
     c.max_memory = (uint64_t)7 << 20;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "8 MiB for each data thread");
     c = server_config();
+    c.stranger_share_ms = 60001;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "share");
+    c = server_config();
+    c.own_share_ms = UINT32_MAX;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "share");
+    c = server_config();
+    c.nice = -21;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "nice");
+    c = server_config();
     c.struct_size = 3;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "config_init");
     expect_refused(NULL, FANIN_ERR_ARGUMENT, "configuration");

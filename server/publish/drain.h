@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Waiting for leases, and on whose account: a peer's leases hold updates up only as long as it has
+ * something left of its share of a minute. After that they are good for as long as their epoch
+ * stands, like any lease, but nobody waits for them.
+ *
+ * A drain's leases are counted by peer when it begins, so that a lease that ends costs the same
+ * however many there are.
+ */
+#ifndef DRAIN_H
+#define DRAIN_H
+
+#include "core/bucket.h"
+#include "publish/lease.h"
+
+#define SHARE_WINDOW_MS 60000 /**< shares are of as long */
+#define STRANGERS_SHARES 4    /**< shares that all strangers together have */
+#define DRAIN_PEERS 64 /**< that are told apart at a time, besides the own user */
+
+/** The leases of one peer, or, in the last slot, of those that found no slot. */
+typedef struct drain_peer {
+    peer_share *from; /**< NULL: of several; good while there are leases */
+    unsigned leases;  /**< that there still are */
+    bool used, is_stranger;
+    bool cut;       /**< its share ends before its leases */
+    deadline until; /**< when it is waited for no longer */
+} drain_peer;
+
+typedef struct drain {
+    uint64_t since;
+    deadline limit;
+    bool ignores_expiry;               /**< the limit alone ends it */
+    unsigned seen;                     /**< leases that were added */
+    bool cut;                          /**< a share ended before the leases did */
+    uint64_t strangers_ns, longest_ns; /**< held up by strangers, and by one peer */
+    char by[64];                       /**< who that was */
+    drain_peer peers[DRAIN_PEERS + 2];
+} drain;
+
+/* All with the lock held. */
+
+/** What is left of a share of @p share_ms a minute, in ns, that may be taken in one go: nothing,
+    unless it is half of it. UINT64_MAX: it has no end. */
+uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms);
+/** Takes @p used_ns out of it, be there as much or not. */
+void share_take(bucket *b, uint64_t now, uint32_t share_ms, uint64_t used_ns);
+
+/** The publication's from now to drain_end(); nothing else may drain it. @p limit: it waits no
+    longer. */
+void drain_begin(publication *p, drain *d, deadline limit);
+/** Waits for the lease as well. */
+void drain_add(fanin_server *s, drain *d, lease *l);
+/** One that was added, or not, has gone; whoever drains is woken if it was the peer's last. */
+void drain_lost(fanin_server *s, drain *d, const lease *l);
+/** The lock is given up while it waits; false: there is nothing left to wait for. */
+bool drain_wait(fanin_server *s, drain *d);
+/** Charges the peers, and counts who held the update up. True: all leases had ended. */
+bool drain_end(fanin_server *s, publication *p, drain *d);
+
+/** Logs who held updates up, now and then. Takes the lock; none may be held. */
+void drain_tell(fanin_server *s);
+
+#endif
