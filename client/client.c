@@ -99,6 +99,12 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };
+    const char *secret = secret_file_of(client->config.secret_file);
+    client->config.secret_file = NULL; /* the caller's */
+    if (secret)
+        status = tls_end_of_reader(secret, &client->shared.tls, error);
+    if (status != FANIN_OK)
+        return status;
     if (!random_bytes(client->shared.client_id, sizeof client->shared.client_id))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
     digest id = digest_of(client->shared.client_id, sizeof client->shared.client_id);
@@ -161,6 +167,7 @@ void fanin_client_destroy(fanin_client **client)
     if (c->cancel.fd >= 0)
         close(c->cancel.fd);
     loop_finish(&c->loop);
+    tls_end_free(&c->shared.tls);
     free(c->server_name);
     free(c);
 }

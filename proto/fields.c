@@ -84,20 +84,18 @@ CHECKED_TABLE(fields_hello, check_hello, U32(1, msg_hello, version_min, 1, UINT1
               OPTIONAL_TEXT(7, msg_hello, software),
               OPTIONAL_TEXT(8, msg_hello, trace_id));
 
-CHECKED_TABLE(fields_hello_ok, check_hello_ok,
-              U32(1, msg_hello_ok, version, 1, UINT16_MAX),
-              OPTIONAL_NUMBER(2, FIELD_U64, msg_hello_ok, features, UINT64_MAX),
-              ID(3, msg_hello_ok, world_id), ID(4, msg_hello_ok, incarnation),
-              ID(5, msg_hello_ok, session), U32(6, msg_hello_ok, rank, 0, 65535),
-              U32(7, msg_hello_ok, world_size, 1, 65536),
-              NAME(8, msg_hello_ok, server_name),
-              OPTIONAL_TEXT(9, msg_hello_ok, ucx_version),
-              OPTIONAL_TEXT(10, msg_hello_ok, software),
-              OPTIONAL_TEXT(11, msg_hello_ok, host_id),
-              U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
-              U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
-              OPTIONAL_TEXT(14, msg_hello_ok, warnings),
-              OPTIONAL_TEXT(15, msg_hello_ok, address));
+CHECKED_TABLE(
+    fields_hello_ok, check_hello_ok, U32(1, msg_hello_ok, version, 1, UINT16_MAX),
+    OPTIONAL_NUMBER(2, FIELD_U64, msg_hello_ok, features, UINT64_MAX),
+    ID(3, msg_hello_ok, world_id), ID(4, msg_hello_ok, incarnation),
+    ID(5, msg_hello_ok, session), U32(6, msg_hello_ok, rank, 0, 65535),
+    U32(7, msg_hello_ok, world_size, 1, 65536), NAME(8, msg_hello_ok, server_name),
+    OPTIONAL_TEXT(9, msg_hello_ok, ucx_version),
+    OPTIONAL_TEXT(10, msg_hello_ok, software), OPTIONAL_TEXT(11, msg_hello_ok, host_id),
+    U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
+    U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
+    OPTIONAL_TEXT(14, msg_hello_ok, warnings), OPTIONAL_TEXT(15, msg_hello_ok, address),
+    {16, FIELD_BYTES, false, AT(msg_hello_ok, proof), 0, 32});
 
 TABLE(fields_open_path,
       I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),

@@ -72,6 +72,8 @@ typedef struct msg_hello_ok {
     uint32_t lease_ms;
     char warnings[512]; /**< lines */
     char address[64];   /**< that the server listens on, "127.0.0.1:6000" */
+    bytes_view
+        proof; /**< by TLS: that it is this rank, 32 bytes; else empty; borrowed */
 } msg_hello_ok;
 
 typedef struct msg_open_path { /* request and reply */

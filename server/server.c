@@ -161,6 +161,14 @@ static void load_ucx(fanin_server *s)
     }
 }
 
+static fanin_status take_secret(fanin_server *s, const fanin_server_config *c,
+                                fanin_error *error)
+{
+    const char *file = secret_file_of(c->secret_file);
+    return file ? tls_end_of_rank(file, s->world_id, s->rank, &s->tls, error)
+                : FANIN_OK;
+}
+
 static fanin_status fill(fanin_server *s, const fanin_server_config *c,
                          fanin_error *error)
 {
@@ -197,8 +205,8 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
-    fanin_status status = FANIN_OK;
-    if (c->allow && *c->allow)
+    fanin_status status = take_secret(s, c, error);
+    if (status == FANIN_OK && c->allow && *c->allow)
         status = networks_parse(c->allow, &s->allow, &s->n_allow, error);
     return status == FANIN_OK ? openness_check(s, error) : status;
 }
@@ -270,6 +278,7 @@ static void finish(fanin_server *s)
         ucx_unload(&s->ucx);
     if (s->wake >= 0)
         close(s->wake);
+    tls_end_free(&s->tls);
     free(s->allow);
     pthread_cond_destroy(&s->freed);
     pthread_mutex_destroy(&s->lock);

@@ -156,6 +156,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"procfs", {":directories"}},
         {"dev", {":directories"}},
         {"info", {":files"}},
+        {"secret-file", {":any-files"}},
         {"csv", {":any-files"}},
         {"html", {":any-files"}},
     };
@@ -271,6 +272,9 @@ static void complete_argument(line *line, const char *prefix)
                           ? strcmp(line->command->name, "serve") != 0
                           : line->positional == 1 && /* --compare */
                                 strcmp(line->command->name, "bench") == 0;
+    if (strcmp(line->command->name, "secret") == 0) {
+        takes_file = false; /* it is a new one */
+    }
     if (takes_key && has_target && line->positional <= 1) {
         offer_from_ranks(line, WANT_KEYS, prefix);
     } else if (takes_directory && has_target && line->positional == 1) {

@@ -36,7 +36,7 @@ static const char *const outro =
 
 static const command *const commands[] = {
     &cmd_list, &cmd_show,  &cmd_ping,  &cmd_pull,   &cmd_verify, &cmd_watch,
-    &cmd_map,  &cmd_serve, &cmd_bench, &cmd_doctor, NULL,
+    &cmd_map,  &cmd_serve, &cmd_bench, &cmd_doctor, &cmd_secret, NULL,
 };
 
 static void print_help(FILE *stream)

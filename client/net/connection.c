@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "neighbour.h"
+#include "net/secure.h"
 #include "outgoing.h"
 #include "socket_owner.h"
 #include <errno.h>
@@ -36,6 +37,7 @@ struct connection {
     uint64_t look_ns; /* when silence is to be looked at next; 0: nobody waits */
     framing in;
     outgoing out;
+    tls *tls; /* NULL: there is none, or not yet */
     pending *pending;
 };
 
@@ -115,6 +117,7 @@ static void close_socket(connection *c)
     loop_remove(c->shared->loop, &c->source);
     close(c->source.fd);
     c->source.fd = -1;
+    tls_free(&c->tls);
 }
 
 static bool start_on(connection *c, const socket_address *address, fanin_error *fault)
@@ -223,7 +226,7 @@ static void send_hello(connection *c)
                        .version_max = VERSION_MAX,
                        .features = FEATURES,
                        .role = ROLE_CONTROL};
-    if (c->is_unix || c->shared->no_checksums)
+    if (c->is_unix || c->tls || c->shared->no_checksums)
         hello.features &= ~FEATURE_SEALS;
     memcpy(hello.id, c->shared->client_id, sizeof hello.id);
     snprintf(hello.software, sizeof hello.software, "fanin %s", fanin_version());
@@ -332,8 +335,15 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         start_tcp(c);
         return;
     }
-    if (!is_trusted_owner(c))
+    if (!c->tls && !is_trusted_owner(c)) /* by TLS it proves itself */
         return;
+    if (!secure_proven(c->tls, &peer)) {
+        secure_fault why;
+        secure_explain_unproven(c->tls, &peer, &why);
+        fail_here(c, why.status, 0, "connect", why.remedy, why.what);
+        return;
+    }
+    peer.proof = (bytes_view){0}; /* it is the buffer's */
     c->peer = peer;
     c->known = true;
     c->silent = false;
@@ -420,7 +430,7 @@ static void on_readable(connection *c)
             fail_for_memory(c);
             return;
         }
-        ssize_t n = recv(c->source.fd, to, room, 0);
+        ssize_t n = tls_receive(c->tls, c->source.fd, to, room);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
@@ -428,8 +438,12 @@ static void on_readable(connection *c)
         if (n <= 0) {
             /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */
             bool ready = c->state == CONNECTION_READY;
+            bool altered = n < 0 && errno == EBADMSG;
             c->silent = false;
-            fail_here(c, ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+            fail_here(c,
+                      altered ? FANIN_ERR_TRANSPORT
+                      : ready ? FANIN_ERR_CLOSED
+                              : FANIN_ERR_UNREACHABLE,
                       n < 0 ? errno : 0, "connection",
                       "is the trainer process still alive?",
                       n < 0 ? "broke the connection" : "closed the connection");
@@ -438,7 +452,7 @@ static void on_readable(connection *c)
         framing_add(&c->in, (size_t)n);
         c->heard_ns = clock_ns();
         c->pinged = false;
-        if (!take_frames(c) || (size_t)n < room)
+        if (!take_frames(c) || ((size_t)n < room && !c->tls))
             return; /* what comes later wakes the loop again */
     }
 }
@@ -447,10 +461,36 @@ static void flush(connection *c)
 {
     /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
        finds it, then the end of the stream. */
-    if (outgoing_flush(&c->out, c->source.fd) != 0)
+    if (outgoing_flush(&c->out, c->tls, c->source.fd) != 0)
         outgoing_clear(&c->out);
-    loop_want(c->shared->loop, &c->source,
-              outgoing_is_empty(&c->out) ? EPOLLIN : EPOLLIN | EPOLLOUT);
+    bool is_sent = outgoing_is_empty(&c->out) && tls_unsent(c->tls) == 0;
+    loop_want(c->shared->loop, &c->source, is_sent ? EPOLLIN : EPOLLIN | EPOLLOUT);
+}
+
+/* Over TCP, if there is a secret. False: it goes on later, or the connection is gone. */
+static bool is_secured(connection *c)
+{
+    secure_fault why;
+    if (!c->shared->tls || c->is_unix)
+        return true;
+    if (!c->tls && !(c->tls = tls_new(c->shared->tls, c->source.fd))) {
+        fail_for_memory(c);
+        return false;
+    }
+    switch (tls_handshake(c->tls)) {
+    case TLS_UP:
+        return true;
+    case TLS_WAIT:
+        loop_want(c->shared->loop, &c->source,
+                  tls_unsent(c->tls) > 0 ? EPOLLIN | EPOLLOUT : EPOLLIN);
+        return false;
+    case TLS_FAILED:
+        break;
+    }
+    c->silent = false;
+    secure_explain(c->tls, &why);
+    fail_here(c, why.status, 0, "connect", why.remedy, why.what);
+    return false;
 }
 
 static void on_ready(loop_source *source, uint32_t events)
@@ -465,7 +505,10 @@ static void on_ready(loop_source *source, uint32_t events)
                       "cannot be reached");
             return;
         }
-        socket_tune(source->fd);
+        if (!c->tls)
+            socket_tune(source->fd);
+        if (!is_secured(c))
+            return;
         send_hello(c);
         if (c->out.bytes.failed) {
             fail_for_memory(c);
@@ -574,7 +617,7 @@ void connection_give_up(connection *c)
 {
     static const char stopped[] =
         "is the trainer process stopped, or a firewall in between?";
-    bool accepted = c->state == CONNECTION_HELLO;
+    bool accepted = c->state == CONNECTION_HELLO || c->tls;
     if (c->state == CONNECTION_DOWN)
         return;
     c->silent = true;
@@ -695,6 +738,10 @@ bool connection_process(const connection *c, pid_t *pid_out)
 bool connection_is_sealed(const connection *c)
 {
     return c->in.sealed;
+}
+const tls_end *connection_tls(const connection *c)
+{
+    return c->tls ? c->shared->tls : NULL;
 }
 bool connection_is_local(const connection *c)
 {

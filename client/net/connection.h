@@ -11,6 +11,7 @@
 #include "log.h"
 #include "net/loop.h"
 #include "socket.h"
+#include "tls.h"
 
 typedef struct connection connection;
 
@@ -36,6 +37,7 @@ typedef struct connection_shared {
     const char *ucx_version;
     logger log;
     unsigned *told; /**< differences of neighbour.h that were logged */
+    tls_end *tls;   /**< over TCP; NULL: there is no secret */
 } connection_shared;
 
 /** @p address: as the caller gave it, for messages; @p tcp: resolved. FANIN_ERR_MEMORY. */
@@ -69,6 +71,8 @@ const char *connection_stranger(const connection *c);
 bool connection_process(const connection *c, pid_t *pid_out);
 /** Whether frames carry checksums, in both directions; data connections are to do as it does. */
 bool connection_is_sealed(const connection *c);
+/** What its data connections are to be secured with, as it is; NULL: it is not. */
+const tls_end *connection_tls(const connection *c);
 bool connection_is_local(const connection *c);       /**< the rank is on this host */
 uint64_t connection_generation(const connection *c); /**< grows with every hello */
 

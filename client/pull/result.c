@@ -43,7 +43,8 @@ static fanin_checksums guard_of(const peer *p, fanin_path path)
     if (path == FANIN_PATH_CMA || path == FANIN_PATH_CUDA_IPC ||
         connection_is_unix(p->control))
         return FANIN_CHECKSUMS_LOCAL;
-    return path == FANIN_PATH_STREAM && connection_is_sealed(p->control)
+    return path == FANIN_PATH_STREAM &&
+                   (connection_is_sealed(p->control) || connection_tls(p->control))
                ? FANIN_CHECKSUMS_ALL
                : FANIN_CHECKSUMS_NONE;
 }

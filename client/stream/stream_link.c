@@ -4,6 +4,7 @@
 #include "convert.h"
 #include "device/devices.h"
 #include "error_set.h"
+#include "net/secure.h"
 #include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -33,6 +34,7 @@ static void close_data(stream_link *link, data_connection *d)
         close(d->source.fd);
     }
     d->source.fd = -1;
+    tls_free(&d->tls);
     outgoing_free(&d->out);
     framing_free(&d->in);
     checksum_free(d->sum);
@@ -215,14 +217,16 @@ void data_lose_device(data_connection *d)
 void data_want(data_connection *d)
 {
     uint32_t events = d->paused ? 0 : EPOLLIN;
-    if (!outgoing_is_empty(&d->out))
+    /* What TLS has received already the socket does not tell: its room wakes the loop. */
+    bool has_come = !d->paused && tls_pending(d->tls);
+    if (!outgoing_is_empty(&d->out) || tls_unsent(d->tls) > 0 || has_come)
         events |= EPOLLOUT;
     loop_want(d->link->loop, &d->source, events);
 }
 
 static void flush(data_connection *d)
 {
-    int failed = outgoing_flush(&d->out, d->source.fd);
+    int failed = outgoing_flush(&d->out, d->tls, d->source.fd);
     if (failed)
         data_lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
     else
@@ -383,14 +387,16 @@ static void on_chunk(sink_waiter *waiter)
 static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
 {
     for (;;) {
-        ssize_t got = readv(d->source.fd, iov, (int)n);
+        ssize_t got = tls_receive_into(d->tls, d->source.fd, iov, (int)n);
         if (got > 0)
             return (size_t)got;
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
-        data_lose(d, FANIN_ERR_CLOSED, got < 0 ? errno : 0,
+        bool altered = got < 0 && errno == EBADMSG;
+        data_lose(d, altered ? FANIN_ERR_TRANSPORT : FANIN_ERR_CLOSED,
+                  got < 0 ? errno : 0,
                   got < 0 ? "broke a data connection" : "closed a data connection");
         return 0;
     }
@@ -515,6 +521,19 @@ static void take_digests(data_connection *d, body *b)
     finish_request(d);
 }
 
+/* Secured: it proves to be the rank of the control connection. False: it does not, and is lost. */
+static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
+{
+    secure_fault why;
+    msg_hello_ok rank = *connection_peer(d->link->control);
+    rank.proof = hello->proof;
+    if (secure_proven(d->tls, &rank))
+        return true;
+    secure_explain_unproven(d->tls, &rank, &why);
+    data_lose(d, why.status, 0, why.what);
+    return false;
+}
+
 /* A hello's answer, digests or an error. */
 static void take_text(data_connection *d, framed *got)
 {
@@ -529,6 +548,8 @@ static void take_text(data_connection *d, framed *got)
                       "gives no checksums on a data connection");
             return;
         }
+        if (!is_same_rank(d, &hello))
+            return;
         d->stage = IDLE_OR_FRAME;
         pump(d);
     } else if (d->stage != HELLO && got->head.type == MSG_DIGEST_OK) {
@@ -616,6 +637,29 @@ static void on_readable(data_connection *d)
         got = d->stage == BODY ? read_body(d) : read_frame(d);
         turn += got;
     } while (got > 0 && turn < TURN_BYTES && d->source.fd >= 0);
+    if (d->source.fd >= 0 && d->tls)
+        data_want(d);
+}
+
+/* As the control connection is. False: it goes on later, or the connection is gone. */
+static bool is_secured(data_connection *d)
+{
+    secure_fault why;
+    const tls_end *end = connection_tls(d->link->control);
+    if (!end)
+        return true;
+    if (!d->tls && !(d->tls = tls_new(end, d->source.fd))) {
+        data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be secured: out of memory");
+        return false;
+    }
+    tls_step step = tls_handshake(d->tls);
+    if (step == TLS_WAIT) {
+        data_want(d);
+    } else if (step == TLS_FAILED) {
+        secure_explain(d->tls, &why);
+        data_lose(d, why.status, 0, why.what);
+    }
+    return step == TLS_UP;
 }
 
 static void on_ready(loop_source *source, uint32_t events)
@@ -627,13 +671,17 @@ static void on_ready(loop_source *source, uint32_t events)
             data_lose(d, FANIN_ERR_UNREACHABLE, failed, "refuses data connections");
             return;
         }
-        socket_tune(source->fd);
+        if (!d->tls)
+            socket_tune(source->fd);
+        if (!is_secured(d))
+            return;
         d->stage = HELLO;
         flush(d);
         return;
     }
     if (events & EPOLLOUT)
         flush(d);
-    if (d->source.fd >= 0 && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+    if (d->source.fd >= 0 &&
+        (events & (EPOLLIN | EPOLLHUP | EPOLLERR) || tls_pending(d->tls)))
         on_readable(d);
 }

@@ -17,6 +17,7 @@ typedef struct data_connection {
     struct stream_link *link;
     stage stage;
     outgoing out;
+    tls *tls;              /* NULL: there is none, or not yet */
     uint64_t queue[QUEUE]; /* requests, oldest first */
     unsigned queued;
     framing in;         /* but for the bytes that were asked for */

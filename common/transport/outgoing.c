@@ -28,10 +28,11 @@ void outgoing_free(outgoing *o)
     o->sent = 0;
 }
 
-int outgoing_flush(outgoing *o, int fd)
+int outgoing_flush(outgoing *o, tls *t, int fd)
 {
     while (!outgoing_is_empty(o)) {
-        ssize_t n = send(fd, o->bytes.data + o->sent, outgoing_left(o), MSG_NOSIGNAL);
+        const struct iovec all = {o->bytes.data + o->sent, outgoing_left(o)};
+        ssize_t n = tls_send(t, fd, &all, 1);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
@@ -40,7 +41,7 @@ int outgoing_flush(outgoing *o, int fd)
             return errno;
         outgoing_sent(o, (size_t)n);
     }
-    return 0;
+    return tls_flush(t);
 }
 
 void outgoing_sent(outgoing *o, size_t bytes)

@@ -4,6 +4,7 @@
 #define OUTGOING_H
 
 #include "buffer.h"
+#include "tls.h"
 
 typedef struct outgoing {
     buffer bytes;
@@ -15,8 +16,9 @@ size_t outgoing_left(const outgoing *o); /**< bytes that were not sent yet */
 void outgoing_clear(outgoing *o); /**< forgets what was not sent, keeps the memory */
 void outgoing_free(outgoing *o);
 
-/** Sends what the socket takes now. 0, or the errno of a broken connection. */
-int outgoing_flush(outgoing *o, int fd);
+/** Sends what the socket takes now, by @p t unless that is NULL. 0, or the errno of a broken
+    connection. */
+int outgoing_flush(outgoing *o, tls *t, int fd);
 /** So many were sent by somebody else. */
 void outgoing_sent(outgoing *o, size_t bytes);
 /** Gives memory back: what sent bytes take if they are most of it, of an empty one all that is more

@@ -178,6 +178,7 @@ class ServerConfig(Structure):
         ("stranger_share_ms", c_uint32),
         ("own_share_ms", c_uint32),
         ("nice", c_int32),
+        ("secret_file", c_char_p),
     ]
 
 
@@ -253,6 +254,7 @@ class ClientConfig(Structure):
         ("threads", c_uint32),
         ("trust_containers", c_bool),
         ("trust_other_users", c_bool),
+        ("secret_file", c_char_p),
     ]
 
 

@@ -130,6 +130,9 @@ class Client(ClosableHandle):
     :param trust_other_users: a rank on a loopback address may be any user's, not this process's own
         or root's alone; also ``FANIN_TRUST_OTHER_USERS=1``.
     :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
+    :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, to
+        ranks that have the same secret and prove which rank they are. Unix sockets stay as they
+        are. None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.
     """
@@ -152,6 +155,7 @@ class Client(ClosableHandle):
         checksums: bool = True,
         trust_containers: bool = False,
         trust_other_users: bool = False,
+        secret_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -177,6 +181,8 @@ class Client(ClosableHandle):
         config.no_checksums = not checksums
         config.trust_containers = trust_containers
         config.trust_other_users = trust_other_users
+        if secret_file is not None:
+            config.secret_file = c_string(os.fspath(secret_file), "secret_file")
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

@@ -137,6 +137,9 @@ class Server(ClosableHandle):
         network.
     :param nice: added to the nice value of the calling thread for the threads that serve readers,
         -20 to 19; below 0 it takes a privilege.
+    :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP,
+        and only readers that have the same secret. The Unix socket of one host stays as it is.
+        None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
     :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
     :raises HostError: the C library cannot be loaded; no memory, no sockets.
@@ -166,6 +169,7 @@ class Server(ClosableHandle):
         stranger_share: float = 0.5,
         own_share: float = 60.0,
         nice: int = 0,
+        secret_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -204,6 +208,8 @@ class Server(ClosableHandle):
                 "nice is not -20 to 19", "give 0 to 19: a larger one yields more"
             )
         config.nice = nice
+        if secret_file is not None:
+            config.secret_file = c_string(os.fspath(secret_file), "secret_file")
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size

@@ -4,6 +4,7 @@
 #include "control/reply.h"
 #include "control/requests.h"
 #include "control/rest.h"
+#include "control/secure.h"
 #include "control/waits.h"
 
 #include <sys/epoll.h>
@@ -102,15 +103,16 @@ void session_handle_event(session *s, uint32_t events)
         return;
     work_begin(s);
     bool rests = must_rest(s);
+    bool waits = !rests && !session_secure(s);
     uint32_t ends =
         rests ? EPOLLHUP | EPOLLERR : 0; /* of a peer that is gone nothing waits */
-    if (events & ends ||
-        (!rests && events & (EPOLLIN | EPOLLHUP | EPOLLERR) && !session_receive(s)))
+    bool has_come = events & (EPOLLIN | EPOLLHUP | EPOLLERR) || tls_pending(s->tls);
+    if (events & ends || (!rests && !waits && has_come && !session_receive(s)))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
     else if (rests)
         session_send(s);
     work_charge(s);
-    if (!rests)
+    if (!rests && !waits)
         session_serve(s);
     session_note_due(s);
 }
@@ -124,7 +126,7 @@ void session_take_turn(session *s)
     work_begin(s);
     if (s->n_waits + s->n_watches > 0)
         waits_review(s);
-    if (!session_receive(s))
+    if (session_secure(s) && !session_receive(s))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
     work_charge(s);
     session_serve(s);
@@ -183,6 +185,8 @@ void session_expire(session *s)
         session_close(s, "it took no bytes for 10 s");
     } else if (s->phase == SESSION_CLOSING && deadline_passed(s->due)) {
         session_close(s, NULL);
+    } else if (s->tls && !s->secured && !s->resting && deadline_passed(s->due)) {
+        session_close(s, "no TLS handshake within 2 s");
     } else if (s->phase == SESSION_HELLO && !s->resting && deadline_passed(s->due)) {
         session_reject(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
         session_serve(s);

@@ -2,6 +2,7 @@
 #include "control/requests.h"
 #include "control/evict.h"
 #include "control/open_path.h"
+#include "control/secure.h"
 #include "core/admission.h"
 #include "core/peer_log.h"
 #include "error_set.h"
@@ -32,6 +33,8 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
         memcpy(m.host_id, server->host, sizeof m.host_id);
     if (server->ucx_failed)
         snprintf(m.warnings, sizeof m.warnings, "%s", server->ucx_why);
+    uint8_t proof[TLS_PROOF_SIZE];
+    session_prove(s, proof, &m);
     size_t answer = s->out.bytes.size;
     encode_hello_ok(&s->out.bytes, request, &m);
     if (hello->features & FEATURE_SEALS)

@@ -19,8 +19,8 @@
 
 bool session_account(session *s)
 {
-    size_t memory =
-        sizeof *s + sizeof(reader) + s->in.bytes.capacity + s->out.bytes.capacity;
+    size_t memory = sizeof *s + sizeof(reader) + s->in.bytes.capacity +
+                    s->out.bytes.capacity + tls_memory(s->tls);
     return memory_account(s->control->server, s->from, &s->memory, memory);
 }
 
@@ -36,6 +36,7 @@ static session *make(struct control *c, int fd, const socket_address *peer,
     s->from = from;
     s->fd = fd;
     s->is_unix = peer->storage.ss_family == AF_UNIX;
+    s->secured = s->is_unix; /* the kernel says who is there */
     s->is_local = socket_is_loopback(peer);
     memcpy(s->peer, peer->text, sizeof s->peer);
     s->due = deadline_in_ms(HELLO_MS);
@@ -162,19 +163,25 @@ void session_free(session *s)
     memory_account(s->control->server, s->from, &s->memory, 0);
     framing_free(&s->in);
     outgoing_free(&s->out);
+    tls_free(&s->tls);
     free(s);
 }
 
 void session_hand_over(session *s, reader *r)
 {
     fanin_server *server = s->control->server;
-    handover h = {
-        .fd = s->fd, .reader = r, .from = s->from, .in = s->in, .out = s->out};
+    handover h = {.fd = s->fd,
+                  .reader = r,
+                  .from = s->from,
+                  .in = s->in,
+                  .out = s->out,
+                  .tls = s->tls};
     memcpy(h.peer, s->peer, sizeof h.peer);
     epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
     if (!s->out.bytes.failed && stream_adopt(server, &h)) {
         s->in = (framing){0};
         s->out = (outgoing){0};
+        s->tls = NULL;
         leave(s); /* descriptor, count and bytes live on */
         return;
     }
@@ -209,7 +216,7 @@ void session_reject(session *s, uint64_t request, fanin_status code,
 static bool flush(session *s)
 {
     size_t left = outgoing_left(&s->out);
-    if (outgoing_flush(&s->out, s->fd) != 0)
+    if (outgoing_flush(&s->out, s->tls, s->fd) != 0)
         return false;
     if (outgoing_is_empty(&s->out))
         s->stalled_at = UINT64_MAX;
@@ -221,9 +228,11 @@ static bool flush(session *s)
 
 static void update_interest(session *s)
 {
-    uint32_t interest = outgoing_is_empty(&s->out) ? 0 : EPOLLOUT;
+    bool waits = !outgoing_is_empty(&s->out) || tls_unsent(s->tls) > 0;
+    uint32_t interest = waits ? EPOLLOUT : 0;
     if (outgoing_left(&s->out) < OUTPUT_PAUSE && !s->resting)
-        interest |= EPOLLIN;
+        /* What TLS has received already the socket does not tell: its room wakes the thread. */
+        interest |= tls_pending(s->tls) ? EPOLLIN | EPOLLOUT : EPOLLIN;
     if (interest == s->interest)
         return;
     struct epoll_event event = {.events = interest, .data.ptr = s};
@@ -249,7 +258,8 @@ void session_send(session *s)
         session_close(s, "the connections have all the memory they may");
         return;
     }
-    if (s->phase == SESSION_CLOSING && outgoing_is_empty(&s->out) && !s->shut) {
+    if (s->phase == SESSION_CLOSING && outgoing_is_empty(&s->out) &&
+        tls_unsent(s->tls) == 0 && !s->shut) {
         s->shut = true;
         shutdown(s->fd, SHUT_WR);
     }
@@ -266,7 +276,7 @@ bool session_receive(session *s)
     uint8_t *to = framing_room(&s->in, &room);
     if (!to || room == 0)
         return to != NULL;
-    ssize_t n = recv(s->fd, to, room, MSG_DONTWAIT);
+    ssize_t n = tls_receive(s->tls, s->fd, to, room);
     if (n < 0)
         return errno == EAGAIN || errno == EINTR;
     if (n == 0)

@@ -7,6 +7,7 @@
 #include "core/admission.h"
 #include "framing.h"
 #include "outgoing.h"
+#include "tls.h"
 #include "publish/lease.h"
 
 /* Caps of one control session (PROTOCOL.md, "Limits"). */
@@ -43,6 +44,8 @@ typedef struct session {
     struct session *previous, *next, *next_resting;
     struct control *control;
     int fd;
+    tls *tls;     /**< NULL: there is none, or not yet */
+    bool secured; /**< whether there is to be any is decided, and it is up */
     bool is_unix, is_local;
     bool admitted;    /**< counted by admit(); false: it is only told why not */
     unsigned differs; /**< in what the peer is none of the server's own (neighbour.h) */

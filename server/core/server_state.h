@@ -17,6 +17,7 @@
 #include "log.h"
 #include "shards/region.h"
 #include "socket.h"
+#include "tls.h"
 #include "ucx.h"
 #include <fanin/server.h>
 
@@ -55,6 +56,7 @@ struct fanin_server {
     network *allow;
     size_t n_allow;
     logger log;
+    tls_end *tls; /**< NULL: there is no secret */
     ucx *ucx;
     char ucx_why[512];  /**< why there is no UCX, "" otherwise */
     bool ucx_failed;    /**< ... although there should be */

@@ -24,6 +24,7 @@ connection *connection_make(const handover *h)
     if (!c)
         return NULL;
     c->fd = h->fd;
+    c->tls = h->tls;
     c->reader = h->reader;
     c->from = h->from;
     memcpy(c->peer, h->peer, sizeof c->peer);
@@ -48,6 +49,7 @@ void connection_free(stream_tools *t, connection *c)
     /* A forked child may hold a copy of the descriptor: closing alone would not end it. */
     shutdown(c->fd, SHUT_RDWR);
     close(c->fd);
+    tls_free(&c->tls);
     job_free(s, &c->job);
     digester_free(&c->digester);
     framing_free(&c->in);
@@ -65,7 +67,8 @@ void connection_free(stream_tools *t, connection *c)
 bool connection_account(fanin_server *s, connection *c)
 {
     size_t now = sizeof *c + c->in.bytes.capacity + c->out.bytes.capacity +
-                 job_memory(&c->job) + digester_memory(&c->digester);
+                 job_memory(&c->job) + digester_memory(&c->digester) +
+                 tls_memory(c->tls);
     return memory_account(s, c->from, &c->memory, now);
 }
 
@@ -247,7 +250,7 @@ static progress receive(stream_tools *t, connection *c)
     if (!connection_account(t->server, c))
         return reject(t, c, 0, FANIN_ERR_LIMIT,
                       "the server's connections have all the memory they may");
-    ssize_t n = recv(c->fd, to, room, MSG_DONTWAIT);
+    ssize_t n = tls_receive(c->tls, c->fd, to, room);
     if (n > 0) {
         framing_add(&c->in, (size_t)n);
         return PROGRESS_MORE;
@@ -298,7 +301,7 @@ static progress discard(connection *c)
         shutdown(c->fd, SHUT_WR);
     }
     char nothing[4096];
-    ssize_t n = recv(c->fd, nothing, sizeof nothing, MSG_DONTWAIT);
+    ssize_t n = tls_receive(c->tls, c->fd, nothing, sizeof nothing);
     if (n > 0 || (n < 0 && errno == EINTR))
         return PROGRESS_MORE;
     return n < 0 && errno == EAGAIN ? PROGRESS_WAIT : PROGRESS_CLOSE;
@@ -336,7 +339,7 @@ static void gather_clear(gather *g, size_t most)
 
 static void gather_start(gather *g, const connection *c, size_t most)
 {
-    gather_clear(g, most);
+    gather_clear(g, c->tls && most > TLS_SEND_MOST ? TLS_SEND_MOST : most);
     gather_add(g, c->out.bytes.data + c->out.sent, outgoing_left(&c->out));
 }
 
@@ -345,12 +348,11 @@ static void gather_start(gather *g, const connection *c, size_t most)
 static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t *of_job)
 {
     gather *g = &t->gather;
-    struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
     size_t queued = outgoing_left(&c->out);
     bool aside = c->in.sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
     if (aside)
         side_sum_begin(t->sums, c->sum, g, queued, g->bytes - queued);
-    ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = tls_send(c->tls, c->fd, g->iov, g->n);
     int code = errno;
     *of_job = n > 0 ? account_sent(c, (size_t)n) : 0;
     /* What was sent is as it was: begin_update waits, or it is the stage's. */
@@ -364,7 +366,7 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
         return PROGRESS_CLOSE;
     if (n > 0 && !c->closing)
         c->stalled_at = UINT64_MAX;
-    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes;
+    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes || tls_unsent(c->tls) > 0;
     c->burst = full ? c->burst / 2 : 2 * c->burst;
     c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
@@ -575,8 +577,25 @@ static progress digest_progress(stream_tools *t, connection *c)
     return PROGRESS_MORE;
 }
 
+/* What TLS has taken already, before anything else. */
+static progress flush_tls(connection *c)
+{
+    size_t before = tls_unsent(c->tls);
+    if (!c->can_write)
+        return PROGRESS_WAIT;
+    if (tls_flush(c->tls) != 0)
+        return PROGRESS_CLOSE;
+    size_t left = tls_unsent(c->tls);
+    c->can_write = left == 0;
+    if (left < before && !c->closing)
+        c->stalled_at = left > 0 ? deadline_in_ms(STALL_MS) : UINT64_MAX;
+    return c->can_write ? PROGRESS_MORE : PROGRESS_WAIT;
+}
+
 static progress progress_once(stream_tools *t, connection *c)
 {
+    if (tls_unsent(c->tls) > 0)
+        return flush_tls(c);
     if (c->digester.on)
         return digest_progress(t, c);
     if (c->job.is_staged)

@@ -26,6 +26,7 @@ typedef struct stream_tools {
 
 typedef struct connection {
     int fd;
+    tls *tls; /**< NULL: plain */
     reader *reader;
     peer_share *from;
     char peer[64];

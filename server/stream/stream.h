@@ -24,6 +24,7 @@ void stream_destroy(fanin_server *s);
 /** A connection on its way from the control thread to a data thread. */
 typedef struct handover {
     int fd;
+    tls *tls;         /**< NULL: none; it is up */
     reader *reader;   /**< with a reference, and counted in n_data */
     peer_share *from; /**< as admit() gave it */
     framing in;       /**< with what was received and not taken */

@@ -54,6 +54,8 @@ say_doctor()
     say show 0 show "$info" "$key"
     say show 0 show "$info" 'lora:0:*layers.0.*k_proj*'
     say ping 0 ping "$info"
+    say secret 0 secret launch.secret
+    say error 11 secret launch.secret
     say watch 0 watch "$info" --count 3 --idle-ms 20
     grep -q '"event":"quiet"' "out/watch.$count.json"
     say pull 0 pull "$info" --out proven --check-pattern

@@ -224,8 +224,7 @@ void peer_send(peer *p, buffer *b)
     buffer_free(b);
 }
 
-/* False: the connection ended. */
-static bool receive_exactly(peer *p, void *to, size_t size)
+bool peer_receive_raw(peer *p, void *to, size_t size)
 {
     for (size_t got = 0; got < size;) {
         if (!ready(p->fd, POLLIN, PATIENCE_MS))
@@ -244,13 +243,13 @@ void peer_receive(peer *p)
 {
     uint8_t header[FRAME_SIZE];
     const char *why;
-    assert_true(receive_exactly(p, header, sizeof header));
+    assert_true(peer_receive_raw(p, header, sizeof header));
     assert_int_equal(frame_decode(header, &p->frame, &why), FANIN_OK);
     assert_true(p->frame.length <= LIMIT_READ_BYTES);
     free(peers[p->fd].body);
     p->body = peers[p->fd].body = malloc(p->frame.length + 1);
     assert_non_null(p->body);
-    assert_true(receive_exactly(p, p->body, p->frame.length));
+    assert_true(peer_receive_raw(p, p->body, p->frame.length));
 }
 
 body peer_expect(peer *p, message_type type)
@@ -280,7 +279,7 @@ msg_error peer_expect_error(peer *p, fanin_status code)
 void peer_expect_closed(peer *p)
 {
     char byte;
-    assert_false(receive_exactly(p, &byte, 1));
+    assert_false(peer_receive_raw(p, &byte, 1));
 }
 
 bool peer_silent(peer *p, int ms)

@@ -79,6 +79,8 @@ void peer_request_hello(peer *p, const msg_hello *m);
 /** Sends and frees the bytes. */
 void peer_send(peer *p, buffer *b);
 void peer_send_raw(peer *p, const void *data, size_t size);
+/** False: the connection ended before. */
+bool peer_receive_raw(peer *p, void *to, size_t size);
 void peer_receive(peer *p);
 /** Receives a reply to the last request, which must have this type. */
 body peer_expect(peer *p, message_type type);

@@ -149,6 +149,7 @@ static int start_ranks(bench *b)
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;
     b->trainer.source.full |= b->layout != NULL || b->mappings != NULL;
+    b->trainer.secret_file = b->line.connect.secret_file;
     int code = trainer_runs_resolve(b->self, &b->trainer, o);
     code = code != 0
                ? code

@@ -108,6 +108,10 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
          "accept only this job's ranks", "NAME"},
         {"expect-world-id", 0, POPT_ARG_STRING, &options->world_id, 0,
          "accept only ranks of this world, 32 hexadecimal digits", "HEX"},
+        {"secret-file", 0, POPT_ARG_STRING, &options->secret_file, 0,
+         "the launch's secret: TLS over TCP (also: FANIN_SECRET_FILE in the "
+         "environment)",
+         "FILE"},
         POPT_TABLEEND,
     };
     memcpy(table, entries, sizeof entries);

@@ -65,6 +65,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->threads = (uint32_t)connect->threads;
     config->streams_per_rank = (uint32_t)connect->streams;
     config->server_name = connect->server_name;
+    config->secret_file = connect->secret_file;
     if (common->timeout_ms < config->connect_timeout_ms) {
         config->connect_timeout_ms = common->timeout_ms;
     }
@@ -101,6 +102,11 @@ static void demand(session *s, const connect_options *connect,
     if (connect->world_id == NULL) {
         memcpy(config->world_id, s->target.world_id, sizeof config->world_id);
     }
+    /* An option says more than the environment, which says more than the target file. */
+    if (config->secret_file == NULL && getenv("FANIN_SECRET_FILE") == NULL) {
+        config->secret_file = s->target.secret_file;
+    }
+    s->secret_file = config->secret_file;
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 

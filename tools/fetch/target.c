@@ -283,6 +283,20 @@ const char *target_choose(const target *t, char choices[TARGET_CHOICES])
     return fit == 1 ? chosen : NULL;
 }
 
+/* It names the secret, and never is it. */
+static fanin_status parse_secret_file(const json_t *file, const char *path, target *out,
+                                      fanin_error *error)
+{
+    if (file == NULL || json_is_null(file)) {
+        return FANIN_OK;
+    }
+    if (!json_is_string(file) || json_string_value(file)[0] != '/') {
+        return bad_file(error, path, "\"secret_file\" is no absolute path");
+    }
+    out->secret_file = strdup(json_string_value(file));
+    return out->secret_file != NULL ? FANIN_OK : failure_memory(error, "the target");
+}
+
 /* What the ranks must announce: "world_id" and "server_name". */
 static fanin_status parse_demands(const json_t *root, const char *path, target *out,
                                   fanin_error *error)
@@ -295,8 +309,10 @@ static fanin_status parse_demands(const json_t *root, const char *path, target *
         return bad_file(error, path,
                         "\"world_id\" is not 32 hexadecimal digits, not all zero");
     }
-    if (name == NULL || json_is_null(name)) {
-        return FANIN_OK;
+    fanin_status status =
+        parse_secret_file(json_object_get(root, "secret_file"), path, out, error);
+    if (status != FANIN_OK || name == NULL || json_is_null(name)) {
+        return status;
     }
     if (!json_is_string(name) || json_string_value(name)[0] == '\0') {
         return bad_file(error, path, "\"server_name\" is no name");
@@ -464,5 +480,6 @@ void target_free(target *t)
     free(t->addresses);
     free(t->file);
     free(t->server_name);
+    free(t->secret_file);
     *t = (target){0};
 }

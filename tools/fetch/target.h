@@ -21,6 +21,7 @@ typedef struct target {
     char *file;        /**< the nixl_info.json, NULL: none */
     char *server_name; /**< what the ranks must announce, NULL: the file says nothing */
     uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< likewise; all zero: it says nothing */
+    char *secret_file; /**< the launch's secret, NULL: the file says nothing */
 } target;
 
 enum { TARGET_MAX_RANKS = 65536 };
@@ -33,7 +34,7 @@ enum { TARGET_MAX_RANKS = 65536 };
  * R is a list of ranks, or a number of ranks that follow those of the entries before.
  * Rank r listens on base_port + r of its host. "publications" (["lora:0", "full:0"]) and "run_idx"
  * (a number or a string) are what commands use by default, see target_choose(); "world_id" (32
- * hexadecimal digits, not all zero) and "server_name" are what the ranks must announce; other fields
+ * hexadecimal digits, not all zero) and "server_name" are what the ranks must announce, "secret_file" names a file; other fields
  * and publications of other kinds are ignored.
  *
  * FANIN_ERR_ARGUMENT: not understood; FANIN_ERR_NOT_FOUND: no such file; FANIN_ERR_IO: it

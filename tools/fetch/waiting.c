@@ -125,6 +125,7 @@ waiting *waiting_start(const session *s, uint64_t step)
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
+    config.secret_file = s->secret_file;
     if (w == NULL) {
         return NULL;
     }

@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -85,6 +86,23 @@ static int tell_ready(const serve_options *o, const rank_options *options,
     return 0;
 }
 
+/* Where the ranks have their secret from. Links stay: where secrets are mounted they lead elsewhere soon. */
+static void tell_secret(json_t *object, const rank_options *options)
+{
+    char folder[PATH_MAX] = "";
+    char *path = NULL;
+    const char *file = options->secret_file;
+    file = file != NULL ? file : getenv("FANIN_SECRET_FILE");
+    if (file == NULL || file[0] == '\0' ||
+        (file[0] != '/' && getcwd(folder, sizeof folder) == NULL)) {
+        return;
+    }
+    if (asprintf(&path, "%s%s%s", folder, file[0] != '/' ? "/" : "", file) > 0) {
+        output_set(object, "secret_file", output_string(path), NULL);
+        free(path);
+    }
+}
+
 static json_t *info_json(const rank_options *options, const ranks *r)
 {
     char *end;
@@ -107,6 +125,7 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     if (options->server_name != NULL) {
         output_set(object, "server_name", output_string(options->server_name), NULL);
     }
+    tell_secret(object, options);
     if (options->base_port != 0) {
         output_set(object, "host", output_string(ranks_host(r)), "base_port",
                    output_u64(options->base_port), NULL);

@@ -252,6 +252,7 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.lease_ms = o->lease_ms;
     config.data_threads = o->data_threads;
     config.allow = o->allow;
+    config.secret_file = o->secret_file;
     config.log = o->log;
     config.log_cookie = o->log_cookie;
     if (o->bind != NULL) {

@@ -34,6 +34,10 @@ static void fill_tables(trainer_options *o)
         {"no-ucx", 0, POPT_ARG_NONE, &o->no_ucx, 0, "never load UCX", NULL},
         {"trust-containers", 0, POPT_ARG_NONE, &o->trust_containers, 0,
          "this uid in other containers of this network is this user", NULL},
+        {"secret-file", 0, POPT_ARG_STRING, &o->secret_file, 0,
+         "the launch's secret: TLS over TCP (also: FANIN_SECRET_FILE in the "
+         "environment)",
+         "FILE"},
         {"base-port", 'p', POPT_ARG_INT, &o->base_port, 0,
          "rank r listens on PORT + r; 0 (default): ephemeral ports", "PORT"},
         {"replicate", 0, POPT_ARG_INT, &o->replicate, 0,
@@ -149,6 +153,7 @@ static int resolve_world(const command *self, const trainer_options *o,
     out->bind = o->bind;
     out->allow = o->allow;
     out->server_name = o->server_name;
+    out->secret_file = o->secret_file;
     out->flags = (o->open ? (uint32_t)FANIN_SERVER_OPEN : 0) |
                  (o->trusted ? (uint32_t)FANIN_SERVER_TRUSTED_NETWORK : 0) |
                  (o->insecure ? (uint32_t)FANIN_SERVER_INSECURE : 0) |

@@ -100,6 +100,13 @@ typedef struct fanin_client_config {
         Default: this process's own or root's, else FANIN_ERR_AUTH. FANIN_TRUST_OTHER_USERS=1 in the
         environment sets it as well */
     bool trust_other_users;
+    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by TLS 1.3
+        then, to ranks that have the same secret and prove which rank they are; others are
+        FANIN_ERR_AUTH. Unix sockets stay as they are. NULL (default): what the environment's
+        FANIN_SECRET_FILE names, if anything; "": none. The file, to which symbolic links may lead, belongs
+        to the process's user or to root, and others may not use it; its group may read one of root's. It is
+        read once. Needs OpenSSL 3 when the client is created */
+    const char *secret_file;
 } fanin_client_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */
@@ -114,6 +121,10 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  *   0. Fix @p config.
  * - FANIN_ERR_LIMIT: no descriptor left. Raise `ulimit -n`.
  * - FANIN_ERR_IO: the kernel gives no random bytes.
+ * Of a secret: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode;
+ * FANIN_ERR_ARGUMENT, it holds something else; FANIN_ERR_IO, it cannot be read;
+ * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3;
+ * FANIN_ERR_MEMORY. All say what to do.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_create(
     const fanin_client_config *config, fanin_client **client_out, fanin_error *error);
@@ -554,7 +565,7 @@ typedef int32_t fanin_checksums;
 enum {
     FANIN_CHECKSUMS_NONE = 0, /**< some came over a network without checksums of ours */
     FANIN_CHECKSUMS_ALL =
-        1, /**< what came over a network came with checksums, and they fit */
+        1, /**< what came over a network came with checksums, or by TLS, and they fit */
     FANIN_CHECKSUMS_LOCAL = 2, /**< nothing came over a network */
 };
 

@@ -102,6 +102,12 @@ typedef struct fanin_server_config {
         readers, -20..19; default 0. Below 0 it takes a privilege (CAP_SYS_NICE); without it the value
         stays, and the log says so (event "nice") */
     int32_t nice;
+    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by TLS 1.3
+        then, of readers that have the same secret, and others are refused; the Unix socket stays as it is.
+        NULL (default): what the environment's FANIN_SECRET_FILE names, if anything; "": none. The file, to
+        which symbolic links may lead, belongs to the process's user or to root, and others may not use it;
+        its group may read one of root's. It is read once. Needs OpenSSL 3 when the server is created */
+    const char *secret_file;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
@@ -126,6 +132,10 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * - FANIN_ERR_IO: the kernel refuses a socket, an epoll set or random bytes; sys_errno says
  *   why.
  * - FANIN_ERR_MEMORY: out of memory.
+ * Of a secret: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode;
+ * FANIN_ERR_ARGUMENT, it holds something else; FANIN_ERR_IO, it cannot be read;
+ * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3. All say
+ * what to do.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_create(
     const fanin_server_config *config, fanin_server **server_out, fanin_error *error);

@@ -26,7 +26,7 @@ static void all_bytes_arrive_in_order(void **state)
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
     fill(&o);
     while (at < SIZE) {
-        assert_int_equal(outgoing_flush(&o, ends[0]), 0);
+        assert_int_equal(outgoing_flush(&o, NULL, ends[0]), 0);
         ssize_t n = recv(ends[1], got, sizeof got, 0);
         assert_true(n > 0);
         assert_memory_equal(got, bytes + at, (size_t)n);
@@ -40,7 +40,7 @@ static void all_bytes_arrive_in_order(void **state)
     assert_int_equal(o.bytes.capacity, 0);
     close(ends[1]);
     buffer_append(&o.bytes, "x", 1);
-    assert_int_not_equal(outgoing_flush(&o, ends[0]), 0);
+    assert_int_not_equal(outgoing_flush(&o, NULL, ends[0]), 0);
     close(ends[0]);
     outgoing_free(&o);
 }

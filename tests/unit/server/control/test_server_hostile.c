@@ -4,6 +4,7 @@
 #include "random.h"
 #include "server_peer.h"
 #include "testing.h"
+#include "tls.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -54,11 +55,9 @@ static void expect_end(peer *p, fanin_status code)
 
 static void garbage_is_refused(void **state)
 {
-    static const char *const words[] = {
-        "GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
-        "\x16\x03\x01\x02\x01\x01\xfc\x03\x03\x20zzzzzzzzzzzzzzzz",
-        "FAN1FAN1FAN1FAN1FAN1FAN1"};
-    for (size_t i = 0; i < 3; i++) {
+    static const char *const words[] = {"GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
+                                        "FAN1FAN1FAN1FAN1FAN1FAN1"};
+    for (size_t i = 0; i < 2; i++) {
         peer p = peer_connect(server);
         peer_send_raw(&p, words[i], strlen(words[i]));
         peer_receive(&p);
@@ -66,7 +65,22 @@ static void garbage_is_refused(void **state)
         peer_expect_closed(&p);
         peer_close(&p);
     }
-    assert_int_equal(server_stats(server).protocol_errors, 3);
+    assert_int_equal(server_stats(server).protocol_errors, 2);
+}
+
+/* Of a rank without a secret. */
+static void tls_is_refused_in_its_own_words(void **state)
+{
+    static const char hello[] =
+        "\x16\x03\x01\x02\x01\x01\xfc\x03\x03\x20zzzzzzzzzzzzzzzz";
+    char heard[TLS_ALERT_SIZE];
+    peer p = peer_connect(server);
+    peer_send_raw(&p, hello, sizeof hello - 1);
+    assert_true(peer_receive_raw(&p, heard, sizeof heard));
+    assert_memory_equal(heard, TLS_NO_SECRET_ALERT, sizeof heard);
+    peer_expect_closed(&p);
+    peer_close(&p);
+    assert_int_equal(server_stats(server).sessions_refused, 1);
 }
 
 static void hello_must_come_first_and_be_short(void **state)
@@ -289,6 +303,7 @@ int main(void)
 #define HOSTILE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
     const struct CMUnitTest tests[] = {
         HOSTILE(garbage_is_refused),
+        HOSTILE(tls_is_refused_in_its_own_words),
         HOSTILE(hello_must_come_first_and_be_short),
         HOSTILE(who_says_nothing_is_dropped),
         HOSTILE(odd_messages_of_a_session),

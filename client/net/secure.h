@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What is said of a rank with which no secured connection can be made, and who it proves to be. */
+#ifndef SECURE_H
+#define SECURE_H
+
+#include "messages.h"
+#include "tls.h"
+
+typedef struct secure_fault {
+    fanin_status status;
+    char what[400]; /**< what the rank does, or is not: "has another secret ..." */
+    char remedy[256];
+} secure_fault;
+
+/** Why a handshake has failed. */
+void secure_explain(const tls *t, secure_fault *out);
+/** Whether the rank that answers is who it says, as far as there is TLS (NULL: it need not prove it). */
+bool secure_proven(const tls *t, const msg_hello_ok *peer);
+/** Why it is not. */
+void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_fault *out);
+
+#endif

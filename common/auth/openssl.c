@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "openssl.h"
+#include "error_set.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SONAME "libssl.so.3"
+#define MAJOR(version) ((version) >> 28)
+/* The process may end while threads of a server still use it: it is not to clean up by then. */
+#define INIT_NO_ATEXIT UINT64_C(0x00080000)
+
+static const char install_hint[] = "a secret needs OpenSSL 3: install it (Debian: "
+                                   "libssl3), or name its libssl.so.3 in "
+                                   "FANIN_OPENSSL_LIBRARY";
+
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static openssl table;
+static bool loaded;
+
+static fanin_status refuse(fanin_error *error, const char *file, const char *why)
+{
+    const error_place place = {.phase = "load", .remedy = install_hint};
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "no TLS: %s%s%.400s",
+                     file ? file : "", file ? " cannot be used: " : "", why);
+}
+
+/* Of libssl and, by its dependence, of the libcrypto that it was linked with. */
+static bool read_functions(void *handle, openssl *o, char why[128])
+{
+    static const struct {
+        const char *name;
+        size_t offset;
+    } functions[] = {
+#define X(name) {#name, offsetof(openssl, name)},
+        OPENSSL_FUNCTIONS(X)
+#undef X
+    };
+    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
+        void *symbol = dlsym(handle, functions[i].name);
+        if (!symbol) {
+            snprintf(why, 128, "it has no function %s", functions[i].name);
+            return false;
+        }
+        memcpy((char *)o + functions[i].offset, &symbol, sizeof symbol);
+    }
+    return true;
+}
+
+static fanin_status load(fanin_error *error)
+{
+    const char *named = getenv("FANIN_OPENSSL_LIBRARY");
+    const char *file = named ? named : SONAME;
+    char why[128];
+    if (!file[0])
+        return refuse(error, NULL, "FANIN_OPENSSL_LIBRARY is empty");
+    void *handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    if (!handle)
+        return refuse(error, NULL, dlerror());
+    if (!read_functions(handle, &table, why))
+        return refuse(error, file, why);
+    if (MAJOR(table.OpenSSL_version_num()) != 3)
+        return refuse(error, file, "it is not of version 3");
+    if (table.OPENSSL_init_ssl(INIT_NO_ATEXIT, NULL) != 1)
+        return refuse(error, file, "it does not start");
+    loaded = true;
+    return FANIN_OK;
+}
+
+fanin_status openssl_load(const openssl **out, fanin_error *error)
+{
+    pthread_mutex_lock(&load_lock);
+    fanin_status status = loaded ? FANIN_OK : load(error);
+    pthread_mutex_unlock(&load_lock);
+    *out = status == FANIN_OK ? &table : NULL;
+    return status;
+}
+
+const openssl *openssl_of_callback(void)
+{
+    return &table;
+}

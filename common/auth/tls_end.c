@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Keys and settings of one side: TLS 1.3 alone, one identity, no certificates, tickets or early data. */
+#include "error_set.h"
+#include "tls_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* OpenSSL's numbers. */
+#define TLS1_3 0x0304
+#define VERIFY_PEER 1
+#define CTRL_MODE 33
+#define CTRL_SESSION_CACHE 44
+#define CTRL_MIN_VERSION 123
+#define CTRL_MAX_VERSION 124
+#define MODE_RELEASE_BUFFERS 0x10L
+#define OP_NO_TICKET (UINT64_C(1) << 14)
+#define OP_OWN_ORDER (UINT64_C(1) << 22) /* of ciphers, not the client's */
+
+#define CIPHERS "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
+
+/* A session that never was, made of the key: so OpenSSL takes a key that both ends have. */
+static SSL_SESSION *session_of_key(const tls_end *end, SSL *ssl)
+{
+    static const unsigned char aes_128_gcm[] = {0x13, 0x01};
+    const openssl *o = end->o;
+    SSL_SESSION *session = o->SSL_SESSION_new();
+    const SSL_CIPHER *cipher = o->SSL_CIPHER_find(ssl, aes_128_gcm);
+    if (session && cipher &&
+        o->SSL_SESSION_set1_master_key(session, end->reader_key, KEY_SIZE) &&
+        o->SSL_SESSION_set_cipher(session, cipher) &&
+        o->SSL_SESSION_set_protocol_version(session, TLS1_3))
+        return session;
+    o->SSL_SESSION_free(session);
+    return NULL;
+}
+
+static tls *tls_of(SSL *ssl)
+{
+    return openssl_of_callback()->SSL_get_ex_data(ssl, TLS_DATA);
+}
+
+/* Without a session the handshake goes on as one with a certificate, which no rank has. */
+static int find_session(SSL *ssl, const unsigned char *identity, size_t size,
+                        SSL_SESSION **out)
+{
+    tls *t = tls_of(ssl);
+    *out = NULL;
+    t->unknown =
+        size != strlen(IDENTITY_READER) || memcmp(identity, IDENTITY_READER, size) != 0;
+    if (t->unknown)
+        return 1;
+    *out = session_of_key(t->end, ssl);
+    return *out != NULL;
+}
+
+static int use_session(SSL *ssl, const EVP_MD *md, const unsigned char **identity,
+                       size_t *size, SSL_SESSION **out)
+{
+    const tls *t = tls_of(ssl);
+    *identity = (const unsigned char *)IDENTITY_READER;
+    *size = strlen(IDENTITY_READER);
+    (void)md; /* all ciphers that are offered have the same */
+    *out = session_of_key(t->end, ssl);
+    return *out != NULL;
+}
+
+static bool settle(tls_end *end)
+{
+    const openssl *o = end->o;
+    SSL_CTX *c = o->SSL_CTX_new(o->TLS_method());
+    end->context = c;
+    if (!c || o->SSL_CTX_ctrl(c, CTRL_MIN_VERSION, TLS1_3, NULL) != 1 ||
+        o->SSL_CTX_ctrl(c, CTRL_MAX_VERSION, TLS1_3, NULL) != 1 ||
+        o->SSL_CTX_set_ciphersuites(c, CIPHERS) != 1 ||
+        o->SSL_CTX_set_num_tickets(c, 0) != 1)
+        return false;
+    o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
+    o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
+    o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);
+    if (end->is_rank) {
+        o->SSL_CTX_set_psk_find_session_callback(c, find_session);
+    } else {
+        /* Nobody is trusted by a certificate: none would be good. */
+        o->SSL_CTX_set_verify(c, VERIFY_PEER, NULL);
+        o->SSL_CTX_set_psk_use_session_callback(c, use_session);
+    }
+    end->method = tls_method_new(o);
+    return end->method != NULL;
+}
+
+/* @p identity: of the key that is kept; NULL: the root. */
+static fanin_status derive(tls_end *end, const char *identity, fanin_error *error)
+{
+    uint8_t secret[SECRET_SIZE], root[KEY_SIZE];
+    fanin_status status = secret_file_read(end->file, secret, error);
+    if (status != FANIN_OK)
+        return status;
+    bool good = launch_root(end->o, secret, root) &&
+                launch_key(end->o, root, IDENTITY_READER, end->reader_key);
+    explicit_bzero(secret, sizeof secret);
+    if (good && identity)
+        good = launch_key(end->o, root, identity, end->key);
+    else
+        memcpy(end->key, root, sizeof root);
+    explicit_bzero(root, sizeof root);
+    if (good && settle(end))
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                     "OpenSSL %s cannot be set up for TLS 1.3",
+                     end->o->OpenSSL_version(0));
+}
+
+static fanin_status make(const char *file, const char *identity, tls_end **out,
+                         fanin_error *error)
+{
+    *out = NULL;
+    tls_end *end = calloc(1, sizeof *end);
+    if (!end || !(end->file = strdup(file))) {
+        free(end);
+        return error_set_memory(error);
+    }
+    end->is_rank = identity != NULL;
+    fanin_status status = openssl_load(&end->o, error);
+    if (status == FANIN_OK)
+        status = derive(end, identity, error);
+    if (status == FANIN_OK)
+        *out = end;
+    else
+        tls_end_free(&end);
+    return status;
+}
+
+fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
+                             uint32_t rank, tls_end **out, fanin_error *error)
+{
+    char identity[IDENTITY_MOST];
+    rank_identity(world_id, rank, identity);
+    return make(file, identity, out, error);
+}
+
+fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error)
+{
+    return make(file, NULL, out, error);
+}
+
+void tls_end_free(tls_end **end)
+{
+    tls_end *e = *end;
+    *end = NULL;
+    if (!e)
+        return;
+    if (e->context)
+        e->o->SSL_CTX_free(e->context);
+    if (e->method)
+        e->o->BIO_meth_free(e->method);
+    free(e->file);
+    explicit_bzero(e, sizeof *e);
+    free(e);
+}
+
+const char *tls_end_file(const tls_end *end)
+{
+    return end->file;
+}

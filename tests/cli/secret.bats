@@ -1,0 +1,123 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# A launch's secret on command lines, and OpenSSL's own client as a peer that knows nothing of fanin.
+
+# shellcheck disable=SC2154 # info, ranks_pid, stderr and output are set elsewhere
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE
+    cd "$BATS_TEST_TMPDIR" || return 1
+    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
+    ranks_pid=
+    "$NIXL_FETCH" secret one
+    "$NIXL_FETCH" secret other
+}
+
+teardown()
+{
+    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
+}
+
+@test "a secret is new, its owner's, and never written over" {
+    [ "$(stat -c %a one)" = 600 ]
+    grep -Eqx '[0-9a-f]{64}' one
+    run -1 cmp -s one other
+    cp one before
+    run -11 --separate-stderr "$NIXL_FETCH" secret one
+    [[ $stderr == *"one: File exists"* ]]
+    cmp one before
+    ln -s nowhere link
+    run -11 "$NIXL_FETCH" secret link
+    [ ! -e nowhere ]
+    run -15 "$NIXL_FETCH" secret nowhere/secret
+    run -2 "$NIXL_FETCH" secret
+}
+
+@test "commands use the secret of their option, the environment, the target file" {
+    start_ranks --adapter-shape small --world-size 2 --secret-file one
+    grep -Fq "\"secret_file\": \"$PWD/one\"" "$info"
+    run -0 "$NIXL_FETCH" pull "$info" --no-unix --out d
+    run -0 "$NIXL_FETCH" verify "$info" --no-unix --dir d
+    address=$("$NIXL_FETCH" ping "$info" --no-unix --json | jq -r '.ranks[].address' | paste -sd,)
+    run -0 "$NIXL_FETCH" list "$address" --no-unix --secret-file one
+    FANIN_SECRET_FILE=one run -0 "$NIXL_FETCH" list "$address" --no-unix
+    run -0 "$NIXL_FETCH" list "$address" # over Unix sockets the kernel says who it is
+    run -13 --separate-stderr "$NIXL_FETCH" list "$address" --no-unix
+    [[ $stderr == *"demands the launch's secret"*"--secret-file"* ]]
+    run -13 --separate-stderr "$NIXL_FETCH" list "$address" --no-unix --secret-file other
+    [[ $stderr == *"another secret than other"* ]]
+    chmod 0644 one
+    run -13 --separate-stderr "$NIXL_FETCH" list "$address" --no-unix --secret-file one
+    [[ $stderr == *"secret file one has mode 0644"*"chmod"* ]]
+    chmod 0600 one
+    # Nobody learns it from what is said: not here, not of the processes.
+    run -13 "$NIXL_FETCH" pull "$address" --no-unix --secret-file other --run 0 --out e --verbose
+    run ! grep -qF "$(head -c 16 other)" <<<"$output"
+    run ! grep -rqaF "$(head -c 16 one)" /proc/"$ranks_pid"/cmdline /proc/"$ranks_pid"/environ "$info"
+}
+
+@test "a secret without OpenSSL is an error, and never plain" {
+    export FANIN_OPENSSL_LIBRARY=/nonexistent/libssl.so.3
+    run -14 --separate-stderr "$NIXL_FETCH" list 127.0.0.1:1 --secret-file one
+    [[ $stderr == *"no TLS: /nonexistent/libssl.so.3"*"install it"* ]]
+    run -14 --separate-stderr timeout 20 "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --secret-file one
+    [[ $stderr == *"no TLS"* ]]
+    run -13 "$NIXL_FETCH" list 127.0.0.1:1
+}
+
+# derive FILE IDENTITY: the key that PROTOCOL.md says, by OpenSSL.
+derive()
+{
+    openssl kdf -keylen 32 -kdfopt digest:SHA256 -kdfopt "hexkey:$(head -c 64 "$1")" \
+        -kdfopt salt:fanin/1 -kdfopt "info:$2" HKDF | tr -d ':\n'
+}
+
+@test "OpenSSL's client is a reader by the protocol's key, and nobody by another" {
+    openssl version | grep -q '^OpenSSL 3' || skip "needs the command openssl"
+    start_ranks --adapter-shape small --world-size 1 --secret-file one
+    address=$("$NIXL_FETCH" ping "$info" --no-unix --json | jq -r '.ranks[0].address')
+    # ask OPTION...: what OpenSSL says, and what it hears, to a request that is no hello.
+    ask()
+    {
+        output=$(timeout 10 openssl s_client -connect "$address" -brief -ign_eof "$@" \
+            <<<'no frame, but 24 bytes..' 2>&1 | tr -d '\0')
+    }
+    ask -tls1_3 -psk "$(derive one fanin/1/reader)" -psk_identity fanin/1/reader
+    [[ $output == *"TLS_AES_128_GCM_SHA256"*"FAN1"* ]]
+    ask -tls1_3 -psk "$(derive other fanin/1/reader)" -psk_identity fanin/1/reader
+    [[ $output == *alert* && $output != *FAN1* ]]
+    ask -tls1_3 -psk "$(derive one fanin/1/reader)" -psk_identity fanin/1/rank/0
+    [[ $output == *alert* && $output != *FAN1* ]]
+    ask -tls1_3
+    [[ $output == *alert* && $output != *FAN1* ]]
+    ask -tls1_2
+    [[ $output == *alert* && $output != *FAN1* ]]
+    run -0 "$NIXL_FETCH" ping "$info" --no-unix
+}
+
+@test "a reader speaks TLS with OpenSSL's server, and takes it for no rank" {
+    openssl version | grep -q '^OpenSSL 3' || skip "needs the command openssl"
+    mkfifo input
+    exec {hold}<>input # it ends when its input does
+    for port in $(seq 17431 17450); do
+        openssl s_server -accept "127.0.0.1:$port" -tls1_3 -nocert -psk "$(derive one fanin/1/reader)" \
+            -psk_identity fanin/1/reader >heard 2>&1 <input 3>&- &
+        server=$!
+        for _ in $(seq 100); do
+            kill -0 "$server" 2>/dev/null || continue 2
+            ! ss -ltnH "sport = :$port" | grep -q . || break 2
+            sleep 0.1
+        done
+    done
+    run -13 --separate-stderr "$NIXL_FETCH" list "127.0.0.1:$port" --timeout 3s --secret-file other
+    [[ $stderr == *"another secret"* ]]
+    run -13 --separate-stderr "$NIXL_FETCH" list "127.0.0.1:$port" --timeout 1s --secret-file one
+    [[ $stderr == *"did not answer"* ]]
+    kill "$server"
+    grep -qa FAN1 heard # its hello, which that server could decrypt
+    exec {hold}>&-
+}

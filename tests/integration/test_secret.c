@@ -1,0 +1,248 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A launch's secret between a rank and readers over TCP: who has it pulls, and nobody else gets anything, in
+   bounded time and with a sentence that says why. */
+#include "ends.h"
+#include "openssl.h"
+#include "rank_proxy.h"
+#include "secrets.h"
+#include "server_peer.h"
+#include "testing.h"
+#include "tls.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PUBLICATION "lora:0"
+#define ROWS 60
+#define COLUMNS 40000 /* nine megabytes: more than sockets and TLS hold */
+
+static uint32_t published[ROWS * COLUMNS], landed[ROWS * COLUMNS];
+
+/* Proofs from this one on, counted from 0, are another rank's; -1: none. */
+static int proofs, false_from = -1;
+bool __real_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
+bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
+bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
+{
+    bool good = __real_tls_prove_rank(t, out);
+    if (false_from >= 0 && proofs >= false_from)
+        out[5] ^= 1;
+    proofs++;
+    return good;
+}
+
+static fanin_tensor matrix(fanin_box *box, void *memory)
+{
+    return make_tensor("matrix", FANIN_DTYPE_U32, ROWS, COLUMNS, box, memory);
+}
+
+static fanin_server *start(const char *secret, char address[32])
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server_config config = make_server_config();
+    config.secret_file = secret;
+    fanin_server *server = make_server(&config, address, 32);
+    for (uint32_t i = 0; i < ROWS * COLUMNS; i++)
+        published[i] = i * UINT32_C(2654435761);
+    fanin_box box;
+    fanin_tensor tensor = matrix(&box, published);
+    assert_ok(fanin_server_put(server, PUBLICATION, &tensor, 1, false, &error), error);
+    assert_ok(fanin_server_commit(server, PUBLICATION, 41, NULL, &error), error);
+    return server;
+}
+
+static uint64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+static fanin_error error;
+
+/* Connects and pulls; what came of it is in `error`, and takes less than 10 s. */
+static fanin_status pull(const char *address, const char *secret, unsigned streams,
+                         bool no_unix)
+{
+    fanin_client_config config = make_client_config();
+    config.no_unix = no_unix;
+    config.secret_file = secret;
+    config.streams_per_rank = streams;
+    config.connect_timeout_ms = config.lost_ms = 3000;
+    fanin_client *client = make_client(&config);
+    fanin_result *result = NULL;
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    options.timeout_ms = 5000;
+    fanin_box box;
+    fanin_tensor tensor = matrix(&box, landed);
+    memset(landed, 0, sizeof landed);
+    error = (fanin_error)FANIN_ERROR_INIT;
+    uint64_t start_ms = now_ms();
+    fanin_status status = fanin_client_connect(client, &address, 1, 4000, &error);
+    if (status == FANIN_OK)
+        status = fanin_client_pull(client, &options, &tensor, 1, &result, &error);
+    assert_true(now_ms() - start_ms < 10000);
+    fanin_result_free(&result);
+    fanin_client_destroy(&client);
+    return status;
+}
+
+static void expect_right(void)
+{
+    assert_memory_equal(landed, published, sizeof landed);
+}
+
+static void who_has_it_pulls(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    assert_ok(pull(address, secret_of('1'), 1, true), error);
+    expect_right();
+    assert_ok(pull(address, secret_of('1'), 4, true), error);
+    expect_right();
+    assert_ok(pull(address, secret_of('2'), 1, false),
+              error); /* the kernel says who it is */
+    expect_right();
+    fanin_server_destroy(&server, 0);
+}
+
+static void expect_refused(const char *words, const char *remedy)
+{
+    assert_int_equal(error.status, FANIN_ERR_AUTH);
+    assert_says(error.message, words);
+    assert_says(error.remedy, remedy);
+    assert_null(strstr(error.message, "5555")); /* of the secret */
+    assert_null(strstr(error.remedy, "5555"));
+}
+
+static void others_are_refused(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    (void)pull(address, secret_of('2'), 1, true);
+    expect_refused("another secret", "one launch");
+    assert_says(error.message, secret_of('2'));
+    assert_says(error.message, IDENTITY_READER);
+    (void)pull(address, "", 1, true);
+    expect_refused("demands the launch's secret", "--secret-file");
+    fanin_server_stats stats = {.struct_size = sizeof stats};
+    assert_int_equal(fanin_server_get_stats(server, &stats), FANIN_OK);
+    assert_true(stats.sessions_refused >= 2);
+    fanin_server_destroy(&server, 0);
+    server = start("", address);
+    (void)pull(address, secret_of('1'), 1, true);
+    expect_refused("has no secret", "secret");
+    assert_says(error.message, secret_of('1'));
+    fanin_server_destroy(&server, 0);
+}
+
+/* A rank that has the readers' key, and that of another rank, or none. */
+static void ranks_that_prove_nothing_are_refused(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    for (int from = 0; from < 2;
+         from++) { /* the control connection's; the data connection's */
+        proofs = 0;
+        false_from = from;
+        (void)pull(address, secret_of('1'), 1, true);
+        expect_refused("does not prove to be \"fanin/1/rank/",
+                       from ? "" : "new secret");
+    }
+    false_from = -1;
+    assert_ok(pull(address, secret_of('1'), 1, true), error);
+    fanin_server_destroy(&server, 0);
+}
+
+/* Some positions of each way of control and data connection. */
+static void no_altered_bit_arrives(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    flip clean = {.at = UINT64_MAX};
+    rank_proxy proxy;
+    rank_proxy_start_flip(&proxy, fanin_server_port(server), &clean);
+    assert_ok(pull(proxy.address, secret_of('1'), 1, true), error);
+    rank_proxy_stop(&proxy);
+    expect_right();
+    for (unsigned i = 0; i < 4; i++) {
+        uint64_t total = clean.passed[i / 2][i % 2];
+        for (uint64_t at = i; at < total; at += total / 24 + 1) {
+            flip f = {.connection = i / 2,
+                      .way = (flip_way)(i % 2),
+                      .at = at,
+                      .bit = (unsigned)(at % 8)};
+            rank_proxy_start_flip(&proxy, fanin_server_port(server), &f);
+            if (pull(proxy.address, secret_of('1'), 1, true) == FANIN_OK)
+                expect_right();
+            assert_true(error.message[0] != '\0' ||
+                        memcmp(landed, published, sizeof landed) == 0);
+            rank_proxy_stop(&proxy);
+        }
+    }
+    fanin_server_destroy(&server, 0);
+}
+
+/* Half a handshake, and what is none, ends soon, and keeps nobody else from reading. */
+static void unfinished_handshakes_end(void **state)
+{
+    static const uint8_t half[] = {0x16, 3, 1, 2, 0, 1};
+    char address[32];
+    uint8_t heard;
+    fanin_server *server = start(secret_of('1'), address);
+    peer slow = peer_connect(server), wrong = peer_connect(server);
+    peer_send_raw(&slow, half, sizeof half);
+    peer_send_raw(&wrong, "\x16\x03\x01\x00\x10garbage, garbage", 21);
+    assert_ok(pull(address, secret_of('1'), 1, true), error);
+    uint64_t start_ms = now_ms();
+    peer_expect_closed(&slow);
+    assert_true(now_ms() - start_ms < 8000);
+    assert_true(peer_receive_raw(&wrong, &heard, 1));
+    assert_int_equal(heard, TLS_NO_SECRET_ALERT[0]); /* an alert's first byte */
+    while (peer_receive_raw(&wrong, &heard, 1))
+        ;
+    server_close_peers();
+    fanin_server_destroy(&server, 0);
+}
+
+static void bad_files_are_told(void **state)
+{
+    fanin_client *client = NULL;
+    fanin_server *server = NULL;
+    fanin_client_config reader = make_client_config();
+    fanin_server_config rank = make_server_config();
+    reader.secret_file = rank.secret_file = "/nowhere/secret";
+    assert_int_equal(fanin_client_create(&reader, &client, &error),
+                     FANIN_ERR_NOT_FOUND);
+    assert_says(error.message, "/nowhere/secret");
+    assert_int_equal(fanin_server_create(&rank, &server, &error), FANIN_ERR_NOT_FOUND);
+    assert_says(error.remedy, "nixl-fetch secret");
+    assert_true(!client && !server);
+}
+
+static int tear_down(void **state)
+{
+    secrets_remove();
+    return 0;
+}
+
+int main(void)
+{
+    const openssl *o;
+    if (openssl_load(&o, &error) != FANIN_OK) {
+        printf("1..0 # SKIP %s\n", error.message);
+        return 77;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(who_has_it_pulls),
+        cmocka_unit_test(others_are_refused),
+        cmocka_unit_test(ranks_that_prove_nothing_are_refused),
+        cmocka_unit_test(no_altered_bit_arrives),
+        cmocka_unit_test(unfinished_handshakes_end),
+        cmocka_unit_test(bad_files_are_told),
+    };
+    return cmocka_run_group_tests_name("secret", tests, NULL, tear_down);
+}

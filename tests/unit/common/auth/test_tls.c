@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Two ends of TLS, and what is between them: a pair of sockets whose bytes the test may change. */
+#include "secrets.h"
+#include "testing.h"
+#include "tls.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define WORLD_BYTE 5
+#define RANK 3
+#define LARGE ((size_t)3 << 20)
+
+static uint8_t world[16], bytes[LARGE], got[LARGE];
+
+typedef struct pair {
+    tls_end *ends[2]; /* the rank's, the reader's */
+    tls *t[2];
+    int fds[2];
+} pair;
+
+static void start(pair *p, char rank_digit, char reader_digit)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    memset(world, WORLD_BYTE, sizeof world);
+    assert_ok(tls_end_of_rank(secret_of(rank_digit), world, RANK, &p->ends[0], &error),
+              error);
+    assert_ok(tls_end_of_reader(secret_of(reader_digit), &p->ends[1], &error), error);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, p->fds), 0);
+    for (int i = 0; i < 2; i++)
+        assert_non_null(p->t[i] = tls_new(p->ends[i], p->fds[i]));
+}
+
+static void stop(pair *p)
+{
+    for (int i = 0; i < 2; i++) {
+        tls_free(&p->t[i]);
+        tls_end_free(&p->ends[i]);
+        close(p->fds[i]);
+    }
+}
+
+/* Both until neither goes on; what came of it. */
+static void shake(pair *p, tls_step out[2])
+{
+    out[0] = out[1] = TLS_WAIT;
+    for (int turn = 0; turn < 8; turn++)
+        for (int i = 0; i < 2; i++)
+            if (out[1 - i] != TLS_FAILED || out[i] == TLS_WAIT)
+                out[i] = out[i] == TLS_WAIT ? tls_handshake(p->t[i]) : out[i];
+}
+
+static void shake_well(pair *p)
+{
+    tls_step steps[2];
+    shake(p, steps);
+    assert_int_equal(steps[0], TLS_UP);
+    assert_int_equal(steps[1], TLS_UP);
+}
+
+static void fill(void)
+{
+    for (size_t i = 0; i < LARGE; i++)
+        bytes[i] = (uint8_t)(i * 7 + i / 251);
+}
+
+/* All of `bytes` in pieces of odd sizes, from one end to the other. */
+static void move(pair *p, int from, size_t run)
+{
+    size_t sent = 0, come = 0;
+    struct iovec iov[64];
+    memset(got, 0, sizeof got);
+    while (come < LARGE) {
+        int n = 0;
+        for (size_t at = sent; at < LARGE && n < 64; at += run, n++)
+            iov[n] = (struct iovec){bytes + at, at + run < LARGE ? run : LARGE - at};
+        ssize_t taken = n > 0 ? tls_send(p->t[from], p->fds[from], iov, n) : -1;
+        assert_true(taken <= (ssize_t)TLS_SEND_MOST);
+        if (taken < 0 && n > 0)
+            assert_int_equal(errno, EAGAIN);
+        sent += taken > 0 ? (size_t)taken : 0;
+        struct iovec to[2] = {{got + come, 1}, {got + come + 1, LARGE - come - 1}};
+        ssize_t n_come = tls_receive_into(p->t[1 - from], p->fds[1 - from], to, 2);
+        if (n_come < 0)
+            assert_int_equal(errno, EAGAIN);
+        come += n_come > 0 ? (size_t)n_come : 0;
+        assert_int_equal(tls_flush(p->t[from]), 0);
+    }
+    assert_int_equal(tls_unsent(p->t[from]), 0);
+    assert_memory_equal(got, bytes, LARGE);
+}
+
+static void bytes_arrive(void **state)
+{
+    pair p;
+    start(&p, '1', '1');
+    shake_well(&p);
+    fill();
+    move(&p, 0, 100000);
+    move(&p, 0, 13);
+    move(&p, 1, 16384);
+    assert_int_equal(tls_receive(p.t[1], p.fds[1], got, 1), -1);
+    assert_int_equal(errno, EAGAIN);
+    assert_false(tls_pending(p.t[1]));
+    shutdown(p.fds[0], SHUT_WR);
+    assert_int_equal(tls_receive(p.t[1], p.fds[1], got, 1), 0);
+    stop(&p);
+}
+
+/* A part of what has come is taken: the rest is there, though the socket says nothing. */
+static void what_is_left_is_told(void **state)
+{
+    pair p;
+    start(&p, '1', '1');
+    shake_well(&p);
+    fill();
+    const struct iovec all = {bytes, 50000};
+    assert_int_equal(tls_send(p.t[0], p.fds[0], &all, 1), 50000);
+    assert_int_equal(tls_receive(p.t[1], p.fds[1], got, 10), 10);
+    assert_true(tls_pending(p.t[1]));
+    size_t come = 10;
+    for (ssize_t n; (n = tls_receive(p.t[1], p.fds[1], got + come, 7777)) > 0;)
+        come += (size_t)n;
+    assert_int_equal(errno, EAGAIN);
+    assert_int_equal(come, 50000);
+    assert_false(tls_pending(p.t[1]));
+    assert_memory_equal(got, bytes, 50000);
+    stop(&p);
+}
+
+static void other_secrets_are_refused(void **state)
+{
+    pair p;
+    tls_step steps[2];
+    start(&p, '1', '2');
+    shake(&p, steps);
+    assert_int_equal(steps[0], TLS_FAILED);
+    assert_int_equal(tls_failed(p.t[0]), TLS_OTHER_SECRET);
+    assert_int_equal(steps[1], TLS_FAILED);
+    assert_int_equal(tls_failed(p.t[1]), TLS_OTHER_SECRET);
+    assert_false(tls_is_up(p.t[0]) || tls_is_up(p.t[1]));
+    stop(&p);
+}
+
+static void ranks_prove_themselves(void **state)
+{
+    pair p, other;
+    uint8_t proof[TLS_PROOF_SIZE], altered[TLS_PROOF_SIZE], elsewhere[16];
+    start(&p, '1', '1');
+    start(&other, '1', '1');
+    assert_false(tls_prove_rank(p.t[0], proof)); /* not before it is up */
+    assert_false(tls_prove_rank(NULL, proof));
+    shake_well(&p);
+    shake_well(&other);
+    assert_true(tls_prove_rank(p.t[0], proof));
+    assert_true(tls_check_rank(p.t[1], world, RANK, proof, sizeof proof));
+    assert_false(tls_check_rank(p.t[1], world, RANK + 1, proof, sizeof proof));
+    memset(elsewhere, WORLD_BYTE + 1, sizeof elsewhere);
+    assert_false(tls_check_rank(p.t[1], elsewhere, RANK, proof, sizeof proof));
+    assert_false(tls_check_rank(p.t[1], world, RANK, proof, 0));
+    assert_false(tls_check_rank(p.t[1], world, RANK, proof, sizeof proof - 1));
+    for (size_t i = 0; i < 8 * sizeof proof; i++) {
+        memcpy(altered, proof, sizeof proof);
+        altered[i / 8] ^= (uint8_t)(1 << i % 8);
+        assert_false(tls_check_rank(p.t[1], world, RANK, altered, sizeof altered));
+    }
+    /* Whoever is between two connections has it from one, and needs it on the other. */
+    assert_false(tls_check_rank(other.t[1], world, RANK, proof, sizeof proof));
+    stop(&p);
+    stop(&other);
+}
+
+/* The reader hears a frame, an alert, or the end. */
+static void answer(const void *data, size_t size, tls_fault expected)
+{
+    pair p;
+    start(&p, '1', '1');
+    assert_int_equal(tls_handshake(p.t[1]), TLS_WAIT);
+    assert_int_equal(write(p.fds[0], data, size), size);
+    shutdown(p.fds[0], SHUT_WR);
+    assert_int_equal(tls_handshake(p.t[1]), TLS_FAILED);
+    assert_int_equal(tls_failed(p.t[1]), expected);
+    size_t come;
+    const uint8_t *plain = tls_plain(p.t[1], &come);
+    if (expected == TLS_PLAIN) {
+        assert_int_equal(come, size);
+        assert_memory_equal(plain, data, size);
+    }
+    stop(&p);
+}
+
+static void what_is_no_tls_is_told(void **state)
+{
+    answer("FAN1", 4, TLS_PLAIN);
+    answer("HTTP/1.0 400", 12, TLS_PLAIN);
+    answer(TLS_NO_SECRET_ALERT, TLS_ALERT_SIZE, TLS_NO_SECRET);
+    answer("\x15\x03\x03\x00\x02\x02\x28", 7, TLS_OTHER_IDENTITY);
+    answer("\x15\x03\x03\x00\x02\x02\x33", 7, TLS_OTHER_SECRET);
+    answer("\x15\x03\x03", 3, TLS_CLOSED);
+    answer("\x16\x03\x03\xff\xff", 5, TLS_BROKEN);
+    answer("\x16\x03\x03\x00\x04\x02\x00\x00\x00", 9, TLS_BROKEN);
+    answer("", 0, TLS_CLOSED);
+}
+
+/* Everything that one end has for the other passes here; the byte at @p at of it is flipped, or it is the
+   last that passes. */
+static size_t relay(int from, int to, size_t passed, size_t at, bool cut)
+{
+    uint8_t data[65536];
+    ssize_t n = recv(from, data, sizeof data, MSG_DONTWAIT);
+    size_t size = n > 0 ? (size_t)n : 0;
+    if (at >= passed && at < passed + size) {
+        data[at - passed] ^= 0x10;
+        size = cut ? at - passed : size;
+    }
+    if (cut && at < passed)
+        size = 0;
+    if (size > 0)
+        assert_int_equal(send(to, data, size, MSG_NOSIGNAL), size);
+    if (cut && at < passed + (n > 0 ? (size_t)n : 0))
+        shutdown(to, SHUT_WR);
+    return passed + (n > 0 ? (size_t)n : 0);
+}
+
+/* A conversation of both ends with somebody between them; how many bytes went each way. True: both came up
+   and the message arrived. */
+static bool converse(int way, size_t at, bool cut, size_t passed[2])
+{
+    pair p;
+    int middle[2]; /* towards the rank, towards the reader */
+    static const char hello[] = "hello";
+    char heard[sizeof hello] = "";
+    start(&p, '1', '1');
+    for (int i = 0; i < 2; i++) {
+        int ends[2];
+        assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+        assert_int_equal(dup2(ends[0], p.fds[i]), p.fds[i]);
+        close(ends[0]);
+        middle[i] = ends[1];
+    }
+    tls_step steps[2] = {TLS_WAIT, TLS_WAIT};
+    bool said = false, arrived = false;
+    passed[0] = passed[1] = 0;
+    for (int turn = 0; turn < 10; turn++) {
+        for (int i = 1; i >= 0; i--) {
+            if (steps[i] == TLS_WAIT)
+                steps[i] = tls_handshake(p.t[i]);
+            passed[i] = relay(middle[i], middle[1 - i], passed[i],
+                              way == i ? at : SIZE_MAX, cut);
+        }
+        const struct iovec all = {(void *)(uintptr_t)hello, sizeof hello};
+        if (steps[0] == TLS_UP && !said)
+            said = tls_send(p.t[0], p.fds[0], &all, 1) == (ssize_t)sizeof hello;
+        if (steps[1] == TLS_UP && !arrived) {
+            ssize_t n = tls_receive(p.t[1], p.fds[1], heard, sizeof heard);
+            assert_true(n < 0 || n == 0 || memcmp(heard, hello, (size_t)n) == 0);
+            arrived = n == (ssize_t)sizeof hello;
+        }
+    }
+    assert_true(steps[1] != TLS_UP || steps[0] != TLS_UP || arrived || at != SIZE_MAX);
+    for (int i = 0; i < 2; i++)
+        close(middle[i]);
+    stop(&p);
+    return arrived;
+}
+
+static void nothing_altered_is_taken(void **state)
+{
+    size_t passed[2], ignored[2];
+    assert_true(converse(0, SIZE_MAX, false, passed));
+    assert_true(passed[0] > 150 && passed[1] > 200);
+    for (int way = 0; way < 2; way++) {
+        unsigned arrived = 0, tried = 0;
+        for (size_t at = 0; at < passed[way]; at += 3, tried++)
+            arrived += converse(way, at, false, ignored);
+        /* A record's version is the one thing that nobody reads. */
+        assert_true(arrived <= 8 && tried > 50);
+        for (size_t at = 0; at < passed[way]; at += 5)
+            assert_false(converse(way, at, true, ignored));
+    }
+}
+
+/* What one connection said, said again by who has heard it: no key fits. */
+static void recordings_are_of_no_use(void **state)
+{
+    pair p, again;
+    uint8_t recorded[16384];
+    start(&p, '1', '1');
+    assert_int_equal(tls_handshake(p.t[1]), TLS_WAIT);
+    ssize_t hello = recv(p.fds[0], recorded, sizeof recorded, 0);
+    assert_true(hello > 0);
+    assert_int_equal(send(p.fds[1], recorded, (size_t)hello, 0), hello);
+    assert_int_equal(tls_handshake(p.t[0]), TLS_WAIT);
+    assert_int_equal(tls_handshake(p.t[1]), TLS_UP);
+    ssize_t finished =
+        recv(p.fds[0], recorded + hello, sizeof recorded - (size_t)hello, 0);
+    assert_true(finished > 0);
+    start(&again, '1', '1');
+    assert_int_equal(send(again.fds[1], recorded, (size_t)(hello + finished), 0),
+                     hello + finished);
+    assert_int_not_equal(tls_handshake(again.t[0]), TLS_UP);
+    assert_int_equal(tls_handshake(again.t[0]), TLS_FAILED);
+    stop(&p);
+    stop(&again);
+}
+
+static int tear_down(void **state)
+{
+    secrets_remove();
+    return 0;
+}
+
+int main(void)
+{
+    const openssl *o;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (openssl_load(&o, &error) != FANIN_OK) {
+        printf("1..0 # SKIP %s\n", error.message);
+        return 77;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(bytes_arrive),
+        cmocka_unit_test(what_is_left_is_told),
+        cmocka_unit_test(other_secrets_are_refused),
+        cmocka_unit_test(ranks_prove_themselves),
+        cmocka_unit_test(what_is_no_tls_is_told),
+        cmocka_unit_test(nothing_altered_is_taken),
+        cmocka_unit_test(recordings_are_of_no_use),
+    };
+    return cmocka_run_group_tests_name("tls", tests, NULL, tear_down);
+}
