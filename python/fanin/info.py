@@ -11,8 +11,9 @@ file. Two forms are read::
 
 Rank r listens on ``base_port + r`` of its host. ``ranks`` is a list of ranks or how many follow
 those before. ``run_idx`` (number or text), ``publications`` (``["lora:0", "full:0"]``),
-``world_id`` (32 hex digits), ``server_name``, ``world_size`` and ``step`` may be there; fields that
-are unknown and publications of unknown kinds are ignored.
+``world_id`` (32 hex digits), ``server_name``, ``world_size``, ``step`` and ``secret_file`` (the
+absolute path of the launch's secret, never the secret) may be there; fields that are unknown and
+publications of unknown kinds are ignored.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ __all__ = [
     "is_path",
     "join_address",
     "read_info",
+    "secret_arguments",
+    "secret_here",
     "split_address",
     "wait_stable",
     "write_info",
@@ -180,6 +183,7 @@ class TrainerInfo:
     server_name: the job's name, None: not said.
     step: the step that was committed when the file was written, None: not said.
     publications: all that is published, ``"lora:<run>"`` or ``"full:<run>"``; empty: not said.
+    secret_file: absolute path of the launch's secret on each host, None: not said.
 
     Raises RequestError for malformed values.
     """
@@ -190,6 +194,7 @@ class TrainerInfo:
     server_name: str | None = None
     step: int | None = None
     publications: tuple[str, ...] = ()
+    secret_file: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "addresses", _unique(map(_one_address, self.addresses)))
@@ -202,6 +207,10 @@ class TrainerInfo:
         if self.step is not None:
             _step(self.step)
         object.__setattr__(self, "publications", _publications(self.publications))
+        if self.secret_file is not None and not _is_absolute(self.secret_file):
+            raise RequestError.make(
+                f"secret_file {self.secret_file!r} is no absolute path", "give the whole path"
+            )
 
     @property
     def world_size(self) -> int:
@@ -228,6 +237,8 @@ class TrainerInfo:
         if self.step is not None:
             # JSON readers in C take integers of 63 bits.
             result["step"] = self.step if self.step < 2**63 else str(self.step)
+        if self.secret_file is not None:
+            result["secret_file"] = self.secret_file
         hosts = self._hosts()
         if len(hosts) == 1 and hosts[0]["base_port"] > 0:
             result["host"] = hosts[0]["host"]
@@ -262,6 +273,29 @@ def _publications(names: Iterable[str]) -> tuple[str, ...]:
         if kind not in _KINDS or check_run(run) != run:
             raise RequestError.make(f"{name!r} is no publication", 'use "lora:<run>", "full:<run>"')
     return tuple(dict.fromkeys(names))
+
+
+def _is_absolute(path: Any) -> bool:
+    return isinstance(path, str) and path.startswith("/") and "\0" not in path
+
+
+def secret_here() -> str | None:
+    """The absolute path of what FANIN_SECRET_FILE names, for a nixl_info.json; None: nothing.
+
+    Links stay: where secrets are mounted they lead elsewhere soon. Does not block.
+    """
+    named = os.environ.get("FANIN_SECRET_FILE", "")
+    return os.path.abspath(named) if named else None
+
+
+def secret_arguments(secret_file: str | None) -> dict[str, str]:
+    """What :class:`fanin.Client` is to be given for a trainer whose nixl_info.json names a secret.
+
+    Nothing if this process's FANIN_SECRET_FILE says which, or that there is none. Does not block.
+    """
+    if secret_file is None or "FANIN_SECRET_FILE" in os.environ:
+        return {}
+    return {"secret_file": secret_file}
 
 
 def _world_id(text: Any) -> str:
@@ -396,9 +430,18 @@ class _Reader:
             world = None if world is None else _world_id(world)
         except FaninError as error:
             raise self.bad("world_id", error.message) from None
+        secret = self.root.get("secret_file")
+        if secret is not None and not _is_absolute(secret):
+            raise self.bad("secret_file", f"{_shown(secret)} is no absolute path")
         try:
             return TrainerInfo(
-                tuple(addresses), world, self.run(), name, self.step(), self.publications()
+                tuple(addresses),
+                world,
+                self.run(),
+                name,
+                self.step(),
+                self.publications(),
+                secret,
             )
         except FaninError as error:
             if str(self.path) in error.message:

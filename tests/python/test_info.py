@@ -18,6 +18,8 @@ from fanin.info import (
     addresses_of,
     join_address,
     read_info,
+    secret_arguments,
+    secret_here,
     split_address,
     wait_stable,
     write_info,
@@ -45,6 +47,7 @@ CASES: dict[str, TrainerInfo] = {
     "port below the rank's base": TrainerInfo(("a:5", "a:1")),
     "large step": TrainerInfo(("a:1",), step=2**64 - 1),
     "step zero": TrainerInfo(("a:1",), step=0),
+    "secret": TrainerInfo(("a:1",), secret_file="/run/secret/launch"),
     "publications": TrainerInfo(("a:1",), run="0", publications=("lora:0", "full:0", "full:x")),
 }
 
@@ -172,6 +175,8 @@ BAD = [
     ({**GOOD, "step": -1}, "step: -1 is not"),
     ({**GOOD, "step": 2**64}, "step: "),
     ({**GOOD, "server_name": ""}, "server_name: '' is no name"),
+    ({**GOOD, "secret_file": "launch"}, "secret_file: 'launch' is no absolute path"),
+    ({**GOOD, "secret_file": 7}, "secret_file: 7 is no absolute path"),
     ({"hosts": {}}, "hosts: is not a list"),
     ({"hosts": []}, "hosts: 0 ranks"),
     ({"hosts": [3]}, r"hosts\[0\].ranks"),
@@ -410,8 +415,24 @@ def test_split_and_join() -> None:
         join_address("a", 0)
 
 
+def test_which_secret_a_client_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    assert secret_here() is None and secret_arguments(None) == {}
+    assert secret_arguments("/a") == {"secret_file": "/a"}
+    monkeypatch.setenv("FANIN_SECRET_FILE", "b")  # of this process: it goes before
+    assert secret_here() == os.path.abspath("b") and secret_arguments("/a") == {}
+    monkeypatch.setenv("FANIN_SECRET_FILE", "")  # none at all
+    assert secret_here() is None and secret_arguments("/a") == {}
+
+
 def test_info_checks_its_fields() -> None:
-    for bad in ({"world_id": "x"}, {"run": "a b"}, {"step": -1}, {"server_name": ""}):
+    for bad in (
+        {"world_id": "x"},
+        {"run": "a b"},
+        {"step": -1},
+        {"server_name": ""},
+        {"secret_file": "x"},
+    ):
         with pytest.raises(RequestError):
             TrainerInfo(("a:1",), **bad)  # type: ignore[arg-type]
     with pytest.raises(RequestError):

@@ -20,6 +20,7 @@ from fanin.vllm.clients import ClientPool, Source, Target
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import status_of
 from fanin.vllm.pulls import PullService, Wanted
+from fanin.vllm.trainers import Trainer
 from local_world import CONFIG, PUBLICATION, addresses, publish, servers, until
 
 
@@ -278,3 +279,25 @@ def test_a_configuration_that_is_trusted(tmp_path: Path) -> None:
         for one in (filtered, whole)
     ]
     assert kept == [False, True] and filtered.path != whole.path
+
+
+def test_a_trainers_file_names_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    write_info(tmp_path, TrainerInfo(("h:1",), secret_file="/run/secret/launch"))
+    given: list[dict[str, Any]] = []
+
+    def factory(addresses: list[str], **options: Any) -> Any:
+        given.append(options)
+        raise errors.UnreachableError.make("nobody is there")
+
+    source = Source.of(str(tmp_path))
+    for use in (
+        lambda: ClientPool(factory).connect(source.resolve(), None, time.monotonic() + 5),
+        lambda: Trainer(source, "0", factory).ready(time.monotonic() + 5),
+    ):
+        with pytest.raises(errors.UnreachableError):
+            use()
+    monkeypatch.setenv("FANIN_SECRET_FILE", "/own")  # which the library reads
+    with pytest.raises(errors.UnreachableError):
+        ClientPool(factory).connect(source.resolve(), None, time.monotonic() + 5)
+    assert [one.get("secret_file") for one in given] == [*["/run/secret/launch"] * 2, None]

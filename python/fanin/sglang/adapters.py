@@ -40,7 +40,14 @@ from fanin.errors import (
     StaleError,
     UnreachableError,
 )
-from fanin.info import Target, TrainerInfo, addresses_of, is_path, read_info
+from fanin.info import (
+    Target,
+    TrainerInfo,
+    addresses_of,
+    is_path,
+    read_info,
+    secret_arguments,
+)
 from fanin.names import AdapterName, run_of
 from fanin.vllm.checks import AdapterFacts, read_facts
 from fanin.vllm.directories import Lease, Places
@@ -278,8 +285,12 @@ class SGLangEngine:
             return error.name != "FANIN_ERR_WORLD"  # several launches: the pull says more
 
     def _client(self, info: TrainerInfo, world_id: str | None) -> Client:
+        more: dict[str, Any] = secret_arguments(info.secret_file)
         return Client(
-            server_name=self._server_name or info.server_name, world_id=world_id, path=self._path
+            server_name=self._server_name or info.server_name,
+            world_id=world_id,
+            path=self._path,
+            **more,
         )
 
     def _resolve(self) -> TrainerInfo:

@@ -14,7 +14,7 @@ import torch
 
 from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
-from fanin.info import TrainerInfo, join_address, write_info
+from fanin.info import TrainerInfo, join_address, secret_here, write_info
 from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Cast, Casting
 from fanin.torch._parameters import Change, Parameters
@@ -332,6 +332,7 @@ class Publisher:
             server_name=self._server.name,
             step=step,
             publications=tuple(one.publication for one in self._runs.values()),
+            secret_file=secret_here(),
         )
         return write_info(directory, info)
 

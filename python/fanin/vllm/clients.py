@@ -26,7 +26,7 @@ from fanin.errors import (
     PullTimeoutError,
     RequestError,
 )
-from fanin.info import addresses_of, is_path, read_info
+from fanin.info import addresses_of, is_path, read_info, secret_arguments
 
 __all__ = ["MAX_CLIENTS", "ClientPool", "Source", "Target", "remaining"]
 
@@ -49,11 +49,15 @@ def remaining(deadline: float) -> float:
 
 @dataclass(frozen=True)
 class Target:
-    """A trainer as it is to be found now. world_id: 32 hex digits that are demanded, or None."""
+    """A trainer as it is to be found now.
+
+    world_id: 32 hex digits that are demanded, or None. secret_file: that its nixl_info.json names.
+    """
 
     addresses: tuple[str, ...]
     server_name: str | None = None
     world_id: str | None = None
+    secret_file: str | None = None
 
     @property
     def key(self) -> tuple[tuple[str, ...], str | None]:
@@ -95,7 +99,12 @@ class Source:
         if self.path is None:
             return Target(self.addresses, self.server_name)
         info = read_info(self.path)
-        return Target(tuple(info.addresses), self.server_name or info.server_name, info.world_id)
+        return Target(
+            tuple(info.addresses),
+            self.server_name or info.server_name,
+            info.world_id,
+            info.secret_file,
+        )
 
 
 class ClientPool:
@@ -132,6 +141,7 @@ class ClientPool:
             world_id=world,
             connect_timeout=min(_CONNECT, remaining(deadline)),
             path=self._path,
+            **secret_arguments(target.secret_file),
         )
 
     def discover(self, target: Target, deadline: float) -> str:

@@ -354,6 +354,7 @@ class Flights:
                 "root": str(self._service.places.root),
                 "addresses": list(plan.target.addresses),
                 "server_name": plan.target.server_name,
+                "secret_file": plan.target.secret_file,
                 "world": plan.world,
                 "run": wanted.run,
                 # As text: message formats on the way end at 63 bits.

@@ -594,7 +594,9 @@ class PullService:
         The result of the pull, and the lease that keeps the directory. Raises as :meth:`pull`.
         """
         deadline = time.monotonic() + float(job["timeout"])
-        target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
+        target = Target(
+            tuple(job["addresses"]), job["server_name"], job["world"], job.get("secret_file")
+        )
         path = Path(job["path"])
         lease = self.places.lease(path, deadline)
         try:

@@ -91,7 +91,9 @@ class WorkerSlots:
         progress: Progress,
     ) -> Done:
         self._slots.use_device()
-        target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
+        target = Target(
+            tuple(job["addresses"]), job["server_name"], job["world"], job.get("secret_file")
+        )
         deadline = time.monotonic() + float(job["timeout"])
         with service().pool.borrow(target, job["world"], deadline) as client:
             if job["learn"]:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin.errors import FaninError, PullTimeoutError
+from fanin.info import secret_arguments
 from fanin.vllm.clients import Source, Target
 
 __all__ = ["Published", "Trainer", "left", "without"]
@@ -101,6 +102,7 @@ class Trainer:
             server_name=target.server_name,
             world_id=target.world_id,
             connect_timeout=min(_CONNECT, left(deadline)),
+            **secret_arguments(target.secret_file),
         )
         self._target = target
 
