@@ -115,8 +115,8 @@ class Server(ClosableHandle):
     :param trusted_network: everybody in the allowed networks may read and, with RDMA, write the
         registered memory.
     :param use_ucx: False: never load UCX, which the path "rdma" needs.
-    :param insecure: an open server may allow networks that are wider than any private one; also
-        ``FANIN_INSECURE=1``.
+    :param insecure: an open server may do without the launch's secret and allow networks that are
+        wider than any private one; also ``FANIN_INSECURE=1``.
     :param trust_containers: processes of this uid in other containers that share this network are
         offered what this one's own are; also ``FANIN_TRUST_CONTAINERS=1``.
     :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.

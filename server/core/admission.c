@@ -63,7 +63,8 @@ static fanin_status check_peer(const fanin_server *s, const socket_address *peer
                                unsigned differs, fanin_error *error)
 {
     bool is_unix = peer->storage.ss_family == AF_UNIX;
-    if (is_unix && (differs & NEIGHBOUR_UID))
+    /* Who is none of the server's own has to know the secret, if there is one. */
+    if (is_unix && (differs & (s->tls ? NEIGHBOUR_STRANGER : NEIGHBOUR_UID)))
         return error_set(error, FANIN_ERR_AUTH, NULL,
                          "this socket is for the server's own user; use TCP");
     if (!is_unix && (s->flags & FANIN_SERVER_OPEN) &&

@@ -19,6 +19,15 @@ fanin_status openness_check(const fanin_server *s, fanin_error *error)
     if (!(s->flags & FANIN_SERVER_OPEN) || (s->flags & FANIN_SERVER_INSECURE) ||
         socket_is_loopback(&s->address))
         return FANIN_OK;
+    if (!s->tls) {
+        place.remedy = "give all ranks and workers one secret (nixl-fetch secret; "
+                       "secret_file, --secret-file, FANIN_SECRET_FILE), or " INSECURE;
+        return error_set(
+            error, FANIN_ERR_ARGUMENT, &place,
+            "an open server without the launch's secret: everybody in the "
+            "networks allowed reads the weights, and whoever is on the way "
+            "alters them");
+    }
     for (size_t i = 0; i < s->n_allow; i++) {
         place.remedy = "allow the networks that the workers are in, or " INSECURE;
         if (is_wider_than_private(&s->allow[i]))

@@ -234,6 +234,7 @@ def main() -> None:
         if not arguments.loopback:
             serve += [
                 "--open",
+                "--insecure",
                 "--bind",
                 RANK,
                 "--allow",

@@ -56,7 +56,7 @@ static void fill_tables(trainer_options *o)
         {"open", 0, POPT_ARG_NONE, &o->open, 0,
          "listen on a network; needs --bind and --allow", NULL},
         {"insecure", 0, POPT_ARG_NONE, &o->insecure, 0,
-         "with --open: allow networks of any width", NULL},
+         "with --open: do without a secret, and allow networks of any width", NULL},
         {"trusted-network", 0, POPT_ARG_NONE, &o->trusted, 0,
          "with --open: offer RDMA, which lets peers write", NULL},
         {"name", 0, POPT_ARG_STRING, &o->server_name, 0,

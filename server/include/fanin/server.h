@@ -37,8 +37,8 @@ extern "C" {
 typedef struct fanin_server fanin_server;
 
 enum {
-    /** Listen on a network address. Needs bind (no wildcard) and allow; serves networks by the
-        stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
+    /** Listen on a network address. Needs bind (no wildcard), allow and a secret; serves networks
+        by the stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
     FANIN_SERVER_OPEN = 1,
     /** Everybody in the allowed networks may read and, with RDMA, write registered memory:
         remote keys of verbs are writable whatever is asked for. */
@@ -51,8 +51,9 @@ enum {
         for cuda_ipc) gets neither rdma nor cuda_ipc. FANIN_TRUST_CONTAINERS=1 in the environment
         sets it as well */
     FANIN_SERVER_TRUST_CONTAINERS = 8,
-    /** An open server may allow networks that are wider than any private one (IPv4 /8, IPv6 /7):
-        everybody in them reads the weights. FANIN_INSECURE=1 in the environment sets it as well */
+    /** An open server may do without the launch's secret, and allow networks that are wider than any
+        private one (IPv4 /8, IPv6 /7): everybody in them reads the weights, and whoever is on the way
+        alters them. FANIN_INSECURE=1 in the environment sets it as well */
     FANIN_SERVER_INSECURE = 16,
 };
 
@@ -124,8 +125,8 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * - FANIN_ERR_ARGUMENT: rank, world size, world id, name, a number or a flag is out of range;
  *   the address is not numeric, a wildcard, not this host's, or not loopback without
  *   FANIN_SERVER_OPEN; an open server without a (valid) allow-list, or, on another address than
- *   loopback and without FANIN_SERVER_INSECURE, with a network wider than any private one. Fix the
- *   configuration.
+ *   loopback and without FANIN_SERVER_INSECURE, without a secret or with a network wider than any
+ *   private one. Fix the configuration.
  * - FANIN_ERR_EXISTS: the port is in use; names it. Take another one, or end who has it.
  * - FANIN_ERR_LIMIT: max_sessions needs more open files than the hard limit allows, or no
  *   thread can be started. Raise `ulimit -n` or the limit of threads, or lower max_sessions.

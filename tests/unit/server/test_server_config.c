@@ -51,12 +51,22 @@ static bool own_address(char out[64])
 
 static void openness_is_said_aloud(void **state)
 {
-    char address[64];
+    char address[64], secret[] = "/tmp/fanin-test-secret-XXXXXX";
     fanin_server_config c = server_config();
     if (!own_address(address))
         skip();
     c.bind = address;
     c.flags = FANIN_SERVER_OPEN | FANIN_SERVER_NO_UCX;
+    c.allow = "10.0.0.0/8";
+    c.secret_file = "";
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "without the launch's secret");
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "--secret-file");
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "--insecure");
+    int fd = mkstemp(secret);
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, memory, 32), 32);
+    close(fd);
+    c.secret_file = secret;
     static const char *const wide[] = {"0.0.0.0/0", "10.0.0.0/8,0.0.0.0/1", "::/0",
                                        "2000::/3", "8.0.0.0/7"};
     for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) {
@@ -67,6 +77,8 @@ static void openness_is_said_aloud(void **state)
     c.allow = "10.0.0.0/8,fc00::/7";
     fanin_server *s = server_start(&c);
     server_stop(&s, 0);
+    unlink(secret);
+    c.secret_file = "";
     c.allow = "0.0.0.0/0,::/0";
     setenv("FANIN_INSECURE", "1", 1);
     s = server_start(&c);
@@ -99,7 +111,8 @@ static void bad_configurations_are_refused(void **state)
         {0, 1, "::", "10.0.0.0/8", "n", FANIN_SERVER_OPEN, 0, "wildcard"},
         {0, 1, "192.0.2.1", NULL, "n", 0, 0, "loopback"},
         {0, 1, "192.0.2.1", NULL, "n", FANIN_SERVER_OPEN, 0, "allow-list"},
-        {0, 1, "192.0.2.1", "10.0.0.0/8", "n", FANIN_SERVER_OPEN, 0, "192.0.2.1"},
+        {0, 1, "192.0.2.1", "10.0.0.0/8", "n",
+         FANIN_SERVER_OPEN | FANIN_SERVER_INSECURE, 0, "192.0.2.1"},
         {0, 1, "127.0.0.1", "10.1.0.0/8", "n", FANIN_SERVER_OPEN, 0, "10.1.0.0/8"},
         {0, 1, "127.0.0.1", NULL, "", 0, 0, "name"},
         {0, 1, "127.0.0.1", NULL, "\xff", 0, 0, "name"},
