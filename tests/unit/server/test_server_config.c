@@ -51,7 +51,7 @@ static bool own_address(char out[64])
 
 static void openness_is_said_aloud(void **state)
 {
-    char address[64], secret[] = "/tmp/fanin-test-secret-XXXXXX";
+    char address[64], secret[] = "/tmp/test-secret-XXXXXX";
     fanin_server_config c = server_config();
     if (!own_address(address))
         skip();
