@@ -120,7 +120,9 @@ void drain_add(fanin_server *s, drain *d, lease *l)
         p->used = true;
         p->from = p == &d->peers[OTHERS] ? NULL : from;
     }
-    p->is_stranger = !from->is_own && !(s->flags & FANIN_SERVER_TRUSTED_NETWORK);
+    /* Where there is a secret, whoever has a session has proven that it knows it. */
+    p->is_stranger =
+        !from->is_own && !s->tls && !(s->flags & FANIN_SERVER_TRUSTED_NETWORK);
     p->leases++;
     at = end_of(s, d, p, at);
     p->until = at > p->until ? at : p->until;

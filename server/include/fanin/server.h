@@ -92,12 +92,12 @@ typedef struct fanin_server_config {
     uint32_t peer_cpu;
     /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
         default 500. All together have four times as much. A peer is an address (all of 127/8 and ::1
-        one, of IPv6 a /64), without those of a trusted network. Once half of it is used, the peer's
+        one, of IPv6 a /64), without those of a trusted network and those that know the secret. Once half of it is used, the peer's
         leases are not waited for until some is back: what it reads then ends stale when an update
         begins first. 60000: nobody has a share, only lease_ms counts */
     uint32_t stranger_share_ms;
-    /** the same for the server's own user on this host, and for each address of a trusted network;
-        default 60000 */
+    /** the same for the server's own user on this host, for each address of a trusted network, and,
+        with a secret, for everybody; default 60000 */
     uint32_t own_share_ms;
     /** added to the nice value that the creating thread has, for the library's threads that serve
         readers, -20..19; default 0. Below 0 it takes a privilege (CAP_SYS_NICE); without it the value

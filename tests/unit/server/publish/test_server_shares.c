@@ -137,15 +137,41 @@ static void many_addresses_have_four_shares(void **state)
     /* Half of four, and the one that was begun with half of it left; a wait is as exact as that. */
     assert_in_range(held, 2 * SHARE_MS * MS, 4 * SHARE_MS * MS);
     assert_int_equal(c->server.stats.held_up_ns_max, SHARE_MS * MS);
-    /* The own user is waited for as ever. */
-    c->peers[9].is_own = true;
-    lease *own = grant_to(c, 9);
+    crowd_free(c);
+}
+
+/* Whose lease is waited for until it ends, whatever others have had. */
+static void expect_patience(crowd *c, size_t peer, size_t place)
+{
+    lease *l = grant_to(c, peer);
     drain_begin(&c->publication, &c->drain, deadline_in_ms(HOUR_MS));
-    drain_add(&c->server, &c->drain, own);
-    assert_true(c->drain.peers[0].until > c->drain.since + WINDOW);
-    lease_drop(&c->server, own);
+    drain_add(&c->server, &c->drain, l);
+    assert_true(c->drain.peers[place].until > c->drain.since + WINDOW);
+    lease_drop(&c->server, l);
     assert_false(drain_wait(&c->server, &c->drain));
     assert_true(drain_end(&c->server, &c->publication, &c->drain));
+}
+
+static void who_is_no_stranger_is_waited_for(void **state)
+{
+    crowd *c = crowd_make();
+    int secret;
+    lease *l = grant_to(c, 1);
+    assert_false(crowd_drain(c));
+    lease_drop(&c->server, l);
+    c->peers[9].is_own = true;
+    expect_patience(c, 9, 0);
+    /* With a secret whoever has a session has proven it. */
+    c->server.tls = (tls_end *)(void *)&secret;
+    drain_begin(&c->publication, &c->drain, deadline_in_ms(HOUR_MS));
+    l = grant_to(c, 2);
+    drain_add(&c->server, &c->drain, l);
+    size_t place = l->drained - 1U;
+    lease_drop(&c->server, l);
+    assert_false(drain_wait(&c->server, &c->drain));
+    assert_true(drain_end(&c->server, &c->publication, &c->drain));
+    expect_patience(c, 2, place);
+    c->server.tls = NULL;
     crowd_free(c);
 }
 
@@ -273,6 +299,7 @@ int main(void)
         cmocka_unit_test(no_pattern_gets_more_than_a_share),
         cmocka_unit_test(shares_of_nothing_and_of_everything),
         cmocka_unit_test(many_addresses_have_four_shares),
+        cmocka_unit_test(who_is_no_stranger_is_waited_for),
         cmocka_unit_test(more_peers_than_places_are_told_apart_no_more),
         server_test(a_stranger_that_holds_leases_is_waited_for_no_more),
         server_test(the_own_user_is_waited_for_beside_a_stranger),
