@@ -29,9 +29,7 @@ STREAM = ["--path", "stream", "--no-unix", "--json"]
 
 
 def run(*words: str) -> str:
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=DEADLINE
-    )
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=DEADLINE)
     if done.returncode != 0:
         sys.exit(
             f"network: {' '.join(words)}: status {done.returncode}: {done.stderr or done.stdout}"
@@ -77,17 +75,11 @@ class Link:
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def inside(self, side: int, *words: str) -> list[str]:
-        return (
-            ["ip", "netns", "exec", self.names[side], *words]
-            if self.names
-            else list(words)
-        )
+        return ["ip", "netns", "exec", self.names[side], *words] if self.names else list(words)
 
     def start(self, stack: ExitStack, *words: str) -> subprocess.Popen[str]:
         """On the rank's side, until the end; returns when it has said that it is ready."""
-        process = subprocess.Popen(
-            self.inside(0, *words), stdout=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(self.inside(0, *words), stdout=subprocess.PIPE, text=True)
         stack.callback(process.wait, DEADLINE)
         stack.callback(process.terminate)
         if process.stdout is None or not process.stdout.readline():
@@ -99,9 +91,7 @@ class Link:
         return answer
 
 
-def rates_of(
-    link: Link, arguments: argparse.Namespace, streams: int
-) -> dict[str, list[float]]:
+def rates_of(link: Link, arguments: argparse.Namespace, streams: int) -> dict[str, list[float]]:
     """Bytes a second of each round."""
     iperf = [
         "iperf3",
@@ -118,13 +108,9 @@ def rates_of(
     pull = [arguments.nixl_fetch, "bench", f"{link.rank}:{PORT}", *STREAM]
     pull += ["--iterations", str(arguments.iterations), "--streams", str(streams)]
     kinds = {
-        "iperf3": lambda: (
-            link.worker(*iperf)["end"]["sum_received"]["bits_per_second"] / 8
-        ),
+        "iperf3": lambda: link.worker(*iperf)["end"]["sum_received"]["bits_per_second"] / 8,
         "fanin": lambda: link.worker(*pull)["bytes_per_second"],
-        "fanin, no checksums": lambda: link.worker(*pull, "--no-checksums")[
-            "bytes_per_second"
-        ],
+        "fanin, no checksums": lambda: link.worker(*pull, "--no-checksums")["bytes_per_second"],
     }
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     order = list(kinds)
@@ -140,9 +126,7 @@ def measure(link: Link, arguments: argparse.Namespace) -> dict[str, Any]:
         "iperf3": run("iperf3", "--version").split()[1],
         "cores": len(os.sched_getaffinity(0)),
         "link": "veth" if link.names else "loopback",
-        "bytes_per_second": {
-            n: rates_of(link, arguments, n) for n in arguments.streams
-        },
+        "bytes_per_second": {n: rates_of(link, arguments, n) for n in arguments.streams},
     }
 
 
@@ -156,9 +140,7 @@ def tell(result: dict[str, Any]) -> None:
     print(f"{result['link']}, {result['cores']} cores, iperf3 {result['iperf3']}")
     for streams, rates in result["bytes_per_second"].items():
         for name, values in rates.items():
-            ratios = [
-                one / base for one, base in zip(values, rates["iperf3"], strict=True)
-            ]
+            ratios = [one / base for one, base in zip(values, rates["iperf3"], strict=True)]
             print(
                 f"{streams:2} connections  {name:20} {spread(values, 1e9)} GB/s, "
                 f"{spread(ratios)} x of iperf3"
@@ -170,9 +152,7 @@ def have_namespaces() -> None:
     may. A /run of its own is where ip keeps their names."""
     spaces = ["--net", "--mount"]
     for command in (["unshare", *spaces], ["unshare", "--map-root-user", *spaces]):
-        tried = subprocess.run(
-            [*command, "true"], capture_output=True, text=True, check=False
-        )
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
         if tried.returncode != 0:
             continue
         if len(command) > 3:
@@ -201,12 +181,8 @@ def main() -> None:
     parser.add_argument("--shape", default="dense")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=3, help="of each run of iperf3")
-    parser.add_argument(
-        "--iterations", type=int, default=20, help="pulls of each round"
-    )
-    parser.add_argument(
-        "--streams", type=streams_of, default=[1, 4, 8], help="connections, 1,4,8"
-    )
+    parser.add_argument("--iterations", type=int, default=20, help="pulls of each round")
+    parser.add_argument("--streams", type=streams_of, default=[1, 4, 8], help="connections, 1,4,8")
     parser.add_argument("--data-threads", type=int, help="of the rank")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -217,9 +193,7 @@ def main() -> None:
             skip(f"there is no {program}")
     if not arguments.loopback:
         have_namespaces()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # the namespaces go in any case
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
     with ExitStack() as stack:
         link = Link(stack, arguments.loopback)
         serve = [
