@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """campaign.py --programs DIR [--seed N] [--faults N | --seconds N] [--sanitized] [--unchecked]
+            [--secret]
 
 Seeded faults over readers and a trainer that never rest. DIR: where the build has put
 campaign-trainer and campaign-reader. Round after round a few faults of the list below come over
@@ -13,8 +14,9 @@ lease. One line of figures on standard output; exit status 1 if one of them is n
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
 a sanitizer, which needs the address space that one fault takes away. --unchecked: with readers that
-do not ask the ranks at the end, and exit status 0 only if a wrong result was found. With the right
-to mount, the adapters of one reader lie on a file system that a fault fills.
+do not ask the ranks at the end, and exit status 0 only if a wrong result was found. --secret: all
+have a launch's secret, so that TCP is TLS. With the right to mount, the adapters of one reader lie
+on a file system that a fault fills.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import contextlib
 import os
 import random
 import resource
+import secrets
 import shutil
 import signal
 import socket
@@ -337,6 +340,14 @@ def free_ports(numbers: random.Random, count: int) -> int:
         return first
 
 
+def make_secret(place: Path) -> Path:
+    """The file that ranks and readers know each other by."""
+    path = place / "secret"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
 @contextlib.contextmanager
 def small_disk(place: Path) -> Iterator[None]:
     """A file system of its own at place/disk, where that is allowed."""
@@ -358,9 +369,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--sanitized", action="store_true")
     parser.add_argument("--unchecked", action="store_true")
+    parser.add_argument("--secret", action="store_true")
     options = parser.parse_args()
     most = options.faults or (1 << 40 if options.seconds else 40)
     place = Path(tempfile.mkdtemp(prefix="campaign"))
+    os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
     try:
         with small_disk(place):
             reader = "campaign-reader" + ("-unchecked" if options.unchecked else "")
