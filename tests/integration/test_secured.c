@@ -244,5 +244,5 @@ int main(void)
         cmocka_unit_test(unfinished_handshakes_end),
         cmocka_unit_test(bad_files_are_told),
     };
-    return cmocka_run_group_tests_name("secret", tests, NULL, tear_down);
+    return cmocka_run_group_tests_name("secured", tests, NULL, tear_down);
 }
