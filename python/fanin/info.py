@@ -288,7 +288,7 @@ def secret_here() -> str | None:
     return os.path.abspath(named) if named else None
 
 
-def secret_arguments(secret_file: str | None) -> dict[str, str]:
+def secret_arguments(secret_file: str | None) -> dict[str, Any]:
     """What :class:`fanin.Client` is to be given for a trainer whose nixl_info.json names a secret.
 
     Nothing if this process's FANIN_SECRET_FILE says which, or that there is none. Does not block.
