@@ -57,7 +57,7 @@ bool cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch)
     struct {
         uint8_t incarnation[sizeof p->incarnation];
         uint64_t epoch;
-    } there;
+    } there = {.epoch = 0};
     const struct iovec to = {.iov_base = &there, .iov_len = sizeof there};
     const struct iovec from[] = {
         {(void *)(uintptr_t)p->witness, sizeof there.incarnation},

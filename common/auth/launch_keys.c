@@ -26,7 +26,7 @@ bool hkdf_extract(const openssl *o, const void *salt, size_t salt_size,
 bool hkdf_expand(const openssl *o, const uint8_t root[KEY_SIZE], const void *info,
                  size_t info_size, uint8_t *out, size_t size)
 {
-    uint8_t text[KEY_SIZE + INFO_MOST + 1], block[KEY_SIZE];
+    uint8_t text[KEY_SIZE + INFO_MOST + 1], block[KEY_SIZE] = {0};
     size_t before = 0; /* bytes of the block before, which begins each but the first */
     bool good = info_size <= INFO_MOST && size <= 255 * (size_t)KEY_SIZE;
     for (unsigned i = 1; good && size > 0; i++) {
