@@ -2,6 +2,12 @@
 #include "control/rest.h"
 #include "core/peer_work.h"
 
+/* Who has proven the secret is no stranger. */
+static bool is_counted(const session *s)
+{
+    return !(s->tls && s->secured) && peer_is_counted(s->control->server, s->from);
+}
+
 void work_begin(session *s)
 {
     struct control *c = s->control;
@@ -12,10 +18,15 @@ void work_begin(session *s)
 void work_charge(session *s)
 {
     struct control *c = s->control;
-    if (!peer_is_counted(c->server, s->from))
+    if (!is_counted(s)) {
+        /* Handshakes of those that have the key would use up what strangers may. */
+        peer_refund(c->server, s->from, s->handshake_ns);
+        s->handshake_ns = 0;
         return;
+    }
     uint64_t now = thread_cpu_ns();
     peer_charge(c->server, s->from, now - c->mark);
+    s->handshake_ns += s->tls ? now - c->mark : 0;
     c->mark = now;
 }
 
@@ -35,7 +46,7 @@ static void append(struct control *c, session *s)
 bool must_rest(session *s)
 {
     fanin_server *server = s->control->server;
-    if (s->resting || !peer_must_rest(server, s->from))
+    if (s->resting || !is_counted(s) || !peer_must_rest(server, s->from))
         return s->resting;
     append(s->control, s);
     atomic_fetch_add(&server->rests, 1);

@@ -44,8 +44,9 @@ typedef struct session {
     struct session *previous, *next, *next_resting;
     struct control *control;
     int fd;
-    tls *tls;     /**< NULL: there is none, or not yet */
-    bool secured; /**< whether there is to be any is decided, and it is up */
+    tls *tls;              /**< NULL: there is none, or not yet */
+    bool secured;          /**< whether there is to be any is decided, and it is up */
+    uint64_t handshake_ns; /**< CPU time that its handshake was charged with */
     bool is_unix, is_local;
     bool admitted;    /**< counted by admit(); false: it is only told why not */
     unsigned differs; /**< in what the peer is none of the server's own (neighbour.h) */

@@ -31,7 +31,16 @@ static inline void bucket_take(bucket *b, uint64_t now, uint64_t refill_ns)
     while (!atomic_compare_exchange_weak(&b->full_at, &before, after));
 }
 
-/** The same unless it is empty; false: it is, and nothing was taken. */
+/** Puts back what was taken. */
+static inline void bucket_give(bucket *b, uint64_t refill_ns)
+{
+    uint64_t before = atomic_load_explicit(&b->full_at, memory_order_relaxed), after;
+    do
+        after = before > refill_ns ? before - refill_ns : 0;
+    while (!atomic_compare_exchange_weak(&b->full_at, &before, after));
+}
+
+/** As bucket_take() unless it is empty; false: it is, and nothing was taken. */
 static inline bool bucket_try(bucket *b, uint64_t now, uint64_t refill_ns,
                               uint64_t window_ns)
 {

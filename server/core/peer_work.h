@@ -27,6 +27,12 @@ static inline void peer_charge(const fanin_server *s, peer_share *of, uint64_t c
     if (peer_is_counted(s, of))
         bucket_take(&of->work, clock_ns(), cpu_ns * 1000 / s->peer_cpu);
 }
+/** So much of it was not for nothing. */
+static inline void peer_refund(const fanin_server *s, peer_share *of, uint64_t cpu_ns)
+{
+    if (peer_is_counted(s, of))
+        bucket_give(&of->work, cpu_ns * 1000 / s->peer_cpu);
+}
 /** Whether its requests have to wait. */
 static inline bool peer_must_rest(const fanin_server *s, const peer_share *of)
 {

@@ -178,12 +178,24 @@ static progress start_digest(stream_tools *t, connection *c, const frame *f,
     return job_needs_stage(&c->job) ? start_staged(t, c, f->request) : PROGRESS_MORE;
 }
 
+/* With a secret there are none but of peers that have proven it, which are no strangers. */
+static bool is_counted(const stream_tools *t)
+{
+    return !t->server->tls;
+}
+
+static void charge(const stream_tools *t, connection *c, uint64_t cpu_ns)
+{
+    if (is_counted(t))
+        peer_charge(t->server, c->from, cpu_ns);
+}
+
 /* Tensor bytes are what the server is for: what they are worth pays for small pieces. */
-static void charge_entries(const fanin_server *s, connection *c, uint64_t entries)
+static void charge_entries(const stream_tools *t, connection *c, uint64_t entries)
 {
     uint64_t cost = entries * ENTRY_CPU_NS, paid = c->job.left / BYTES_A_CPU_NS;
     if (cost > paid)
-        peer_charge(s, c->from, cost - paid);
+        charge(t, c, cost - paid);
 }
 
 static progress start_read(stream_tools *t, connection *c, const frame *f, body *in)
@@ -200,7 +212,7 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
     if (why)
         return refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
     status = job_set_ranges(&c->job, &m, &why);
-    charge_entries(t->server, c, m.n_entries);
+    charge_entries(t, c, m.n_entries);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
     if (!connection_account(t->server, c)) {
@@ -280,14 +292,14 @@ static progress rest(stream_tools *t, connection *c)
 static progress next_frame(stream_tools *t, connection *c)
 {
     framed got;
-    if (peer_must_rest(t->server, c->from))
+    if (is_counted(t) && peer_must_rest(t->server, c->from))
         return rest(t, c);
     c->resting = false;
     framing_result result = framing_take(&c->in, &got);
     if (result == FRAMING_MORE)
         return receive(t, c);
     c->begun_at = UINT64_MAX;
-    peer_charge(t->server, c->from, FRAME_CPU_NS);
+    charge(t, c, FRAME_CPU_NS);
     if (result == FRAMING_BAD)
         return reject(t, c, got.head.request, got.status, got.why);
     return handle_frame(t, c, &got.head, &got.body);

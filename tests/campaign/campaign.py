@@ -321,7 +321,9 @@ class Campaign:
         for reader in self.readers:
             for call in reader.bad[:5]:
                 yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
-            yield f"reader {reader.index} ({reader.path}): {dict(reader.statuses)}"
+            for status, count in reader.statuses.items():
+                last = reader.texts[status]
+                yield f"reader {reader.index} ({reader.path}): {count} {status}, last: {last}"
         longest = max(self.board.rank(rank, LONGEST) for rank in range(WORLD))
         yield f"longest update beyond its time: {longest} ns"
 

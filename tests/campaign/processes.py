@@ -178,6 +178,7 @@ class Reader:
         self.last_good: Call | None = None
         self.verdicts: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
+        self.texts: dict[str, str] = {}  # by status, the last one
         self.bad: list[Call] = []
         self.overrun = 0
         self.heard = time.monotonic()
@@ -207,6 +208,7 @@ class Reader:
         self.heard = time.monotonic()
         self.verdicts[call.verdict] += 1
         self.statuses[call.status] += 1
+        self.texts[call.status] = call.text
         if call.verdict == "good":
             self.last_good = call
         elif call.verdict != "failed":

@@ -88,7 +88,8 @@ typedef struct fanin_server_config {
     uint32_t data_threads;
     /** thousandths of one CPU that the requests of one peer (see max_sessions) may take, at most 1000.
         What it did not take for 20 s it may take at once; beyond that its requests wait. Sending
-        tensors is not counted, nor is the own user by its Unix socket. Default 50; 0: no limit */
+        tensors is not counted, nor is the own user by its Unix socket, nor who has proven the launch's
+        secret. Default 50; 0: no limit */
     uint32_t peer_cpu;
     /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
         default 500. All together have four times as much. A peer is an address (all of 127/8 and ::1
