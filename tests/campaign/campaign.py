@@ -62,7 +62,7 @@ class Campaign:
     """All of it. One thread."""
 
     def __init__(
-        self, programs: Path, reader: str, seed: int, place: Path, sanitized: bool
+        self, programs: Path, seed: int, place: Path, sanitized: bool, unchecked: bool
     ) -> None:
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
@@ -70,6 +70,8 @@ class Campaign:
         self.hung: list[str] = []
         self._usual: dict[int, tuple[int, int]] = {}
         self._leaks: list[str] = []
+        self._slowness, self._unchecked = 4 if sanitized else 1, unchecked
+        reader = "campaign-reader" + ("-unchecked" if unchecked else "")
         self._place, self._filling = place, place / "disk" / "filling"
         self.board = Board(place / "board")
         port = free_ports(self.random, WORLD)
@@ -116,9 +118,14 @@ class Campaign:
     # ------------------------------------------------------------------------------ faults
 
     def _draw(self) -> None:
-        period = self.random.choice((10, 20, 50))
-        lease = self.random.choice((0, 20, 100))
-        self.trainer.draw(period, lease, self.random.choice(("reference", "snapshot")))
+        """Where updates wait for nobody, only snapshots are sure to be read between two."""
+        if self._unchecked:  # what it believes must be overtaken
+            self.trainer.draw(10, 0, "reference")
+            return
+        kind = self.random.choice(("reference", "snapshot"))
+        period = self.random.choice((20, 50)) * self._slowness
+        lease = self.random.choice((20, 100, 0) if kind == "snapshot" else (20, 100))
+        self.trainer.draw(period, lease * self._slowness, kind)
 
     def _relaunch(self, number: int = signal.SIGKILL) -> None:
         """All ranks end; those of the next launch come one by one."""
@@ -378,8 +385,9 @@ def main() -> int:
     os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
     try:
         with small_disk(place):
-            reader = "campaign-reader" + ("-unchecked" if options.unchecked else "")
-            campaign = Campaign(options.programs, reader, options.seed, place, options.sanitized)
+            campaign = Campaign(
+                options.programs, options.seed, place, options.sanitized, options.unchecked
+            )
             try:
                 campaign.run(most, options.seconds or float("inf"))
             finally:
