@@ -74,7 +74,7 @@ class Campaign:
         reader = "campaign-reader" + ("-unchecked" if unchecked else "")
         self._place, self._filling = place, place / "disk" / "filling"
         self.board = Board(place / "board")
-        port = free_ports(self.random, WORLD)
+        port = free_ports(WORLD)
         self.trainer = Trainer(programs, self.board, WORLD, port, seed)
         self.links = Links([port + rank for rank in range(WORLD)], seed)
         self.readers = [self._reader(programs / reader, at) for at in range(len(READERS))]
@@ -335,8 +335,12 @@ class Campaign:
         yield f"longest update beyond its time: {longest} ns"
 
 
-def free_ports(numbers: random.Random, count: int) -> int:
-    """The first of *count* neighbours that nobody listens on, below those that the kernel gives."""
+def free_ports(count: int) -> int:
+    """The first of *count* neighbours that nobody listens on, below those that the kernel gives.
+
+    Not by the seed: another campaign with the same one may run beside this.
+    """
+    numbers = random.SystemRandom()
     while True:
         first = numbers.randrange(10_000, 30_000)
         try:
