@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "openssl.h"
 #include "error_set.h"
+#include "library_table.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -32,23 +33,16 @@ static fanin_status refuse(fanin_error *error, const char *file, const char *why
 /* Of libssl and, by its dependence, of the libcrypto that it was linked with. */
 static bool read_functions(void *handle, openssl *o, char why[128])
 {
-    static const struct {
-        const char *name;
-        size_t offset;
-    } functions[] = {
+    static const library_function functions[] = {
 #define X(name) {#name, offsetof(openssl, name)},
         OPENSSL_FUNCTIONS(X)
 #undef X
     };
-    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
-        void *symbol = dlsym(handle, functions[i].name);
-        if (!symbol) {
-            snprintf(why, 128, "it has no function %s", functions[i].name);
-            return false;
-        }
-        memcpy((char *)o + functions[i].offset, &symbol, sizeof symbol);
-    }
-    return true;
+    const char *missing = library_table_read(handle, functions,
+                                             sizeof functions / sizeof functions[0], o);
+    if (missing)
+        snprintf(why, 128, "it has no function %s", missing);
+    return !missing;
 }
 
 static fanin_status load(fanin_error *error)

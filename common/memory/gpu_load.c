@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gpu_internal.h"
+#include "library_table.h"
 
 #include <ctype.h>
 #include <dlfcn.h>
@@ -56,25 +57,18 @@ static bool read_functions(void *handle, gpu *g, char reason[256])
 {
 #define NAME_OF(name) #name
 #define EXPORTED(name) NAME_OF(name)
-    static const struct {
-        const char *name;
-        size_t offset;
-    } functions[] = {
+    static const library_function functions[] = {
 #define X(name) {EXPORTED(name), offsetof(gpu, name)},
         GPU_FUNCTIONS(X)
 #undef X
     };
 #undef EXPORTED
 #undef NAME_OF
-    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
-        void *symbol = dlsym(handle, functions[i].name);
-        if (!symbol) {
-            snprintf(reason, 256, "it has no function %s", functions[i].name);
-            return false;
-        }
-        memcpy((char *)g + functions[i].offset, &symbol, sizeof symbol);
-    }
-    return true;
+    const char *missing = library_table_read(handle, functions,
+                                             sizeof functions / sizeof functions[0], g);
+    if (missing)
+        snprintf(reason, 256, "it has no function %s", missing);
+    return !missing;
 }
 
 /* -------------------------------------------------------------- the devices */

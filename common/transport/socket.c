@@ -342,11 +342,19 @@ bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out)
     return true;
 }
 
+bool socket_ends(int fd, socket_address *own_out, socket_address *peer_out)
+{
+    *own_out = *peer_out = (socket_address){.length = sizeof own_out->storage};
+    return getsockname(fd, (struct sockaddr *)&own_out->storage, &own_out->length) ==
+               0 &&
+           getpeername(fd, (struct sockaddr *)&peer_out->storage, &peer_out->length) ==
+               0;
+}
+
 bool socket_stays_here(int fd)
 {
-    socket_address here = {.length = sizeof here.storage}, there = here;
-    if (getsockname(fd, (struct sockaddr *)&here.storage, &here.length) != 0 ||
-        getpeername(fd, (struct sockaddr *)&there.storage, &there.length) != 0)
+    socket_address here, there;
+    if (!socket_ends(fd, &here, &there))
         return false;
     if (socket_is_loopback(&there))
         return true;

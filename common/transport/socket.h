@@ -58,6 +58,8 @@ int socket_connect_result(int fd);
 void socket_tune(int fd);
 /** Uid and pid of a Unix socket's peer; false on TCP. */
 bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out);
+/** The addresses of both ends, without texts; false: it is not connected. */
+bool socket_ends(int fd, socket_address *own_out, socket_address *peer_out);
 /** Both ends are on this host: a Unix socket, or TCP to a loopback address or to the address that it
     comes from. */
 bool socket_stays_here(int fd);

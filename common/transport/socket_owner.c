@@ -20,12 +20,8 @@ typedef struct ends {
 
 static bool ends_of(int fd, ends *e)
 {
-    memset(e, 0, sizeof *e);
-    e->own.length = e->peer.length = sizeof e->own.storage;
-    return getsockname(fd, (struct sockaddr *)&e->own.storage, &e->own.length) == 0 &&
-           getpeername(fd, (struct sockaddr *)&e->peer.storage, &e->peer.length) == 0 &&
-           (e->own.storage.ss_family == AF_INET ||
-            e->own.storage.ss_family == AF_INET6);
+    return socket_ends(fd, &e->own, &e->peer) && (e->own.storage.ss_family == AF_INET ||
+                                                  e->own.storage.ss_family == AF_INET6);
 }
 
 /* In network order; both families have it in the same place. */

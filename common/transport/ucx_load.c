@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "host.h"
+#include "library_table.h"
 #include "ucx_internal.h"
 #include <dlfcn.h>
 #include <limits.h>
@@ -89,21 +90,16 @@ static bool read_version(void *handle, ucx *u, char reason[256])
 
 static bool read_functions(void *handle, ucx *u, char reason[256])
 {
-    static const struct {
-        const char *name;
-        size_t offset;
-    } functions[] = {
+    static const library_function functions[] = {
 #define X(name) {#name, offsetof(ucx, name)},
         UCX_FUNCTIONS(X)
 #undef X
     };
-    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
-        void *symbol = dlsym(handle, functions[i].name);
-        if (!symbol) {
-            snprintf(reason, 256, "it has no function %s", functions[i].name);
-            return false;
-        }
-        memcpy((char *)u + functions[i].offset, &symbol, sizeof symbol);
+    const char *missing = library_table_read(handle, functions,
+                                             sizeof functions / sizeof functions[0], u);
+    if (missing) {
+        snprintf(reason, 256, "it has no function %s", missing);
+        return false;
     }
     ucp_lib_attr_t attributes = {.field_mask = UCP_LIB_ATTR_FIELD_MAX_THREAD_LEVEL};
     if (u->ucp_lib_query(&attributes) == UCS_OK &&

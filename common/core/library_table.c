@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "library_table.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+const char *library_table_read(void *handle, const library_function *functions,
+                               size_t count, void *table)
+{
+    for (size_t i = 0; i < count; i++) {
+        void *symbol = dlsym(handle, functions[i].name);
+        if (!symbol)
+            return functions[i].name;
+        memcpy((char *)table + functions[i].offset, &symbol, sizeof symbol);
+    }
+    return NULL;
+}

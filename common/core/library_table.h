@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Tables of the functions of libraries that are loaded at run time. */
+#ifndef LIBRARY_TABLE_H
+#define LIBRARY_TABLE_H
+
+#include <stddef.h>
+
+/** A function by the name that the library exports, and where in the table its pointer belongs. */
+typedef struct library_function {
+    const char *name;
+    size_t offset;
+} library_function;
+
+/** Fills @p table from what dlopen() gave. NULL: with all of them; else the name of the first that
+    the library has not, static as @p functions are. */
+const char *library_table_read(void *handle, const library_function *functions,
+                               size_t count, void *table);
+
+#endif
