@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+import talk
 
 RUN, STEP_BYTES = "lora:0", 4 << 20
 HELLO, LIST, PING = 1, 7, 25
@@ -143,39 +144,24 @@ ATTACKS: dict[str, Callable[[int], None]] = {
 
 def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
     common = ["--seconds", str(options.seconds), "--peer-cpu", str(options.peer_cpu)]
-    return subprocess.Popen(
-        [sys.executable, __file__, *common, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def line(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    text = process.stdout.readline()
-    if not text:
-        sys.exit("the rank ended: its message is above")
-    return json.loads(text)
+    return talk.start(__file__, *common, *words)
 
 
 def stretch(trainer: subprocess.Popen[str], client: fanin.Client, seconds: float) -> Any:
     """What the trainer tells of so many seconds, and the slowest ping meanwhile."""
-    assert trainer.stdin is not None
-    trainer.stdin.write("\n")
-    trainer.stdin.flush()
+    talk.say(trainer)
     slowest, until = 0.0, time.perf_counter() + seconds * 0.9
     while time.perf_counter() < until:
         slowest = max(slowest, client.ping()[0][1])
         time.sleep(0.05)
-    return line(trainer) | {"ping": slowest}
+    return talk.told(trainer) | {"ping": slowest}
 
 
 def measure(options: argparse.Namespace, name: str) -> None:
     trainer = start(options, "--be", "rank")
     rounds: dict[bool, list[Any]] = {False: [], True: []}
     try:
-        port = line(trainer)
+        port = talk.told(trainer)
         with fanin.Client([f"127.0.0.1:{port}"], use_ucx=False) as client:
             for _ in range(options.rounds):
                 rounds[False].append(stretch(trainer, client, options.seconds))

@@ -48,10 +48,7 @@ static fanin_server *start(uint32_t share_ms)
 {
     fanin_server_config c = server_config();
     c.stranger_share_ms = share_ms;
-    fanin_server *s = server_start(&c);
-    server_put(s, RUN, "a", memory, sizeof memory);
-    server_commit(s, 1);
-    return s;
+    return server_publish(&c, memory, sizeof memory);
 }
 
 /* ------------------------------------------------------------------ who reads */

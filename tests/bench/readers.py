@@ -20,9 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
 import fanin
+import talk
 
 RUN, TENSORS = "lora:0", 64
 UPDATES, PINGS = 50, 50
@@ -72,9 +72,7 @@ def worker(options: argparse.Namespace) -> None:
     """Pulls for so many seconds after a line has come; tells how many bytes in how long."""
     _, wanted = memory(options.megabytes)
     packed = fanin.pack(wanted)
-    patience = (
-        options.seconds if options.hasty else 60.0
-    )  # updates overtake who is hasty
+    patience = options.seconds if options.hasty else 60.0  # updates overtake who is hasty
     with fanin.Client(
         [f"127.0.0.1:{options.port}"],
         path="stream",
@@ -97,26 +95,7 @@ def worker(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
     common = ["--megabytes", str(options.megabytes), "--seconds", str(options.seconds)]
     common += ["--tcp"] if options.tcp else []
-    return subprocess.Popen(
-        [sys.executable, __file__, *common, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def told(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        sys.exit("a process ended: its message is above")
-    return json.loads(line) if line.strip() != "ready" else None
-
-
-def say(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    return talk.start(__file__, *common, *words)
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -131,27 +110,23 @@ def scene(
     processes = [server]
     updates, pings = [], []
     try:
-        port = told(server)
+        port = talk.told(server)
         for _ in range(readers):
-            processes.append(
-                start(options, "--be", "worker", "--port", str(port), *more)
-            )
+            processes.append(start(options, "--be", "worker", "--port", str(port), *more))
         for one in processes[1:]:
-            told(one)
+            talk.told(one)
         for one in processes[1:]:
-            say(one)
+            talk.say(one)
         if hasty:
-            with fanin.Client(
-                [f"127.0.0.1:{port}"], use_ucx=False, use_unix=not options.tcp
-            ) as c:
+            with fanin.Client([f"127.0.0.1:{port}"], use_ucx=False, use_unix=not options.tcp) as c:
                 for _ in range(PINGS):
                     time.sleep(options.seconds / PINGS / 2)
                     pings.append(c.ping()[0][1])
             for _ in range(UPDATES):
                 time.sleep(options.seconds / UPDATES / 4)
-                say(server)
-                updates.append(told(server))
-        answers = [told(one) for one in processes[1:]]
+                talk.say(server)
+                updates.append(talk.told(server))
+        answers = [talk.told(one) for one in processes[1:]]
         return sum(count / passed for count, passed in answers), updates, pings
     finally:
         for one in reversed(processes):
@@ -171,9 +146,7 @@ def measure(options: argparse.Namespace) -> None:
             rate, _, _ = scene(options, threads, readers, False)
             rates[readers, threads].append(rate)
     cores = len(os.sched_getaffinity(0))
-    print(
-        f"{cores} cores, {options.megabytes} MiB a pull, {'TCP' if options.tcp else 'Unix'}"
-    )
+    print(f"{cores} cores, {options.megabytes} MiB a pull, {'TCP' if options.tcp else 'Unix'}")
     for (readers, threads), values in rates.items():
         middle, least, most = (
             statistics.median(values) / 1e9,
@@ -198,9 +171,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--readers", type=numbers, default=[1, 4, 8])
-    parser.add_argument(
-        "--data-threads", dest="threads", type=numbers, default=[1, 2, 4, 8]
-    )
+    parser.add_argument("--data-threads", dest="threads", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=1.0)

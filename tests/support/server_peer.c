@@ -113,6 +113,15 @@ void server_commit(fanin_server *s, uint64_t step)
     assert_ok(fanin_server_commit(s, RUN, step, NULL, &error), error);
 }
 
+fanin_server *server_publish(const fanin_server_config *config, void *memory,
+                             uint64_t size)
+{
+    fanin_server *s = server_start(config);
+    server_put(s, RUN, "a", memory, size);
+    server_commit(s, 1);
+    return s;
+}
+
 void server_snapshot(fanin_server *s, uint64_t step)
 {
     fanin_error error = FANIN_ERROR_INIT;

@@ -25,6 +25,9 @@ void server_close_peers(void); /**< all that are open */
 fanin_server_config server_config(void);
 fanin_server *server_start(const fanin_server_config *config);
 fanin_server *server_start_lease(uint32_t lease_ms);
+/** server_start() and RUN's tensor "a" of @p size bytes at step 1. */
+fanin_server *server_publish(const fanin_server_config *config, void *memory,
+                             uint64_t size);
 /** fanin_server_destroy() of one that is needed no longer before the test's end. */
 void server_stop(fanin_server **s, uint32_t drain_ms);
 /** One packed U8 tensor of @p size bytes, at @p memory. */

@@ -96,10 +96,7 @@ static fanin_server *start_with(uint32_t max_sessions)
     static uint8_t memory[64];
     fanin_server_config c = server_config();
     c.max_sessions = max_sessions;
-    fanin_server *s = server_start(&c);
-    server_put(s, RUN, "a", memory, sizeof memory);
-    server_commit(s, 1);
-    return s;
+    return server_publish(&c, memory, sizeof memory);
 }
 
 static peer connect_from(fanin_server *s, const char *source)
@@ -278,10 +275,7 @@ static fanin_server *start_with_cpu(uint32_t peer_cpu)
     static uint8_t memory[64];
     fanin_server_config c = server_config();
     c.peer_cpu = peer_cpu;
-    fanin_server *s = server_start(&c);
-    server_put(s, RUN, "a", memory, sizeof memory);
-    server_commit(s, 1);
-    return s;
+    return server_publish(&c, memory, sizeof memory);
 }
 
 static void send_pings(peer *p, unsigned n)

@@ -203,10 +203,7 @@ static fanin_server *start(uint32_t stranger_share_ms)
     fanin_server_config c = server_config();
     c.lease_ms = HOUR_MS;
     c.stranger_share_ms = stranger_share_ms;
-    fanin_server *s = server_start(&c);
-    server_put(s, RUN, "a", memory, sizeof memory);
-    server_commit(s, 1);
-    return s;
+    return server_publish(&c, memory, sizeof memory);
 }
 
 /* The attack: whenever there is a new step, a fresh lease, and none is ended. */
