@@ -10,6 +10,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
+#include "neighbour.h"
 #include "publish/commit.h"
 #include "publish/drain.h"
 #include "shards/registration.h"
@@ -48,7 +49,7 @@ void fanin_server_config_init(fanin_server_config *config, size_t size)
                                     .max_memory = (uint64_t)256 << 20,
                                     .idle_ms = 300000,
                                     .peer_cpu = 50,
-                                    .stranger_share_ms = 500,
+                                    .stranger_share_ms = 2000,
                                     .own_share_ms = SHARE_WINDOW_MS};
     versioned_init(config, size, &defaults, sizeof defaults);
 }
@@ -220,6 +221,7 @@ static int listen_unix(fanin_server *s)
     if (!socket_is_loopback(&s->address))
         return -1;
     socket_unix_address(geteuid(), &s->address, &address);
+    neighbour_prepare();
     s->has_unix = socket_listen(&address, BACKLOG, &fd, &error) == FANIN_OK;
     if (!s->has_unix)
         log_write(&s->log, FANIN_LOG_WARNING, "unix-socket",

@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,10 +17,10 @@
 #define SO_PEERPIDFD 77 /* Linux 6.5; the headers may be older than the kernel */
 #endif
 
-/* "pid:[4026531836]"; false: it cannot be read. */
-static bool read_link(int directory, const char *name, char out[64])
+/* "pid:[4026531836]"; false: it cannot be read. Takes no descriptor. */
+static bool read_link(const char *path, char out[64])
 {
-    ssize_t length = readlinkat(directory, name, out, 63);
+    ssize_t length = readlinkat(AT_FDCWD, path, out, 63);
     out[length > 0 ? length : 0] = '\0';
     return length > 0;
 }
@@ -28,30 +29,32 @@ static bool read_link(int directory, const char *name, char out[64])
 static bool proc_is_ours(void)
 {
     char self[64];
-    return read_link(AT_FDCWD, "/proc/self", self) && atol(self) == (long)getpid();
+    return read_link("/proc/self", self) && atol(self) == (long)getpid();
 }
 
-/* The namespaces of a folder of /proc against those of this process. */
-static unsigned compare_spaces(int directory)
+/* The namespaces of the process that has this number now against those of this process. */
+static unsigned compare_spaces(pid_t pid)
 {
     static const struct {
-        const char *link, *own;
+        const char *name;
         unsigned differs;
     } spaces[] = {
-        {"ns/user", "/proc/self/ns/user", NEIGHBOUR_USER_SPACE},
-        {"ns/pid", "/proc/self/ns/pid", NEIGHBOUR_PID_SPACE},
-        {"ns/ipc", "/proc/self/ns/ipc", NEIGHBOUR_IPC_SPACE},
-        {"ns/mnt", "/proc/self/ns/mnt", NEIGHBOUR_MOUNT_SPACE},
+        {"user", NEIGHBOUR_USER_SPACE},
+        {"pid", NEIGHBOUR_PID_SPACE},
+        {"ipc", NEIGHBOUR_IPC_SPACE},
+        {"mnt", NEIGHBOUR_MOUNT_SPACE},
     };
     unsigned differs = 0;
     for (size_t i = 0; i < sizeof spaces / sizeof spaces[0]; i++) {
-        char there[64], here[64];
-        if (!read_link(AT_FDCWD, spaces[i].own, here)) {
+        char path[48], there[64], here[64];
+        snprintf(path, sizeof path, "/proc/self/ns/%s", spaces[i].name);
+        if (!read_link(path, here)) {
             if (errno == ENOENT) /* a kernel that has one namespace of this kind */
                 continue;
             return NEIGHBOUR_UNSEEN;
         }
-        if (!read_link(directory, spaces[i].link, there))
+        snprintf(path, sizeof path, "/proc/%d/ns/%s", (int)pid, spaces[i].name);
+        if (!read_link(path, there))
             return NEIGHBOUR_UNSEEN;
         if (strcmp(there, here) != 0)
             differs |= spaces[i].differs;
@@ -59,38 +62,56 @@ static unsigned compare_spaces(int directory)
     return differs;
 }
 
-/* A descriptor of the peer's process itself: its number may be another's by now. -1: a kernel that
-   has none, or, with *gone_out, a process that nothing more can be said of. */
-static int open_process(int fd, bool *gone_out)
+/* -------------------------------------------------------------- who it was */
+
+/* A descriptor that is given back when there is no other for a moment: with none this process would
+   take its own user for a stranger. */
+static pthread_mutex_t reserve_lock = PTHREAD_MUTEX_INITIALIZER;
+static int reserve = -1;
+
+/* -1: there is none to be had. */
+static int take_another(void)
+{
+    return open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
+void neighbour_prepare(void)
+{
+    pthread_mutex_lock(&reserve_lock);
+    if (reserve < 0)
+        reserve = take_another();
+    pthread_mutex_unlock(&reserve_lock);
+}
+
+/* A descriptor of the peer's process itself, or -1 and errno. */
+static int open_process(int fd)
 {
     int process = -1;
     socklen_t size = sizeof process;
-    *gone_out = false;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &process, &size) == 0)
-        return process;
-    *gone_out = errno != ENOPROTOOPT;
-    return -1;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &process, &size) == 0 ? process
+                                                                          : -1;
 }
 
-static unsigned look_at(int fd, pid_t pid)
+/* Whether it is alive: then its number was its own all the time. A kernel that has no such
+   descriptors takes every number for its first owner's. */
+static bool is_alive(int fd)
 {
-    char path[32];
-    bool gone;
-    int process = open_process(fd, &gone);
-    snprintf(path, sizeof path, "/proc/%d", (int)pid);
-    /* The folder stays that of one process: the links in it are of no later one. */
-    int directory =
-        gone ? -1 : open(path, O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    unsigned differs = directory < 0 ? NEIGHBOUR_UNSEEN : compare_spaces(directory);
-    /* If the peer is alive now, the number was its own when the folder was opened. */
-    struct pollfd ended = {.fd = process, .events = POLLIN};
-    if (process >= 0 && poll(&ended, 1, 0) != 0)
-        differs = NEIGHBOUR_UNSEEN;
-    if (directory >= 0)
-        close(directory);
-    if (process >= 0)
+    pthread_mutex_lock(&reserve_lock);
+    int process = open_process(fd);
+    bool lacks = process < 0 && (errno == EMFILE || errno == ENFILE) && reserve >= 0;
+    if (lacks) {
+        close(reserve);
+        process = open_process(fd);
+    }
+    bool alive = process < 0 && errno == ENOPROTOOPT;
+    if (process >= 0) {
+        alive = poll(&(struct pollfd){.fd = process, .events = POLLIN}, 1, 0) == 0;
         close(process);
-    return differs;
+    }
+    if (lacks)
+        reserve = take_another();
+    pthread_mutex_unlock(&reserve_lock);
+    return alive;
 }
 
 unsigned neighbour_differs(int fd)
@@ -102,7 +123,8 @@ unsigned neighbour_differs(int fd)
     /* 0: its pid namespace is neither this one nor below. */
     if (pid <= 0 || !proc_is_ours())
         return NEIGHBOUR_UNSEEN;
-    return look_at(fd, pid);
+    unsigned differs = compare_spaces(pid);
+    return is_alive(fd) ? differs : NEIGHBOUR_UNSEEN;
 }
 
 const char *neighbour_why(unsigned differs)

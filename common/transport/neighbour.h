@@ -27,6 +27,10 @@ enum {
  */
 unsigned neighbour_differs(int fd);
 
+/** Keeps a descriptor from now on, so that neighbour_differs() has one when the process may open no
+    more. Once for the process, which keeps it. Thread: any. */
+void neighbour_prepare(void);
+
 /** The first of the reasons as a sentence about "the peer's process", "" for 0. */
 const char *neighbour_why(unsigned differs);
 

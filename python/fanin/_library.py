@@ -109,7 +109,7 @@ _DEFAULTS: list[tuple[str, type[ctypes.Structure], dict[str, int]]] = [
             "idle_ms": 300000,
             "data_threads": 0,
             "peer_cpu": 50,
-            "stranger_share_ms": 500,
+            "stranger_share_ms": 2000,
             "own_share_ms": 60000,
             "nice": 0,
         },

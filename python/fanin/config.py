@@ -388,7 +388,7 @@ class TrainerConfig:
     trusted_network: bool = False
     lease: float = 1.0
     data_threads: int | None = None
-    stranger_share: float = 0.5
+    stranger_share: float = 2.0
     own_share: float = 60.0
     nice: int = 0
     snapshot: bool = False

@@ -130,9 +130,9 @@ class Server(ClosableHandle):
     :param peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
         limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user.
     :param stranger_share: seconds of each minute that the leases of one network peer (an address,
-        all of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together four times as
-        much. Who has had half of it is not waited for until some is back, and pulls that an update
-        overtakes begin anew. 60: no such limit.
+        all of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together two and a
+        half times as much. Who has less than a lease's time of it left is not waited for until that
+        is back, and pulls that an update overtakes begin anew. 60: no such limit.
     :param own_share: the same for this user on this host, and for each address of a trusted
         network.
     :param nice: added to the nice value of the calling thread for the threads that serve readers,
@@ -166,7 +166,7 @@ class Server(ClosableHandle):
         trust_containers: bool = False,
         insecure: bool = False,
         peer_cpu: float = 0.05,
-        stranger_share: float = 0.5,
+        stranger_share: float = 2.0,
         own_share: float = 60.0,
         nice: int = 0,
         secret_file: str | os.PathLike[str] | None = None,

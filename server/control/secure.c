@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/secure.h"
 #include "control/reply.h"
+#include "core/peer_log.h"
 #include "error_set.h"
 
 #include <errno.h>
@@ -13,8 +14,8 @@ static void refuse(session *s, const char *why)
     pthread_mutex_lock(&server->lock);
     server->stats.sessions_refused++;
     pthread_mutex_unlock(&server->lock);
-    log_write(&server->log, FANIN_LOG_WARNING, "session-refused", "%s: %s", s->peer,
-              why);
+    peer_log(server, s->from, FANIN_LOG_WARNING, "session-refused", "%s: %s", s->peer,
+             why);
     tls_free(&s->tls);
     s->phase = SESSION_CLOSING;
     s->due = deadline_in_ms(LINGER_MS);

@@ -143,20 +143,39 @@ static uint64_t memory_of_peer(const fanin_server *s)
     return s->max_memory / 2;
 }
 
+/* Of all others than its own user, as most_of_network(). */
+static uint64_t memory_of_network(const fanin_server *s)
+{
+    return s->max_memory - (s->has_unix ? s->max_memory / 4 : 0);
+}
+
 bool memory_account(fanin_server *s, peer_share *of, size_t *counted, size_t now)
 {
     /* Wraps when it shrinks, and so do the sums. */
     uint64_t before = *counted, more = (uint64_t)now - before;
     uint64_t total = atomic_fetch_add(&s->memory, more) + more;
-    uint64_t share = of ? atomic_fetch_add(&of->memory, more) + more : 0;
+    uint64_t share = of ? atomic_fetch_add(&of->memory, more) + more : 0, network = 0;
+    bool is_network = of && !of->is_own;
+    if (is_network)
+        network = atomic_fetch_add(&s->network_memory, more) + more;
     *counted = now;
-    return now <= before || (total <= s->max_memory &&
-                             (!of || of->is_own || share <= memory_of_peer(s)));
+    if (now <= before)
+        return true;
+    return total <= s->max_memory && (!is_network || (share <= memory_of_peer(s) &&
+                                                      network <= memory_of_network(s)));
+}
+
+/* Whether @p more still fits into @p most of which @p used is used. */
+static bool fits(uint64_t used, uint64_t most, uint64_t more)
+{
+    return used <= most && more <= most - used;
 }
 
 bool memory_fits(const fanin_server *s, const peer_share *of, size_t more)
 {
-    uint64_t used = atomic_load(&s->memory), share = atomic_load(&of->memory);
-    return used <= s->max_memory && more <= s->max_memory - used &&
-           (of->is_own || share + more <= memory_of_peer(s));
+    if (!fits(atomic_load(&s->memory), s->max_memory, more))
+        return false;
+    return of->is_own ||
+           (fits(atomic_load(&of->memory), memory_of_peer(s), more) &&
+            fits(atomic_load(&s->network_memory), memory_of_network(s), more));
 }

@@ -36,8 +36,9 @@ fanin_status admit(fanin_server *s, int fd, const socket_address *peer, newcomer
 void dismiss(fanin_server *s, peer_share *from);
 /** A control session is open (1), or gone (-1). Lock held. */
 void count_session(fanin_server *s, peer_share *from, int change);
-/** Counts @p now instead of *counted bytes; false: more than max_memory in all, or than half of it
-    for one network peer. @p of NULL: nobody's in particular. */
+/** Counts @p now instead of *counted bytes; false: more than max_memory in all, than half of it for
+    one network peer, or than three quarters for all of them where the own user has a socket. @p of
+    NULL: nobody's in particular. */
 bool memory_account(fanin_server *s, peer_share *of, size_t *counted, size_t now);
 /** Whether @p more bytes still fit. */
 bool memory_fits(const fanin_server *s, const peer_share *of, size_t more);

@@ -15,15 +15,18 @@
 
 /* ------------------------------------------------------------------ shares */
 
-uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms)
+uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms, uint32_t lease_ms)
 {
     if (share_ms >= SHARE_WINDOW_MS)
         return UINT64_MAX;
     uint64_t full_at = atomic_load_explicit(&b->full_at, memory_order_relaxed);
     uint64_t owed = full_at > now ? full_at - now : 0;
-    if (owed > WINDOW_NS / 2) /* crumbs would hold updates up and let nobody finish */
+    uint64_t least = (uint64_t)(lease_ms < share_ms / 2 ? lease_ms : share_ms / 2);
+    if (owed >= WINDOW_NS)
         return 0;
-    return (WINDOW_NS - owed) / SHARE_WINDOW_MS * share_ms;
+    uint64_t left = (WINDOW_NS - owed) / SHARE_WINDOW_MS * share_ms;
+    /* Crumbs would hold updates up and let nobody finish: whoever is waited for has a whole lease. */
+    return left < least * 1000000 ? 0 : left;
 }
 
 void share_take(bucket *b, uint64_t now, uint32_t share_ms, uint64_t used_ns)
@@ -41,9 +44,8 @@ static uint32_t share_of(const fanin_server *s, const drain_peer *p)
 
 static uint32_t strangers_share(const fanin_server *s)
 {
-    uint32_t one = s->stranger_share_ms;
-    return one < SHARE_WINDOW_MS / STRANGERS_SHARES ? one * STRANGERS_SHARES
-                                                    : SHARE_WINDOW_MS;
+    uint64_t all = (uint64_t)s->stranger_share_ms * STRANGERS_HALVES / 2;
+    return all < SHARE_WINDOW_MS ? (uint32_t)all : SHARE_WINDOW_MS;
 }
 
 /* ------------------------------------------------------------------- peers */
@@ -66,10 +68,11 @@ static drain_peer *slot_of(drain *d, peer_share *from)
 static uint64_t allowance(const fanin_server *s, const drain *d, const drain_peer *p)
 {
     uint64_t left =
-        p->from ? share_left(&p->from->held_up, d->since, share_of(s, p)) : UINT64_MAX;
-    uint64_t all = p->is_stranger
-                       ? share_left(&s->strangers_held_up, d->since, strangers_share(s))
-                       : UINT64_MAX;
+        p->from ? share_left(&p->from->held_up, d->since, share_of(s, p), s->lease_ms)
+                : UINT64_MAX;
+    uint64_t all = p->is_stranger ? share_left(&s->strangers_held_up, d->since,
+                                               strangers_share(s), s->lease_ms)
+                                  : UINT64_MAX;
     return left < all ? left : all;
 }
 

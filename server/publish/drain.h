@@ -15,7 +15,7 @@
 #include "publish/lease.h"
 
 #define SHARE_WINDOW_MS 60000 /**< shares are of as long */
-#define STRANGERS_SHARES 4    /**< shares that all strangers together have */
+#define STRANGERS_HALVES 5    /**< half shares that all strangers together have */
 #define DRAIN_PEERS 64 /**< that are told apart at a time, besides the own user */
 
 /** The leases of one peer, or, in the last slot, of those that found no slot. */
@@ -41,8 +41,9 @@ typedef struct drain {
 /* All with the lock held. */
 
 /** What is left of a share of @p share_ms a minute, in ns, that may be taken in one go: nothing,
-    unless it is half of it. UINT64_MAX: it has no end. */
-uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms);
+    unless it is as long as a lease, or half of it. UINT64_MAX: it has no end. */
+uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms,
+                    uint32_t lease_ms);
 /** Takes @p used_ns out of it, be there as much or not. */
 void share_take(bucket *b, uint64_t now, uint32_t share_ms, uint64_t used_ns);
 

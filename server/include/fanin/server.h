@@ -77,9 +77,11 @@ typedef struct fanin_server_config {
         host without its own user's Unix socket). Default 0: as many as the hard
         limit of open files has room for, at most 5120, which is twice what 512 workers take */
     uint32_t max_sessions;
-    uint64_t max_memory; /**< bytes for all sessions together, default 256 MiB */
-    uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */
-    fanin_log_fn log;    /**< default none */
+    /** bytes for all sessions together, default 256 MiB; one network peer has half of it at most, and
+        all of them three quarters where the own user has a Unix socket */
+    uint64_t max_memory;
+    uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
+    fanin_log_fn log; /**< default none */
     void *log_cookie;
     /** threads that send tensors to readers, at most 16: how many readers, or connections of one, a rank
         serves at the same time. Default 0: a quarter of the CPUs that the process may use, at least 1 and
@@ -92,10 +94,11 @@ typedef struct fanin_server_config {
         secret. Default 50; 0: no limit */
     uint32_t peer_cpu;
     /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
-        default 500. All together have four times as much. A peer is an address (all of 127/8 and ::1
-        one, of IPv6 a /64), without those of a trusted network and those that know the secret. Once half of it is used, the peer's
-        leases are not waited for until some is back: what it reads then ends stale when an update
-        begins first. 60000: nobody has a share, only lease_ms counts */
+        default 2000. All together have two and a half times as much. A peer is an address (all of 127/8
+        and ::1 one, of IPv6 a /64), without those of a trusted network and those that know the secret.
+        When less than lease_ms (or, of a small share, half of it) is left, the peer's leases are not
+        waited for until as much is back: what it reads then ends stale when an update begins first.
+        60000: nobody has a share, only lease_ms counts */
     uint32_t stranger_share_ms;
     /** the same for the server's own user on this host, for each address of a trusted network, and,
         with a secret, for everybody; default 60000 */

@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -136,6 +137,35 @@ static void links_that_are_not_there(void **state)
     }
 }
 
+/* The last descriptor is the connection's. */
+static void without_descriptors_nobody_becomes_a_stranger(void **state)
+{
+    scene *s = *state;
+    socket_address peer;
+    distant d;
+    struct rlimit before, none;
+    neighbour_prepare();
+    assert_true(distant_connect(&d, 0, &s->at));
+    int fd = socket_accept(s->listener, &peer), taken[64], n = 0;
+    assert_return_code(getrlimit(RLIMIT_NOFILE, &before), errno);
+    none = before;
+    none.rlim_cur = (rlim_t)fd + 1;
+    assert_return_code(setrlimit(RLIMIT_NOFILE, &none), errno);
+    while (n < 64 && (taken[n] = dup(fd)) >= 0)
+        n++;
+    assert_int_equal(errno, EMFILE);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(neighbour_differs(fd), 0);
+    distant_end(&d);
+    assert_int_equal(neighbour_differs(fd), NEIGHBOUR_UNSEEN);
+    assert_int_equal(dup(fd), -1); /* the reserve is there again */
+    assert_return_code(setrlimit(RLIMIT_NOFILE, &before), errno);
+    while (n > 0)
+        close(taken[--n]);
+    close(fd);
+    close(d.fd);
+}
+
 static void another_user_is_told(void **state)
 {
     scene *s = *state;
@@ -179,11 +209,16 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
     const struct CMUnitTest tests[] = {
-        TEST(own_processes_differ_in_nothing), TEST(other_files_are_no_secret),
-        TEST(ipc_namespaces_are_told),         TEST(pid_namespaces_are_told),
-        TEST(containers_differ_in_several),    TEST(user_namespaces_are_told),
-        TEST(links_that_are_not_there),        TEST(another_user_is_told),
+        TEST(own_processes_differ_in_nothing),
+        TEST(other_files_are_no_secret),
+        TEST(ipc_namespaces_are_told),
+        TEST(pid_namespaces_are_told),
+        TEST(containers_differ_in_several),
+        TEST(user_namespaces_are_told),
+        TEST(links_that_are_not_there),
+        TEST(another_user_is_told),
         TEST(every_difference_has_words),
+        TEST(without_descriptors_nobody_becomes_a_stranger),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,7 +3,7 @@
  * Shares of peers: who counts as one, what strangers cannot take from the own user, who makes room
  * when there is none, and requests that never end.
  */
-#include "core/peer.h"
+#include "core/admission.h"
 #include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -87,6 +87,29 @@ static void many_places_are_not_remembered_for_ever(void **state)
     assert_int_equal(places.n_peers, PEERS_KEPT);
     assert_ptr_equal(at("10.0.0.1:1"), busy);
     peers_free(&places);
+}
+
+/* A quarter of the memory is the own user's, who has it all otherwise. */
+static void strangers_leave_memory_for_the_own_user(void **state)
+{
+    fanin_server s = {.max_memory = 1000, .has_unix = true};
+    peer_share own = {.is_own = true}, one = {.is_own = false},
+               other = {.is_own = false};
+    size_t of_own = 0, of_one = 0, of_other = 0;
+    assert_true(memory_account(&s, &one, &of_one, 500));
+    assert_false(memory_fits(&s, &one, 1));
+    assert_true(memory_fits(&s, &other, 250));
+    assert_false(memory_fits(&s, &other, 251));
+    assert_true(memory_account(&s, &other, &of_other, 250));
+    assert_false(memory_account(&s, &other, &of_other, 251));
+    assert_true(memory_fits(&s, &own, 249));
+    assert_true(memory_account(&s, &own, &of_own, 249));
+    assert_true(memory_account(&s, &one, &of_one, 0));
+    assert_true(memory_account(&s, &other, &of_other, 0));
+    assert_true(memory_account(&s, &own, &of_own, 1000));
+    assert_true(memory_account(&s, &own, &of_own, 0));
+    assert_int_equal(atomic_load(&s.memory), 0);
+    assert_int_equal(atomic_load(&s.network_memory), 0);
 }
 
 /* -------------------------------------------------------------- who is in */
@@ -376,6 +399,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(one_place_is_one_peer),
         cmocka_unit_test(many_places_are_not_remembered_for_ever),
+        cmocka_unit_test(strangers_leave_memory_for_the_own_user),
         cmocka_unit_test_teardown(strangers_leave_room_for_the_own_user, end),
         cmocka_unit_test_teardown(sessions_in_use_stay, end),
         cmocka_unit_test_teardown(who_is_idle_for_longest_makes_room, end),

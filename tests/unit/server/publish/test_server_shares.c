@@ -24,16 +24,29 @@ static void a_share_is_had_once_and_comes_back(void **state)
 {
     bucket b = {0};
     uint64_t now = 1000 * WINDOW;
-    assert_int_equal(share_left(&b, now, 500), 500 * MS);
+    assert_int_equal(share_left(&b, now, 500, HOUR_MS), 500 * MS);
     share_take(&b, now, 500, 100 * MS);
-    assert_int_equal(share_left(&b, now, 500), 400 * MS);
-    assert_int_equal(share_left(&b, now + WINDOW / 10, 500), 450 * MS);
+    assert_int_equal(share_left(&b, now, 500, HOUR_MS), 400 * MS);
+    assert_int_equal(share_left(&b, now + WINDOW / 10, 500, HOUR_MS), 450 * MS);
     share_take(&b, now, 500, 150 * MS);
-    assert_int_equal(share_left(&b, now, 500), 250 * MS);
+    assert_int_equal(share_left(&b, now, 500, HOUR_MS), 250 * MS);
     share_take(&b, now, 500, MS);
-    assert_int_equal(share_left(&b, now, 500), 0); /* not until half of it is back */
-    assert_int_equal(share_left(&b, now + WINDOW / 500, 500), 250 * MS);
-    assert_int_equal(share_left(&b, now + WINDOW, 500), 500 * MS);
+    assert_int_equal(share_left(&b, now, 500, HOUR_MS),
+                     0); /* not until half of it is back */
+    assert_int_equal(share_left(&b, now + WINDOW / 500, 500, HOUR_MS), 250 * MS);
+    assert_int_equal(share_left(&b, now + WINDOW, 500, HOUR_MS), 500 * MS);
+}
+
+/* Who needs less than half of it does not wait until half of it is back. */
+static void a_lease_is_enough_to_be_waited_for(void **state)
+{
+    bucket b = {0};
+    uint64_t now = 1000 * WINDOW;
+    share_take(&b, now, 2000, 2000 * MS);
+    assert_int_equal(share_left(&b, now + WINDOW / 10 - MS, 2000, 200), 0);
+    assert_int_equal(share_left(&b, now + WINDOW / 10, 2000, 200), 200 * MS);
+    assert_int_equal(share_left(&b, now + WINDOW / 10, 2000, 1000), 0);
+    assert_int_equal(share_left(&b, now + WINDOW / 2, 2000, 1000), 1000 * MS);
 }
 
 /* Whatever its leases do: what it holds up in any ten minutes is its share of eleven. */
@@ -44,7 +57,7 @@ static void no_pattern_gets_more_than_a_share(void **state)
         bucket b = {0};
         uint64_t now = WINDOW, held = 0;
         for (; now < 11 * WINDOW; now += steps_ms[i] * MS) {
-            uint64_t left = share_left(&b, now, 500);
+            uint64_t left = share_left(&b, now, 500, HOUR_MS);
             left = left < 300 * MS ? left : 300 * MS; /* the lease time */
             now += left;
             held += left;
@@ -57,14 +70,14 @@ static void no_pattern_gets_more_than_a_share(void **state)
 static void shares_of_nothing_and_of_everything(void **state)
 {
     bucket b = {0};
-    assert_int_equal(share_left(&b, WINDOW, 0), 0);
+    assert_int_equal(share_left(&b, WINDOW, 0, HOUR_MS), 0);
     share_take(&b, WINDOW, 0, WINDOW);
     share_take(&b, WINDOW, SHARE_WINDOW_MS, 1000 * WINDOW);
-    assert_true(share_left(&b, WINDOW, SHARE_WINDOW_MS) == UINT64_MAX);
-    assert_int_equal(share_left(&b, WINDOW, 500), 500 * MS);
+    assert_true(share_left(&b, WINDOW, SHARE_WINDOW_MS, HOUR_MS) == UINT64_MAX);
+    assert_int_equal(share_left(&b, WINDOW, 500, HOUR_MS), 500 * MS);
     /* A debt has an end, too. */
     share_take(&b, WINDOW, 500, UINT64_MAX);
-    assert_int_equal(share_left(&b, 3 * WINDOW, 500), 500 * MS);
+    assert_int_equal(share_left(&b, 3 * WINDOW, 500, HOUR_MS), 500 * MS);
 }
 
 /* ---------------------------------------------------- many peers, without connections */
@@ -123,7 +136,7 @@ static bool crowd_drain(crowd *c)
     return drain_end(&c->server, &c->publication, &c->drain);
 }
 
-static void many_addresses_have_four_shares(void **state)
+static void many_addresses_have_a_few_shares(void **state)
 {
     crowd *c = crowd_make();
     uint64_t held = 0;
@@ -134,8 +147,8 @@ static void many_addresses_have_four_shares(void **state)
         lease_drop(&c->server, l);
     }
     assert_int_equal(c->server.stats.drains_cut, 8);
-    /* Half of four, and the one that was begun with half of it left; a wait is as exact as that. */
-    assert_in_range(held, 2 * SHARE_MS * MS, 4 * SHARE_MS * MS);
+    /* Half of two and a half, and the one that was begun with half of it left. */
+    assert_in_range(held, 5 * SHARE_MS * MS / 4, 5 * SHARE_MS * MS / 2);
     assert_int_equal(c->server.stats.held_up_ns_max, SHARE_MS * MS);
     crowd_free(c);
 }
@@ -293,9 +306,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_share_is_had_once_and_comes_back),
+        cmocka_unit_test(a_lease_is_enough_to_be_waited_for),
         cmocka_unit_test(no_pattern_gets_more_than_a_share),
         cmocka_unit_test(shares_of_nothing_and_of_everything),
-        cmocka_unit_test(many_addresses_have_four_shares),
+        cmocka_unit_test(many_addresses_have_a_few_shares),
         cmocka_unit_test(who_is_no_stranger_is_waited_for),
         cmocka_unit_test(more_peers_than_places_are_told_apart_no_more),
         server_test(a_stranger_that_holds_leases_is_waited_for_no_more),
