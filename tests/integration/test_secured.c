@@ -15,7 +15,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PUBLICATION "lora:0"
 #define ROWS 60
 #define COLUMNS 40000 /* nine megabytes: more than sockets and TLS hold */
 
@@ -34,23 +33,12 @@ bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
     return good;
 }
 
-static fanin_tensor matrix(fanin_box *box, void *memory)
-{
-    return make_tensor("matrix", FANIN_DTYPE_U32, ROWS, COLUMNS, box, memory);
-}
-
 static fanin_server *start(const char *secret, char address[32])
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config = make_server_config();
     config.secret_file = secret;
     fanin_server *server = make_server(&config, address, 32);
-    for (uint32_t i = 0; i < ROWS * COLUMNS; i++)
-        published[i] = i * UINT32_C(2654435761);
-    fanin_box box;
-    fanin_tensor tensor = matrix(&box, published);
-    assert_ok(fanin_server_put(server, PUBLICATION, &tensor, 1, false, &error), error);
-    assert_ok(fanin_server_commit(server, PUBLICATION, 41, NULL, &error), error);
+    publish_matrix(server, published, ROWS, COLUMNS);
     return server;
 }
 
@@ -77,7 +65,8 @@ static fanin_status pull(const char *address, const char *secret, unsigned strea
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.timeout_ms = 5000;
     fanin_box box;
-    fanin_tensor tensor = matrix(&box, landed);
+    fanin_tensor tensor =
+        make_tensor("matrix", FANIN_DTYPE_U32, ROWS, COLUMNS, &box, landed);
     memset(landed, 0, sizeof landed);
     error = (fanin_error)FANIN_ERROR_INIT;
     uint64_t start_ms = now_ms();

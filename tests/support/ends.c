@@ -67,6 +67,19 @@ fanin_tensor make_tensor(const char *name, fanin_dtype dtype, uint64_t rows,
                           .n_boxes = 1};
 }
 
+void publish_matrix(fanin_server *server, uint32_t *memory, uint32_t rows,
+                    uint32_t columns)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_box box;
+    fanin_tensor tensor =
+        make_tensor("matrix", FANIN_DTYPE_U32, rows, columns, &box, memory);
+    for (uint32_t i = 0; i < rows * columns; i++)
+        memory[i] = i * UINT32_C(2654435761);
+    assert_ok(fanin_server_put(server, "lora:0", &tensor, 1, false, &error), error);
+    assert_ok(fanin_server_commit(server, "lora:0", 41, NULL, &error), error);
+}
+
 fanin_pull_options make_options(fanin_step_rule rule, uint64_t step)
 {
     fanin_pull_options options;

@@ -24,7 +24,7 @@ static const double most_drift = 1.5;
 typedef struct comparison {
     json_t *a, *b;
     const char *path_a, *path_b;
-    char differences[MOST_DIFFERENCES][200];
+    char differences[MOST_DIFFERENCES][256];
     size_t n_differences;
     double drift; /**< of the limits, a factor >= 1 */
 } comparison;
