@@ -102,6 +102,8 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
         return bad(error, "max_memory is below 8 MiB for each data thread", NULL);
     if (c->peer_cpu > 1000)
         return bad(error, "peer_cpu is not 0 to 1000 thousandths of a CPU", NULL);
+    if (c->stranger_cpu > DATA_THREADS_MOST * 1000)
+        return bad(error, "stranger_cpu is not 0 to 16000 thousandths of a CPU", NULL);
     if (c->idle_ms == 0)
         return bad(error, "idle_ms is 0", NULL);
     if (c->stranger_share_ms > SHARE_WINDOW_MS || c->own_share_ms > SHARE_WINDOW_MS)
@@ -170,6 +172,12 @@ static fanin_status take_secret(fanin_server *s, const fanin_server_config *c,
                 : FANIN_OK;
 }
 
+/* A tenth of all. */
+static uint32_t stranger_cpu_for(unsigned cpus)
+{
+    return cpus < DATA_THREADS_MOST * 10 ? cpus * 100 : DATA_THREADS_MOST * 1000;
+}
+
 static fanin_status fill(fanin_server *s, const fanin_server_config *c,
                          fanin_error *error)
 {
@@ -194,6 +202,8 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;
     s->peer_cpu = c->peer_cpu;
+    s->stranger_cpu =
+        c->stranger_cpu ? c->stranger_cpu : stranger_cpu_for(usable_cpus());
     s->stranger_share_ms = c->stranger_share_ms;
     s->own_share_ms = c->own_share_ms;
     s->is_nice = c->nice != 0;

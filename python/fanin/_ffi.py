@@ -179,6 +179,7 @@ class ServerConfig(Structure):
         ("own_share_ms", c_uint32),
         ("nice", c_int32),
         ("secret_file", c_char_p),
+        ("stranger_cpu", c_uint32),
     ]
 
 

@@ -128,7 +128,10 @@ class Server(ClosableHandle):
         connections of one, at the same time; None: a quarter of the CPUs that the process may use,
         at most 4. They are started when connections come, and sleep while nobody reads.
     :param peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
-        limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user.
+        limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user. All
+        peers together may take twice as much.
+    :param stranger_cpu: CPU seconds a second that sending tensors to strangers may take, all
+        together, up to 16; half of it for one peer. None: a tenth of the process's CPUs.
     :param stranger_share: seconds of each minute that the leases of one network peer (an address,
         all of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together two and a
         half times as much. Who has less than a lease's time of it left is not waited for until that
@@ -166,6 +169,7 @@ class Server(ClosableHandle):
         trust_containers: bool = False,
         insecure: bool = False,
         peer_cpu: float = 0.05,
+        stranger_cpu: float | None = None,
         stranger_share: float = 2.0,
         own_share: float = 60.0,
         nice: int = 0,
@@ -201,6 +205,8 @@ class Server(ClosableHandle):
         if data_threads is not None:
             config.data_threads = integer(data_threads, "data_threads", 32)
         config.peer_cpu = milliseconds(peer_cpu, "peer_cpu", zero=True)
+        if stranger_cpu is not None:
+            config.stranger_cpu = milliseconds(stranger_cpu, "stranger_cpu")
         config.stranger_share_ms = milliseconds(stranger_share, "stranger_share", zero=True)
         config.own_share_ms = milliseconds(own_share, "own_share", zero=True)
         if nice not in range(-20, 20):

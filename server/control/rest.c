@@ -21,6 +21,7 @@ void work_charge(session *s)
     if (!is_counted(s)) {
         /* Handshakes of those that have the key would use up what strangers may. */
         peer_refund(c->server, s->from, s->handshake_ns);
+        s->from->has_proven = s->from->has_proven || (s->tls && s->secured);
         s->handshake_ns = 0;
         return;
     }

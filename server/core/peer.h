@@ -21,7 +21,8 @@ struct peer_share {
     char name[64];               /**< for messages: "10.0.0.7", "fd00:0:0:1::/64" */
     bucket lines[2];             /**< information, and faults: peer_log.h */
     atomic_uint_fast64_t unsaid; /**< lines that were left out and not told of yet */
-    bucket work;                 /**< CPU time of its requests: peer_work.h */
+    bucket work, sent; /**< CPU time of its requests, and of tensors: peer_work.h */
+    bool has_proven;   /**< the launch's secret; the control thread's */
     atomic_uint_fast64_t memory; /**< bytes of its connections */
     bucket held_up;              /**< what it has had of its share (publish/drain.h) */
     unsigned connections, sessions; /**< now; guarded by the server's lock */

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The CPU time that a peer's requests may take from the trainer: a bucket each, filled by a small
- * share of one CPU. Whoever has emptied it is not refused: its requests wait. Any thread.
+ * The CPU time that strangers may take from the trainer. Their requests: a bucket for each peer, filled
+ * by a small share of one CPU, and one for all of them. Tensors that are sent to them, or digested: a
+ * tenth of the CPUs for all of them, half of it for one. Whoever has emptied a bucket is not refused:
+ * it waits. Any thread.
  */
 #ifndef PEER_WORK_H
 #define PEER_WORK_H
@@ -12,6 +14,9 @@
 /** What was not taken for so long may be taken at once: with 50 of 1000 a whole second of a CPU, the
     first pulls of hundreds of workers behind one address. */
 #define WORK_WINDOW_NS UINT64_C(20000000000)
+#define ALL_SHARES                                                                     \
+    2              /**< of peer_cpu, that the requests of all strangers together take */
+#define ONE_OF 2   /**< one peer has this part of what is sent to all */
 #define REST_MS 10 /**< a connection whose peer has to wait is looked at so often */
 
 /** CPU time of the calling thread. */
@@ -22,22 +27,52 @@ static inline bool peer_is_counted(const fanin_server *s, const peer_share *of)
     return !of->is_own && s->peer_cpu > 0;
 }
 /** It was the cause of so much work. */
-static inline void peer_charge(const fanin_server *s, peer_share *of, uint64_t cpu_ns)
+static inline void peer_charge(fanin_server *s, peer_share *of, uint64_t cpu_ns)
 {
-    if (peer_is_counted(s, of))
-        bucket_take(&of->work, clock_ns(), cpu_ns * 1000 / s->peer_cpu);
+    if (!peer_is_counted(s, of))
+        return;
+    uint64_t now = clock_ns(), refill_ns = cpu_ns * 1000 / s->peer_cpu;
+    bucket_take(&of->work, now, refill_ns);
+    bucket_take(&s->strangers_work, now, refill_ns / ALL_SHARES);
 }
 /** So much of it was not for nothing. */
-static inline void peer_refund(const fanin_server *s, peer_share *of, uint64_t cpu_ns)
+static inline void peer_refund(fanin_server *s, peer_share *of, uint64_t cpu_ns)
 {
-    if (peer_is_counted(s, of))
-        bucket_give(&of->work, cpu_ns * 1000 / s->peer_cpu);
+    if (!peer_is_counted(s, of))
+        return;
+    bucket_give(&of->work, cpu_ns * 1000 / s->peer_cpu);
+    bucket_give(&s->strangers_work, cpu_ns * 1000 / s->peer_cpu / ALL_SHARES);
 }
-/** Whether its requests have to wait. */
+/** Whether its requests have to wait: for itself, or, if nobody there has ever proven the launch's
+    secret, for other strangers. */
 static inline bool peer_must_rest(const fanin_server *s, const peer_share *of)
 {
-    return peer_is_counted(s, of) &&
-           bucket_ready(&of->work, WORK_WINDOW_NS) > clock_ns();
+    if (!peer_is_counted(s, of))
+        return false;
+    uint64_t at = bucket_ready(&of->work, WORK_WINDOW_NS);
+    uint64_t all =
+        of->has_proven ? 0 : bucket_ready(&s->strangers_work, WORK_WINDOW_NS);
+    return (at > all ? at : all) > clock_ns();
+}
+
+/** What is sent to it is counted: it is a stranger. */
+static inline bool peer_send_is_counted(const fanin_server *s, const peer_share *of)
+{
+    return !of->is_own && !s->tls && !(s->flags & FANIN_SERVER_TRUSTED_NETWORK);
+}
+/** Sending tensors to it took so much. */
+static inline void peer_charge_send(fanin_server *s, peer_share *of, uint64_t cpu_ns)
+{
+    uint64_t now = clock_ns(), refill_ns = cpu_ns * 1000 / s->stranger_cpu;
+    bucket_take(&of->sent, now, refill_ns * ONE_OF);
+    bucket_take(&s->strangers_sent, now, refill_ns);
+}
+/** Whether more of them have to wait. */
+static inline bool peer_send_must_rest(const fanin_server *s, const peer_share *of)
+{
+    uint64_t one = bucket_ready(&of->sent, WORK_WINDOW_NS);
+    uint64_t all = bucket_ready(&s->strangers_sent, WORK_WINDOW_NS);
+    return (one > all ? one : all) > clock_ns();
 }
 
 #endif

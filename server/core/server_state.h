@@ -44,7 +44,8 @@ struct fanin_server {
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
-    uint32_t peer_cpu; /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
+    uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
+    uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */
     uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/drain.h) */
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
     int nice;
@@ -73,7 +74,8 @@ struct fanin_server {
     atomic_uint_fast64_t network_memory;  /**< of those that are not the own user's */
     bucket lines[2];                      /**< of all peers together: core/peer_log.h */
     atomic_uint_fast64_t unsaid, tell_at; /**< lines left out, and when to tell */
-    atomic_uint_fast64_t rests;           /**< core/peer_work.h */
+    bucket strangers_work, strangers_sent; /**< core/peer_work.h */
+    atomic_uint_fast64_t rests;            /**< core/peer_work.h */
 
     pthread_mutex_t lock; /* guards what follows */
     pthread_cond_t freed; /**< a lease or a send ended, or a drain; CLOCK_MONOTONIC */

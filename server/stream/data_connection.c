@@ -10,10 +10,6 @@
 #include <unistd.h>
 
 #define BURST_LEAST ((size_t)128 << 10)
-/* CPU time of a request, of an entry of a read, and bytes that are worth one of it. */
-#define FRAME_CPU_NS 3000
-#define ENTRY_CPU_NS 100
-#define BYTES_A_CPU_NS 8
 #define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
@@ -178,26 +174,6 @@ static progress start_digest(stream_tools *t, connection *c, const frame *f,
     return job_needs_stage(&c->job) ? start_staged(t, c, f->request) : PROGRESS_MORE;
 }
 
-/* With a secret there are none but of peers that have proven it, which are no strangers. */
-static bool is_counted(const stream_tools *t)
-{
-    return !t->server->tls;
-}
-
-static void charge(const stream_tools *t, connection *c, uint64_t cpu_ns)
-{
-    if (is_counted(t))
-        peer_charge(t->server, c->from, cpu_ns);
-}
-
-/* Tensor bytes are what the server is for: what they are worth pays for small pieces. */
-static void charge_entries(const stream_tools *t, connection *c, uint64_t entries)
-{
-    uint64_t cost = entries * ENTRY_CPU_NS, paid = c->job.left / BYTES_A_CPU_NS;
-    if (cost > paid)
-        charge(t, c, cost - paid);
-}
-
 static progress start_read(stream_tools *t, connection *c, const frame *f, body *in)
 {
     msg_read m;
@@ -212,7 +188,6 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
     if (why)
         return refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
     status = job_set_ranges(&c->job, &m, &why);
-    charge_entries(t, c, m.n_entries);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
     if (!connection_account(t->server, c)) {
@@ -278,28 +253,13 @@ static progress receive(stream_tools *t, connection *c)
     return PROGRESS_CLOSE;
 }
 
-/* Its requests wait until its peer may go on. */
-static progress rest(stream_tools *t, connection *c)
-{
-    atomic_fetch_add(&t->server->rests, !c->resting);
-    c->resting = true;
-    c->begun_at = UINT64_MAX; /* nobody looks for the rest of it */
-    if (t->rest_until == UINT64_MAX)
-        t->rest_until = deadline_in_ms(REST_MS);
-    return PROGRESS_WAIT;
-}
-
 static progress next_frame(stream_tools *t, connection *c)
 {
     framed got;
-    if (is_counted(t) && peer_must_rest(t->server, c->from))
-        return rest(t, c);
-    c->resting = false;
     framing_result result = framing_take(&c->in, &got);
     if (result == FRAMING_MORE)
         return receive(t, c);
     c->begun_at = UINT64_MAX;
-    charge(t, c, FRAME_CPU_NS);
     if (result == FRAMING_BAD)
         return reject(t, c, got.head.request, got.status, got.why);
     return handle_frame(t, c, &got.head, &got.body);
@@ -478,7 +438,7 @@ static void drop_sent(stream_tools *t, staged *of, uint64_t bytes)
 void connection_return_chunks(stream_tools *t, connection *c)
 {
     uint64_t unsent = 0;
-    if (c->can_write || !c->staged.first)
+    if ((c->can_write && !c->resting) || !c->staged.first)
         return;
     for (const chunk *at = c->staged.first; at; at = at->next)
         unsent += at->bytes - at->sent;
@@ -617,8 +577,52 @@ static progress progress_once(stream_tools *t, connection *c)
     return c->closing ? discard(c) : next_frame(t, c);
 }
 
+/* ------------------------------------------------------------- CPU time */
+
+/* Tensors are what the server is for, and have a share of their own. */
+static bool is_reading(const connection *c)
+{
+    return c->job.left > 0 || c->digester.on;
+}
+
+static bool must_rest(const stream_tools *t, const connection *c)
+{
+    if (is_reading(c))
+        return peer_send_is_counted(t->server, c->from) &&
+               peer_send_must_rest(t->server, c->from);
+    return !c->closing && outgoing_is_empty(&c->out) && !t->server->tls &&
+           peer_must_rest(t->server, c->from);
+}
+
+/* It waits until its peer may go on. */
+static progress rest(stream_tools *t, connection *c)
+{
+    atomic_fetch_add(&t->server->rests, !c->resting);
+    c->resting = true;
+    c->begun_at = UINT64_MAX; /* nobody looks for the rest of it */
+    if (t->rest_until == UINT64_MAX)
+        t->rest_until = deadline_in_ms(REST_MS);
+    return PROGRESS_WAIT;
+}
+
+static void charge(stream_tools *t, connection *c, bool reads, uint64_t cpu_ns)
+{
+    if (!reads)
+        peer_charge(t->server, c->from, cpu_ns);
+    else if (peer_send_is_counted(t->server, c->from))
+        peer_charge_send(t->server, c->from, cpu_ns);
+}
+
 progress connection_progress(stream_tools *t, connection *c)
 {
+    /* With a secret there are none but of peers that have proven it. */
+    bool counts = !c->from->is_own && !t->server->tls, reads = is_reading(c);
+    if (counts && must_rest(t, c))
+        return rest(t, c);
+    c->resting = false;
+    uint64_t began = counts ? thread_cpu_ns() : 0;
     progress result = progress_once(t, c);
+    if (counts)
+        charge(t, c, reads || is_reading(c), thread_cpu_ns() - began);
     return c->out.bytes.failed ? PROGRESS_CLOSE : result;
 }

@@ -31,7 +31,8 @@ typedef struct connection {
     peer_share *from;
     char peer[64];
     bool can_read, can_write, queued;
-    bool resting; /**< its peer has had its share of CPU time (core/peer_work.h) */
+    bool
+        resting; /**< it waits: its peer has had its share of CPU time (core/peer_work.h) */
     bool closing; /**< an error is on its way; nothing is read any more */
     bool shut;    /**< ... and it has left */
     framing in;   /**< says whether frames of both directions have checksums */

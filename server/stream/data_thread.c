@@ -17,48 +17,66 @@
 #define SOCKET_ROOM (512 << 10) /**< if it stays on this host; the kernel doubles it */
 #define BUSY_CPUS 2             /**< one for this thread, one for who reads */
 #define EVENTS 64
+#define TURNS 64
 #define SWEEP_MS                                                                       \
     1000 /**< deadlines are looked at so often while the queue is never empty */
+
+typedef struct queue {
+    connection *first, *last;
+} queue;
 
 struct data_thread {
     stream_tools tools;
     pthread_t thread;
     int epoll, wake;
     atomic_bool quit;
-    atomic_uint load;         /**< connections, those on their way included */
-    connection *connections;  /**< the thread's */
-    connection *first, *last; /**< the queue */
+    atomic_uint load;        /**< connections, those on their way included */
+    connection *connections; /**< the thread's */
+    queue own, others;       /**< of the own user, and of those who must not delay it */
+    connection *served;      /**< of the others; after it those that rest go on */
     pthread_mutex_t lock;
     connection *arriving; /**< guarded by lock */
 };
 
 /* ----------------------------------------------------------- connections */
 
+static queue *queue_of(data_thread *t, const connection *c)
+{
+    return c->from->is_own ? &t->own : &t->others;
+}
+
 static void enqueue(data_thread *t, connection *c)
 {
+    queue *q = queue_of(t, c);
     if (c->queued)
         return;
     c->queued = true;
     c->next_queued = NULL;
-    if (t->last)
-        t->last->next_queued = c;
+    if (q->last)
+        q->last->next_queued = c;
     else
-        t->first = c;
-    t->last = c;
+        q->first = c;
+    q->last = c;
 }
 
 static void dequeue(data_thread *t, connection *c)
 {
-    connection *before = NULL, *at = t->first;
+    queue *q = queue_of(t, c);
+    connection *before = NULL, *at = q->first;
     for (; at != c; at = at->next_queued)
         before = at;
     if (before)
         before->next_queued = c->next_queued;
     else
-        t->first = c->next_queued;
-    if (t->last == c)
-        t->last = before;
+        q->first = c->next_queued;
+    if (q->last == c)
+        q->last = before;
     c->queued = false;
+}
+
+static bool is_idle(const data_thread *t)
+{
+    return !t->own.first && !t->others.first;
 }
 
 /* Takes it out of list and queue. */
@@ -70,6 +88,8 @@ static void connection_close(data_thread *t, connection *c)
     while (*link != c)
         link = &(*link)->next;
     *link = c->next;
+    if (t->served == c)
+        t->served = NULL;
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
     atomic_fetch_sub(&t->load, 1);
     connection_free(&t->tools, c);
@@ -131,25 +151,21 @@ static void accept_handovers(data_thread *t)
 
 /* ----------------------------------------------------------------- thread */
 
-/* One turn for everybody that is in the queue now. */
-static void run_queue(data_thread *t)
+/* Some turns; then it is looked at what came meanwhile, and at the other queue. */
+static void run_queue(data_thread *t, queue *q)
 {
-    connection *c = t->first;
-    t->first = t->last = NULL;
-    while (c) {
-        connection *next = c->next_queued;
-        c->queued = false;
-        switch (connection_progress(&t->tools, c)) {
-        case PROGRESS_MORE:
-            enqueue(t, c);
-            break;
-        case PROGRESS_WAIT:
-            break;
-        case PROGRESS_CLOSE:
+    for (unsigned i = 0; i < TURNS && q->first; i++) {
+        connection *c = q->first;
+        dequeue(t, c);
+        progress result = connection_progress(&t->tools, c);
+        if (result == PROGRESS_CLOSE) {
             connection_close(t, c);
-            break;
+            continue;
         }
-        c = next;
+        if (!c->resting)
+            t->served = q == &t->others ? c : t->served;
+        if (result == PROGRESS_MORE)
+            enqueue(t, c);
     }
 }
 
@@ -161,15 +177,29 @@ static void share_stage(data_thread *t)
         connection_return_chunks(&t->tools, c);
 }
 
+/* Those that rest go on, and who went on last is the last: there may be something left for some only. */
+static void end_rests(data_thread *t)
+{
+    connection *c = t->served ? t->served->next : t->connections;
+    for (; c; c = c->next)
+        if (c->resting)
+            enqueue(t, c);
+    for (c = t->connections; t->served; c = c->next) {
+        if (c->resting)
+            enqueue(t, c);
+        if (c == t->served)
+            break;
+    }
+}
+
 /* Closes who has not moved for too long; when to look again. The queue may fill. */
 static deadline sweep(data_thread *t)
 {
     t->tools.rest_until = UINT64_MAX;
+    end_rests(t);
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
-        if (c->resting)
-            enqueue(t, c);
         deadline at =
             c->resting ? c->stalled_at : deadline_sooner(c->stalled_at, c->begun_at);
         if (at == UINT64_MAX || !deadline_passed(at)) {
@@ -208,13 +238,13 @@ static void *run(void *cookie)
     deadline at = UINT64_MAX, sweep_due = 0;
     yielding_begin(t->tools.server);
     while (!atomic_load(&t->quit)) {
-        if (!t->first || deadline_passed(sweep_due) ||
+        if (is_idle(t) || deadline_passed(sweep_due) ||
             deadline_passed(t->tools.rest_until)) {
             at = sweep(t);
             sweep_due = deadline_in_ms(SWEEP_MS);
         }
         deadline next = deadline_sooner(at, t->tools.rest_until);
-        int timeout = t->first ? 0 : deadline_poll_ms(next);
+        int timeout = !is_idle(t) ? 0 : deadline_poll_ms(next);
         int n = epoll_wait(t->epoll, events, EVENTS, timeout);
         for (int i = 0; i < n; i++) {
             connection *c = events[i].data.ptr;
@@ -233,7 +263,8 @@ static void *run(void *cookie)
             c->can_write = c->can_write || events[i].events & (EPOLLOUT | EPOLLERR);
             enqueue(t, c);
         }
-        run_queue(t);
+        run_queue(t, &t->own);
+        run_queue(t, &t->others);
         share_stage(t);
     }
     return NULL;

@@ -247,6 +247,7 @@ static bool create(rank *r, uint16_t port)
     config.base_port = port;
     config.lease_ms = (uint32_t)(r->lease_ns / MS);
     config.peer_cpu = PEER_CPU;
+    config.stranger_cpu = 16000; /* readers by TCP are to find faults, not a limit */
     memcpy(config.world_id, r->world_id, sizeof config.world_id);
     uint64_t until = board_now() + CREATE_NS;
     while (fanin_server_create(&config, &r->server, &error) != FANIN_OK) {

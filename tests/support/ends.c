@@ -15,6 +15,7 @@ fanin_server_config make_server_config(void)
     config.flags = FANIN_SERVER_NO_UCX;
     config.data_threads = 1;          /* the same on every machine */
     config.stranger_share_ms = 60000; /* leases last as long as they say */
+    config.stranger_cpu = 16000;      /* and nobody is sent less than there is */
     return config;
 }
 

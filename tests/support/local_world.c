@@ -216,6 +216,7 @@ static void start_rank(world *w, size_t rank, uint16_t port)
     config.world_size = (uint32_t)w->size;
     config.base_port = port ? (uint16_t)(port - rank) : 0;
     config.lease_ms = w->lease_ms;
+    config.stranger_cpu = 16000;
     config.flags = w->flags;
     assert_ok(fanin_server_create(&config, &r->server, &error), error);
     if (!r->memory) {

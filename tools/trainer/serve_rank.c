@@ -250,6 +250,7 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.base_port = o->base_port;
     config.flags = o->flags;
     config.lease_ms = o->lease_ms;
+    config.stranger_cpu = 16000; /* it has nothing else to do */
     config.data_threads = o->data_threads;
     config.allow = o->allow;
     config.secret_file = o->secret_file;

@@ -89,9 +89,9 @@ typedef struct fanin_server_config {
         while its connections ask for nothing. They share max_memory, of which each needs 8 MiB */
     uint32_t data_threads;
     /** thousandths of one CPU that the requests of one peer (see max_sessions) may take, at most 1000.
-        What it did not take for 20 s it may take at once; beyond that its requests wait. Sending
-        tensors is not counted, nor is the own user by its Unix socket, nor who has proven the launch's
-        secret. Default 50; 0: no limit */
+        What it did not take for 20 s it may take at once; beyond that its requests wait. All peers
+        together have twice as much. Sending tensors is counted apart (stranger_cpu); the own user by its
+        Unix socket and who has proven the launch's secret are not counted. Default 50; 0: no limit */
     uint32_t peer_cpu;
     /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
         default 2000. All together have two and a half times as much. A peer is an address (all of 127/8
@@ -113,6 +113,11 @@ typedef struct fanin_server_config {
         which symbolic links may lead, belongs to the process's user or to root, and others may not use it;
         its group may read one of root's. It is read once. Needs OpenSSL 3 when the server is created */
     const char *secret_file;
+    /** thousandths of one CPU that sending tensors to strangers, and making digests for them, may take,
+        all together, at most 16000; half of it for one peer. Strangers are as for stranger_share_ms. What
+        was not taken for 20 s may be taken at once; beyond that they are sent more slowly. Default 0: a
+        tenth of the CPUs that the process may use */
+    uint32_t stranger_cpu;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */

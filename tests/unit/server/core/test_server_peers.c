@@ -4,6 +4,7 @@
  * when there is none, and requests that never end.
  */
 #include "core/admission.h"
+#include "core/peer_work.h"
 #include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -351,6 +352,77 @@ static void floods_on_data_connections_wait(void **state)
     floods_wait(true);
 }
 
+static void request_all(puller *r, bool digests, uint64_t size)
+{
+    read_entry all = {.box = 0, .length = size};
+    if (digests)
+        peer_request_digest(&r->data, &r->grant, size, 0, &all, 1);
+    else
+        peer_request_read(&r->data, r->grant.token, size, &all, 1);
+}
+
+/* Reads without end wait for their share, and their answers come in the end. */
+static void reads_wait(bool digests)
+{
+    static uint8_t memory[64 << 10]; /* an answer leaves at once */
+    message_type answer = digests ? MSG_DIGEST_OK : MSG_READ_OK;
+    fanin_server_config config = server_config();
+    config.stranger_cpu = 1;
+    fanin_server *s = server_publish(&config, memory, sizeof memory);
+    puller stranger = puller_open(s);
+    puller_begin(&stranger);
+    for (unsigned i = 0; server_stats(s).requests_delayed == 0; i++) {
+        assert_in_range(i, 0, 10000);
+        request_all(&stranger, digests, sizeof memory);
+        while (peer_silent(&stranger.data, 1) && server_stats(s).requests_delayed == 0)
+            ;
+        if (server_stats(s).requests_delayed == 0)
+            peer_expect(&stranger.data, answer);
+    }
+    pull_by_own_user(s);
+    atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
+    peer_expect(&stranger.data, answer);
+    puller_close(&stranger);
+}
+
+static void tensors_for_strangers_wait(void **state)
+{
+    reads_wait(false);
+}
+
+static void digests_for_strangers_wait(void **state)
+{
+    reads_wait(true);
+}
+
+/* However many addresses they have; but who knows the launch's secret does not wait for them. */
+static void all_strangers_have_two_shares(void **state)
+{
+    fanin_server s = {.peer_cpu = 50, .stranger_cpu = 200};
+    peer_share peers[4] = {{.is_own = false}}, own = {.is_own = true};
+    peer_share known = {.has_proven = true};
+    const uint64_t second = UINT64_C(1000000000);
+    for (unsigned i = 0; i < 3; i++)
+        peer_charge(&s, &peers[i],
+                    700 * 1000 * 1000); /* of a second that each may take at once */
+    assert_true(peer_must_rest(&s, &peers[0]));
+    assert_true(peer_must_rest(&s, &peers[3])); /* which has had nothing */
+    assert_false(peer_must_rest(&s, &known));
+    assert_false(peer_must_rest(&s, &own));
+    peer_refund(&s, &peers[1], 700 * 1000 * 1000);
+    assert_false(peer_must_rest(&s, &peers[3]));
+    /* What is sent: four seconds at once, two of them to one. */
+    peer_charge_send(&s, &peers[0], 2 * second + second / 10);
+    assert_true(peer_send_must_rest(&s, &peers[0]));
+    assert_false(peer_send_must_rest(&s, &peers[1]));
+    peer_charge_send(&s, &peers[1], 2 * second);
+    assert_true(peer_send_must_rest(&s, &peers[2]));
+    assert_false(peer_send_is_counted(&s, &own));
+    assert_true(peer_send_is_counted(&s, &peers[0]));
+    s.flags = FANIN_SERVER_TRUSTED_NETWORK;
+    assert_false(peer_send_is_counted(&s, &peers[0]));
+}
+
 static void who_waits_may_leave(void **state)
 {
     fanin_server *s = start_with_cpu(1);
@@ -409,6 +481,9 @@ int main(void)
         cmocka_unit_test_teardown(requests_that_never_end, end),
         cmocka_unit_test_teardown(floods_of_requests_wait, end),
         cmocka_unit_test_teardown(floods_on_data_connections_wait, end),
+        cmocka_unit_test_teardown(all_strangers_have_two_shares, end),
+        cmocka_unit_test_teardown(tensors_for_strangers_wait, end),
+        cmocka_unit_test_teardown(digests_for_strangers_wait, end),
         cmocka_unit_test_teardown(who_waits_may_leave, end),
         cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
         cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),
