@@ -181,6 +181,7 @@ static void share_stage(data_thread *t)
 static void end_rests(data_thread *t)
 {
     connection *c = t->served ? t->served->next : t->connections;
+    t->tools.rest_until = UINT64_MAX;
     for (; c; c = c->next)
         if (c->resting)
             enqueue(t, c);
@@ -195,8 +196,6 @@ static void end_rests(data_thread *t)
 /* Closes who has not moved for too long; when to look again. The queue may fill. */
 static deadline sweep(data_thread *t)
 {
-    t->tools.rest_until = UINT64_MAX;
-    end_rests(t);
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
@@ -238,8 +237,9 @@ static void *run(void *cookie)
     deadline at = UINT64_MAX, sweep_due = 0;
     yielding_begin(t->tools.server);
     while (!atomic_load(&t->quit)) {
-        if (is_idle(t) || deadline_passed(sweep_due) ||
-            deadline_passed(t->tools.rest_until)) {
+        if (deadline_passed(t->tools.rest_until))
+            end_rests(t);
+        if (is_idle(t) || deadline_passed(sweep_due)) {
             at = sweep(t);
             sweep_due = deadline_in_ms(SWEEP_MS);
         }
@@ -261,7 +261,8 @@ static void *run(void *cookie)
             c->can_read = c->can_read || events[i].events & (EPOLLIN | EPOLLRDHUP |
                                                              EPOLLHUP | EPOLLERR);
             c->can_write = c->can_write || events[i].events & (EPOLLOUT | EPOLLERR);
-            enqueue(t, c);
+            if (!c->resting) /* those have their turn when they may go on */
+                enqueue(t, c);
         }
         run_queue(t, &t->own);
         run_queue(t, &t->others);

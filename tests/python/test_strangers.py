@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stranger takes from a rank is counted and bounded, and its own user's pulls go on: each
+attack of tests/support/strangers.py in a process of its own, against a rank in another. The shares
+are small, so that they are had at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "support")]
+import attacks  # noqa: E402
+from strangers import ATTACKS  # noqa: E402
+
+PEER_CPU, STRANGER_CPU, SHARE, SECONDS = 0.002, 0.002, 0.1, 2.0
+# Had at once: 20 s of the shares of requests and of tensors, 2 s of that of connections. The rest
+# is what cannot be counted: looking who may go on, and the turns that were under way.
+MOST_CPU = 20 * PEER_CPU + 20 * STRANGER_CPU + 2 * PEER_CPU + 0.3
+# What says that the limit was met; of the others nothing is to be said but that they do no harm.
+LIMITED = {
+    "ping": "requests_delayed",
+    "ping16": "requests_delayed",
+    "list": "requests_delayed",
+    "keys": "requests_delayed",
+    "waits": "requests_delayed",
+    "reads": "requests_delayed",
+    "digests": "requests_delayed",
+    "leases": "drains_cut",
+    "garbage": "log_lines_left_out",
+    "hellos": "log_lines_left_out",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_a_stranger_takes(name: str) -> None:
+    options = argparse.Namespace(
+        rounds=1,
+        seconds=SECONDS,
+        peer_cpu=PEER_CPU,
+        stranger_cpu=STRANGER_CPU,
+        stranger_share=SHARE,
+    )
+    rounds = attacks.observe(options, name)
+    (calm,), (attacked,) = rounds[False], rounds[True]
+    stats = attacked["stats"]
+    assert attacked["pulls"] > 0
+    assert attacked["cpu"] * SECONDS < 2 * calm["cpu"] * SECONDS + MOST_CPU
+    if name in LIMITED:
+        assert stats[LIMITED[name]] > 0
+    if name in ("leases", "reads", "digests"):
+        assert stats["held_up_by"] in ("this host", "this user")
+        assert stats["held_up_by"] == "this user" or stats["held_up_ns_max"] <= SHARE * 1e9
+    # Connections that are opened are told of, fifty times as many as faults.
+    assert attacked["lines"] < 2000
