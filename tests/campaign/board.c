@@ -2,9 +2,11 @@
 #include "board.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -19,6 +21,7 @@ board *board_open(const char *path)
         exit(2);
     }
     close(fd);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     return p;
 }
 

@@ -27,16 +27,18 @@ typedef struct board_rank {
 
 typedef struct board_reader {
     _Atomic uint64_t stops;
-    _Atomic uint64_t pulls, good;
+    _Atomic uint64_t pulls, acts;
 } board_reader;
 
 typedef struct board {
     _Atomic uint64_t over;
+    _Atomic uint64_t names_silent; /**< names.h */
     board_rank ranks[BOARD_RANKS];
     board_reader readers[BOARD_READERS];
 } board;
 
-/** Maps the file at @p path, which has a board's size. Ends the process if it cannot. */
+/** Maps the file at @p path, which has a board's size. Ends the process if it cannot, and from then on
+    with the process that has started it. */
 board *board_open(const char *path);
 
 /** Nanoseconds of CLOCK_MONOTONIC. */

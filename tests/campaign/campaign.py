@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""campaign.py --programs DIR [--seed N] [--faults N | --seconds N] [--sanitized] [--unchecked]
-            [--secret]
+"""campaign.py --programs DIR [--seed N] [--faults N | --seconds N] [--sanitized] [--secret]
+            [--cuda LIBRARY] [--mutant NAME]
 
-Seeded faults over readers and a trainer that never rest. DIR: where the build has put
-campaign-trainer and campaign-reader. Round after round a few faults of the list below come over
-each other, then all is made whole, and every reader has to pull again by itself, with the client
-that it had. What is counted: results with a wrong byte or step, memory that was written after a
-failed call had returned, calls that overran their time by 10 s (hung), readers that did not recover
-within a minute (wedged), descriptors and threads that stayed (leaked), calls of the trainer that
-failed although nothing had been done to it, and updates that readers held up for longer than their
-lease. One line of figures on standard output; exit status 1 if one of them is not 0.
+Seeded faults over readers and a trainer that never rest. DIR: where the build has put the programs.
+Round after round a few faults of the list below come over each other, then all is made whole, and
+every reader has to pull again by itself, with the client that it had. What is counted: results with
+a wrong byte or step, memory that was written after a failed call had returned, calls that overran
+their time by 10 s (hung), readers that did not recover within a minute (wedged), descriptors and
+threads that stayed (leaked), calls of the trainer that failed although nothing had been done to it,
+and updates that readers held up for longer than their lease. One line of figures on standard
+output; exit status 1 if one of them is not 0. After each 500 faults the figures so far go to
+standard error.
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
-a sanitizer, which needs the address space that one fault takes away. --unchecked: with readers that
-do not ask the ranks at the end, and exit status 0 only if a wrong result was found. --secret: all
-have a launch's secret, so that TCP is TLS. With the right to mount, the adapters of one reader lie
-on a file system that a fault fills.
+a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
+secret, so that TCP is TLS. --cuda: the weights lie in memory of devices; LIBRARY is the build's
+stand-in for the driver. --mutant: with programs that are wrong in one way, and exit status 0 only
+if it was found: unchecked (readers do not ask the ranks at the end), byte, write, hang, wedge,
+leak, late. With the right to mount, the adapters of one reader lie on a file system that a fault
+fills.
 """
 
 from __future__ import annotations
@@ -39,7 +42,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from links import WAYS, Links
-from processes import ACTS, LATE, LONGEST, UPDATES, WRONG, Board, Reader, Trainer
+from processes import (
+    ACTS,
+    LATE,
+    LONGEST,
+    UPDATES,
+    WRONG,
+    Board,
+    Limited,
+    Reader,
+    Trainer,
+    life_word,
+)
 
 WORLD = 3
 TIMEOUT = 3000  # ms, of a reader's calls
@@ -54,6 +68,28 @@ READERS = (
     ("cma", False, True),
     ("auto", False, True),
 )
+# The same where the weights lie on devices: of those into memory the destinations as well.
+DEVICE_READERS = (
+    ("cuda_ipc", False, False),
+    ("stream-unix", False, False),
+    ("stream-tcp", True, False),
+    ("auto", False, False),
+    ("stream-tcp", True, True),
+    ("auto", False, True),
+)
+NAMED = 2  # this reader knows its ranks by name
+EVILS = ("leases", "flood", "deaf", "garbage", "frames", "idle")
+# What must find a mutant out.
+FOUND = {
+    "unchecked": "wrong",
+    "byte": "wrong",
+    "write": "written",
+    "hang": "hung",
+    "wedge": "wedged",
+    "leak": "leaked",
+    "late": "late updates",
+}
+PROGRESS = 500  # faults
 SPACE = 1 << 20  # bytes that a limit leaves
 DISK = 8 << 20
 
@@ -61,27 +97,40 @@ DISK = 8 << 20
 class Campaign:
     """All of it. One thread."""
 
-    def __init__(
-        self, programs: Path, seed: int, place: Path, sanitized: bool, unchecked: bool
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, place: Path) -> None:
+        seed, programs = options.seed, options.programs
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.wedged: list[str] = []
         self.hung: list[str] = []
         self._usual: dict[int, tuple[int, int]] = {}
         self._leaks: list[str] = []
-        self._slowness, self._unchecked = 4 if sanitized else 1, unchecked
-        reader = "campaign-reader" + ("-unchecked" if unchecked else "")
+        self._slowness, self._mutant = 4 if options.sanitized else 1, options.mutant
+        self._recovery = 20.0 if self._mutant else RECOVERY
+        device = "-cuda" if options.cuda else ""
+        reader = "campaign-reader" + ("-unchecked" if self._mutant == "unchecked" else device)
+        self._specs = DEVICE_READERS if options.cuda else READERS
+        self._programs, self._secret = programs, options.secret
         self._place, self._filling = place, place / "disk" / "filling"
-        self.board = Board(place / "board")
+        self.board, self._other_board = Board(place / "board"), Board(place / "other-board")
         port = free_ports(WORLD)
-        self.trainer = Trainer(programs, self.board, WORLD, port, seed)
+        trainer = programs / f"campaign-trainer{device}"
+        self.trainer = Trainer(trainer, self.board, WORLD, port, seed)
+        self._strangers: list[subprocess.Popen[bytes]] = []
         self.links = Links([port + rank for rank in range(WORLD)], seed)
-        self.readers = [self._reader(programs / reader, at) for at in range(len(READERS))]
-        self._kinds: dict[str, Callable[[], None]] = {
+        self.readers = [self._reader(programs / reader, at) for at in range(len(self._specs))]
+        self._kinds: dict[str, Callable[[], bool | None]] = {
             "relaunch": self._relaunch,
             "relaunch-term": lambda: self._relaunch(signal.SIGTERM),
+            "relaunch-unheard": lambda: self._unheard(self._relaunch),
             "rolling": self._rolling,
+            "rolling-term": lambda: self._rolling(signal.SIGTERM),
+            "rolling-unheard": lambda: self._unheard(self._rolling),
+            "staggered": self._staggered,
+            "staggered-term": lambda: self._staggered(signal.SIGTERM),
+            "names-silent": self._names_silent,
+            "liar": self._liar,
+            **{f"evil-{kind}": self._evil(kind) for kind in EVILS},
             "rank-killed": self._rank_killed,
             "rank-stopped": self._rank_stopped,
             "rank-descriptors": self._rank_descriptors,
@@ -91,25 +140,27 @@ class Campaign:
             "file-size": self._file_size,
             **{f"link-{way}": self._spoiler(way) for way in WAYS},
         }
-        if not sanitized:
+        if not options.sanitized and not options.cuda:  # the stand-in driver needs its own
             self._kinds["reader-memory"] = self._reader_memory
+            self._kinds["rank-memory"] = self._rank_memory
         if os.path.ismount(place / "disk"):
             self._kinds["disk-full"] = self._disk_full
 
     def _reader(self, program: Path, at: int) -> Reader:
-        path, _, adapters = READERS[at]
+        path, _, adapters = self._specs[at]
         directory = None
         if adapters:
-            last = at == len(READERS) - 1
+            last = at == len(self._specs) - 1
             directory = self._place / ("disk" if last else f"reader{at}") / "adapters"
             directory.mkdir(parents=True)
-        return Reader(program, self.board, at, path, directory)
+        return Reader(program, self.board, at, path, directory, self.trainer.lives)
 
     def _addresses(self, at: int) -> list[str]:
         ports = [self.trainer.port + rank for rank in range(WORLD)]
-        if READERS[at][1]:
+        if self._specs[at][1]:
             ports = [link.port for link in self.links.links]
-        return [f"127.0.0.1:{port}" for port in ports]
+        hosts = [f"rank{r}.campaign" if at == NAMED else "127.0.0.1" for r in range(WORLD)]
+        return [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
     def _start_reader(self, reader: Reader) -> None:
         seed = self.random.randrange(1, 1 << 48)
@@ -119,7 +170,7 @@ class Campaign:
 
     def _draw(self) -> None:
         """Where updates wait for nobody, only snapshots are sure to be read between two."""
-        if self._unchecked:  # what it believes must be overtaken
+        if self._mutant == "unchecked":  # what it believes must be overtaken
             self.trainer.draw(10, 0, "reference")
             return
         kind = self.random.choice(("reference", "snapshot"))
@@ -136,13 +187,23 @@ class Campaign:
             self.trainer.start(rank)
             time.sleep(self.random.random() * 0.1)
 
-    def _rolling(self) -> None:
+    def _rolling(self, number: int = signal.SIGKILL) -> None:
         """Ranks of two launches stand beside each other."""
         self._draw()
+        self._staggered(number)
+
+    def _staggered(self, number: int = signal.SIGKILL) -> None:
+        """One rank after the other is restarted, within its launch."""
         for rank in self.random.sample(range(WORLD), WORLD):
-            self.trainer.signal(rank, signal.SIGKILL)
+            self.trainer.signal(rank, number)
             self.trainer.start(rank)
             time.sleep(self.random.random() * 0.1)
+
+    def _unheard(self, end: Callable[[], None]) -> None:
+        """No link tells its readers that somebody has ended."""
+        for rank in range(WORLD):
+            self.links.spoil(rank, "swallow")
+        end()
 
     def _rank(self) -> int:
         return self.random.randrange(WORLD)
@@ -154,12 +215,63 @@ class Campaign:
     def _rank_stopped(self) -> None:
         self.trainer.signal(self._rank(), signal.SIGSTOP)
 
-    def _rank_descriptors(self) -> None:
+    def _limited_rank(self) -> Limited | None:
+        """One that serves: what is still starting may end itself for want of anything."""
         rank = self._rank()
-        which = self.trainer.ranks[rank]
+        if not self.trainer.serves(rank):
+            return None
+        self.board.disturb_rank(rank)
+        return self.trainer.ranks[rank]
+
+    def _rank_descriptors(self) -> bool:
+        which = self._limited_rank()
         if which is not None:
-            self.board.disturb_rank(rank)
             which.limit(resource.RLIMIT_NOFILE, which.descriptors() + self.random.randrange(3))
+        return which is not None
+
+    def _rank_memory(self) -> bool:
+        which = self._limited_rank()
+        if which is not None:
+            which.limit(resource.RLIMIT_AS, which.address_space() + self.random.randrange(SPACE))
+        return which is not None
+
+    def _names_silent(self) -> None:
+        """Connections are made anew meanwhile."""
+        self.board.silence_names(True)
+        for rank in range(WORLD):
+            self.links.spoil(rank, "cut")
+        time.sleep(self.random.random() * 0.2)
+        for rank in range(WORLD):
+            self.links.heal(rank)
+
+    def _liar(self) -> None:
+        """A link leads to who says that it is the rank, and is ahead of the others.
+
+        Who knows no secret is the rank of this launch to the letter; where there is none, it is of
+        another launch, or another rank.
+        """
+        rank, port = self._rank(), free_ports(1)
+        claims, life, secret = rank, self.trainer.life, ""
+        if self._secret:
+            secret = str(make_secret(self._place, f"secret-{port}"))
+        elif self.random.random() < 0.5:
+            life = secrets.token_hex(16)
+        else:
+            claims = (rank + 1) % WORLD
+        liar = self.trainer.start_liar(self._other_board, claims, port, life, secret)
+        self._strangers.append(liar)
+        self.links.lead(rank, port)
+
+    def _evil(self, kind: str) -> Callable[[], None]:
+        def start() -> None:
+            ports = [str(self.trainer.port + rank) for rank in range(WORLD)]
+            words = [str(self._programs / "campaign-evil"), str(self.board.path), kind]
+            env = os.environ | {"FANIN_SECRET_FILE": ""}
+            seed = str(self.random.randrange(1, 1 << 48))
+            process = subprocess.Popen([*words, seed, *ports], env=env)
+            self._strangers.append(process)
+
+        return start
 
     def _any_reader(self) -> Reader:
         return self.random.choice(self.readers)
@@ -209,16 +321,20 @@ class Campaign:
         self._look_for_leaks()
 
     def _round(self, most: int) -> None:
+        before = self.faults.total()
         count = min(self.random.randrange(1, 5), most - self.faults.total())
         names = [self.random.choice(list(self._kinds)) for _ in range(count)]
         for name in names:
-            self._kinds[name]()
-            self.faults[name] += 1
+            self.faults[name] += self._kinds[name]() is not False
             time.sleep(self.random.random() * 0.3)
         self._heal()
         self._recover(" + ".join(names))
+        if before // PROGRESS != self.faults.total() // PROGRESS:
+            print(time.strftime("%H:%M:%S"), self.line()[0], file=sys.stderr, flush=True)
 
     def _heal(self) -> None:
+        self.board.silence_names(False)
+        self._end_strangers()
         self._filling.unlink(missing_ok=True)
         self.trainer.heal()
         for rank in range(WORLD):
@@ -226,9 +342,15 @@ class Campaign:
         for reader in self.readers:
             reader.heal()
 
+    def _end_strangers(self) -> None:
+        for process in self._strangers:
+            process.kill()
+            process.wait(30)
+        self._strangers.clear()
+
     def _recover(self, after: str) -> None:
         """Every reader has pulled from this launch, from now on."""
-        now, until = time.monotonic_ns(), time.monotonic() + RECOVERY
+        now, until = time.monotonic_ns(), time.monotonic() + self._recovery
         missing = list(self.readers)
         while missing and time.monotonic() < until:
             time.sleep(0.005)
@@ -250,7 +372,7 @@ class Campaign:
 
     def _has_recovered(self, reader: Reader, since: int) -> bool:
         good = reader.last_good
-        life = int.from_bytes(bytes.fromhex(self.trainer.life)[:8], sys.byteorder)
+        life = life_word(self.trainer.life)
         return good is not None and good.began > since and int(good.life, 16) == life
 
     def _note_usual(self, reader: Reader) -> None:
@@ -284,6 +406,7 @@ class Campaign:
         return sum(reader.verdicts["wrong"] for reader in self.readers)
 
     def end(self) -> None:
+        self._end_strangers()
         self.board.end()
         for reader in self.readers:
             if reader.limited is None:
@@ -301,10 +424,10 @@ class Campaign:
             if code:
                 self.wedged.append(f"a rank ended with {code}")
 
-    def line(self) -> tuple[str, bool]:
-        """The figures, and whether all is well."""
+    def bad(self) -> dict[str, int]:
+        """What must be 0."""
         verdicts = sum((reader.verdicts for reader in self.readers), Counter())
-        bad = {
+        return {
             "wrong": self.wrong(),
             "written": verdicts["written"],
             "hung": len(self.hung),
@@ -313,12 +436,18 @@ class Campaign:
             "trainer's failed calls": self.board.total(WRONG),
             "late updates": self.board.total(LATE),
         }
+
+    def line(self) -> tuple[str, bool]:
+        """The figures, and whether all is well."""
+        verdicts = sum((reader.verdicts for reader in self.readers), Counter())
+        bad = self.bad()
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         figures = ", ".join(f"{what} {count}" for what, count in bad.items())
         overrun = max(0, *(reader.overrun for reader in self.readers))
         return (
             f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
-            f" updates, {self.board.total(ACTS)} acts of the trainer; {self.faults.total()} faults"
+            f" updates, {self.board.total(ACTS)} acts of the trainer,"
+            f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
             f" ({kinds}); {figures}; worst overrun {overrun} ms",
             not any(bad.values()) and overrun < HUNG,
         )
@@ -353,9 +482,9 @@ def free_ports(count: int) -> int:
         return first
 
 
-def make_secret(place: Path) -> Path:
+def make_secret(place: Path, name: str = "secret") -> Path:
     """The file that ranks and readers know each other by."""
-    path = place / "secret"
+    path = place / name
     path.touch(0o600)
     path.write_text(secrets.token_hex(32))
     return path
@@ -381,24 +510,27 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--sanitized", action="store_true")
-    parser.add_argument("--unchecked", action="store_true")
+    parser.add_argument("--cuda", type=Path)
+    parser.add_argument("--mutant", choices=FOUND)
     parser.add_argument("--secret", action="store_true")
     options = parser.parse_args()
     most = options.faults or (1 << 40 if options.seconds else 40)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     place = Path(tempfile.mkdtemp(prefix="campaign"))
     os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
+    os.environ["CAMPAIGN_MUTANT"] = options.mutant or ""
+    if options.cuda:
+        os.environ["FANIN_CUDA_LIBRARY"] = str(options.cuda)
     try:
         with small_disk(place):
-            campaign = Campaign(
-                options.programs, options.seed, place, options.sanitized, options.unchecked
-            )
+            campaign = Campaign(options, place)
             try:
                 campaign.run(most, options.seconds or float("inf"))
             finally:
                 campaign.end()
             line, good = campaign.line()
-            if options.unchecked:
-                good = campaign.wrong() > 0
+            if options.mutant:
+                good = campaign.bad()[FOUND[options.mutant]] > 0
             for complaint in () if good else campaign.complaints():
                 print(complaint, file=sys.stderr)
             print(f"seed {options.seed}: {line}")

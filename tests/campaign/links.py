@@ -19,7 +19,7 @@ class Link:
     """Stands before one rank, on a port of its own; *way* may be set from any thread."""
 
     def __init__(self, target: int, seed: int) -> None:
-        self.target, self.port = target, 0
+        self.rank, self.target, self.port = target, target, 0
         self.way = "pass"
         self._random = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -103,10 +103,16 @@ class Links:
         if way == "cut":
             self._loop.call_soon_threadsafe(self.links[at].cut_all)
 
+    def lead(self, at: int, port: int) -> None:
+        """To somebody else than the rank, until heal()."""
+        self.links[at].target = port
+        self._loop.call_soon_threadsafe(self.links[at].cut_all)
+
     def heal(self, at: int) -> None:
-        """As it was; connections whose bytes are lost are cut."""
+        """As it was; connections whose bytes are lost, or go to somebody else, are cut."""
         link = self.links[at]
-        lossy = link.way in ("swallow", "half")
+        lossy = link.way in ("swallow", "half") or link.target != link.rank
+        link.target = link.rank
         link.way = "pass"
         if lossy:
             self._loop.call_soon_threadsafe(link.cut_all)

@@ -10,6 +10,7 @@ import resource
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,8 +19,9 @@ from pathlib import Path
 
 BOARD_RANKS, RANK_WORDS = 16, 8
 BOARD_READERS, READER_WORDS = 32, 3
-STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 2, 3, 4, 5, 6, 7
-_READERS_AT = 1 + BOARD_RANKS * RANK_WORDS
+LIFE, STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 0, 2, 3, 4, 5, 6, 7
+_RANKS_AT = 2
+_READERS_AT = _RANKS_AT + BOARD_RANKS * RANK_WORDS
 
 
 class Board:
@@ -33,16 +35,22 @@ class Board:
             self._words = memoryview(mmap.mmap(file.fileno(), size)).cast("Q")
 
     def rank(self, rank: int, word: int) -> int:
-        return self._words[1 + rank * RANK_WORDS + word]
+        return self._words[_RANKS_AT + rank * RANK_WORDS + word]
 
     def total(self, word: int) -> int:
         return sum(self.rank(rank, word) for rank in range(BOARD_RANKS))
 
     def disturb_rank(self, rank: int) -> None:
-        self._words[1 + rank * RANK_WORDS + STOPS] += 1
+        self._words[_RANKS_AT + rank * RANK_WORDS + STOPS] += 1
 
     def disturb_reader(self, reader: int) -> None:
         self._words[_READERS_AT + reader * READER_WORDS] += 1
+
+    def reader_acts(self) -> int:
+        return sum(self._words[_READERS_AT + at * READER_WORDS + 2] for at in range(BOARD_READERS))
+
+    def silence_names(self, silent: bool) -> None:
+        self._words[1] = silent
 
     def end(self) -> None:
         self._words[0] = 1
@@ -82,16 +90,25 @@ class Limited:
             return 0
 
     def address_space(self) -> int:
-        """Bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[0]) * 4096
+        """Bytes; 0: it has ended."""
+        try:
+            return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[0]) * 4096
+        except OSError:
+            return 0
+
+
+def life_word(life: str) -> int:
+    """As the board has a world id in hexadecimal."""
+    return int.from_bytes(bytes.fromhex(life)[:8], sys.byteorder)
 
 
 class Trainer:
     """Ranks on neighbouring ports, and launches of them."""
 
-    def __init__(self, programs: Path, board: Board, world: int, port: int, seed: int) -> None:
+    def __init__(self, program: Path, board: Board, world: int, port: int, seed: int) -> None:
         self.world, self.port, self.life = world, port, ""
-        self._program, self._board, self._seed = programs / "campaign-trainer", board, seed
+        self.lives: set[int] = set()
+        self._program, self._board, self._seed = program, board, seed
         self._start = 0
         self._settings = ("20", "50", "reference")
         self.ranks: list[Limited | None] = [None] * world
@@ -101,19 +118,34 @@ class Trainer:
     def draw(self, period: int, lease: int, kind: str) -> None:
         """A launch to come: what starts from now on belongs to it. Milliseconds."""
         self.life = secrets.token_hex(16)
+        self.lives.add(life_word(self.life))
         self._start = time.monotonic_ns()
         self._settings = (str(period), str(lease), kind)
 
     def start(self, rank: int) -> None:
-        self._seed += 1
-        words = [str(self._board.path), str(rank), str(self.world), str(self.port), self.life]
-        process = subprocess.Popen(
-            [self._program, *words, str(self._seed), str(self._start), *self._settings],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        words = self._words(self._board, rank, self.port, self.life, self._start)
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         self.ranks[rank] = Limited(process)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+
+    def _words(self, board: Board, rank: int, port: int, life: str, start: int) -> list[str]:
+        self._seed += 1
+        place = [str(board.path), str(rank), str(self.world), str(port), life]
+        return [str(self._program), *place, str(self._seed), str(start), *self._settings]
+
+    def start_liar(
+        self, board: Board, rank: int, port: int, life: str, secret: str
+    ) -> subprocess.Popen[bytes]:
+        """Says that it is that rank, listens on *port* and is ahead of all; its bytes are wrong."""
+        words = self._words(board, rank, port - rank, life, self._start - 100 * 10**9)
+        env = os.environ | {"CAMPAIGN_MUTANT": "liar", "FANIN_SECRET_FILE": secret}
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL, env=env)
+
+    def serves(self, rank: int) -> bool:
+        """Whether that rank runs and has begun to serve the present launch."""
+        which = self.ranks[rank]
+        alive = which is not None and which.process.poll() is None
+        return alive and self._board.rank(rank, LIFE) == life_word(self.life)
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
@@ -171,9 +203,16 @@ class Reader:
     """One worker, and what it has said."""
 
     def __init__(
-        self, program: Path, board: Board, index: int, path: str, directory: Path | None
+        self,
+        program: Path,
+        board: Board,
+        index: int,
+        path: str,
+        directory: Path | None,
+        lives: set[int],
     ) -> None:
         self.index, self.path, self.directory = index, path, directory
+        self._lives = lives
         self._program, self._board = program, board
         self.last_good: Call | None = None
         self.verdicts: Counter[str] = Counter()
@@ -209,6 +248,10 @@ class Reader:
         self.verdicts[call.verdict] += 1
         self.statuses[call.status] += 1
         self.texts[call.status] = call.text
+        if call.verdict == "good" and int(call.life, 16) not in self._lives:
+            call.verdict, call.text = "wrong", f"of a launch that is none: {call.life}"
+            self.verdicts["good"] -= 1
+            self.verdicts["wrong"] += 1
         if call.verdict == "good":
             self.last_good = call
         elif call.verdict != "failed":

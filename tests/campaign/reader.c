@@ -12,28 +12,34 @@
  * for); written (memory changed after a failed call had returned). DISTURBED: 1 if this process
  * was stopped or limited meanwhile, whose time means nothing.
  *
+ * Now and then something stands in the way of its adapters (obstacles.h).
+ *
+ * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each; "write"
+ * changes memory after a failed one; "wedge" fails for ever.
+ *
  * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end, which
  * the campaign must notice.
  */
 #include "board.h"
+#include "memory.h"
+#include "mutant.h"
+#include "names.h"
+#include "obstacles.h"
 #include "weights.h"
 #include <fanin/client.h>
 #include <fanin/safetensors.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 #ifdef FANIN_TEST_HOOKS
 #include "net/client_rules.h"
 #endif
 
 #define MS UINT64_C(1000000)
-#define PAGE 4096
 #define NEW_CLIENT_PERCENT 4
 
 typedef struct reader {
@@ -45,8 +51,8 @@ typedef struct reader {
     uint32_t timeout_ms;
     const char *path, *directory; /* directory NULL: into memory */
     fanin_client *client;
-    char *
-        memory; /* of all tensors, one after the other, after a guard page and before one */
+    char *memory; /* of all tensors, one after the other, between guards */
+    char *bytes;  /* the same for the CPU */
     size_t size;
     fanin_tensor tensors[N_TENSORS];
     fanin_box boxes[N_TENSORS];
@@ -70,18 +76,12 @@ typedef struct outcome {
 
 /* ---------------------------------------------------------------------- memory */
 
-static void map_memory(reader *r)
+static void get_memory(reader *r)
 {
     for (size_t i = 0; i < N_TENSORS; i++)
         r->size += weights_bytes(i);
-    size_t whole = (r->size + PAGE - 1) / PAGE * PAGE;
-    char *p =
-        mmap(NULL, whole + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED || mprotect(p + PAGE, whole, PROT_READ | PROT_WRITE) != 0) {
-        perror("mmap");
-        exit(2);
-    }
-    r->memory = p + PAGE + (whole - r->size); /* its end is at the second guard */
+    r->memory = memory_guarded(r->size, 1);
+    r->bytes = memory_bytes(r->memory);
 }
 
 static void describe(reader *r)
@@ -120,7 +120,9 @@ static expectation expect(const reader *r)
 static bool check_memory(const reader *r, outcome *o)
 {
     for (size_t i = 0; i < N_TENSORS; i++)
-        if (!weights_check(o->life, o->step, i, r->boxes[i].address, o->text))
+        if (!weights_check(o->life, o->step, i,
+                           r->bytes + ((char *)r->boxes[i].address - r->memory),
+                           o->text))
             return false;
     return true;
 }
@@ -204,14 +206,6 @@ static bool make_client(reader *r, outcome *o)
     return false;
 }
 
-static int remove_one(const char *path, const struct stat *s, int kind, struct FTW *at)
-{
-    (void)s;
-    (void)kind;
-    (void)at;
-    return remove(path);
-}
-
 static fanin_status read_in_parts(reader *r, const fanin_pull_options *options,
                                   fanin_result **result, fanin_error *error)
 {
@@ -241,7 +235,7 @@ static fanin_status call(reader *r, fanin_pull_options *options, const char *dir
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
     }
     r->untouched = false;
-    weights_scribble(r->memory, r->size);
+    weights_scribble(r->bytes, r->size);
     options->verify = board_random(&r->random) % 8 == 0;
     if (board_random(&r->random) % 4 == 0)
         return read_in_parts(r, options, result, error);
@@ -276,9 +270,12 @@ static void pull(reader *r, outcome *o)
     expectation before = expect(r);
     choose_rule(r, &before, &options);
     char directory[256] = "";
-    if (r->directory)
+    if (r->directory) {
         snprintf(directory, sizeof directory, "%s/%" PRIu64, r->directory,
                  atomic_load(&r->told->pulls));
+        if (obstacles_put(directory, &r->random))
+            atomic_fetch_add(&r->told->acts, 1);
+    }
     fanin_result *result = NULL;
     o->status = call(r, &options, r->directory ? directory : NULL, &result, &error);
     if (o->status == FANIN_OK) {
@@ -291,12 +288,12 @@ static void pull(reader *r, outcome *o)
         o->verdict = good ? "good" : "wrong";
     } else {
         snprintf(o->text, sizeof o->text, "%s: %s", error.phase, error.message);
-        weights_scribble(r->memory, r->size);
+        weights_scribble(r->bytes, r->size);
         r->untouched = true;
     }
     fanin_result_free(&result);
     if (r->directory)
-        (void)nftw(directory, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+        obstacles_clear(directory);
 }
 
 /* ------------------------------------------------------------------------ life */
@@ -314,17 +311,31 @@ static void tell(const outcome *o, const reader *r, uint64_t began, bool disturb
     fflush(stdout);
 }
 
+/* What is wrong with this process, if it is a mutant, from its 20th call on. True: it fails. */
+static bool be_wrong(reader *r)
+{
+    uint64_t calls = atomic_load(&r->told->pulls);
+    if (mutant_is("hang") && calls == 20)
+        board_sleep(UINT64_C(1000000) * MS);
+    if (mutant_is("leak"))
+        (void)!open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (mutant_is("write") && r->untouched)
+        r->bytes[r->size / 2] ^= 1;
+    return mutant_is("wedge") && calls >= 20;
+}
+
 static void once(reader *r)
 {
     uint64_t began = board_now(), stops = atomic_load(&r->told->stops);
     outcome o = {.verdict = "failed"};
-    if (r->untouched && !weights_scribbled(r->memory, r->size))
+    if (be_wrong(r))
+        o.status = FANIN_ERR_INTERNAL;
+    else if (r->untouched && !weights_scribbled(r->bytes, r->size))
         o.verdict = "written";
     else if (r->client || make_client(r, &o))
         pull(r, &o);
     r->untouched = r->untouched && strcmp(o.verdict, "written") != 0;
     atomic_fetch_add(&r->told->pulls, 1);
-    atomic_fetch_add(&r->told->good, strcmp(o.verdict, "good") == 0);
     tell(&o, r, began, stops != atomic_load(&r->told->stops));
     if (board_random(&r->random) % 100 < NEW_CLIENT_PERCENT)
         fanin_client_destroy(&r->client);
@@ -351,10 +362,11 @@ int main(int argc, char **argv)
     atomic_store(&client_rules_off, CLIENT_RULE_END_CHECK);
 #endif
     signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error of its write */
-    map_memory(&r);
+    names_by(r.board);
+    get_memory(&r);
     describe(&r);
     while (!atomic_load(&r.board->over))
         once(&r);
     fanin_client_destroy(&r.client);
-    return 0;
+    return memory_left(1) ? 4 : 0;
 }

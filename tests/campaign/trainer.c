@@ -7,15 +7,19 @@
  * update is taken back over scribbled memory, the run is removed and put again, shards move and
  * their old memory is unmapped, the run is paused and scribbled on. PORT: of rank 0. LIFE: the
  * world id, in hexadecimal.
+ *
+ * Mutants (mutant.h): "liar" serves bytes of no launch; "byte" has one wrong byte in each fiftieth
+ * step; "late" begins updates too late.
  */
 #include "board.h"
+#include "memory.h"
+#include "mutant.h"
 #include "weights.h"
 #include <fanin/server.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #define MS UINT64_C(1000000)
 #define CREATE_NS (10 * 1000 * MS) /* a rank that was killed may still have the port */
@@ -30,7 +34,7 @@ typedef struct rank {
     fanin_server *server;
     uint64_t life, random, start_ns, period_ns, lease_ns, step;
     uint32_t rank, world;
-    bool snapshot;
+    bool snapshot, published, paused;
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     uint64_t first[N_TENSORS], end[N_TENSORS]; /* rows */
     void *memory[N_TENSORS];
@@ -65,27 +69,20 @@ static size_t shard_bytes(const rank *r, size_t i)
     return (r->end[i] - r->first[i]) * weights_shape(i).columns * sizeof(float);
 }
 
-static void *map(size_t size)
-{
-    void *p = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-        perror("mmap");
-        exit(2);
-    }
-    return p;
-}
-
+/* What it writes is of no launch, if it lies. */
 static void fill(rank *r, uint64_t step)
 {
+    uint64_t life = r->life ^ (mutant_is("liar") ? UINT64_C(0x11a5) : 0);
     for (size_t i = 0; i < N_TENSORS; i++)
-        weights_fill(r->life, step, i, r->first[i], r->end[i], r->memory[i]);
+        weights_fill(life, step, i, r->first[i], r->end[i], memory_bytes(r->memory[i]));
+    if (mutant_is("byte") && step % 50 == 0 && r->rank == 1)
+        *(uint8_t *)memory_bytes(r->memory[0]) ^= 1;
 }
 
 static void scribble(rank *r)
 {
     for (size_t i = 0; i < N_TENSORS; i++)
-        weights_scribble(r->memory[i], shard_bytes(r, i));
+        weights_scribble(memory_bytes(r->memory[i]), shard_bytes(r, i));
 }
 
 static bool put(rank *r, bool replace)
@@ -128,6 +125,8 @@ static bool begin(rank *r)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t stops = atomic_load(&r->told->stops), began = board_now();
+    if (mutant_is("late"))
+        board_sleep(r->lease_ns + 2 * GRACE_NS);
     bool done =
         TRY(r, "begin_update", fanin_server_begin_update(r->server, RUN, &error));
     judge_wait(r, stops, began);
@@ -175,13 +174,21 @@ static void take_back(rank *r)
     train(r);
 }
 
-static void set_metadata(rank *r)
+static bool set_metadata(rank *r)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const fanin_pair pairs[] = {
         {"r", "8"}, {"lora_alpha", "16"}, {"base_model_name_or_path", "campaign/base"}};
-    (void)TRY(r, "set_metadata",
-              fanin_server_set_metadata(r->server, RUN, pairs, 3, &error));
+    return TRY(r, "set_metadata",
+               fanin_server_set_metadata(r->server, RUN, pairs, 3, &error));
+}
+
+/* Without both, readers find nothing: where memory is short, tried again until it works. */
+static void publish(rank *r)
+{
+    r->published = set_metadata(r) && put(r, false);
+    if (r->published)
+        train(r);
 }
 
 static void remove_and_put(rank *r)
@@ -191,27 +198,30 @@ static void remove_and_put(rank *r)
         return;
     scribble(r);
     board_sleep(board_random(&r->random) % (3 * MS));
-    set_metadata(r);
-    if (put(r, false))
-        train(r);
+    publish(r);
 }
 
-/* The old pages are gone as soon as the put has returned. */
+/* The old pages are gone as soon as the put has returned; or the new ones, if it has failed. */
 static void move(rank *r)
 {
     void *old[N_TENSORS];
     memcpy(old, r->memory, sizeof old);
     for (size_t i = 0; i < N_TENSORS; i++)
-        r->memory[i] = map(shard_bytes(r, i));
-    if (!put(r, true)) {
-        fprintf(stderr, "rank %u: shards cannot be moved\n", r->rank);
-        exit(3); /* which memory is published is not known any more */
-    }
+        r->memory[i] = memory_get(shard_bytes(r, i), r->rank);
+    bool moved = put(r, true);
     for (size_t i = 0; i < N_TENSORS; i++) {
-        weights_scribble(old[i], shard_bytes(r, i));
-        munmap(old[i], shard_bytes(r, i) ? shard_bytes(r, i) : 1);
+        void *gone = moved ? old[i] : r->memory[i];
+        r->memory[i] = moved ? r->memory[i] : old[i];
+        weights_scribble(memory_bytes(gone), shard_bytes(r, i));
+        memory_free(gone, shard_bytes(r, i));
     }
     train(r);
+}
+
+static void resume(rank *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    r->paused = !TRY(r, "resume", fanin_server_resume(r->server, RUN, &error));
 }
 
 static void pause_and_scribble(rank *r)
@@ -224,7 +234,7 @@ static void pause_and_scribble(rank *r)
     scribble(r);
     board_sleep(board_random(&r->random) % (8 * MS));
     fill(r, r->step);
-    (void)TRY(r, "resume", fanin_server_resume(r->server, RUN, &error));
+    resume(r);
 }
 
 static void act(rank *r)
@@ -269,7 +279,7 @@ static void share_out(rank *r)
         uint64_t part = of == 1 ? (r->rank == 1 || r->world == 1 ? 0 : 1) : r->rank;
         r->first[i] = part < of ? rows * part / of : rows;
         r->end[i] = part < of ? rows * (part + 1) / of : rows;
-        r->memory[i] = map(shard_bytes(r, i));
+        r->memory[i] = memory_get(shard_bytes(r, i), r->rank);
     }
 }
 
@@ -297,7 +307,11 @@ static void live(rank *r, const board *b)
             board_sleep(next - now < 20 * MS ? next - now : 20 * MS);
             continue;
         }
-        if (board_random(&r->random) % 100 < ACTS_PERCENT)
+        if (r->paused)
+            resume(r);
+        else if (!r->published)
+            publish(r);
+        else if (board_random(&r->random) % 100 < ACTS_PERCENT)
             act(r);
         else
             train(r);
@@ -317,11 +331,9 @@ int main(int argc, char **argv)
     if (!create(&r, (uint16_t)strtoul(argv[4], NULL, 10)))
         return 3;
     atomic_store(&r.told->life, r.life);
-    set_metadata(&r);
-    if (put(&r, false))
-        live(&r, b);
+    live(&r, b);
     fanin_server_destroy(&r.server, 200);
     for (size_t i = 0; i < N_TENSORS; i++)
-        munmap(r.memory[i], shard_bytes(&r, i) ? shard_bytes(&r, i) : 1);
-    return 0;
+        memory_free(r.memory[i], shard_bytes(&r, i));
+    return memory_left(0) ? 4 : 0;
 }
