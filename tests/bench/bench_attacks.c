@@ -29,7 +29,7 @@
 #define HELD 2
 #define SESSIONS 240
 #define UPDATES 1000
-#define DEFAULT_SHARE_MS 500
+#define DEFAULT_SHARE_MS 2000
 #define NO_SHARES_MS 60000
 #define NEVER ((uint64_t)1 << 62)
 
@@ -148,7 +148,7 @@ static void leases(uint32_t share_ms, const char *what)
 static void leases_with_shares(void **state)
 {
     (void)state;
-    leases(DEFAULT_SHARE_MS, "500 ms of each minute");
+    leases(DEFAULT_SHARE_MS, "2 s of each minute");
 }
 
 static void leases_without_shares(void **state)
