@@ -5,6 +5,7 @@
 #include "adapter/spare_file.h"
 #include "catalog/tables.h"
 #include "cma/reader_cma.h"
+#include "credentials.h"
 #include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
@@ -60,6 +61,15 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
     return FANIN_OK;
 }
 
+static fanin_status take_credentials(fanin_client *client, fanin_error *error)
+{
+    fanin_client_config *c = &client->config;
+    const credentials given = {.secret = c->secret_file,
+                               .tls = {c->tls_cert, c->tls_key, c->tls_ca}};
+    c->secret_file = c->tls_cert = c->tls_key = c->tls_ca = NULL; /* the caller's */
+    return credentials_of_reader(&given, &client->log, &client->shared.tls, error);
+}
+
 static fanin_status init_client(fanin_client *client, const fanin_client_config *config,
                                 fanin_error *error)
 {
@@ -99,10 +109,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };
-    const char *secret = secret_file_of(client->config.secret_file);
-    client->config.secret_file = NULL; /* the caller's */
-    if (secret)
-        status = tls_end_of_reader(secret, &client->shared.tls, error);
+    status = take_credentials(client, error);
     if (status != FANIN_OK)
         return status;
     if (!random_bytes(client->shared.client_id, sizeof client->shared.client_id))

@@ -7,6 +7,7 @@
 #include "core/peer_log.h"
 #include "core/wake.h"
 #include "core/yielding.h"
+#include "credentials.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
@@ -164,12 +165,12 @@ static void load_ucx(fanin_server *s)
     }
 }
 
-static fanin_status take_secret(fanin_server *s, const fanin_server_config *c,
-                                fanin_error *error)
+static fanin_status take_credentials(fanin_server *s, const fanin_server_config *c,
+                                     fanin_error *error)
 {
-    const char *file = secret_file_of(c->secret_file);
-    return file ? tls_end_of_rank(file, s->world_id, s->rank, &s->tls, error)
-                : FANIN_OK;
+    const credentials given = {.secret = c->secret_file,
+                               .tls = {c->tls_cert, c->tls_key, c->tls_ca}};
+    return credentials_of_rank(&given, s->world_id, s->rank, &s->log, &s->tls, error);
 }
 
 /* A tenth of all. */
@@ -216,7 +217,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
-    fanin_status status = take_secret(s, c, error);
+    fanin_status status = take_credentials(s, c, error);
     if (status == FANIN_OK && c->allow && *c->allow)
         status = networks_parse(c->allow, &s->allow, &s->n_allow, error);
     return status == FANIN_OK ? openness_check(s, error) : status;

@@ -157,6 +157,9 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"dev", {":directories"}},
         {"info", {":files"}},
         {"secret-file", {":any-files"}},
+        {"tls-cert", {":any-files"}},
+        {"tls-key", {":any-files"}},
+        {"tls-ca", {":any-files"}},
         {"csv", {":any-files"}},
         {"html", {":any-files"}},
     };

@@ -421,6 +421,17 @@ static bool take_frames(connection *c)
     return result == FRAMING_MORE;
 }
 
+/* A rank judges this end's certificate when this end believes hands shaken already. */
+static bool fail_if_refused(connection *c)
+{
+    secure_fault why;
+    if (!secure_refused(c->tls, &why))
+        return false;
+    c->silent = false;
+    fail_here(c, why.status, 0, "connect", why.remedy, why.what);
+    return true;
+}
+
 static void on_readable(connection *c)
 {
     for (;;) {
@@ -434,6 +445,8 @@ static void on_readable(connection *c)
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return;
+        if (n <= 0 && fail_if_refused(c))
             return;
         if (n <= 0) {
             /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */

@@ -30,24 +30,68 @@ static void explain_plain(const tls *t, secure_fault *out)
         say(out, m.code, m.remedy);
         return;
     }
+    bool has_secret = !tls_identity(t);
     snprintf(out->what, sizeof out->what,
-             "does not speak TLS, and this process has a secret (%.200s)", tls_file(t));
-    say(out, FANIN_ERR_AUTH, "give the rank the launch's secret, or this process none");
+             "does not speak TLS, and this process has a %s (%.200s)",
+             has_secret ? "secret" : "certificate", tls_file(t));
+    say(out, FANIN_ERR_AUTH,
+        has_secret ? "give the rank the launch's secret, or this process none"
+                   : "give the rank a certificate, or this process none");
 }
 
-void secure_explain(const tls *t, secure_fault *out)
+static void explain_certificates(const tls *t, secure_fault *out)
 {
     const char *file = tls_file(t);
-    out->remedy[0] = '\0';
+    char own[IDENTITY_URI_MOST];
+    identity_text(tls_identity(t), own);
     switch (tls_failed(t)) {
-    case TLS_PLAIN:
-        explain_plain(t, out);
-        return;
-    case TLS_CLOSED:
+    case TLS_NO_SECRET:
         snprintf(out->what, sizeof out->what,
-                 "closed the connection before it was secured");
-        say(out, FANIN_ERR_UNREACHABLE, "is the trainer process still alive?");
+                 "has no certificate, and this process has one (%.200s)", file);
+        say(out, FANIN_ERR_AUTH,
+            "give the rank a certificate (--tls-cert, FANIN_TLS_CERT), or this process "
+            "none");
         return;
+    case TLS_UNTRUSTED:
+        snprintf(out->what, sizeof out->what,
+                 "shows a certificate for %.150s that is not believed: %.80s",
+                 tls_found(t), tls_why(t));
+        say(out, FANIN_ERR_AUTH,
+            "is its authority in this process's tls_ca (FANIN_TLS_CA), are its dates "
+            "good?");
+        return;
+    case TLS_OTHER_NAME:
+        snprintf(out->what, sizeof out->what,
+                 "shows a certificate for %.150s, and is to be a rank of \"%s\"",
+                 tls_found(t), tls_identity(t)->job);
+        say(out, FANIN_ERR_AUTH, "is this port a rank of the job?");
+        return;
+    case TLS_DISBELIEVED:
+        snprintf(out->what, sizeof out->what,
+                 "does not believe the certificate %.150s (\"%s\"): %.80s", file, own,
+                 tls_why(t));
+        say(out, FANIN_ERR_AUTH,
+            "is its authority in the rank's tls_ca, are its dates good, is it for "
+            "clients too?");
+        return;
+    case TLS_UNSHOWN:
+        snprintf(out->what, sizeof out->what,
+                 "takes no certificates (this process's: %.200s)", file);
+        say(out, FANIN_ERR_AUTH,
+            "it may have a launch's secret: give both ends certificates, or both the "
+            "secret");
+        return;
+    default:
+        snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
+                 tls_why(t));
+        say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
+    }
+}
+
+static void explain_keys(const tls *t, secure_fault *out)
+{
+    const char *file = tls_file(t);
+    switch (tls_failed(t)) {
     case TLS_NO_SECRET:
         snprintf(out->what, sizeof out->what,
                  "has no secret, and this process has one (%.200s)", file);
@@ -69,13 +113,39 @@ void secure_explain(const tls *t, secure_fault *out)
         return;
     case TLS_UNPROVEN:
         snprintf(out->what, sizeof out->what, "did not use the secret of %.200s", file);
-        say(out, FANIN_ERR_AUTH, "is this port a rank of the launch?");
+        say(out, FANIN_ERR_AUTH,
+            "is this port a rank of the launch, and has it a secret, not a "
+            "certificate?");
         return;
     default:
         snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
                  tls_why(t));
         say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
     }
+}
+
+void secure_explain(const tls *t, secure_fault *out)
+{
+    out->remedy[0] = '\0';
+    if (tls_failed(t) == TLS_PLAIN) {
+        explain_plain(t, out);
+    } else if (tls_failed(t) == TLS_CLOSED) {
+        snprintf(out->what, sizeof out->what,
+                 "closed the connection before it was secured");
+        say(out, FANIN_ERR_UNREACHABLE, "is the trainer process still alive?");
+    } else if (tls_identity(t)) {
+        explain_certificates(t, out);
+    } else {
+        explain_keys(t, out);
+    }
+}
+
+bool secure_refused(const tls *t, secure_fault *out)
+{
+    if (!t || tls_failed(t) != TLS_DISBELIEVED)
+        return false;
+    secure_explain(t, out);
+    return true;
 }
 
 bool secure_proven(const tls *t, const msg_hello_ok *peer)
@@ -86,13 +156,22 @@ bool secure_proven(const tls *t, const msg_hello_ok *peer)
 
 void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_fault *out)
 {
-    char identity[IDENTITY_MOST];
-    rank_identity(peer->world_id, peer->rank, identity);
+    char name[IDENTITY_MOST];
+    if (tls_identity(t)) {
+        snprintf(out->what, sizeof out->what,
+                 "says that it is rank %u, and its certificate is not "
+                 "\"fanin://%s/rank/%u\"",
+                 (unsigned)peer->rank, tls_identity(t)->job, (unsigned)peer->rank);
+        say(out, FANIN_ERR_AUTH,
+            "give each rank its own certificate, or all one for any rank (rank/*)");
+        return;
+    }
+    rank_identity(peer->world_id, peer->rank, name);
     snprintf(
         out->what, sizeof out->what,
         "does not prove to be \"%s\": it holds a reader's key of the secret %.200s, "
         "and not that rank's",
-        identity, tls_file(t));
+        name, tls_file(t));
     say(out, FANIN_ERR_AUTH,
         "somebody plays a rank: make a new secret, and find out who has this one");
 }

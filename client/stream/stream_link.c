@@ -394,6 +394,11 @@ static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
             continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
+        secure_fault refused;
+        if (got < 0 && secure_refused(d->tls, &refused)) {
+            data_lose(d, refused.status, 0, refused.what);
+            return 0;
+        }
         bool altered = got < 0 && errno == EBADMSG;
         data_lose(d, altered ? FANIN_ERR_TRANSPORT : FANIN_ERR_CLOSED,
                   got < 0 ? errno : 0,

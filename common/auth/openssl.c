@@ -15,7 +15,7 @@
 /* The process may end while threads of a server still use it: it is not to clean up by then. */
 #define INIT_NO_ATEXIT UINT64_C(0x00080000)
 
-static const char install_hint[] = "a secret needs OpenSSL 3: install it (Debian: "
+static const char install_hint[] = "TLS needs OpenSSL 3: install it (Debian: "
                                    "libssl3), or name its libssl.so.3 in "
                                    "FANIN_OPENSSL_LIBRARY";
 

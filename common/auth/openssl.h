@@ -18,6 +18,13 @@ typedef struct ssl_cipher_st SSL_CIPHER;
 typedef struct bio_st BIO;
 typedef struct bio_method_st BIO_METHOD;
 typedef struct evp_md_st EVP_MD;
+typedef struct evp_pkey_st EVP_PKEY;
+typedef struct x509_st X509;
+typedef struct x509_store_st X509_STORE;
+typedef struct x509_store_ctx_st X509_STORE_CTX;
+typedef struct asn1_string_st ASN1_STRING;
+typedef struct general_name_st GENERAL_NAME;
+typedef struct stack_st OPENSSL_STACK; /* GENERAL_NAMES too */
 
 typedef int (*psk_find_fn)(SSL *ssl, const unsigned char *identity, size_t size,
                            SSL_SESSION **out);
@@ -26,6 +33,8 @@ typedef int (*psk_use_fn)(SSL *ssl, const EVP_MD *md, const unsigned char **iden
 typedef int (*bio_write_fn)(BIO *bio, const char *data, int size);
 typedef int (*bio_read_fn)(BIO *bio, char *data, int size);
 typedef long (*bio_ctrl_fn)(BIO *bio, int command, long number, void *pointer);
+typedef int (*verify_fn)(int good, X509_STORE_CTX *);
+typedef int (*password_fn)(char *to, int room, int writing, void *cookie);
 
 /* Declared, and never linked to: each is a member of the table of the same type. */
 unsigned long OpenSSL_version_num(void);
@@ -38,10 +47,17 @@ long SSL_CTX_ctrl(SSL_CTX *, int command, long number, void *pointer);
 uint64_t SSL_CTX_set_options(SSL_CTX *, uint64_t);
 int SSL_CTX_set_ciphersuites(SSL_CTX *, const char *);
 int SSL_CTX_set_num_tickets(SSL_CTX *, size_t);
-void SSL_CTX_set_verify(SSL_CTX *, int mode, void *callback);
+void SSL_CTX_set_verify(SSL_CTX *, int mode, verify_fn);
+void SSL_CTX_set_verify_depth(SSL_CTX *, int depth);
+void SSL_CTX_set_security_level(SSL_CTX *, int level);
+int SSL_CTX_use_certificate(SSL_CTX *, X509 *);
+int SSL_CTX_use_PrivateKey(SSL_CTX *, EVP_PKEY *);
+X509_STORE *SSL_CTX_get_cert_store(const SSL_CTX *);
 void SSL_CTX_set_psk_find_session_callback(SSL_CTX *, psk_find_fn);
 void SSL_CTX_set_psk_use_session_callback(SSL_CTX *, psk_use_fn);
 SSL *SSL_new(SSL_CTX *);
+X509 *SSL_get1_peer_certificate(const SSL *);
+int SSL_get_ex_data_X509_STORE_CTX_idx(void);
 void SSL_free(SSL *);
 int SSL_set_ex_data(SSL *, int index, void *data);
 void *SSL_get_ex_data(const SSL *, int index);
@@ -65,6 +81,29 @@ void SSL_SESSION_free(SSL_SESSION *);
 int SSL_SESSION_set1_master_key(SSL_SESSION *, const unsigned char *key, size_t size);
 int SSL_SESSION_set_cipher(SSL_SESSION *, const SSL_CIPHER *);
 int SSL_SESSION_set_protocol_version(SSL_SESSION *, int version);
+void *X509_STORE_CTX_get_ex_data(const X509_STORE_CTX *, int index);
+int X509_STORE_CTX_get_error(const X509_STORE_CTX *);
+int X509_STORE_CTX_get_error_depth(const X509_STORE_CTX *);
+void X509_STORE_CTX_set_error(X509_STORE_CTX *, int code);
+X509 *X509_STORE_CTX_get0_cert(const X509_STORE_CTX *);
+const char *X509_verify_cert_error_string(long code);
+int X509_STORE_add_cert(X509_STORE *, X509 *);
+void *X509_get_ext_d2i(const X509 *, int which, int *critical, int *index);
+const ASN1_STRING *X509_get0_notBefore(const X509 *);
+const ASN1_STRING *X509_get0_notAfter(const X509 *);
+int X509_cmp_current_time(const ASN1_STRING *);
+void X509_free(X509 *);
+void EVP_PKEY_free(EVP_PKEY *);
+int OPENSSL_sk_num(const OPENSSL_STACK *);
+void *OPENSSL_sk_value(const OPENSSL_STACK *, int index);
+void GENERAL_NAMES_free(OPENSSL_STACK *);
+void *GENERAL_NAME_get0_value(const GENERAL_NAME *, int *type);
+const unsigned char *ASN1_STRING_get0_data(const ASN1_STRING *);
+int ASN1_STRING_length(const ASN1_STRING *);
+X509 *PEM_read_bio_X509(BIO *, X509 **, password_fn, void *cookie);
+EVP_PKEY *PEM_read_bio_PrivateKey(BIO *, EVP_PKEY **, password_fn, void *cookie);
+BIO *BIO_new_mem_buf(const void *data, int size);
+int BIO_free(BIO *);
 BIO_METHOD *BIO_meth_new(int type, const char *name);
 int BIO_meth_set_write(BIO_METHOD *, bio_write_fn);
 int BIO_meth_set_read(BIO_METHOD *, bio_read_fn);
@@ -97,9 +136,16 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(SSL_CTX_set_ciphersuites)                                                        \
     X(SSL_CTX_set_num_tickets)                                                         \
     X(SSL_CTX_set_verify)                                                              \
+    X(SSL_CTX_set_verify_depth)                                                        \
+    X(SSL_CTX_set_security_level)                                                      \
+    X(SSL_CTX_use_certificate)                                                         \
+    X(SSL_CTX_use_PrivateKey)                                                          \
+    X(SSL_CTX_get_cert_store)                                                          \
     X(SSL_CTX_set_psk_find_session_callback)                                           \
     X(SSL_CTX_set_psk_use_session_callback)                                            \
     X(SSL_new)                                                                         \
+    X(SSL_get1_peer_certificate)                                                       \
+    X(SSL_get_ex_data_X509_STORE_CTX_idx)                                              \
     X(SSL_free)                                                                        \
     X(SSL_set_ex_data)                                                                 \
     X(SSL_get_ex_data)                                                                 \
@@ -120,6 +166,29 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(SSL_SESSION_set1_master_key)                                                     \
     X(SSL_SESSION_set_cipher)                                                          \
     X(SSL_SESSION_set_protocol_version)                                                \
+    X(X509_STORE_CTX_get_ex_data)                                                      \
+    X(X509_STORE_CTX_get_error)                                                        \
+    X(X509_STORE_CTX_get_error_depth)                                                  \
+    X(X509_STORE_CTX_set_error)                                                        \
+    X(X509_STORE_CTX_get0_cert)                                                        \
+    X(X509_verify_cert_error_string)                                                   \
+    X(X509_STORE_add_cert)                                                             \
+    X(X509_get_ext_d2i)                                                                \
+    X(X509_get0_notBefore)                                                             \
+    X(X509_get0_notAfter)                                                              \
+    X(X509_cmp_current_time)                                                           \
+    X(X509_free)                                                                       \
+    X(EVP_PKEY_free)                                                                   \
+    X(OPENSSL_sk_num)                                                                  \
+    X(OPENSSL_sk_value)                                                                \
+    X(GENERAL_NAMES_free)                                                              \
+    X(GENERAL_NAME_get0_value)                                                         \
+    X(ASN1_STRING_get0_data)                                                           \
+    X(ASN1_STRING_length)                                                              \
+    X(PEM_read_bio_X509)                                                               \
+    X(PEM_read_bio_PrivateKey)                                                         \
+    X(BIO_new_mem_buf)                                                                 \
+    X(BIO_free)                                                                        \
     X(BIO_meth_new)                                                                    \
     X(BIO_meth_set_write)                                                              \
     X(BIO_meth_set_read)                                                               \

@@ -23,8 +23,12 @@
 #define REASON_OF(code) ((code)&0x7fffff)
 #define REASON_ALERT 1000
 #define REASON_BINDER 253
+#define REASON_VERIFY 134
+#define REASON_UNSHOWN 199
 #define ALERT_RECORD_MAC 20
 #define ALERT_HANDSHAKE 40
+#define ALERT_CERTIFICATE 42 /* from here on, and to ALERT_DENIED, of certificates */
+#define ALERT_DENIED 49
 #define ALERT_PARAMETER 47 /* of OpenSSL 3.0; others say: */
 #define ALERT_DECRYPT 51
 #define ALERT_NO_IDENTITY 115
@@ -155,7 +159,8 @@ tls *tls_new(const tls_end *end, int fd)
         return NULL;
     t->end = end;
     t->fd = fd;
-    t->ssl = o->SSL_new(end->context);
+    t->ssl = end->certificates ? certificates_ssl(end->certificates)
+                               : o->SSL_new(end->context);
     BIO *bio = t->ssl ? o->BIO_new(end->method) : NULL;
     if (!bio || o->SSL_set_ex_data(t->ssl, TLS_DATA, t) != 1) {
         tls_free(&t);
@@ -182,12 +187,14 @@ void tls_free(tls **t)
     free(old->in.data);
     free(old->out.data);
     free(old->small);
+    free(old->found);
     free(old);
 }
 
 /* ----------------------------------------------------------------- handshake */
 
-static tls_fault fault_of_reason(const tls *t, unsigned long reason)
+/* Between ends that have a secret. */
+static tls_fault fault_of_keys(const tls *t, unsigned long reason)
 {
     if (t->end->is_rank && t->unknown)
         return TLS_OTHER_IDENTITY;
@@ -196,17 +203,35 @@ static tls_fault fault_of_reason(const tls *t, unsigned long reason)
         return TLS_OTHER_SECRET;
     if (reason == REASON_ALERT + ALERT_NO_IDENTITY)
         return TLS_NO_SECRET;
+    if (reason == REASON_VERIFY) /* it has certificates instead */
+        return TLS_UNPROVEN;
     return reason == REASON_ALERT + ALERT_HANDSHAKE ? TLS_OTHER_IDENTITY : TLS_BROKEN;
+}
+
+static tls_fault fault_of_certificates(unsigned long reason)
+{
+    if (reason == REASON_UNSHOWN || reason == REASON_ALERT + ALERT_HANDSHAKE)
+        return TLS_UNSHOWN;
+    if (reason == REASON_ALERT + ALERT_NO_IDENTITY)
+        return TLS_NO_SECRET;
+    bool is_about_it = reason >= REASON_ALERT + ALERT_CERTIFICATE &&
+                       reason <= REASON_ALERT + ALERT_DENIED &&
+                       reason != REASON_ALERT + ALERT_PARAMETER;
+    return is_about_it || reason == REASON_ALERT + ALERT_DECRYPT ? TLS_DISBELIEVED
+                                                                 : TLS_BROKEN;
 }
 
 static void fail(tls *t)
 {
     unsigned long code = t->end->o->ERR_peek_error();
-    t->why = t->end->o->ERR_reason_error_string(code);
+    if (!t->why)
+        t->why = t->end->o->ERR_reason_error_string(code);
     if (t->fault != TLS_FINE) /* it is known */
         return;
     bool broken = t->closed || t->sys_errno != 0;
-    t->fault = broken ? TLS_CLOSED : fault_of_reason(t, REASON_OF(code));
+    t->fault = broken                 ? TLS_CLOSED
+               : t->end->certificates ? fault_of_certificates(REASON_OF(code))
+                                      : fault_of_keys(t, REASON_OF(code));
 }
 
 tls_step tls_handshake(tls *t)
@@ -221,8 +246,8 @@ tls_step tls_handshake(tls *t)
         (void)tls_flush(t);
         return TLS_FAILED;
     }
-    /* Whoever has any certificate can shake hands; the key is what counts. */
-    if (result == 1 && o->SSL_session_reused(t->ssl) != 1) {
+    /* With a secret whoever has any certificate can shake hands; the key is what counts. */
+    if (result == 1 && !t->end->certificates && o->SSL_session_reused(t->ssl) != 1) {
         t->fault = TLS_UNPROVEN;
         return TLS_FAILED;
     }
@@ -247,6 +272,16 @@ tls_fault tls_failed(const tls *t)
 const char *tls_file(const tls *t)
 {
     return t->end->file;
+}
+
+const identity *tls_identity(const tls *t)
+{
+    return tls_end_identity(t->end);
+}
+
+const char *tls_found(const tls *t)
+{
+    return t->found ? t->found : "nobody";
 }
 
 const char *tls_why(const tls *t)
@@ -274,9 +309,12 @@ static ssize_t nothing(tls *t, int result)
     int kind = t->end->o->SSL_get_error(t->ssl, result);
     if (kind == ERROR_ZERO_RETURN || t->closed)
         return 0;
-    errno = t->sys_errno ? t->sys_errno : EBADMSG;
+    int code = t->sys_errno ? t->sys_errno : EBADMSG;
     if (kind == ERROR_WANT_READ)
-        errno = EAGAIN;
+        code = EAGAIN;
+    else
+        fail(t); /* why */
+    errno = code;
     return -1;
 }
 
@@ -456,7 +494,7 @@ static bool proof_of(const tls *t, const uint8_t key[KEY_SIZE],
 
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
 {
-    return tls_is_up(t) && proof_of(t, t->end->key, out);
+    return tls_is_up(t) && !t->end->certificates && proof_of(t, t->end->key, out);
 }
 
 /* In a time that does not depend on where they differ. */
@@ -468,11 +506,21 @@ static bool is_same(const uint8_t *a, const uint8_t *b, size_t size)
     return differ == 0;
 }
 
+static bool is_rank_of_job(const tls *t, uint32_t rank)
+{
+    identity wanted = *tls_identity(t);
+    wanted.role = AS_RANK;
+    wanted.rank = rank;
+    return tls_is_up(t) && certificates_peer_is(t->end->o, t->ssl, &wanted);
+}
+
 bool tls_check_rank(const tls *t, const uint8_t world_id[16], uint32_t rank,
                     const uint8_t *proof, size_t size)
 {
     char identity[IDENTITY_MOST];
     uint8_t key[KEY_SIZE], expected[TLS_PROOF_SIZE];
+    if (t->end->certificates)
+        return is_rank_of_job(t, rank);
     rank_identity(world_id, rank, identity);
     bool good = size == TLS_PROOF_SIZE && tls_is_up(t) &&
                 launch_key(t->end->o, t->end->key, identity, key) &&

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * TLS 1.3 by a key that both ends hold already, on a non-blocking socket that stays its owner's. A
+ * TLS 1.3, by a key that both ends hold already or by certificates, on a non-blocking socket that stays its owner's. A
  * connection's code reads and writes by tls_receive() and tls_send(), which do for a NULL tls what the
  * socket does: so it is the same code with a secret and without one.
  *
@@ -10,6 +10,7 @@
 #ifndef TLS_H
 #define TLS_H
 
+#include "certificates.h"
 #include "launch_keys.h"
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -34,9 +35,16 @@ fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
                              uint32_t rank, tls_end **out, fanin_error *error);
 /** The end of a reader: keeps what every rank's proof is checked with. The same errors. */
 fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error);
+/** An end of certificates, a rank's or a reader's as @p wanted says. certificates_new()'s errors. */
+fanin_status tls_end_by_certificate(const certificate_files *files,
+                                    const identity *wanted, const logger *log,
+                                    tls_end **out, fanin_error *error);
 /** Wipes the keys. No tls of it is left. */
 void tls_end_free(tls_end **end);
+/** The secret's, or the certificate's. */
 const char *tls_end_file(const tls_end *end);
+/** Who it is by its certificate; NULL: it has a secret. */
+const identity *tls_end_identity(const tls_end *end);
 
 /** A connection of @p end on @p fd, to be shaken hands. NULL: no memory. */
 tls *tls_new(const tls_end *end, int fd);
@@ -63,9 +71,18 @@ typedef enum tls_fault {
     TLS_OTHER_IDENTITY, /**< the identity is not one that the rank knows */
     TLS_UNPROVEN,       /**< the other did without the key */
     TLS_BROKEN,         /**< tls_why() */
+    /* Of ends with certificates. */
+    TLS_UNSHOWN, /**< the other shows no certificate, or takes none */
+    TLS_UNTRUSTED, /**< the other's certificate, tls_found(), is not believed: tls_why() */
+    TLS_OTHER_NAME, /**< it is believed, and for somebody else: tls_found() */
+    TLS_DISBELIEVED, /**< the other says that it does not believe this end's: tls_why(). A reader may be told
+                          once it is up: tls_receive() fails with EBADMSG */
 } tls_fault;
 tls_fault tls_failed(const tls *t);
-const char *tls_file(const tls *t); /**< with the secret of its end */
+const char *tls_file(const tls *t);         /**< tls_end_file() of its end */
+const identity *tls_identity(const tls *t); /**< tls_end_identity() of its end */
+/** Whom the other's certificate is for, for people. Valid until the tls is freed. */
+const char *tls_found(const tls *t);
 /** OpenSSL's words, static. */
 const char *tls_why(const tls *t);
 /** What has come instead of TLS. Valid until the tls is freed. */
@@ -94,9 +111,10 @@ bool tls_pending(const tls *t);
 size_t tls_memory(const tls *t);
 
 #define TLS_PROOF_SIZE 32
-/** A rank's: that it has its own rank's key, for this connection alone. Of NULL: false. */
+/** A rank's: that it has its own rank's key, for this connection alone. Of NULL, and with certificates: false. */
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
-/** A reader's: whether the proof is that of this rank of this world. */
+/** A reader's: whether the proof is that of this rank of this world. With certificates there is no proof, and the
+    rank's own says which rank of the job it is, of whatever world. */
 bool tls_check_rank(const tls *t, const uint8_t world_id[16], uint32_t rank,
                     const uint8_t *proof, size_t size);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Keys and settings of one side: TLS 1.3 alone, one identity, no certificates, tickets or early data. */
+/* Keys and settings of one side: TLS 1.3 alone, by one identity or by certificates, no tickets or early data. */
 #include "error_set.h"
 #include "tls_internal.h"
 
@@ -65,19 +65,37 @@ static int use_session(SSL *ssl, const EVP_MD *md, const unsigned char **identit
     return *out != NULL;
 }
 
-static bool settle(tls_end *end)
+SSL_CTX *tls_context_new(const openssl *o)
 {
-    const openssl *o = end->o;
     SSL_CTX *c = o->SSL_CTX_new(o->TLS_method());
-    end->context = c;
-    if (!c || o->SSL_CTX_ctrl(c, CTRL_MIN_VERSION, TLS1_3, NULL) != 1 ||
+    if (!c)
+        return NULL;
+    if (o->SSL_CTX_ctrl(c, CTRL_MIN_VERSION, TLS1_3, NULL) != 1 ||
         o->SSL_CTX_ctrl(c, CTRL_MAX_VERSION, TLS1_3, NULL) != 1 ||
         o->SSL_CTX_set_ciphersuites(c, CIPHERS) != 1 ||
-        o->SSL_CTX_set_num_tickets(c, 0) != 1)
-        return false;
+        o->SSL_CTX_set_num_tickets(c, 0) != 1) {
+        o->SSL_CTX_free(c);
+        return NULL;
+    }
     o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);
+    return c;
+}
+
+fanin_status tls_no_context(const openssl *o, fanin_error *error)
+{
+    return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                     "OpenSSL %s cannot be set up for TLS 1.3", o->OpenSSL_version(0));
+}
+
+/* By the key alone. */
+static bool settle(tls_end *end)
+{
+    const openssl *o = end->o;
+    SSL_CTX *c = end->context = tls_context_new(o);
+    if (!c)
+        return false;
     if (end->is_rank) {
         o->SSL_CTX_set_psk_find_session_callback(c, find_session);
     } else {
@@ -85,8 +103,7 @@ static bool settle(tls_end *end)
         o->SSL_CTX_set_verify(c, VERIFY_PEER, NULL);
         o->SSL_CTX_set_psk_use_session_callback(c, use_session);
     }
-    end->method = tls_method_new(o);
-    return end->method != NULL;
+    return true;
 }
 
 /* @p identity: of the key that is kept; NULL: the root. */
@@ -104,30 +121,44 @@ static fanin_status derive(tls_end *end, const char *identity, fanin_error *erro
     else
         memcpy(end->key, root, sizeof root);
     explicit_bzero(root, sizeof root);
-    if (good && settle(end))
-        return FANIN_OK;
-    return error_set(error, FANIN_ERR_INTERNAL, NULL,
-                     "OpenSSL %s cannot be set up for TLS 1.3",
-                     end->o->OpenSSL_version(0));
+    return good && settle(end) ? FANIN_OK : tls_no_context(end->o, error);
+}
+
+/* Without keys yet. */
+static fanin_status begin(const char *file, bool is_rank, tls_end **out,
+                          fanin_error *error)
+{
+    tls_end *end = *out = calloc(1, sizeof *end);
+    if (!end || !(end->file = strdup(file)))
+        return error_set_memory(error);
+    end->is_rank = is_rank;
+    fanin_status status = openssl_load(&end->o, error);
+    if (status == FANIN_OK && !(end->method = tls_method_new(end->o)))
+        status = error_set_memory(error);
+    return status;
 }
 
 static fanin_status make(const char *file, const char *identity, tls_end **out,
                          fanin_error *error)
 {
-    *out = NULL;
-    tls_end *end = calloc(1, sizeof *end);
-    if (!end || !(end->file = strdup(file))) {
-        free(end);
-        return error_set_memory(error);
-    }
-    end->is_rank = identity != NULL;
-    fanin_status status = openssl_load(&end->o, error);
+    fanin_status status = begin(file, identity != NULL, out, error);
     if (status == FANIN_OK)
-        status = derive(end, identity, error);
+        status = derive(*out, identity, error);
+    if (status != FANIN_OK)
+        tls_end_free(out);
+    return status;
+}
+
+fanin_status tls_end_by_certificate(const certificate_files *files,
+                                    const identity *wanted, const logger *log,
+                                    tls_end **out, fanin_error *error)
+{
+    fanin_status status = begin(files->cert, wanted->role != AS_READER, out, error);
     if (status == FANIN_OK)
-        *out = end;
-    else
-        tls_end_free(&end);
+        status = certificates_new((*out)->o, files, wanted, log, &(*out)->certificates,
+                                  error);
+    if (status != FANIN_OK)
+        tls_end_free(out);
     return status;
 }
 
@@ -150,6 +181,7 @@ void tls_end_free(tls_end **end)
     *end = NULL;
     if (!e)
         return;
+    certificates_free(&e->certificates);
     if (e->context)
         e->o->SSL_CTX_free(e->context);
     if (e->method)
@@ -162,4 +194,9 @@ void tls_end_free(tls_end **end)
 const char *tls_end_file(const tls_end *end)
 {
     return end->file;
+}
+
+const identity *tls_end_identity(const tls_end *end)
+{
+    return end->certificates ? certificates_identity(end->certificates) : NULL;
 }

@@ -7,10 +7,11 @@
 
 struct tls_end {
     const openssl *o;
-    SSL_CTX *context;
+    SSL_CTX *context; /**< with a secret */
     BIO_METHOD *method;
     bool is_rank;
     char *file;
+    certificates *certificates; /**< NULL: there is a secret, and its keys: */
     uint8_t reader_key[KEY_SIZE];
     uint8_t key[KEY_SIZE]; /**< a rank's: its own; a reader's: the launch's root */
 };
@@ -34,10 +35,18 @@ struct tls {
     int sys_errno; /**< of the socket */
     tls_fault fault;
     const char *why;
+    char *found; /**< TLS_NAMES bytes, once the other's certificate was refused */
 };
+
+#define TLS_NAMES 200
 
 /* Index of the tls among an SSL's data. */
 #define TLS_DATA 0
+
+/** Settings that all connections have. NULL: OpenSSL does not do that, or there is no memory. */
+SSL_CTX *tls_context_new(const openssl *o);
+/** The error of it. */
+fanin_status tls_no_context(const openssl *o, fanin_error *error);
 
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);

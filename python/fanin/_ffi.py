@@ -180,6 +180,9 @@ class ServerConfig(Structure):
         ("nice", c_int32),
         ("secret_file", c_char_p),
         ("stranger_cpu", c_uint32),
+        ("tls_cert", c_char_p),
+        ("tls_key", c_char_p),
+        ("tls_ca", c_char_p),
     ]
 
 
@@ -256,6 +259,9 @@ class ClientConfig(Structure):
         ("trust_containers", c_bool),
         ("trust_other_users", c_bool),
         ("secret_file", c_char_p),
+        ("tls_cert", c_char_p),
+        ("tls_key", c_char_p),
+        ("tls_ca", c_char_p),
     ]
 
 

@@ -133,6 +133,13 @@ class Client(ClosableHandle):
     :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, to
         ranks that have the same secret and prove which rank they are. Unix sockets stay as they
         are. None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
+    :param tls_cert: instead of a secret: PEM file of this process's certificate, for
+        "fanin://JOB/reader", and what leads from it to an authority.
+    :param tls_key: its key, which nobody else may read.
+    :param tls_ca: the authorities of the ranks' certificates, each for
+        "fanin://JOB/rank/N" (or a star for N) of the same job. TLS 1.3 over TCP, both ends show
+        one. None: what FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew
+        when they change.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.
     """
@@ -156,6 +163,9 @@ class Client(ClosableHandle):
         trust_containers: bool = False,
         trust_other_users: bool = False,
         secret_file: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -181,8 +191,15 @@ class Client(ClosableHandle):
         config.no_checksums = not checksums
         config.trust_containers = trust_containers
         config.trust_other_users = trust_other_users
-        if secret_file is not None:
-            config.secret_file = c_string(os.fspath(secret_file), "secret_file")
+        credentials = {
+            "secret_file": secret_file,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+        }
+        for field, path_ in credentials.items():
+            if path_ is not None:
+                setattr(config, field, c_string(os.fspath(path_), field))
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

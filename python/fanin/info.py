@@ -291,9 +291,10 @@ def secret_here() -> str | None:
 def secret_arguments(secret_file: str | None) -> dict[str, Any]:
     """What :class:`fanin.Client` is to be given for a trainer whose nixl_info.json names a secret.
 
-    Nothing if this process's FANIN_SECRET_FILE says which, or that there is none. Does not block.
+    Nothing if this process's FANIN_SECRET_FILE says which, or that there is none, or it has a
+    certificate (FANIN_TLS_CERT). Does not block.
     """
-    if secret_file is None or "FANIN_SECRET_FILE" in os.environ:
+    if secret_file is None or {"FANIN_SECRET_FILE", "FANIN_TLS_CERT"} & os.environ.keys():
         return {}
     return {"secret_file": secret_file}
 

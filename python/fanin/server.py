@@ -143,6 +143,12 @@ class Server(ClosableHandle):
     :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP,
         and only readers that have the same secret. The Unix socket of one host stays as it is.
         None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
+    :param tls_cert: instead of a secret: PEM file of this process's certificate, for
+        "fanin://JOB/rank/N" (or a star for N), and what leads from it to an authority.
+    :param tls_key: its key, which nobody else may read.
+    :param tls_ca: the authorities of the readers' certificates, each for
+        "fanin://JOB/reader" of the same job. TLS 1.3 over TCP, both ends show one. None: what
+        FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew when they change.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
     :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
     :raises HostError: the C library cannot be loaded; no memory, no sockets.
@@ -174,6 +180,9 @@ class Server(ClosableHandle):
         own_share: float = 60.0,
         nice: int = 0,
         secret_file: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -214,8 +223,15 @@ class Server(ClosableHandle):
                 "nice is not -20 to 19", "give 0 to 19: a larger one yields more"
             )
         config.nice = nice
-        if secret_file is not None:
-            config.secret_file = c_string(os.fspath(secret_file), "secret_file")
+        credentials = {
+            "secret_file": secret_file,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+        }
+        for field, path_ in credentials.items():
+            if path_ is not None:
+                setattr(config, field, c_string(os.fspath(path_), field))
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size

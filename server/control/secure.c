@@ -25,18 +25,24 @@ static void refuse(session *s, const char *why)
 static void refuse_plain(session *s)
 {
     fanin_error error = FANIN_ERROR_INIT;
+    bool has_secret = !tls_end_identity(s->control->server->tls);
     const error_place place = {
         .phase = "connect",
-        .remedy = "give the launch's secret: --secret-file, or FANIN_SECRET_FILE"};
-    error_set(&error, FANIN_ERR_AUTH, &place, "this rank demands the launch's secret");
+        .remedy = has_secret
+                      ? "give the launch's secret: --secret-file, or FANIN_SECRET_FILE"
+                      : "give a certificate: --tls-cert, --tls-key and --tls-ca, or "
+                        "FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA"};
+    error_set(&error, FANIN_ERR_AUTH, &place, "this rank demands %s",
+              has_secret ? "the launch's secret" : "a certificate");
     reply_error(s, 0, &error);
-    refuse(s, "it connects without the launch's secret");
+    refuse(s, has_secret ? "it connects without the launch's secret"
+                         : "it connects without a certificate");
 }
 
 static void refuse_tls(session *s)
 {
     buffer_append(&s->out.bytes, TLS_NO_SECRET_ALERT, TLS_ALERT_SIZE);
-    refuse(s, "it demands a secret, and this rank was given none");
+    refuse(s, "it demands a secret or a certificate, and this rank was given none");
 }
 
 static void handshake_failed(session *s)
@@ -55,6 +61,23 @@ static void handshake_failed(session *s)
         break;
     case TLS_UNPROVEN:
         snprintf(why, sizeof why, "it did without the launch's secret");
+        break;
+    case TLS_UNSHOWN:
+        snprintf(why, sizeof why, "it shows no certificate");
+        break;
+    case TLS_UNTRUSTED:
+        snprintf(why, sizeof why,
+                 "its certificate, for %.200s, is not believed: %.100s",
+                 tls_found(s->tls), tls_why(s->tls));
+        break;
+    case TLS_OTHER_NAME:
+        snprintf(why, sizeof why,
+                 "its certificate is for %.200s, and not for \"fanin://%s/reader\"",
+                 tls_found(s->tls), tls_identity(s->tls)->job);
+        break;
+    case TLS_DISBELIEVED:
+        snprintf(why, sizeof why, "it does not believe the certificate %.300s: %.100s",
+                 file, tls_why(s->tls));
         break;
     case TLS_CLOSED:
         session_close(s, "the connection broke in the TLS handshake");

@@ -20,11 +20,14 @@ fanin_status openness_check(const fanin_server *s, fanin_error *error)
         socket_is_loopback(&s->address))
         return FANIN_OK;
     if (!s->tls) {
-        place.remedy = "give all ranks and workers one secret (nixl-fetch secret; "
-                       "secret_file, --secret-file, FANIN_SECRET_FILE), or " INSECURE;
+        place.remedy =
+            "give all ranks and workers one secret (nixl-fetch secret; "
+            "secret_file, --secret-file, FANIN_SECRET_FILE) or "
+            "certificates (tls_cert, --tls-cert, FANIN_TLS_CERT), or " INSECURE;
         return error_set(
             error, FANIN_ERR_ARGUMENT, &place,
-            "an open server without the launch's secret: everybody in the "
+            "an open server without the launch's secret or certificates: everybody in "
+            "the "
             "networks allowed reads the weights, and whoever is on the way "
             "alters them");
     }

@@ -150,6 +150,9 @@ static int start_ranks(bench *b)
     o->n_runs = 1;
     b->trainer.source.full |= b->layout != NULL || b->mappings != NULL;
     b->trainer.secret_file = b->line.connect.secret_file;
+    b->trainer.tls_cert = b->line.connect.tls_cert;
+    b->trainer.tls_key = b->line.connect.tls_key;
+    b->trainer.tls_ca = b->line.connect.tls_ca;
     int code = trainer_runs_resolve(b->self, &b->trainer, o);
     code = code != 0
                ? code

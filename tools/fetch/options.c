@@ -112,6 +112,13 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
          "the launch's secret: TLS over TCP (also: FANIN_SECRET_FILE in the "
          "environment)",
          "FILE"},
+        {"tls-cert", 0, POPT_ARG_STRING, &options->tls_cert, 0,
+         "instead of a secret: this end's certificate, PEM (also: FANIN_TLS_CERT)",
+         "FILE"},
+        {"tls-key", 0, POPT_ARG_STRING, &options->tls_key, 0,
+         "its key (also: FANIN_TLS_KEY)", "FILE"},
+        {"tls-ca", 0, POPT_ARG_STRING, &options->tls_ca, 0,
+         "authorities of the other end's certificate (also: FANIN_TLS_CA)", "FILE"},
         POPT_TABLEEND,
     };
     memcpy(table, entries, sizeof entries);

@@ -12,7 +12,7 @@
 
 enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
-    CONNECT_OPTIONS = 13,
+    CONNECT_OPTIONS = 16,
     MAX_POSITIONAL = 8,
     MAX_OPTIONS = 96, /**< of one command; checked when it reads them */
 };
@@ -34,7 +34,8 @@ typedef struct connect_options {
     char *path;  /**< NULL: auto; checked by options_parse() */
     char *server_name;
     char *world_id;
-    char *secret_file; /**< NULL: the environment's */
+    char *secret_file;                 /**< NULL: the environment's */
+    char *tls_cert, *tls_key, *tls_ca; /**< likewise */
 } connect_options;
 
 /** A parsed command line; free with options_free(). */

@@ -66,6 +66,9 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->streams_per_rank = (uint32_t)connect->streams;
     config->server_name = connect->server_name;
     config->secret_file = connect->secret_file;
+    config->tls_cert = connect->tls_cert;
+    config->tls_key = connect->tls_key;
+    config->tls_ca = connect->tls_ca;
     if (common->timeout_ms < config->connect_timeout_ms) {
         config->connect_timeout_ms = common->timeout_ms;
     }
@@ -103,10 +106,14 @@ static void demand(session *s, const connect_options *connect,
         memcpy(config->world_id, s->target.world_id, sizeof config->world_id);
     }
     /* An option says more than the environment, which says more than the target file. */
-    if (config->secret_file == NULL && getenv("FANIN_SECRET_FILE") == NULL) {
+    if (config->secret_file == NULL && getenv("FANIN_SECRET_FILE") == NULL &&
+        config->tls_cert == NULL && getenv("FANIN_TLS_CERT") == NULL) {
         config->secret_file = s->target.secret_file;
     }
     s->secret_file = config->secret_file;
+    s->tls_cert = config->tls_cert;
+    s->tls_key = config->tls_key;
+    s->tls_ca = config->tls_ca;
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 

@@ -14,8 +14,8 @@ typedef struct session {
         [80]; /**< as people write it: "<run>", or "full:<run>"; "": none is chosen */
     char publication[OPTIONS_PUBLICATION];
     const char *key; /**< that is asked for, NULL: none */
-    const char *
-        secret_file; /**< as fanin_client_config has it; the target's or the command line's */
+    const char *secret_file, *tls_cert, *tls_key,
+        *tls_ca; /**< as fanin_client_config has it; the target's or the command line's */
     bool demanding;  /**< an option says who the ranks must be */
     uint64_t end_ns; /**< when the command's --timeout is over */
 } session;

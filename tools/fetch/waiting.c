@@ -126,6 +126,9 @@ waiting *waiting_start(const session *s, uint64_t step)
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     config.secret_file = s->secret_file;
+    config.tls_cert = s->tls_cert;
+    config.tls_key = s->tls_key;
+    config.tls_ca = s->tls_ca;
     if (w == NULL) {
         return NULL;
     }

@@ -92,6 +92,9 @@ static void tell_secret(json_t *object, const rank_options *options)
     char folder[PATH_MAX] = "";
     char *path = NULL;
     const char *file = options->secret_file;
+    if (options->tls_cert != NULL) {
+        return; /* instead; readers have certificates of their own */
+    }
     file = file != NULL ? file : getenv("FANIN_SECRET_FILE");
     if (file == NULL || file[0] == '\0' ||
         (file[0] != '/' && getcwd(folder, sizeof folder) == NULL)) {

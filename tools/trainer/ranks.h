@@ -32,9 +32,9 @@ typedef struct rank_options {
         replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
     uint32_t shard_dim;
     uint16_t base_port; /**< 0: ephemeral ports */
-    const char *bind, *allow, *server_name,
-        *secret_file; /**< NULL: the library's defaults */
-    uint32_t flags;   /**< FANIN_SERVER_... */
+    const char *bind, *allow, *server_name, *secret_file, *tls_cert, *tls_key,
+        *tls_ca;    /**< NULL: the library's defaults */
+    uint32_t flags; /**< FANIN_SERVER_... */
     uint32_t lease_ms, data_threads;
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     bool full; /**< they publish whole models, "full:R" */

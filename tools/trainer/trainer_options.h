@@ -8,8 +8,8 @@
 
 enum {
     PUBLISHING_OPTIONS = 5, /**< entries of the tables, the end included */
-    WORLD_OPTIONS = 17,
-    OF_TRAINER_ALONE = 4, /**< of them: what commands that connect have already */
+    WORLD_OPTIONS = 20,
+    OF_TRAINER_ALONE = 7, /**< of them: what commands that connect have already */
     DEVICE_LIST = 512,
 };
 
@@ -22,9 +22,10 @@ typedef struct trainer_options {
     /* their world; -1 where a number was not given */
     int world_size, base_port, replicate, shard_dim, lease_ms, data_threads;
     int open, trusted, insecure, no_ucx, trust_containers;
-    char *bind, *allow, *server_name, *world_id, *secret_file;
+    char *bind, *allow, *server_name, *world_id, *secret_file, *tls_cert, *tls_key,
+        *tls_ca;
     /* to be included in the command's table, the last one from OF_TRAINER_ALONE on if that
-       has --world-size, --no-ucx, --trust-containers and --secret-file */
+       has --world-size, --no-ucx, --trust-containers, --secret-file and --tls-cert, -key, -ca */
     struct poptOption source_part[SOURCE_OPTIONS], publishing_part[PUBLISHING_OPTIONS],
         world_part[WORLD_OPTIONS];
 } trainer_options;

@@ -107,6 +107,18 @@ typedef struct fanin_client_config {
         to the process's user or to root, and others may not use it; its group may read one of root's. It is
         read once. Needs OpenSSL 3 when the client is created */
     const char *secret_file;
+    /** instead of a secret: PEM files of this process's certificate (and what leads from it to an
+        authority behind it), its key, and the authorities that the ranks' certificates are from. TCP
+        connections are by TLS 1.3 then, both ends show a certificate, and this one's
+        names "fanin://JOB/reader" among its subject's alternative names, the rank's "fanin://JOB/rank/N", or
+        with a star for N any rank, of the same job; others are FANIN_ERR_AUTH.
+        NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
+        secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
+        read the key, nor write any. They are read anew for new connections when they have changed, at
+        most once a second (event "certificates") */
+    const char *tls_cert;
+    const char *tls_key; /**< see tls_cert */
+    const char *tls_ca;  /**< see tls_cert */
 } fanin_client_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */
@@ -121,8 +133,9 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  *   0. Fix @p config.
  * - FANIN_ERR_LIMIT: no descriptor left. Raise `ulimit -n`.
  * - FANIN_ERR_IO: the kernel gives no random bytes.
- * Of a secret: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode;
- * FANIN_ERR_ARGUMENT, it holds something else; FANIN_ERR_IO, it cannot be read;
+ * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
+ * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
+ * all are given; FANIN_ERR_IO, it cannot be read;
  * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3;
  * FANIN_ERR_MEMORY. All say what to do.
  */

@@ -118,6 +118,18 @@ typedef struct fanin_server_config {
         was not taken for 20 s may be taken at once; beyond that they are sent more slowly. Default 0: a
         tenth of the CPUs that the process may use */
     uint32_t stranger_cpu;
+    /** instead of a secret: PEM files of this process's certificate (and what leads from it to an
+        authority behind it), its key, and the authorities that the readers' certificates are from. TCP
+        connections are by TLS 1.3 then, both ends show a certificate, and this rank's
+        names "fanin://JOB/rank/N" among its subject's alternative names, or with a star for N any rank, a
+        reader's "fanin://JOB/reader" of the same job; others are refused.
+        NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
+        secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
+        read the key, nor write any. They are read anew for new connections when they have changed, at
+        most once a second (event "certificates") */
+    const char *tls_cert;
+    const char *tls_key; /**< see tls_cert */
+    const char *tls_ca;  /**< see tls_cert */
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
@@ -142,8 +154,9 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * - FANIN_ERR_IO: the kernel refuses a socket, an epoll set or random bytes; sys_errno says
  *   why.
  * - FANIN_ERR_MEMORY: out of memory.
- * Of a secret: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode;
- * FANIN_ERR_ARGUMENT, it holds something else; FANIN_ERR_IO, it cannot be read;
+ * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
+ * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
+ * all are given; FANIN_ERR_IO, it cannot be read;
  * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3. All say
  * what to do.
  */

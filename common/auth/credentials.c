@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "credentials.h"
+#include "error_set.h"
+
+#include <stdlib.h>
+
+static const char *given(const char *text)
+{
+    return text && text[0] ? text : NULL;
+}
+
+static bool names_files(const certificate_files *f)
+{
+    return given(f->cert) || given(f->key) || given(f->ca);
+}
+
+static const char *or_environment(const char *configured, const char *name)
+{
+    return given(configured ? configured : getenv(name));
+}
+
+static certificate_files or_environments(const certificate_files *configured)
+{
+    return (certificate_files){.cert = or_environment(configured->cert, CERT_ENV),
+                               .key = or_environment(configured->key, KEY_ENV),
+                               .ca = or_environment(configured->ca, CA_ENV)};
+}
+
+static fanin_status refuse(fanin_error *error, const char *what, const char *remedy)
+{
+    const error_place place = {.phase = "certificate", .remedy = remedy};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
+}
+
+static fanin_status check(const credentials *c, fanin_error *error)
+{
+    if (!names_files(&c->tls))
+        return FANIN_OK;
+    if (c->secret)
+        return refuse(error, "both a launch's secret and certificates are given",
+                      "give one of them: secret_file (FANIN_SECRET_FILE), or tls_cert, "
+                      "tls_key and tls_ca (FANIN_TLS_CERT, _KEY, _CA)");
+    if (c->tls.cert && c->tls.key && c->tls.ca)
+        return FANIN_OK;
+    return refuse(error,
+                  !c->tls.cert  ? "a key or authorities, and no certificate (tls_cert)"
+                  : !c->tls.key ? "a certificate without its key (tls_key)"
+                                : "a certificate without authorities that the other "
+                                  "end's is from (tls_ca)",
+                  "give all three: tls_cert, tls_key, tls_ca; --tls-cert, --tls-key, "
+                  "--tls-ca; FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA");
+}
+
+fanin_status credentials_resolve(const credentials *configured, credentials *out,
+                                 fanin_error *error)
+{
+    bool has_secret = given(configured->secret);
+    bool has_files = names_files(&configured->tls);
+    *out = (credentials){0};
+    if (has_secret || !has_files)
+        out->secret = secret_file_of(configured->secret);
+    if (has_files || !has_secret)
+        out->tls = or_environments(&configured->tls);
+    return check(out, error);
+}
+
+fanin_status credentials_of_rank(const credentials *configured,
+                                 const uint8_t world_id[16], uint32_t rank,
+                                 const logger *log, tls_end **out, fanin_error *error)
+{
+    credentials c;
+    *out = NULL;
+    fanin_status status = credentials_resolve(configured, &c, error);
+    if (status == FANIN_OK && c.secret)
+        return tls_end_of_rank(c.secret, world_id, rank, out, error);
+    if (status == FANIN_OK && c.tls.cert) {
+        const identity wanted = {.role = AS_RANK, .rank = rank};
+        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
+    }
+    return status;
+}
+
+fanin_status credentials_of_reader(const credentials *configured, const logger *log,
+                                   tls_end **out, fanin_error *error)
+{
+    credentials c;
+    *out = NULL;
+    fanin_status status = credentials_resolve(configured, &c, error);
+    if (status == FANIN_OK && c.secret)
+        return tls_end_of_reader(c.secret, out, error);
+    if (status == FANIN_OK && c.tls.cert) {
+        const identity wanted = {.role = AS_READER};
+        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
+    }
+    return status;
+}

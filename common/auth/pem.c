@@ -1,0 +1,273 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pem.h"
+#include "error_set.h"
+#include "own_file.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NAMES_MOST 200
+#define FILE_MOST ((size_t)1 << 20)
+#define MAKE "make them: README.md, \"Certificates\""
+
+static const own_file_rules cert_rules = {
+    .what = "certificate file", .phase = "certificate", .make = MAKE};
+static const own_file_rules key_rules = {.what = "key file",
+                                         .phase = "certificate",
+                                         .is_private = true,
+                                         .make = MAKE,
+                                         .leaked = "key and certificate"};
+static const own_file_rules ca_rules = {
+    .what = "file of authorities", .phase = "certificate", .make = MAKE};
+
+/* ---------------------------------------------------------------------- names */
+
+typedef bool (*name_fn)(void *cookie, const char *uri, size_t size);
+
+/* Every URI among the subject's alternative names, until one is enough. */
+static bool each_uri(const openssl *o, const X509 *cert, name_fn fn, void *cookie)
+{
+    enum { ALTERNATIVE_NAMES = 85, URI = 6 };
+    bool enough = false;
+    OPENSSL_STACK *names = o->X509_get_ext_d2i(cert, ALTERNATIVE_NAMES, NULL, NULL);
+    for (int i = 0; names && !enough && i < o->OPENSSL_sk_num(names); i++) {
+        int type;
+        const void *name =
+            o->GENERAL_NAME_get0_value(o->OPENSSL_sk_value(names, i), &type);
+        if (type == URI && o->ASN1_STRING_length(name) > 0)
+            enough = fn(cookie, (const char *)o->ASN1_STRING_get0_data(name),
+                        (size_t)o->ASN1_STRING_length(name));
+    }
+    o->GENERAL_NAMES_free(names);
+    return enough;
+}
+
+static bool suffices(void *cookie, const char *uri, size_t size)
+{
+    identity id;
+    return identity_parse(uri, size, &id) && identity_suffices(&id, cookie);
+}
+
+bool pem_is_for(const openssl *o, const X509 *cert, const identity *wanted)
+{
+    identity sought = *wanted;
+    return each_uri(o, cert, suffices, &sought);
+}
+
+typedef struct listing {
+    char *out;
+    size_t room, used;
+} listing;
+
+static bool list(void *cookie, const char *uri, size_t size)
+{
+    listing *l = cookie;
+    size_t most = size < IDENTITY_URI_MOST ? size : IDENTITY_URI_MOST;
+    if (l->room - l->used < most + sizeof ", \"\"")
+        return true;
+    if (l->used > 0)
+        l->used += (size_t)snprintf(l->out + l->used, l->room - l->used, ", ");
+    l->out[l->used++] = '"';
+    for (size_t i = 0; i < most; i++)
+        l->out[l->used++] =
+            uri[i] > ' ' && uri[i] < 127 && uri[i] != '"' ? uri[i] : '?';
+    l->out[l->used++] = '"';
+    l->out[l->used] = '\0';
+    return false;
+}
+
+void pem_names(const openssl *o, const X509 *cert, char *out, size_t room)
+{
+    listing l = {.out = out, .room = room};
+    snprintf(out, room, "nobody: it has no URI among its alternative names");
+    each_uri(o, cert, list, &l);
+}
+
+/* Of one's own certificate: the job of all names that have the role. */
+typedef struct search {
+    identity *is;
+    bool found;
+} search;
+
+/* True: another job than before. */
+static bool take_job(void *cookie, const char *uri, size_t size)
+{
+    search *s = cookie;
+    identity id, wanted = *s->is;
+    if (!identity_parse(uri, size, &id))
+        return false;
+    if (!wanted.job[0])
+        memcpy(wanted.job, id.job, sizeof wanted.job);
+    bool other_job = strcmp(wanted.job, id.job) != 0;
+    memcpy(id.job, wanted.job, sizeof id.job);
+    if (!identity_suffices(&id, &wanted))
+        return false;
+    s->found |= !other_job;
+    *s->is = wanted;
+    return other_job;
+}
+
+static fanin_status settle_identity(const openssl *o, const X509 *cert,
+                                    const char *path, identity *is, fanin_error *error)
+{
+    char names[NAMES_MOST], wanted[IDENTITY_URI_MOST], why[512];
+    search s = {.is = is};
+    identity shown = *is;
+    bool is_two = each_uri(o, cert, take_job, &s);
+    if (s.found && !is_two)
+        return FANIN_OK;
+    if (!shown.job[0])
+        memcpy(shown.job, "JOB", sizeof "JOB");
+    identity_text(&shown, wanted);
+    pem_names(o, cert, names, sizeof names);
+    snprintf(why, sizeof why, "is for %s, and this process needs \"%s\"%s", names,
+             wanted, is_two ? " of one job alone" : "");
+    return own_file_refuse(&cert_rules, path, FANIN_ERR_AUTH, why,
+                           "give it a certificate with that URI as alternative name",
+                           error);
+}
+
+/* ---------------------------------------------------------------------- files */
+
+static int no_password(char *to, int room, int writing, void *cookie)
+{
+    (void)to;
+    (void)room;
+    (void)writing;
+    (void)cookie;
+    return -1;
+}
+
+typedef struct pem_text {
+    char *data;
+    size_t size;
+    BIO *bio; /* reads it */
+} pem_text;
+
+static void text_free(const openssl *o, pem_text *t)
+{
+    if (t->bio)
+        o->BIO_free(t->bio);
+    if (t->data)
+        explicit_bzero(t->data, t->size);
+    free(t->data);
+}
+
+static fanin_status text_read(const openssl *o, const own_file_rules *rules,
+                              const char *path, pem_text *out, fanin_error *error)
+{
+    *out = (pem_text){0};
+    if (!(out->data = malloc(FILE_MOST)))
+        return error_set_memory(error);
+    fanin_status status =
+        own_file_read(rules, path, out->data, FILE_MOST, &out->size, error);
+    if (status == FANIN_OK && out->size == FILE_MOST)
+        status = own_file_refuse(rules, path, FANIN_ERR_ARGUMENT, "is too large",
+                                 rules->make, error);
+    if (status == FANIN_OK &&
+        !(out->bio = o->BIO_new_mem_buf(out->data, (int)out->size)))
+        status = error_set_memory(error);
+    if (status != FANIN_OK)
+        text_free(o, out);
+    return status;
+}
+
+static fanin_status refuse(const own_file_rules *rules, const char *path,
+                           const char *why, fanin_error *error)
+{
+    return own_file_refuse(rules, path, FANIN_ERR_ARGUMENT, why, rules->make, error);
+}
+
+static fanin_status check_dates(const openssl *o, const X509 *cert, const char *path,
+                                fanin_error *error)
+{
+    bool early = o->X509_cmp_current_time(o->X509_get0_notBefore(cert)) > 0;
+    bool late = o->X509_cmp_current_time(o->X509_get0_notAfter(cert)) <= 0;
+    if (!early && !late)
+        return FANIN_OK;
+    return own_file_refuse(&cert_rules, path, FANIN_ERR_AUTH,
+                           early ? "is not good yet" : "has expired",
+                           early ? "is this host's clock right?" : "renew it", error);
+}
+
+/* What follows one's own certificate: the authorities between. */
+static bool use_chain(const openssl *o, SSL_CTX *context, BIO *from)
+{
+    enum { CHAIN_CERT = 89 };
+    X509 *next;
+    while ((next = o->PEM_read_bio_X509(from, NULL, no_password, NULL)))
+        if (o->SSL_CTX_ctrl(context, CHAIN_CERT, 0, next) != 1) {
+            o->X509_free(next);
+            return false;
+        }
+    return true;
+}
+
+fanin_status pem_use_certificate(const openssl *o, SSL_CTX *context, const char *path,
+                                 identity *is, fanin_error *error)
+{
+    pem_text text;
+    fanin_status status = text_read(o, &cert_rules, path, &text, error);
+    if (status != FANIN_OK)
+        return status;
+    X509 *cert = o->PEM_read_bio_X509(text.bio, NULL, no_password, NULL);
+    if (!cert)
+        status = refuse(&cert_rules, path, "holds no certificate in PEM", error);
+    else
+        status = check_dates(o, cert, path, error);
+    if (status == FANIN_OK)
+        status = settle_identity(o, cert, path, is, error);
+    if (status == FANIN_OK && (o->SSL_CTX_use_certificate(context, cert) != 1 ||
+                               !use_chain(o, context, text.bio)))
+        status =
+            refuse(&cert_rules, path,
+                   "is not strong enough, or not of a kind that TLS 1.3 takes", error);
+    o->X509_free(cert);
+    text_free(o, &text);
+    return status;
+}
+
+fanin_status pem_use_key(const openssl *o, SSL_CTX *context, const char *path,
+                         const char *cert, fanin_error *error)
+{
+    pem_text text;
+    char why[512];
+    fanin_status status = text_read(o, &key_rules, path, &text, error);
+    if (status != FANIN_OK)
+        return status;
+    EVP_PKEY *key = o->PEM_read_bio_PrivateKey(text.bio, NULL, no_password, NULL);
+    if (!key) {
+        status = refuse(&key_rules, path,
+                        "holds no private key in PEM without password", error);
+    } else if (o->SSL_CTX_use_PrivateKey(context, key) != 1) {
+        snprintf(why, sizeof why, "is not that of the certificate %.300s", cert);
+        status = refuse(&key_rules, path, why, error);
+    }
+    o->EVP_PKEY_free(key);
+    text_free(o, &text);
+    return status;
+}
+
+fanin_status pem_use_authorities(const openssl *o, SSL_CTX *context, const char *path,
+                                 fanin_error *error)
+{
+    pem_text text;
+    fanin_status status = text_read(o, &ca_rules, path, &text, error);
+    if (status != FANIN_OK)
+        return status;
+    X509_STORE *store = o->SSL_CTX_get_cert_store(context);
+    unsigned n = 0;
+    X509 *ca;
+    while (status == FANIN_OK &&
+           (ca = o->PEM_read_bio_X509(text.bio, NULL, no_password, NULL))) {
+        if (o->X509_STORE_add_cert(store, ca) != 1)
+            status = error_set_memory(error);
+        o->X509_free(ca); /* the store has its own hold of it */
+        n++;
+    }
+    if (status == FANIN_OK && n == 0)
+        status = refuse(&ca_rules, path, "holds no certificate in PEM", error);
+    text_free(o, &text);
+    return status;
+}
