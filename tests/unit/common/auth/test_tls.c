@@ -130,6 +130,43 @@ static void what_is_left_is_told(void **state)
     stop(&p);
 }
 
+/* What begin_update may wait for is one slice, however much there is to be sent and whatever room there is. */
+static void a_send_is_a_slice(void **state)
+{
+    pair p;
+    start(&p, '1', '1');
+    shake_well(&p);
+    const struct iovec all[2] = {{bytes, 100}, {bytes + 100, LARGE - 100}};
+    assert_int_equal(tls_send(p.t[0], p.fds[0], all, 2), TLS_SEND_MOST);
+    size_t unsent = tls_unsent(p.t[0]);
+    assert_true(unsent > 0); /* the sockets hold less */
+    assert_int_equal(tls_send(p.t[0], p.fds[0], all, 2), -1);
+    assert_int_equal(errno, EAGAIN);
+    assert_int_equal(tls_unsent(p.t[0]), unsent);
+    stop(&p);
+}
+
+/* The socket is to be waited for, and not its room, which is there at once. */
+static void a_part_of_a_record_is_nothing(void **state)
+{
+    pair p;
+    uint8_t record[2000];
+    start(&p, '1', '1');
+    shake_well(&p);
+    const struct iovec all = {bytes, 1000};
+    assert_int_equal(tls_send(p.t[0], p.fds[0], &all, 1), 1000);
+    ssize_t size = recv(p.fds[1], record, sizeof record, MSG_DONTWAIT);
+    assert_in_range(size, 1001, 1100);
+    assert_int_equal(send(p.fds[0], record, 600, MSG_NOSIGNAL), 600);
+    assert_int_equal(tls_receive(p.t[1], p.fds[1], got, 1000), -1);
+    assert_int_equal(errno, EAGAIN);
+    assert_false(tls_pending(p.t[1]));
+    assert_int_equal(send(p.fds[0], record + 600, (size_t)size - 600, 0), size - 600);
+    assert_int_equal(tls_receive(p.t[1], p.fds[1], got, 1000), 1000);
+    assert_memory_equal(got, bytes, 1000);
+    stop(&p);
+}
+
 static void other_secrets_are_refused(void **state)
 {
     pair p;
@@ -323,6 +360,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bytes_arrive),
         cmocka_unit_test(what_is_left_is_told),
+        cmocka_unit_test(a_send_is_a_slice),
+        cmocka_unit_test(a_part_of_a_record_is_nothing),
         cmocka_unit_test(other_secrets_are_refused),
         cmocka_unit_test(ranks_prove_themselves),
         cmocka_unit_test(what_is_no_tls_is_told),
