@@ -92,6 +92,7 @@ FOUND = {
 PROGRESS = 500  # faults
 SPACE = 1 << 20  # bytes that a limit leaves
 DISK = 8 << 20
+CLAIMS: list[socket.socket] = []  # of ports, as long as this process lives
 
 
 class Campaign:
@@ -467,18 +468,23 @@ class Campaign:
 def free_ports(count: int) -> int:
     """The first of *count* neighbours that nobody listens on, below those that the kernel gives.
 
-    Not by the seed: another campaign with the same one may run beside this.
+    Not by the seed: another campaign with the same one may run beside this, and find them free
+    while their ranks are away. A name that the kernel gives to one process keeps it from them.
     """
     numbers = random.SystemRandom()
     while True:
-        first = numbers.randrange(10_000, 30_000)
+        first = numbers.randrange(10_000, 30_000, count)
+        claim = socket.socket(socket.AF_UNIX)
         try:
+            claim.bind(f"\0fanin-campaign-{first}")
             for port in range(first, first + count):
                 with socket.socket() as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(("127.0.0.1", port))
         except OSError:
+            claim.close()
             continue
+        CLAIMS.append(claim)
         return first
 
 
