@@ -31,6 +31,7 @@ typedef struct connection {
     peer_share *from;
     char peer[64];
     bool can_read, can_write, queued;
+    bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits: its peer has had its share of CPU time (core/peer_work.h) */
     bool closing; /**< an error is on its way; nothing is read any more */

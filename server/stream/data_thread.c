@@ -17,6 +17,7 @@
 #define SOCKET_ROOM (512 << 10) /**< if it stays on this host; the kernel doubles it */
 #define BUSY_CPUS 2             /**< one for this thread, one for who reads */
 #define EVENTS 64
+#define EVENTS_WANTED (EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET)
 #define TURNS 64
 #define SWEEP_MS                                                                       \
     1000 /**< deadlines are looked at so often while the queue is never empty */
@@ -134,8 +135,7 @@ static void accept_handovers(data_thread *t)
         int room = SOCKET_ROOM;
         if (socket_stays_here(c->fd))
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
-        struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
-                                    .data.ptr = c};
+        struct epoll_event event = {.events = EVENTS_WANTED, .data.ptr = c};
         if (c->in.sealed && !t->tools.sums && usable_cpus() > BUSY_CPUS)
             t->tools.sums = side_sum_create();
         bool good = connection_account(t->tools.server, c) &&
@@ -151,6 +151,16 @@ static void accept_handovers(data_thread *t)
 
 /* ----------------------------------------------------------------- thread */
 
+/* Packets for who rests would wake the thread, and nobody would pay for it. What came meanwhile is
+   told when it goes on. */
+static void listen_to(data_thread *t, connection *c)
+{
+    struct epoll_event event = {.events = c->resting ? EPOLLET : EVENTS_WANTED,
+                                .data.ptr = c};
+    if (c->deaf != c->resting && epoll_ctl(t->epoll, EPOLL_CTL_MOD, c->fd, &event) == 0)
+        c->deaf = c->resting;
+}
+
 /* Some turns; then it is looked at what came meanwhile, and at the other queue. */
 static void run_queue(data_thread *t, queue *q)
 {
@@ -162,6 +172,7 @@ static void run_queue(data_thread *t, queue *q)
             connection_close(t, c);
             continue;
         }
+        listen_to(t, c);
         if (!c->resting)
             t->served = q == &t->others ? c : t->served;
         if (result == PROGRESS_MORE)

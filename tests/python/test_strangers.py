@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "support")]
 import attacks  # noqa: E402
 from strangers import ATTACKS  # noqa: E402
 
-PEER_CPU, STRANGER_CPU, SHARE, SECONDS = 0.002, 0.002, 0.1, 2.0
+PEER_CPU, STRANGER_CPU, SHARE = 0.002, 0.002, 0.1
 # Had at once: 20 s of the shares of requests and of tensors, 2 s of that of connections. The rest
 # is what cannot be counted: looking who may go on, and the turns that were under way.
 MOST_CPU = 20 * PEER_CPU + 20 * STRANGER_CPU + 2 * PEER_CPU + 0.3
@@ -35,24 +36,31 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_what_a_stranger_takes(name: str) -> None:
+def observe(name: str, seconds: float) -> tuple[Any, Any]:
+    """What is told of as many seconds without the attack, and with it."""
     options = argparse.Namespace(
         rounds=1,
-        seconds=SECONDS,
+        seconds=seconds,
         peer_cpu=PEER_CPU,
         stranger_cpu=STRANGER_CPU,
         stranger_share=SHARE,
     )
     rounds = attacks.observe(options, name)
-    (calm,), (attacked,) = rounds[False], rounds[True]
-    stats = attacked["stats"]
-    assert attacked["pulls"] > 0
-    assert attacked["cpu"] * SECONDS < 2 * calm["cpu"] * SECONDS + MOST_CPU
-    if name in LIMITED:
-        assert stats[LIMITED[name]] > 0
-    if name in ("leases", "reads", "digests"):
-        assert stats["held_up_by"] in ("this host", "this user")
-        assert stats["held_up_by"] == "this user" or stats["held_up_ns_max"] <= SHARE * 1e9
-    # Connections that are opened are told of, fifty times as many as faults.
-    assert attacked["lines"] < 2000
+    return rounds[False][0], rounds[True][0]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_a_stranger_takes(name: str) -> None:
+    for seconds in (2.0, 10.0, 30.0):  # of a busy machine an attacker gets little
+        calm, attacked = observe(name, seconds)
+        stats = attacked["stats"]
+        assert attacked["pulls"] > 0
+        cpu = {"calm": calm["cpu"] * seconds, "attacked": attacked["cpu"] * seconds}
+        assert cpu["attacked"] < 2 * cpu["calm"] + MOST_CPU + 0.05 * seconds
+        if stats["held_up_by"] == "this host":
+            assert stats["held_up_ns_max"] <= SHARE * 1e9
+        # Connections that are opened are told of, fifty times as many as faults.
+        assert attacked["lines"] < 500 + 250 * seconds
+        if name not in LIMITED or stats[LIMITED[name]] > 0:
+            return
+    pytest.fail(f"{LIMITED[name]} is 0")
