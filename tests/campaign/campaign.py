@@ -296,7 +296,11 @@ class Campaign:
         limited.limit(resource.RLIMIT_AS, limited.address_space() + self.random.randrange(SPACE))
 
     def _file_size(self) -> None:
-        reader = self.random.choice([r for r in self.readers if r.directory is not None])
+        """Not of who may have memory of devices: the stand-in keeps it in a file."""
+        able = [r for r in self.readers if r.directory is not None]
+        if self._specs is DEVICE_READERS:
+            able = [r for r in able if r.path == "stream-tcp"]
+        reader = self.random.choice(able)
         reader.disturb().limit(resource.RLIMIT_FSIZE, self.random.randrange(SPACE))
 
     def _disk_full(self) -> None:

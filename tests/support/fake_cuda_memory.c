@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #define ARENA ((uint64_t)64 << 30)
@@ -197,8 +198,8 @@ static uint8_t *make_bytes(uint64_t length, uint64_t *offset_out, uint64_t *nonc
     if (header == MAP_FAILED)
         fake_die("cannot map memory of a file");
     /* No two allocations of the machine have the same, so that a handle names one only. */
-    *nonce_out =
-        ((uint64_t)getpid() << 40) ^ ((uint64_t)(uintptr_t)header << 4) ^ file_end;
+    if (getrandom(nonce_out, sizeof *nonce_out, 0) != (ssize_t)sizeof *nonce_out)
+        fake_die("no random bytes");
     header->nonce = *nonce_out;
     header->length = length;
     *offset_out = file_end;

@@ -187,6 +187,29 @@ static int children_cannot_use_it(void)
     return WIFEXITED(status) ? WEXITSTATUS(status) : FAILED;
 }
 
+/* Of memory that moves: new allocations beside the old ones, which are freed then. */
+static int handles_name_one_allocation(void)
+{
+    enum { MOVES = 200, EACH = 12, START = 8, LENGTH = 8 }; /* the nonce in a handle */
+    static uint8_t known[MOVES * EACH][LENGTH];
+    void *now[EACH] = {NULL};
+    CUcontext context;
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(context) == CUDA_SUCCESS);
+    for (size_t i = 0; i < (size_t)MOVES * EACH; i++) {
+        CUipcMemHandle handle;
+        void *old = now[i % EACH];
+        now[i % EACH] = fake_cuda_alloc(0, 64 + i % 3 * 10900, FAKE_CUDA_MALLOC);
+        CHECK(cuIpcGetMemHandle(&handle, (CUdeviceptr)(uintptr_t)now[i % EACH]) ==
+              CUDA_SUCCESS);
+        memcpy(known[i], (const char *)&handle + START, LENGTH);
+        for (size_t k = 0; k < i; k++)
+            CHECK(memcmp(known[k], known[i], LENGTH) != 0);
+        fake_cuda_free(old);
+    }
+    return PASSED;
+}
+
 /* ------------------------------------------------------------------------- main */
 
 /* Sanitizers make an exit of the signal. */
@@ -215,6 +238,7 @@ int main(void)
         case_of(last_context_released, SIGABRT),
         case_of(callbacks_call_nothing, 0),
         case_of(children_cannot_use_it, 0),
+        case_of(handles_name_one_allocation, 0),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
