@@ -112,6 +112,32 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
       OPTIONAL_NUMBER(9, FIELD_U64, msg_list_entry, state_age_ms, UINT64_MAX),
       OPTIONAL_NUMBER(10, FIELD_U64, msg_list_entry, commit_age_ms, UINT64_MAX));
 
+#define COUNT(key, type, member)                                                       \
+    OPTIONAL_NUMBER(key, FIELD_U64, type, member, UINT64_MAX)
+TABLE(fields_stats_entry, NAME(1, stats_entry, publication),
+      I32(2, stats_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
+      COUNT(3, stats_entry, step), COUNT(4, stats_entry, state_age_ms),
+      COUNT(5, stats_entry, commit_age_ms), COUNT(6, stats_entry, update_age_ms),
+      COUNT(7, stats_entry, leases), COUNT(8, stats_entry, lease_age_ms),
+      OPTIONAL_NUMBER(9, FIELD_BOOL, stats_entry, pending, 1),
+      OPTIONAL_TEXT(10, stats_entry, reason));
+
+TABLE(fields_stats_holder, U32(1, stats_holder, publication, 0, LIMIT_STATS - 1),
+      OPTIONAL_TEXT(2, stats_holder, who), COUNT(3, stats_holder, leases),
+      COUNT(4, stats_holder, age_ms), COUNT(5, stats_holder, held_up_ns));
+
+#define DRAINS(key, n) COUNT(key, msg_stats_ok, drain_waits[n])
+TABLE(fields_stats, COUNT(1, msg_stats_ok, pulls_good),
+      COUNT(2, msg_stats_ok, pulls_stale), COUNT(3, msg_stats_ok, pulls_abandoned),
+      COUNT(4, msg_stats_ok, begins_granted), COUNT(5, msg_stats_ok, begins_refused),
+      COUNT(6, msg_stats_ok, updates), COUNT(7, msg_stats_ok, commits),
+      COUNT(8, msg_stats_ok, sessions), COUNT(9, msg_stats_ok, leases),
+      COUNT(10, msg_stats_ok, bytes_streamed), COUNT(11, msg_stats_ok, publications),
+      COUNT(12, msg_stats_ok, drain_wait_ns_max), DRAINS(13, 0), DRAINS(14, 1),
+      DRAINS(15, 2), DRAINS(16, 3), DRAINS(17, 4), DRAINS(18, 5), DRAINS(19, 6),
+      DRAINS(20, 7), DRAINS(21, 8), DRAINS(22, 9), DRAINS(23, 10), DRAINS(24, 11),
+      DRAINS(25, 12));
+
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),
       U64(3, msg_blob_request, catalog_version), U64(5, msg_blob_request, offset),

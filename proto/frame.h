@@ -43,6 +43,8 @@ typedef enum message_type {
     MSG_PONG = 26,
     MSG_DIGEST = 27,
     MSG_DIGEST_OK = 28,
+    MSG_STATS = 29,
+    MSG_STATS_OK = 30,
     MSG_ERROR = 31,
 } message_type;
 
@@ -53,7 +55,7 @@ static inline kind message_kind(unsigned type)
 {
     if (type == MSG_ERROR)
         return KIND_REPLY;
-    if (type == MSG_AUTH || type == 0 || type > MSG_DIGEST_OK)
+    if (type == MSG_AUTH || type == 0 || type > MSG_STATS_OK)
         return KIND_UNKNOWN;
     return type % 2 == 1 ? KIND_REQUEST : KIND_REPLY;
 }
@@ -73,6 +75,8 @@ static inline kind message_kind(unsigned type)
 #define LIMIT_KEY_RANGES 4096                 /**< of a request for boxes */
 #define LIMIT_KEY_SET (10 * LIMIT_KEY_RANGES) /**< bytes of them */
 #define LIMIT_PUBLICATIONS 4096
+#define LIMIT_STATS                                                                    \
+    64 /**< publications, and holders of leases, in a reply to MSG_STATS */
 #define LIMIT_UCX_ADDRESS 4096
 #define LIMIT_RKEY 1024
 

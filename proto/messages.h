@@ -44,8 +44,10 @@ typedef enum wire_state {
 #define FEATURE_PAUSED UINT64_C(1) /**< knows WIRE_STATE_PAUSED */
 #define FEATURE_SEALS UINT64_C(2) /**< on if both ends have it: frames have checksums */
 #define FEATURE_DIGESTS UINT64_C(4) /**< a server knows MSG_DIGEST */
+#define FEATURE_STATS UINT64_C(8)   /**< a server knows MSG_STATS */
 #define FEATURES                                                                       \
-    (FEATURE_PAUSED | FEATURE_SEALS | FEATURE_DIGESTS) /**< that this code has */
+    (FEATURE_PAUSED | FEATURE_SEALS | FEATURE_DIGESTS |                                \
+     FEATURE_STATS) /**< that this code has */
 
 typedef struct bytes_view {
     const uint8_t *data;
@@ -197,6 +199,39 @@ typedef struct msg_event {
     int32_t state;
 } msg_event;
 
+/** What a rank says of one publication. */
+typedef struct stats_entry {
+    char publication[80];
+    int32_t state;
+    uint64_t step; /**< last committed */
+    /** since it has this state, since the last commit, since begin_update was called for the update
+        that is under way, since its oldest lease; rounded up, 0: none, or not known */
+    uint64_t state_age_ms, commit_age_ms, update_age_ms, lease_age_ms;
+    uint64_t leases;
+    bool pending;     /**< a commit waits for its stream */
+    char reason[256]; /**< of a pause */
+} stats_entry;
+
+/** A session that holds leases of a publication. */
+typedef struct stats_holder {
+    uint32_t publication;    /**< index of its entry */
+    char who[64];            /**< "10.0.0.7", "this user" */
+    uint64_t leases, age_ms; /**< of the oldest */
+    uint64_t held_up_ns;     /**< for which its peer's leases held updates up, in all */
+} stats_holder;
+
+typedef struct msg_stats_ok {
+    uint64_t pulls_good, pulls_stale, pulls_abandoned, begins_granted, begins_refused;
+    uint64_t updates, commits, sessions, leases;
+    uint64_t bytes_streamed;
+    uint64_t publications; /**< that there are; entries may be fewer */
+    uint64_t drain_wait_ns_max;
+    uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
+    stats_entry *entries;
+    stats_holder *holders;
+    uint32_t n_entries, n_holders;
+} msg_stats_ok;
+
 typedef struct msg_error {
     fanin_status code;
     char message[512], remedy[256], key[640];
@@ -233,6 +268,8 @@ void encode_open_path(buffer *b, uint64_t request, message_type type,
 void encode_list(buffer *b, uint64_t request, const char *publication_or_null);
 void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries,
                     uint32_t count);
+void encode_stats(buffer *b, uint64_t request, const char *publication_or_null);
+void encode_stats_ok(buffer *b, uint64_t request, const msg_stats_ok *m);
 void encode_blob_request(buffer *b, uint64_t request, message_type type,
                          const msg_blob_request *m);
 void encode_blob_page(buffer *b, uint64_t request, message_type type,
@@ -250,6 +287,10 @@ fanin_status decode_list(body *in, char publication_out[80]); /**< "" for all */
 /** *entries_out is malloc'ed, the caller frees it. */
 fanin_status decode_list_ok(body *in, msg_list_entry **entries_out,
                             uint32_t *count_out);
+fanin_status decode_stats(body *in, char publication_out[80]); /**< "" for all */
+/** Entries and holders are malloc'ed; stats_free() in either case. */
+fanin_status decode_stats_ok(body *in, msg_stats_ok *out);
+void stats_free(msg_stats_ok *m);
 fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out);
 fanin_status decode_blob_page(body *in, msg_blob_page *out);
 fanin_status decode_begin_ok(body *in, msg_begin_ok *out);

@@ -74,13 +74,22 @@ static fanin_status verdict(const cursor *c)
     return c->why ? FANIN_ERR_PROTOCOL : FANIN_OK;
 }
 
-/* The one array that a table can't describe. */
+/* An array, which a table can't describe. */
 typedef struct array_field {
     uint8_t key;
+    bool optional;
     void (*read)(cursor *c, void *context); /* mistakes stay in the cursor */
     void *context;
     bool seen;
+    struct array_field *next; /* another one */
 } array_field;
+
+static array_field *find_array(array_field *first, uint64_t key)
+{
+    while (first && first->key != key)
+        first = first->next;
+    return first;
+}
 
 static bool skip_required(cursor *c, const field_table *table, uint32_t *next,
                           uint64_t key)
@@ -93,8 +102,9 @@ static bool skip_required(cursor *c, const field_table *table, uint32_t *next,
 
 /* Both the map and the table ascend, so one walk over each does. */
 static fanin_status read_map(cursor *c, const field_table *table, void *message,
-                             array_field *array)
+                             array_field *arrays)
 {
+    array_field *array;
     uint32_t count, next = 0;
     uint64_t last = 0;
     if (!cursor_map(c, &count))
@@ -112,7 +122,7 @@ static fanin_status read_map(cursor *c, const field_table *table, void *message,
             return FANIN_ERR_PROTOCOL;
         if (next < table->count && table->fields[next].key == key) {
             read_value(c, message, &table->fields[next++]);
-        } else if (array && array->key == key) {
+        } else if ((array = find_array(arrays, key)) != NULL) {
             array->seen = true;
             array->read(c, array->context);
         } else if (key < KEY_CRITICAL) {
@@ -125,8 +135,9 @@ static fanin_status read_map(cursor *c, const field_table *table, void *message,
             return FANIN_ERR_PROTOCOL;
     }
     skip_required(c, table, &next, UINT64_MAX);
-    if (array && !array->seen)
-        cursor_fail(c, "a required field is missing");
+    for (array = arrays; array; array = array->next)
+        if (!array->seen && !array->optional)
+            cursor_fail(c, "a required field is missing");
     return verdict(c);
 }
 
@@ -181,45 +192,107 @@ fanin_status decode_list(body *in, char publication_out[80])
     return status;
 }
 
-typedef struct list_reader {
-    msg_list_entry *entries;
+/* An array of maps. */
+typedef struct map_reader {
+    const field_table *table;
+    size_t size; /* of one */
+    uint32_t most;
+    const char *too_many;
+    char *items;
     uint32_t count;
-    fanin_status status; /* of the entry that failed, or MEMORY */
-} list_reader;
+    fanin_status status; /* of the map that failed, or MEMORY */
+} map_reader;
 
-static void read_list(cursor *c, void *context)
+static void read_maps(cursor *c, void *context)
 {
-    list_reader *r = context;
+    map_reader *r = context;
     uint32_t count;
     if (!cursor_array(c, &count))
         return;
-    if (count > LIMIT_PUBLICATIONS) {
-        cursor_fail(c, "too many publications");
+    if (count > r->most) {
+        cursor_fail(c, r->too_many);
         return;
     }
-    r->entries = calloc(count ? count : 1, sizeof *r->entries);
-    if (!r->entries) {
+    r->items = calloc(count ? count : 1, r->size);
+    if (!r->items) {
         r->status = FANIN_ERR_MEMORY;
         cursor_fail(c, "out of memory");
     }
     for (; r->count < count && !r->status; r->count++)
-        r->status = read_map(c, &fields_list_entry, &r->entries[r->count], NULL);
+        r->status = read_map(c, r->table, r->items + r->count * r->size, NULL);
 }
 
 fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *count_out)
 {
-    list_reader r = {0};
-    array_field array = {.key = KEY_LIST_ENTRIES, .read = read_list, .context = &r};
+    map_reader r = {.table = &fields_list_entry,
+                    .size = sizeof **entries_out,
+                    .most = LIMIT_PUBLICATIONS,
+                    .too_many = "too many publications"};
+    array_field array = {.key = KEY_LIST_ENTRIES, .read = read_maps, .context = &r};
     fanin_status status = read_body(in, &fields_none, NULL, &array);
     *entries_out = NULL;
     *count_out = 0;
     if (status != FANIN_OK) {
-        free(r.entries);
+        free(r.items);
         return r.status ? r.status : status;
     }
-    *entries_out = r.entries;
+    *entries_out = (msg_list_entry *)(void *)r.items;
     *count_out = r.count;
     return FANIN_OK;
+}
+
+fanin_status decode_stats(body *in, char publication_out[80])
+{
+    return decode_list(in, publication_out);
+}
+
+static const char *check_holders(const msg_stats_ok *m)
+{
+    for (uint32_t i = 0; i < m->n_holders; i++)
+        if (m->holders[i].publication >= m->n_entries)
+            return "a lease of no publication";
+    return NULL;
+}
+
+fanin_status decode_stats_ok(body *in, msg_stats_ok *out)
+{
+    map_reader entries = {.table = &fields_stats_entry,
+                          .size = sizeof *out->entries,
+                          .most = LIMIT_STATS,
+                          .too_many = "too many publications"};
+    map_reader holders = {.table = &fields_stats_holder,
+                          .size = sizeof *out->holders,
+                          .most = LIMIT_STATS,
+                          .too_many = "too many holders of leases"};
+    array_field second = {.key = KEY_STATS_HOLDERS,
+                          .optional = true,
+                          .read = read_maps,
+                          .context = &holders};
+    array_field first = {.key = KEY_STATS_ENTRIES,
+                         .read = read_maps,
+                         .context = &entries,
+                         .next = &second};
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_stats, out, &first);
+    out->entries = (stats_entry *)(void *)entries.items;
+    out->holders = (stats_holder *)(void *)holders.items;
+    out->n_entries = entries.count;
+    out->n_holders = holders.count;
+    if (status != FANIN_OK)
+        return entries.status   ? entries.status
+               : holders.status ? holders.status
+                                : status;
+    const char *why = check_holders(out);
+    return why ? refuse(in, why) : FANIN_OK;
+}
+
+void stats_free(msg_stats_ok *m)
+{
+    free(m->entries);
+    free(m->holders);
+    m->entries = NULL;
+    m->holders = NULL;
+    m->n_entries = m->n_holders = 0;
 }
 
 fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out)

@@ -168,12 +168,18 @@ void encode_open_path(buffer *b, uint64_t request, message_type type,
     encode(b, request, type, &fields_open_path, m);
 }
 
-void encode_list(buffer *b, uint64_t request, const char *publication_or_null)
+static void encode_about(buffer *b, uint64_t request, message_type type,
+                         const char *publication_or_null)
 {
     msg_list m = {.publication = ""};
     if (publication_or_null)
         strncpy(m.publication, publication_or_null, sizeof m.publication - 1);
-    encode(b, request, MSG_LIST, &fields_list, &m);
+    encode(b, request, type, &fields_list, &m);
+}
+
+void encode_list(buffer *b, uint64_t request, const char *publication_or_null)
+{
+    encode_about(b, request, MSG_LIST, publication_or_null);
 }
 
 void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries,
@@ -186,6 +192,28 @@ void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries,
     for (uint32_t i = 0; i < count; i++)
         pack_fields(b, &fields_list_entry, &entries[i], 0);
     frame_close(b, start, request, MSG_LIST_OK);
+}
+
+void encode_stats(buffer *b, uint64_t request, const char *publication_or_null)
+{
+    encode_about(b, request, MSG_STATS, publication_or_null);
+}
+
+void encode_stats_ok(buffer *b, uint64_t request, const msg_stats_ok *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_stats, m, 1 + (m->n_holders > 0));
+    pack_uint(b, KEY_STATS_ENTRIES);
+    pack_array(b, m->n_entries);
+    for (uint32_t i = 0; i < m->n_entries; i++)
+        pack_fields(b, &fields_stats_entry, &m->entries[i], 0);
+    if (m->n_holders > 0) {
+        pack_uint(b, KEY_STATS_HOLDERS);
+        pack_array(b, m->n_holders);
+    }
+    for (uint32_t i = 0; i < m->n_holders; i++)
+        pack_fields(b, &fields_stats_holder, &m->holders[i], 0);
+    frame_close(b, start, request, MSG_STATS_OK);
 }
 
 void encode_blob_request(buffer *b, uint64_t request, message_type type,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
-#include "publish/publication.h"
+#include "publish/drain.h"
 #include "text.h"
 #include "versioned.h"
 
@@ -136,6 +136,27 @@ static void add_metrics(text *t, const fanin_server_stats *s)
     }
 }
 
+/* Cumulative, as histograms are there. */
+static void add_drain_waits(text *t, const fanin_server_stats *s)
+{
+    static const char name[] = "fanin_drain_seconds";
+    uint64_t count = 0, bound = DRAIN_BUCKET_NS;
+    text_add(t,
+             "# HELP %s Updates and pauses by how long they waited for readers.\n"
+             "# TYPE %s histogram\n",
+             name, name);
+    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++) {
+        count += s->drain_waits[i];
+        if (i + 1 < FANIN_DRAIN_BUCKETS)
+            text_add(t, "%s_bucket{le=\"%g\"} %" PRIu64 "\n", name, (double)bound / 1e9,
+                     count);
+        bound = drain_bound_after(bound);
+    }
+    text_add(t, "%s_bucket{le=\"+Inf\"} %" PRIu64 "\n%s_sum", name, count, name);
+    add_value(t, name, s->drain_wait_ns_total);
+    text_add(t, "%s_count %" PRIu64 "\n", name, count);
+}
+
 /* Who it was is made of digits and dots, or of a few words. */
 static void add_held_up(text *t, const fanin_server_stats *s)
 {
@@ -238,6 +259,7 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
     text t = text_in(out, capacity);
     add_metrics(&t, &now);
     add_held_up(&t, &now);
+    add_drain_waits(&t, &now);
     add_publications(&t, server, rows, count);
     free(rows);
     if (length_out)

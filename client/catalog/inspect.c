@@ -5,7 +5,7 @@
 
 /* -------------------------------------------------------------------- ranks */
 
-static fanin_rank_info describe(const peer *p)
+fanin_rank_info rank_describe(const peer *p)
 {
     const msg_hello_ok *hello = connection_peer(p->control);
     bool known = connection_known(p->control), ready = peer_ready(p);
@@ -33,7 +33,7 @@ fanin_status fanin_client_ranks(fanin_client *client, fanin_rank_fn fn, void *co
 {
     fanin_status status = client_check_connected(client, error);
     for (size_t i = 0; status == FANIN_OK && i < client->n_peers; i++) {
-        fanin_rank_info info = describe(&client->peers[i]);
+        fanin_rank_info info = rank_describe(&client->peers[i]);
         if (!fn(cookie, &info))
             break;
     }
@@ -97,7 +97,7 @@ fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
     bool more = status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY;
     for (size_t i = 0; i < client->n_peers && more; i++) {
         const answer *a = &s.answers[i];
-        fanin_rank_info info = describe(&client->peers[i]);
+        fanin_rank_info info = rank_describe(&client->peers[i]);
         more = fn(cookie, &info,
                   survey_answered(&s, i) ? a->answered_ns - a->asked_ns : 0);
     }

@@ -14,17 +14,37 @@ static bool is_up(const survey *s, size_t peer)
 
 static const char *phase_of(const survey *s)
 {
-    return s->type == MSG_LIST ? "catalog" : s->type == MSG_PING ? "ping" : "wait";
+    switch (s->type) {
+    case MSG_LIST:
+        return "catalog";
+    case MSG_PING:
+        return "ping";
+    case MSG_STATS:
+        return "stats";
+    default:
+        return "wait";
+    }
+}
+
+/* What this rank is asked. */
+static message_type question_of(const survey *s, const connection *c)
+{
+    bool knows = connection_peer(c)->features & FEATURE_STATS;
+    return s->type == MSG_STATS && !knows ? MSG_LIST : s->type;
 }
 
 /* FANIN_OK if the reply is the one that was asked for. */
-static fanin_status take(answer *a, message_type type, body *b)
+static fanin_status take(answer *a, const connection *c, message_type type, body *b)
 {
-    static const message_type replies[] = {
-        [MSG_LIST] = MSG_LIST_OK, [MSG_PING] = MSG_PONG, [MSG_WAIT] = MSG_WAIT_OK};
+    static const message_type replies[] = {[MSG_LIST] = MSG_LIST_OK,
+                                           [MSG_PING] = MSG_PONG,
+                                           [MSG_WAIT] = MSG_WAIT_OK,
+                                           [MSG_STATS] = MSG_STATS_OK};
     msg_wait_ok m;
-    if (type != replies[a->survey->type])
+    if (type != replies[question_of(a->survey, c)])
         return FANIN_ERR_PROTOCOL;
+    if (type == MSG_STATS_OK)
+        return decode_stats_ok(b, &a->stats);
     if (type == MSG_LIST_OK)
         return decode_list_ok(b, &a->entries, &a->count);
     if (type == MSG_PONG)
@@ -43,7 +63,7 @@ static fanin_status take(answer *a, message_type type, body *b)
 static void on_reply(void *cookie, connection *c, message_type type, body *b)
 {
     answer *a = cookie;
-    fanin_status status = type != 0 ? take(a, type, b) : FANIN_ERR_CLOSED;
+    fanin_status status = type != 0 ? take(a, c, type, b) : FANIN_ERR_CLOSED;
     a->over = true;
     a->answered_ns = clock_ns();
     if (status == FANIN_ERR_MEMORY)
@@ -54,9 +74,12 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b)
 
 static void encode_question(const survey *s, connection *c, uint64_t request)
 {
-    if (s->type == MSG_LIST) {
-        encode_list(connection_out(c), request, NULL);
-    } else if (s->type == MSG_PING) {
+    message_type type = question_of(s, c);
+    if (type == MSG_LIST) {
+        encode_list(connection_out(c), request, s->publication);
+    } else if (type == MSG_STATS) {
+        encode_stats(connection_out(c), request, s->publication);
+    } else if (type == MSG_PING) {
         encode_empty(connection_out(c), request, MSG_PING);
     } else {
         /* The rank's own "not yet" should come before this side gives up. */
@@ -191,8 +214,10 @@ static fanin_status judge(const survey *s, fanin_error *error)
 
 void survey_finish(survey *s)
 {
-    for (size_t i = 0; s->answers && i < s->client->n_peers; i++)
+    for (size_t i = 0; s->answers && i < s->client->n_peers; i++) {
         free(s->answers[i].entries);
+        stats_free(&s->answers[i].stats);
+    }
     free(s->answers);
     s->answers = NULL;
 }

@@ -14,14 +14,18 @@ typedef struct answer {
     uint64_t asked_ns, answered_ns;
     msg_list_entry *entries; /**< of a list */
     uint32_t count;
+    msg_stats_ok stats;
     announcement announced; /**< of a wait */
 } answer;
 
 typedef struct survey {
     fanin_client *client;
-    message_type type; /**< MSG_LIST, MSG_PING or MSG_WAIT (for the newest step) */
-    const char *publication; /**< of a wait; NULL for the others */
-    bool first;              /**< one good answer is enough */
+    /** MSG_LIST, MSG_PING, MSG_WAIT (for the newest step), or MSG_STATS: a rank that does not know that is
+        asked for its list */
+    message_type type;
+    const char
+        *publication; /**< of a wait, and of stats, NULL: all; NULL for the others */
+    bool first;       /**< one good answer is enough */
     deadline at;
     answer *answers; /**< one a peer */
 } survey;
@@ -36,6 +40,9 @@ typedef struct survey {
  */
 fanin_status survey_take(survey *s, fanin_error *error);
 void survey_finish(survey *s);
+
+/** What is known of the rank behind a peer; texts as long as its connection. */
+fanin_rank_info rank_describe(const peer *p);
 
 /** Whether the peer's answer came and is good. */
 bool survey_answered(const survey *s, size_t peer);

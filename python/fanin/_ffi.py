@@ -29,6 +29,7 @@ from typing import Any
 MAX_DIMS = 8
 MAX_NAME = 512
 WORLD_ID_SIZE = 16
+DRAIN_BUCKETS = 13
 
 OK = 0
 ERR_ARGUMENT = -100
@@ -233,6 +234,7 @@ class ServerStats(Structure):
         ("drains_cut", c_uint64),
         ("held_up_ns_max", c_uint64),
         ("held_up_by", c_char * 64),
+        ("drain_waits", c_uint64 * DRAIN_BUCKETS),
     ]
 
 

@@ -33,7 +33,7 @@ __all__ = ["Server", "ServerStats", "Stream", "publication_of"]
 
 #: Counters since creation, and gauges, by the names of ``fanin_server_stats``: ``pulls_good``,
 #: ``commits``, ``leases``... Times are in nanoseconds (``drain_wait_ns_max``).
-#: Numbers, by name; "held_up_by" is text.
+#: Numbers, by name; "held_up_by" is text, "drain_waits" a list of counts.
 ServerStats = dict[str, Any]
 
 #: A run, ``0``, ``"0"`` or ``"policy"``, or the whole name of its publication, ``"lora:policy"``.
@@ -536,6 +536,7 @@ class Server(ClosableHandle):
         check(status, new_error())
         values = {field[0]: getattr(stats, field[0]) for field in _ffi.ServerStats._fields_[1:]}
         values["held_up_by"] = text(values["held_up_by"])
+        values["drain_waits"] = list(values["drain_waits"])
         return values
 
     def prometheus(self) -> str:

@@ -27,6 +27,8 @@ static fanin_status dispatch(session *s, const frame *f, body *in)
         return handle_open_path(s, f->request, in);
     case MSG_LIST:
         return handle_list(s, f->request, in);
+    case MSG_STATS:
+        return handle_stats(s, f->request, in);
     case MSG_KEYS:
     case MSG_BOXES:
     case MSG_REGIONS:

@@ -22,6 +22,11 @@ void reply_fault(session *s, uint64_t request, fanin_status code, const char *me
     reply_error(s, request, &error);
 }
 
+uint64_t age_ms(uint64_t since_ns)
+{
+    return (clock_ns() - since_ns) / 1000000 + 1;
+}
+
 void describe_missing(const fanin_server *server, const char *name, fanin_error *error)
 {
     char there[320];

@@ -13,6 +13,9 @@
 void reply_error(session *s, uint64_t request, const fanin_error *error);
 void reply_fault(session *s, uint64_t request, fanin_status code, const char *message);
 
+/** Since a clock_ns(); at least 1: 0 is "not known". */
+uint64_t age_ms(uint64_t since_ns);
+
 /* All with the lock held. */
 
 /** NULL: not there. */

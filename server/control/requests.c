@@ -14,12 +14,6 @@
 
 /* ------------------------------------------------------------------- list */
 
-/* At least 1: 0 is "not known". */
-static uint64_t age_ms(uint64_t since_ns)
-{
-    return (clock_ns() - since_ns) / 1000000 + 1;
-}
-
 static void fill_entry(const session *s, msg_list_entry *e, const publication *p)
 {
     memset(e, 0, sizeof *e);

@@ -7,6 +7,8 @@
 
 /** hello.c: opens the session, hands the connection over to a data thread, or rejects it. */
 void handle_hello(session *s, const frame *f, body *in);
+/** What the rank is at, and its counters; who holds leases for those alone that may know. */
+fanin_status handle_stats(session *s, uint64_t request, body *in);
 fanin_status handle_list(session *s, uint64_t request, body *in);
 /** A page of keys, boxes or regions. */
 fanin_status handle_blob(session *s, uint64_t request, message_type type, body *in);

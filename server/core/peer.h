@@ -25,6 +25,8 @@ struct peer_share {
     bool has_proven;   /**< the launch's secret; the control thread's */
     atomic_uint_fast64_t memory; /**< bytes of its connections */
     bucket held_up;              /**< what it has had of its share (publish/drain.h) */
+    uint64_t
+        held_up_ns; /**< for which its leases held updates up; guarded by the server's lock */
     unsigned connections, sessions; /**< now; guarded by the server's lock */
 };
 

@@ -90,8 +90,10 @@ static void close_slot(const fanin_server *s, drain *d, drain_peer *p)
 {
     uint64_t now = clock_ns(), end = now < p->until ? now : p->until;
     uint64_t held = end - d->since;
-    if (p->from)
+    if (p->from) {
         share_take(&p->from->held_up, now, share_of(s, p), held);
+        p->from->held_up_ns += held;
+    }
     if (p->is_stranger && held > d->strangers_ns)
         d->strangers_ns = held;
     if (p->cut && p->leases > 0)

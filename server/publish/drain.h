@@ -27,6 +27,16 @@ typedef struct drain_peer {
     deadline until; /**< when it is waited for no longer */
 } drain_peer;
 
+#define DRAIN_BUCKET_NS UINT64_C(100000) /**< the first bound of drain_waits */
+/** The bound behind one: 1, 3, 10, 30 and so on. */
+static inline uint64_t drain_bound_after(uint64_t bound)
+{
+    bool is_power = bound == DRAIN_BUCKET_NS;
+    for (uint64_t power = DRAIN_BUCKET_NS; !is_power && power < bound;)
+        is_power = (power *= 10) == bound;
+    return is_power ? 3 * bound : bound / 3 * 10;
+}
+
 typedef struct drain {
     uint64_t since;
     deadline limit;

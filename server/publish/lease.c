@@ -74,6 +74,7 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p, uint64_t begin)
     else
         p->oldest = l;
     p->newest = l;
+    p->n_leases++;
     s->n_leases++;
     if (p->drain && p->state == STATE_DRAINING)
         drain_add(s, p->drain, l);
@@ -107,6 +108,7 @@ void lease_drop(fanin_server *s, lease *l)
         l->newer->older = l->older;
     else
         p->newest = l->older;
+    p->n_leases--;
     s->n_leases--;
     if (p->drain)
         drain_lost(s, p->drain, l);

@@ -266,6 +266,18 @@ static void drain_readers(fanin_server *s, publication *p)
         s->stats.drains_expired++;
 }
 
+static void count_wait(fanin_server *s, uint64_t waited)
+{
+    size_t bucket = 0;
+    for (uint64_t bound = DRAIN_BUCKET_NS;
+         bucket < FANIN_DRAIN_BUCKETS - 1 && waited > bound; bucket++)
+        bound = drain_bound_after(bound);
+    s->stats.drain_waits[bucket]++;
+    s->stats.drain_wait_ns_total += waited;
+    if (waited > s->stats.drain_wait_ns_max)
+        s->stats.drain_wait_ns_max = waited;
+}
+
 void publication_advance(fanin_server *s, publication *p, publication_state to)
 {
     uint64_t began = clock_ns();
@@ -282,11 +294,9 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
         enter(s, p, to);
     pthread_cond_broadcast(&s->freed); /* for those that wait for the draining to end */
     publication_wait_for_reads(s, p);
-    uint64_t waited = gently ? clock_ns() - began : 0;
     s->stats.updates += to == STATE_WRITING;
-    s->stats.drain_wait_ns_total += waited;
-    if (waited > s->stats.drain_wait_ns_max)
-        s->stats.drain_wait_ns_max = waited;
+    if (gently)
+        count_wait(s, clock_ns() - began);
 }
 
 void publication_advance_arena(fanin_server *s, publication *p, commit *c,

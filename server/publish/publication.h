@@ -122,8 +122,10 @@ struct publication {
         *catalog;      /**< of the last commit, or NULL; changed under both locks */
     uint64_t n_shards; /**< for statistics */
     struct lease *oldest, *newest;
+    unsigned n_leases;
     reading reading[READING_EPOCHS];
     uint64_t entered_at; /**< clock_ns() when it came into its state, or anew into it */
+    uint64_t update_at;  /**< ... when its last begin_update was called */
     uint64_t committed_at;      /**< clock_ns() of the last commit */
     uint64_t committed_unix_ns; /**< the same as the time of day */
     uint64_t stable_ns[STABLE_SAMPLES];

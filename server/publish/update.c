@@ -17,6 +17,7 @@ static fanin_status open_update(fanin_server *s, publication *p, fanin_error *er
         return error_set(error, FANIN_ERR_STATE, &place,
                          "another thread is in begin_update of %s", p->name);
     publication_settle(s, p);
+    p->update_at = clock_ns();
     if (publication_has_copies(p)) {
         /* A copy that is still to be made comes before what is written now. */
         p->update_open = true;

@@ -58,6 +58,7 @@ say_doctor()
     say error 11 secret launch.secret
     say watch 0 watch "$info" --count 3 --idle-ms 20
     grep -q '"event":"quiet"' "out/watch.$count.json"
+    say status 0 status "$info" --max-age 1h
     say pull 0 pull "$info" --out proven --check-pattern
     say pull 0 pull "$info" --out told --progress --path stream
     grep -q '^{"schema":1,"event":"progress",.*"ranks":\[{"rank":0,' "out/pull.$count.json"
@@ -81,6 +82,7 @@ say_doctor()
     say list 13 list "$info" --run 0
     say show 13 show "$info" "$key"
     say ping 13 ping "$info"
+    say status 13 status "$info"
     say error 13 pull "$info" --out e --timeout 2s
     say error 13 ping 127.0.0.1:1
     say error 2 pull "$info"

@@ -11,7 +11,7 @@ setup()
     cd "$BATS_TEST_TMPDIR" || return 1
 }
 
-commands=(list show ping doctor pull verify watch map serve bench secret)
+commands=(list show ping doctor pull verify watch status map serve bench secret)
 
 @test "--version names tool, library, revision, protocol, UCX and CUDA" {
     run -0 --separate-stderr "$NIXL_FETCH" --version

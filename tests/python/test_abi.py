@@ -18,7 +18,11 @@ HEADERS = [ROOT / folder / "include/fanin" for folder in ("common/core", "client
 COMMENT = re.compile(r"/\*.*?\*/|^#.*?(?<!\\)$", re.DOTALL | re.MULTILINE)
 CODE = COMMENT.sub("", "\n".join(h.read_text() for d in HEADERS for h in sorted(d.glob("*.h"))))
 ALIAS = {name: kind for kind, name in re.findall(r"typedef (\w+) (\w+);", CODE)}
-NUMBERS = {"FANIN_MAX_DIMS": _ffi.MAX_DIMS, "FANIN_WORLD_ID_SIZE": _ffi.WORLD_ID_SIZE}
+NUMBERS = {
+    "FANIN_DRAIN_BUCKETS": _ffi.DRAIN_BUCKETS,
+    "FANIN_MAX_DIMS": _ffi.MAX_DIMS,
+    "FANIN_WORLD_ID_SIZE": _ffi.WORLD_ID_SIZE,
+}
 FUNCTION_POINTERS = {
     name: (result, of)
     for result, name, of in re.findall(r"typedef (\w+) \*?\(\*(\w+)\)\(([^)]*)\)", CODE)

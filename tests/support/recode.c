@@ -24,6 +24,25 @@ static fanin_status recode_list_ok(uint64_t request, body *in, buffer *out)
     return status;
 }
 
+static fanin_status recode_stats(uint64_t request, body *in, buffer *out)
+{
+    char publication[80];
+    fanin_status status = decode_stats(in, publication);
+    if (!status)
+        encode_stats(out, request, publication[0] ? publication : NULL);
+    return status;
+}
+
+static fanin_status recode_stats_ok(uint64_t request, body *in, buffer *out)
+{
+    msg_stats_ok m;
+    fanin_status status = decode_stats_ok(in, &m);
+    if (!status)
+        encode_stats_ok(out, request, &m);
+    stats_free(&m);
+    return status;
+}
+
 static fanin_status recode_read(uint64_t request, body *in, buffer *out)
 {
     static read_entry entries[LIMIT_READ_ENTRIES];
@@ -110,6 +129,10 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
         return recode_list(request, in, out);
     case MSG_LIST_OK:
         return recode_list_ok(request, in, out);
+    case MSG_STATS:
+        return recode_stats(request, in, out);
+    case MSG_STATS_OK:
+        return recode_stats_ok(request, in, out);
     case MSG_READ:
         return recode_read(request, in, out);
     case MSG_DIGEST:

@@ -96,6 +96,41 @@ static void add_lists(samples *s)
     encode_list_ok(add(s, "list_ok_empty"), SAMPLE_REQUEST, NULL, 0);
 }
 
+static void add_stats(samples *s)
+{
+    stats_entry entries[2] = {{.publication = "lora:0",
+                               .state = WIRE_STATE_DRAINING,
+                               .step = 41,
+                               .state_age_ms = 300,
+                               .commit_age_ms = 2500,
+                               .update_age_ms = 300,
+                               .leases = 3,
+                               .lease_age_ms = 1200,
+                               .pending = true},
+                              {.publication = "lora:eval",
+                               .state = WIRE_STATE_PAUSED,
+                               .reason = "evaluating"}};
+    stats_holder holders[2] = {
+        {.who = "10.0.0.7", .leases = 2, .age_ms = 1200, .held_up_ns = 500000000},
+        {.publication = 1, .who = "this user", .leases = 1, .age_ms = 7}};
+    msg_stats_ok m = {.pulls_good = 100,
+                      .pulls_stale = 2,
+                      .sessions = 9,
+                      .leases = 3,
+                      .bytes_streamed = UINT64_C(1) << 40,
+                      .publications = 2,
+                      .drain_wait_ns_max = 31000000,
+                      .drain_waits = {[0] = 40, [6] = 1},
+                      .entries = entries,
+                      .holders = holders,
+                      .n_entries = 2,
+                      .n_holders = 2};
+    encode_stats(add(s, "stats_all"), SAMPLE_REQUEST, NULL);
+    encode_stats(add(s, "stats"), SAMPLE_REQUEST, "lora:0");
+    encode_stats_ok(add(s, "stats_ok"), SAMPLE_REQUEST, &m);
+    encode_stats_ok(add(s, "stats_ok_empty"), SAMPLE_REQUEST, &(msg_stats_ok){0});
+}
+
 static void add_blobs(samples *s)
 {
     msg_blob_request keys = {.offset = 1 << 20};
@@ -220,6 +255,7 @@ samples samples_of_messages(void)
     add_hellos(&s);
     add_paths(&s);
     add_lists(&s);
+    add_stats(&s);
     add_blobs(&s);
     add_leases(&s);
     add_reads(&s);

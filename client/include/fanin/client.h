@@ -809,6 +809,71 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
                    fanin_watch_fn fn, void *cookie, fanin_error *error);
 
+/** What a rank says of one publication. Ages in milliseconds as the rank answered, rounded up; 0: there is
+    none, or it is not known. */
+typedef struct fanin_publication_stats {
+    size_t struct_size;
+    const char *name;
+    int32_t state; /**< FANIN_PUBLICATION_... */
+    uint64_t step; /**< last committed */
+    uint64_t state_age_ms, commit_age_ms;
+    uint64_t update_age_ms; /**< since begin_update of the update that is under way */
+    uint64_t leases, lease_age_ms; /**< that readers hold; the oldest one's age */
+    bool pending;                  /**< a commit waits for its stream */
+    const char *reason;            /**< of a pause, "" otherwise */
+} fanin_publication_stats;
+
+/** A session that holds leases of a publication. */
+typedef struct fanin_lease_holder {
+    size_t struct_size;
+    const char *publication;
+    const char *who;     /**< "10.0.0.7", "this user" (the rank's), "this host" */
+    uint64_t leases;     /**< that it holds */
+    uint64_t age_ms;     /**< of the oldest */
+    uint64_t held_up_ns; /**< for which all leases from there have held updates up */
+} fanin_lease_holder;
+
+/** What a rank says of itself. Counters are since it was created; 0: not known. */
+typedef struct fanin_rank_stats {
+    size_t struct_size;
+    bool counted; /**< false: an older release, which tells states and ages alone */
+    uint64_t rtt_ns;
+    uint64_t pulls_good, pulls_stale, pulls_abandoned; /**< as in fanin_server_stats */
+    uint64_t begins_granted, begins_refused;
+    uint64_t updates, commits;
+    uint64_t sessions, leases; /**< now */
+    uint64_t bytes_streamed;   /**< one-sided reads are not seen */
+    uint64_t drain_wait_ns_max;
+    uint64_t drain_waits[FANIN_DRAIN_BUCKETS]; /**< fanin/types.h */
+    uint64_t
+        publications; /**< that there are; at most 64 are told, in the order of names */
+    const fanin_publication_stats *const *entries;
+    size_t n_entries;
+    /** at most 64; told only to the rank's own user on its host and to who has proven the launch's
+        secret, so none may be here although there are leases */
+    const fanin_lease_holder *const *holders;
+    size_t n_holders;
+} fanin_rank_stats;
+
+/** @p stats is NULL if the rank gave no answer: @p rank says why. */
+typedef bool (*fanin_stats_fn)(void *cookie, const fanin_rank_info *rank,
+                               const fanin_rank_stats *stats);
+
+/**
+ * Asks every rank at once what it is at, of one publication (@p publication) or of all (NULL): @p fn once
+ * for each address, until it returns false. Takes no lease, and costs a rank some microseconds. Each
+ * rank is judged by itself: who gave no answer until @p timeout_ms had passed, or refused, is told with a NULL.
+ *
+ * Blocks at most @p timeout_ms. FANIN_OK if one rank answered.
+ *
+ * Errors, @p fn was called nevertheless:
+ * - FANIN_ERR_WORLD: the ranks do not belong together, as fanin_client_connect().
+ * - Any other of fanin_client_connect(): nobody answered; why the first rank did not.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_stats(fanin_client *client, const char *publication, uint32_t timeout_ms,
+                   fanin_stats_fn fn, void *cookie, fanin_error *error);
+
 /**
  * Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns, 0: no answer.
  * Ranks that are connected are asked at once, the others as soon as they are; each is judged

@@ -470,6 +470,8 @@ typedef struct fanin_server_stats {
     uint64_t
         held_up_ns_max;  /**< longest time that one peer's leases held an update up */
     char held_up_by[64]; /**< whose, "": nobody's */
+    /** updates and pauses by how long they waited for readers (fanin/types.h) */
+    uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
 } fanin_server_stats;
 
 /**

@@ -391,6 +391,55 @@ static void lists_of_publications(void **state)
     buffer_free(&b);
 }
 
+static fanin_status stats_status(const msg_stats_ok *m)
+{
+    msg_stats_ok again;
+    buffer b = {0};
+    encode_stats_ok(&b, 1, m);
+    body in = body_of(&b);
+    fanin_status status = decode_stats_ok(&in, &again);
+    if (status == FANIN_OK) {
+        assert_int_equal(again.n_entries, m->n_entries);
+        assert_int_equal(again.n_holders, m->n_holders);
+        assert_true(again.drain_waits[FANIN_DRAIN_BUCKETS - 1] ==
+                    m->drain_waits[FANIN_DRAIN_BUCKETS - 1]);
+    }
+    stats_free(&again);
+    buffer_free(&b);
+    return status;
+}
+
+/* As many publications and holders as there may be, each at its longest, are one reply. */
+static void statistics_are_bounded(void **state)
+{
+    static stats_entry entries[LIMIT_STATS + 1];
+    static stats_holder holders[LIMIT_STATS + 1];
+    for (size_t i = 0; i <= LIMIT_STATS; i++) {
+        memset(entries[i].publication, 'p', 79);
+        memset(entries[i].reason, 'r', 255);
+        memset(holders[i].who, 'w', 63);
+        holders[i].publication = LIMIT_STATS - 1;
+    }
+    msg_stats_ok m = {.drain_waits[FANIN_DRAIN_BUCKETS - 1] = UINT64_MAX,
+                      .entries = entries,
+                      .holders = holders,
+                      .n_entries = LIMIT_STATS,
+                      .n_holders = LIMIT_STATS};
+    assert_int_equal(stats_status(&m), FANIN_OK);
+    m.n_entries--; /* a holder of none of them */
+    assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
+    m.n_entries = LIMIT_STATS + 1;
+    assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
+    m.n_entries = LIMIT_STATS;
+    m.n_holders = LIMIT_STATS + 1;
+    assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
+    m = (msg_stats_ok){0};
+    assert_int_equal(stats_status(&m), FANIN_OK);
+    body none = {.data = (const uint8_t *)"\x80", .size = 1};
+    assert_int_equal(decode_stats_ok(&none, &m), FANIN_ERR_PROTOCOL);
+    stats_free(&m);
+}
+
 static fanin_status read_status(uint64_t bytes, const read_entry *entries, uint32_t n)
 {
     static read_entry room[LIMIT_READ_ENTRIES];
@@ -475,6 +524,7 @@ int main(void)
         cmocka_unit_test(foreign_bytes_in_texts_are_replaced),
         cmocka_unit_test(texts_that_are_too_long_are_refused),
         cmocka_unit_test(lists_of_publications),
+        cmocka_unit_test(statistics_are_bounded),
         cmocka_unit_test(reads_are_bounded),
         cmocka_unit_test(reads_of_many_entries),
     };

@@ -9,6 +9,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <inttypes.h>
 #include <regex.h>
 #include <signal.h>
 #include <stdio.h>
@@ -602,10 +603,11 @@ static void check_exposition(const char *text)
         "[0-9]+(\\.[0-9]+)?$";
     regex_t form, comment;
     assert_int_equal(regcomp(&form, sample, REG_EXTENDED | REG_NOSUB), 0);
-    assert_int_equal(regcomp(&comment,
-                             "^# (HELP [a-z_]+ .+|TYPE [a-z_]+ (counter|gauge))$",
-                             REG_EXTENDED | REG_NOSUB),
-                     0);
+    assert_int_equal(
+        regcomp(&comment,
+                "^# (HELP [a-z_]+ .+|TYPE [a-z_]+ (counter|gauge|histogram))$",
+                REG_EXTENDED | REG_NOSUB),
+        0);
     char *copy = strdup(text);
     for (char *line = strtok(copy, "\n"); line; line = strtok(NULL, "\n")) {
         char key[256];
@@ -660,6 +662,18 @@ static void prometheus_tells_of_publications(void **state)
     assert_non_null(at);
     double seconds = strtod(at + strlen(stamp), NULL);
     assert_true(seconds >= before && seconds <= unix_seconds());
+    fanin_server_stats stats = {.struct_size = sizeof stats};
+    assert_int_equal(fanin_server_get_stats(s, &stats), FANIN_OK);
+    uint64_t waits = 0;
+    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
+        waits += stats.drain_waits[i];
+    assert_true(waits > 0);
+    char all[80];
+    snprintf(all, sizeof all, "fanin_drain_seconds_bucket{le=\"+Inf\"} %" PRIu64 "\n",
+             waits);
+    assert_non_null(strstr(text, all));
+    assert_non_null(strstr(text, "fanin_drain_seconds_bucket{le=\"0.0003\"} "));
+    assert_non_null(strstr(text, "fanin_drain_seconds_bucket{le=\"30\"} "));
     assert_int_equal(fanin_server_remove(s, "lora:b-2.x", NULL, NULL), FANIN_OK);
     assert_int_equal(fanin_server_prometheus(s, text, sizeof text, NULL), FANIN_OK);
     assert_null(strstr(text, "lora:b-2.x"));
@@ -696,7 +710,8 @@ static void prometheus_text_is_well_formed(void **state)
         char name[100], kind[20];
         if (sscanf(line, "# TYPE %99s %19s", name, kind) == 2) {
             snprintf(family, sizeof family, "%s", name);
-            assert_true(!strcmp(kind, "counter") || !strcmp(kind, "gauge"));
+            assert_true(!strcmp(kind, "counter") || !strcmp(kind, "gauge") ||
+                        !strcmp(kind, "histogram"));
             assert_int_equal(!strcmp(kind, "counter"),
                              !strcmp(name + strlen(name) - 6, "_total"));
         } else if (strncmp(line, "# HELP fanin_", 13) != 0) {

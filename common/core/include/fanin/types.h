@@ -115,6 +115,12 @@ typedef struct fanin_tensor {
     uint32_t flags;      /**< FANIN_TENSOR_...; of destinations 0 */
 } fanin_tensor;
 
+/**
+ * Counts of updates by how long they waited for readers: the first of at most 100 us, then 300 us, 1 ms,
+ * 3 ms, 10 ms and so on up to 30 s, the last of more.
+ */
+#define FANIN_DRAIN_BUCKETS 13
+
 /** A string pair of a publication's metadata. */
 typedef struct fanin_pair {
     const char *key;

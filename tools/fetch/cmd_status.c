@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a run is at, once. */
+#include "fetch/command.h"
+#include "fetch/failure.h"
+#include "fetch/look.h"
+#include "fetch/output.h"
+#include "fetch/rank_states.h"
+#include "fetch/terminal.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct request {
+    char *max_age;
+    uint32_t max_age_ms;
+} request;
+
+static bool answered(const look_rank *r)
+{
+    return r->at.status == FANIN_OK;
+}
+
+static void add_row(struct libscols_table *table, const look_rank *r)
+{
+    bool good = answered(r) && r->there, known = good && r->stats.counted;
+    uint64_t p99 = look_drain_ns(&r->stats, 99);
+    output_row(table, NULL,
+               r->at.rank >= 0 ? output_number((uint64_t)r->at.rank).s : "-",
+               good          ? state_name(r->is.state)
+               : answered(r) ? "absent"
+                             : "no answer",
+               good ? output_number(r->is.step).s : "-",
+               good ? output_age(r->is.commit_age_ms).s : "-",
+               known ? output_number(r->is.leases).s : "-",
+               known ? output_age(r->is.lease_age_ms).s : "-",
+               known ? output_number(r->stats.pulls_stale).s : "-",
+               known && p99 > 0 ? output_duration(p99).s : "-");
+}
+
+static void print_text(const session *s, const look *l, const problems *p)
+{
+    uint32_t there = 0;
+    for (uint32_t i = 0; i < l->count; i++) {
+        there += answered(&l->ranks[i]);
+    }
+    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s", s->publication,
+                   l->newest, there, l->asked,
+                   p->count == 0 ? ", nothing is wrong" : "");
+    for (size_t i = 0; i < p->count; i++) {
+        terminal_print("  %s", p->list[i].text);
+    }
+    struct libscols_table *table =
+        output_table("RANK> STATE STEP> AGE> LEASES> HELD> STALE> DRAIN>");
+    for (uint32_t i = 0; i < l->count; i++) {
+        add_row(table, &l->ranks[i]);
+    }
+    output_print(table);
+}
+
+static json_t *rank_json(const look_rank *r)
+{
+    json_t *o = output_object("rank", output_rank(r->at.rank), "address",
+                              output_string(r->at.address), "status",
+                              output_string(fanin_status_name(r->at.status)), "message",
+                              output_string(r->at.message), NULL);
+    if (answered(r) && r->there) {
+        output_set(o, "state", output_string(state_name(r->is.state)), "step",
+                   output_u64(r->is.step), "state_age_ns",
+                   output_age_ns(r->is.state_age_ms), "commit_age_ns",
+                   output_age_ns(r->is.commit_age_ms), "update_age_ns",
+                   output_age_ns(r->is.update_age_ms), "reason",
+                   output_string(r->reason), NULL);
+    }
+    if (answered(r) && r->stats.counted) {
+        json_t *holders = json_array();
+        for (size_t i = 0; i < r->n_holders; i++) {
+            json_array_append_new(
+                holders,
+                output_object("who", output_string(r->holders[i].who), "age_ns",
+                              output_age_ns(r->holders[i].age_ms), NULL));
+        }
+        output_set(o, "leases", output_u64(r->is.leases), "lease_age_ns",
+                   output_age_ns(r->is.lease_age_ms), "holders", holders, "sessions",
+                   output_u64(r->stats.sessions), "pulls_good",
+                   output_u64(r->stats.pulls_good), "pulls_stale",
+                   output_u64(r->stats.pulls_stale), "bytes_streamed",
+                   output_u64(r->stats.bytes_streamed), "drain_p50_ns",
+                   output_u64(look_drain_ns(&r->stats, 50)), "drain_p99_ns",
+                   output_u64(look_drain_ns(&r->stats, 99)), "rtt_ns",
+                   output_u64(r->stats.rtt_ns), NULL);
+    }
+    return o;
+}
+
+static void print_json(const session *s, const look *l, const problems *p)
+{
+    json_t *ranks = json_array(), *list = json_array();
+    for (uint32_t i = 0; i < l->count; i++) {
+        json_array_append_new(ranks, rank_json(&l->ranks[i]));
+    }
+    for (size_t i = 0; i < p->count; i++) {
+        json_array_append_new(
+            list, output_object("kind", output_string(p->list[i].kind), "rank",
+                                output_rank(p->list[i].rank), "fails",
+                                json_boolean(p->list[i].status != FANIN_OK), "text",
+                                output_string(p->list[i].text), NULL));
+    }
+    output_json(output_object("publication", output_string(s->publication), "healthy",
+                              json_boolean(problems_verdict(p) == FANIN_OK), "step",
+                              output_u64(l->newest), "problems", list, "ranks", ranks,
+                              NULL));
+}
+
+/* 0 or the exit status after a message: there are addresses from here on, whoever answers. */
+static int reach(const session *s)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = session_try(s, &error);
+    return status == FANIN_OK ? 0 : session_failure(s, "nobody answers", &error);
+}
+
+static int status(session *s, const invocation *line, void *cookie)
+{
+    const request *r = cookie;
+    fanin_error error = FANIN_ERROR_INIT;
+    look l = {0};
+    problems p;
+    int code = session_need_run(s);
+    code = code != 0 ? code : reach(s);
+    if (code != 0) {
+        return code;
+    }
+    if (look_take(s, session_left_ms(s), &l, &error) != FANIN_OK) {
+        look_free(&l);
+        return session_failure(s, "no status", &error);
+    }
+    problems_find(&l, r->max_age_ms, &p);
+    if (line->common.json) {
+        print_json(s, &l, &p);
+    } else {
+        print_text(s, &l, &p);
+    }
+    code = exit_code_of(problems_verdict(&p));
+    problems_free(&p);
+    look_free(&l);
+    return code;
+}
+
+static int checked(session *s, const invocation *line, void *cookie)
+{
+    request *r = cookie;
+    if (r->max_age != NULL && !options_duration(r->max_age, &r->max_age_ms)) {
+        return failure_usage("status", "--max-age '%s' is no time such as 30s or 10m",
+                             r->max_age);
+    }
+    return status(s, line, cookie);
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    invocation line = {.common.timeout_ms = 1500};
+    request r = {0};
+    struct poptOption table[] = {
+        {"max-age", 0, POPT_ARG_STRING, &r.max_age, 0,
+         "fine is whose last commit is no older, whatever it is at now", "TIME"},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    return session_run(self, argc, argv, &line, table, 0, checked, &r);
+}
+
+const command cmd_status = {
+    .name = "status",
+    .arguments = "TARGET [--run R] [OPTION...]",
+    .summary = "what every rank is at, and what is wrong with a run",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch status nixl_info.json\n"
+        "  nixl-fetch status 127.0.0.1:6000 --world-size 8 --max-age 10m --json\n"
+        "\n"
+        "Asks all ranks at once, takes no lease, and tells first what is wrong, the "
+        "worst\n"
+        "first. Exit status 0: all ranks answer and publish one step; with --max-age: "
+        "all\n"
+        "answer and have committed within that time. 11: a rank does not publish the "
+        "run;\n"
+        "12: a rank is in an update, paused, behind, too old or has nothing committed; "
+        "13: a\n"
+        "rank does not answer; 14: other releases or worlds. The worst counts.",
+    .of_some = true,
+    .run = run,
+};

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file One look at a run: what every rank says of a publication, asked at once, and what is wrong. */
+#ifndef LOOK_H
+#define LOOK_H
+
+#include "fetch/missing.h"
+
+enum { LOOK_HOLDERS = 16 };
+
+typedef struct look_holder {
+    char who[64];
+    uint64_t age_ms;
+} look_holder;
+
+/** What one rank said. */
+typedef struct look_rank {
+    missing_rank at;            /**< status FANIN_OK: it answered */
+    bool there;                 /**< it has the publication */
+    fanin_rank_stats stats;     /**< without its pointers */
+    fanin_publication_stats is; /**< likewise */
+    char reason[256];           /**< of a pause */
+    look_holder holders[LOOK_HOLDERS];
+    size_t n_holders;
+} look_rank;
+
+typedef struct look {
+    look_rank *ranks;
+    uint32_t count, asked; /**< told of, and of the target */
+    uint64_t newest;       /**< the furthest rank's step */
+} look;
+
+/** Asks all ranks; who says nothing in @p timeout_ms is told as such. Errors are those that make the ranks
+    none of one run (WORLD), or of this process; not that nobody answers. look_free() in either case. */
+fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
+                       fanin_error *error);
+void look_free(look *l);
+
+/** What is wrong with a rank, or with all. */
+typedef struct problem {
+    int weight;          /**< the worst have the least */
+    int32_t rank;        /**< -1: not one rank's */
+    const char *kind;    /**< one word for programs; static */
+    fanin_status status; /**< its class of failure; FANIN_OK: only to be told */
+    char text[400];
+} problem;
+
+typedef struct problems {
+    problem *list;
+    size_t count, capacity;
+} problems;
+
+/** Finds them, the worst first. @p max_age_ms: commits may be as old, whatever the ranks are at; 0:
+    all must publish one step now. */
+void problems_find(const look *l, uint64_t max_age_ms, problems *out);
+void problems_free(problems *p);
+/** The worst that is a failure; FANIN_OK: none. */
+fanin_status problems_verdict(const problems *p);
+
+/** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */
+uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent);
+
+#endif

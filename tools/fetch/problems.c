@@ -1,0 +1,191 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What is wrong with a run, in words that need no manual. */
+#include "fetch/look.h"
+#include "fetch/output.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    UPDATE_MS = 1000, /* an update of less is not worth a line */
+    LEASE_MS = 2000,  /* nor is a lease */
+    STALE_LEAST = 5,  /* pulls that tell something */
+};
+
+/* The order in which they are told. */
+enum { NO_ANSWER, OTHER_VERSION, NOT_THERE, STUCK, BEHIND, LEASE, STALE, PAUSED, OLD };
+
+static void add(problems *p, int weight, const look_rank *r, const char *kind,
+                fanin_status status, const char *format, ...)
+    __attribute__((format(printf, 6, 7)));
+
+static void add(problems *p, int weight, const look_rank *r, const char *kind,
+                fanin_status status, const char *format, ...)
+{
+    va_list arguments;
+    p->list = output_room(p->list, p->count, &p->capacity, sizeof *p->list);
+    problem *one = &p->list[p->count++];
+    *one = (problem){.weight = weight,
+                     .rank = r != NULL ? r->at.rank : -1,
+                     .kind = kind,
+                     .status = status};
+    va_start(arguments, format);
+    vsnprintf(one->text, sizeof one->text, format, arguments);
+    va_end(arguments);
+}
+
+static void judge_missing(problems *p, const look_rank *r)
+{
+    fanin_status status = r->at.status;
+    missing_text name = missing_name(&r->at);
+    if (status == FANIN_ERR_VERSION || status == FANIN_ERR_PROTOCOL) {
+        add(p, OTHER_VERSION, r, "version", status, "%s speaks another language: %s",
+            name.s, r->at.message);
+    } else {
+        add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s", name.s,
+            r->at.silent ? " (stopped?)" : "", r->at.message);
+    }
+}
+
+/* What it is at, unless it publishes a step. */
+static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
+{
+    missing_text name = missing_name(&r->at);
+    uint64_t age = r->is.update_age_ms > 0 ? r->is.update_age_ms : r->is.state_age_ms;
+    bool tell = wrong != FANIN_OK || age >= UPDATE_MS;
+    if (r->is.state == FANIN_PUBLICATION_PAUSED) {
+        add(p, PAUSED, r, "paused", wrong, "%s is paused for %s%s%s", name.s,
+            output_age(r->is.state_age_ms).s, r->reason[0] != '\0' ? ": " : "",
+            r->reason);
+    } else if (r->is.state == FANIN_PUBLICATION_DRAINING && tell) {
+        add(p, STUCK, r, "draining", wrong, "%s: its update waits for readers for %s",
+            name.s, output_age(r->is.state_age_ms).s);
+    } else if (r->is.state == FANIN_PUBLICATION_WRITING && r->is.pending && tell) {
+        add(p, STUCK, r, "pending", wrong,
+            "%s has committed, and its device has not got there: in its update for %s",
+            name.s, output_age(age).s);
+    } else if (r->is.state == FANIN_PUBLICATION_WRITING && tell) {
+        add(p, STUCK, r, "updating", wrong, "%s: in its update for %s", name.s,
+            output_age(age).s);
+    } else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED) {
+        add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
+            "%s has nothing to read: %s", name.s,
+            r->is.commit_age_ms > 0 ? "its last step was taken back"
+                                    : "nothing was committed yet");
+    }
+}
+
+static void judge_step(problems *p, const look *l, const look_rank *r,
+                       uint64_t max_age_ms)
+{
+    missing_text name = missing_name(&r->at);
+    fanin_status wrong = max_age_ms > 0 ? FANIN_OK : FANIN_ERR_STALE;
+    if (!r->there) {
+        add(p, NOT_THERE, r, "absent", FANIN_ERR_NOT_FOUND,
+            "%s does not publish this run", name.s);
+        return;
+    }
+    judge_state(p, r, wrong);
+    if (r->is.commit_age_ms > 0 && r->is.step < l->newest) {
+        add(p, BEHIND, r, "behind", wrong,
+            "%s is behind: step %" PRIu64 ", the furthest %" PRIu64, name.s, r->is.step,
+            l->newest);
+    }
+    if (max_age_ms > 0 && r->is.commit_age_ms > max_age_ms) {
+        add(p, OLD, r, "old", FANIN_ERR_TIMEOUT, "%s has committed nothing for %s",
+            name.s, output_age(r->is.commit_age_ms).s);
+    }
+}
+
+/* A holder of several ranks' leases is told once, by its oldest. */
+static bool told_already(const problems *p, const char *text_begin)
+{
+    for (size_t i = 0; i < p->count; i++) {
+        if (p->list[i].weight == LEASE &&
+            strncmp(p->list[i].text, text_begin, strlen(text_begin)) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void judge_leases(problems *p, const look_rank *r)
+{
+    char begin[96] = "an engine";
+    for (size_t i = 0; i < r->n_holders; i++) {
+        const look_holder *h = &r->holders[i];
+        bool address = strpbrk(h->who, "0123456789") != NULL;
+        snprintf(begin, sizeof begin, "engine %s %s has held", address ? "at" : "of",
+                 h->who);
+        if (h->age_ms >= LEASE_MS && !told_already(p, begin)) {
+            add(p, LEASE, r, "lease", FANIN_OK, "%s a lease for %s (%s)", begin,
+                output_age(h->age_ms).s, missing_name(&r->at).s);
+        }
+    }
+    if (r->n_holders == 0 && r->is.lease_age_ms >= LEASE_MS &&
+        !told_already(p, "an engine has held")) {
+        add(p, LEASE, r, "lease", FANIN_OK, "an engine has held a lease for %s (%s)",
+            output_age(r->is.lease_age_ms).s, missing_name(&r->at).s);
+    }
+}
+
+/* Of all pulls since the rank was started; the first rank of which it is true speaks for all. */
+static void judge_stale(problems *p, const look *l)
+{
+    for (uint32_t i = 0; i < l->count; i++) {
+        const look_rank *r = &l->ranks[i];
+        uint64_t stale = r->stats.pulls_stale;
+        uint64_t all = stale + r->stats.pulls_good;
+        if (all >= STALE_LEAST && stale > all / 2) {
+            add(p, STALE, NULL, "stale", FANIN_OK,
+                "readers are too slow or updates too soon: %" PRIu64 " of %" PRIu64
+                " pulls were overtaken by an update and had to be begun again (%s)",
+                stale, all, missing_name(&r->at).s);
+            return;
+        }
+    }
+}
+
+static int by_weight(const void *a, const void *b)
+{
+    const problem *x = a, *y = b;
+    return x->weight != y->weight ? x->weight - y->weight
+                                  : (x->rank > y->rank) - (x->rank < y->rank);
+}
+
+void problems_find(const look *l, uint64_t max_age_ms, problems *out)
+{
+    *out = (problems){0};
+    for (uint32_t i = 0; i < l->count; i++) {
+        const look_rank *r = &l->ranks[i];
+        if (r->at.status != FANIN_OK) {
+            judge_missing(out, r);
+            continue;
+        }
+        judge_step(out, l, r, max_age_ms);
+        judge_leases(out, r);
+    }
+    judge_stale(out, l);
+    if (out->count > 0) {
+        qsort(out->list, out->count, sizeof *out->list, by_weight);
+    }
+}
+
+fanin_status problems_verdict(const problems *p)
+{
+    for (size_t i = 0; i < p->count; i++) {
+        if (p->list[i].status != FANIN_OK) {
+            return p->list[i].status;
+        }
+    }
+    return FANIN_OK;
+}
+
+void problems_free(problems *p)
+{
+    free(p->list);
+    *p = (problems){0};
+}
