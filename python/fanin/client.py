@@ -23,6 +23,7 @@ from ._library import (
     library,
     milliseconds,
     new_error,
+    set_paths,
     text,
     world_id_bytes,
 )
@@ -191,15 +192,9 @@ class Client(ClosableHandle):
         config.no_checksums = not checksums
         config.trust_containers = trust_containers
         config.trust_other_users = trust_other_users
-        credentials = {
-            "secret_file": secret_file,
-            "tls_cert": tls_cert,
-            "tls_key": tls_key,
-            "tls_ca": tls_ca,
-        }
-        for field, path_ in credentials.items():
-            if path_ is not None:
-                setattr(config, field, c_string(os.fspath(path_), field))
+        set_paths(
+            config, secret_file=secret_file, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca
+        )
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

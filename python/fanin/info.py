@@ -22,7 +22,7 @@ import ipaddress
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,7 @@ __all__ = [
     "is_path",
     "join_address",
     "read_info",
+    "client_arguments",
     "secret_arguments",
     "secret_here",
     "split_address",
@@ -279,12 +280,18 @@ def _is_absolute(path: Any) -> bool:
     return isinstance(path, str) and path.startswith("/") and "\0" not in path
 
 
-def secret_here() -> str | None:
-    """The absolute path of what FANIN_SECRET_FILE names, for a nixl_info.json; None: nothing.
+def secret_here(server: Mapping[str, Any] | None = None) -> str | None:
+    """The absolute path of this process's secret, for a nixl_info.json; None: it has none.
 
-    Links stay: where secrets are mounted they lead elsewhere soon. Does not block.
+    server: what its fanin.Server is given, whose secret_file (or tls_cert, instead of one) goes
+    before FANIN_SECRET_FILE. Links stay: where secrets are mounted they lead elsewhere soon. Does
+    not block.
     """
-    named = os.environ.get("FANIN_SECRET_FILE", "")
+    given = server or {}
+    named = given.get("secret_file")
+    if named is None:
+        named = "" if given.get("tls_cert") else os.environ.get("FANIN_SECRET_FILE", "")
+    named = os.fspath(named)
     return os.path.abspath(named) if named else None
 
 
@@ -297,6 +304,20 @@ def secret_arguments(secret_file: str | None) -> dict[str, Any]:
     if secret_file is None or {"FANIN_SECRET_FILE", "FANIN_TLS_CERT"} & os.environ.keys():
         return {}
     return {"secret_file": secret_file}
+
+
+def client_arguments(trainer: Target, given: Mapping[str, Any]) -> dict[str, Any]:
+    """*given* for a :class:`fanin.Client` of *trainer*, and the secret that its file names.
+
+    That only where neither *given* nor the environment has a secret or a certificate. Blocks and
+    raises as :func:`addresses_of`.
+    """
+    if {"secret_file", "tls_cert"} & {name for name, value in given.items() if value is not None}:
+        return dict(given)
+    if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
+        trainer = read_info(trainer)
+    named = trainer.secret_file if isinstance(trainer, TrainerInfo) else None
+    return {**given, **secret_arguments(named)}
 
 
 def _world_id(text: Any) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from fanin._options import handed_on
 from fanin._tensors import Shard, shard_of
 from fanin.client import Client
 from fanin.errors import (
@@ -60,6 +61,7 @@ class ParameterClient:
     name: of this client, for logs. server_name, server_ip, server_port: the server's. device: of
     the tensors that are made, such as "cpu" or "cuda:0". timeout: seconds for connecting, during
     which the server may still be starting, and for each operation. tcp_only: plain TCP only.
+    more: what else :class:`fanin.Client` takes, such as secret_file, tls_cert, tls_key and tls_ca.
 
     ``catalog`` maps keys to :class:`TensorInfo` as of the last refresh; ``steps`` maps
     publications to the step that was fetched last. One operation at a time; others wait.
@@ -77,7 +79,10 @@ class ParameterClient:
         device: Any = "cpu",
         timeout: float = 30.0,
         tcp_only: bool = False,
+        **more: Any,
     ) -> None:
+        own = ("server_name", "path", "use_unix", "use_ucx")
+        more = handed_on("ParameterClient", Client, more, *own)
         torch = _torch()
         if torch is None and str(device) != "cpu":
             raise RequestError.make(f"device {device} needs PyTorch", "install torch")
@@ -97,6 +102,7 @@ class ParameterClient:
             path="stream" if tcp_only else "auto",
             use_unix=not tcp_only,
             use_ucx=not tcp_only,
+            **more,
         )
         try:
             self._connect(join_address(server_ip, server_port))

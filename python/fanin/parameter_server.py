@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fanin._options import handed_on
 from fanin._tensors import TORCH_DTYPES, Shard, shard_of
 from fanin.config import trainer_config
 from fanin.errors import FaninError, StateError
@@ -127,10 +128,12 @@ class ParameterServer:
     that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:
     FANIN_DATA_THREADS or by the CPUs. FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE hold as
     well, see :class:`fanin.Server`. snapshot: serve copies, which readers never delay, made when
-    an update ends; costs twice the memory.
+    an update ends; costs twice the memory. more: what else :class:`fanin.Server` takes, such as
+    secret_file, tls_cert, tls_key, tls_ca, insecure and peer_cpu.
 
     Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
-    allow), HostError (no libfanin), ConfigError (a malformed variable).
+    allow), HostError (no libfanin), ConfigError (a malformed variable), TypeError (an argument
+    that neither this class nor fanin.Server takes).
     """
 
     def __init__(
@@ -145,7 +148,10 @@ class ParameterServer:
         lease: float | None = None,
         data_threads: int | None = None,
         snapshot: bool | None = None,
+        **more: Any,
     ) -> None:
+        own = ("world_id", "rank", "world_size", "base_port", "open", "use_ucx")
+        more = handed_on("ParameterServer", Server, more, *own)
         environ = {**os.environ, "FANIN_CAST": ""}
         given = {
             "FANIN_BIND": bind,
@@ -161,6 +167,11 @@ class ParameterServer:
         self.name = name
         self.running = False
         self._snapshot = config.snapshot
+        of_environment = {
+            "stranger_share": config.stranger_share,
+            "own_share": config.own_share,
+            "nice": config.nice,
+        }
         self._server = Server(
             world_id=os.urandom(16),
             rank=0,
@@ -174,9 +185,7 @@ class ParameterServer:
             use_ucx=not tcp_only,
             lease=config.lease,
             data_threads=config.data_threads,
-            stranger_share=config.stranger_share,
-            own_share=config.own_share,
-            nice=config.nice,
+            **{**of_environment, **more},
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, post_json
+from fanin._options import handed_on
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -35,7 +36,15 @@ from fanin.errors import (
     UnreachableError,
     status_name,
 )
-from fanin.info import Target, TrainerInfo, addresses_of, is_path, split_address, wait_stable
+from fanin.info import (
+    Target,
+    TrainerInfo,
+    addresses_of,
+    client_arguments,
+    is_path,
+    split_address,
+    wait_stable,
+)
 from fanin.names import AdapterName, check_run, check_step, parse
 
 __all__ = ["EngineFailure", "EnginePool", "PoolError", "UpdateResult", "newest_step"]
@@ -141,13 +150,16 @@ def newest_step(
     server_name: str | None = None,
     world_id: str | None = None,
     stop: threading.Event | None = None,
+    **client: Any,
 ) -> int:
     """The newest step of *run* that every rank of *trainer* has committed.
 
     beyond: wait for one above this. timeout: seconds. world_id: 32 hex digits, None: any. stop:
-    once it is set, the wait ends with CancelledError. Blocks at most *timeout*; any thread.
-    Raises PullTimeoutError saying how far the ranks are, and what fanin.Client.connect raises
-    that does not pass by itself.
+    once it is set, the wait ends with CancelledError. client: what else fanin.Client takes, such as
+    secret_file, tls_cert, tls_key, tls_ca; without a secret or certificate the secret that
+    *trainer*'s nixl_info.json names. Blocks at most *timeout*; any thread. Raises PullTimeoutError
+    saying how far the ranks are, TypeError naming an argument that fanin.Client does not take, and
+    what fanin.Client.connect raises that does not pass by itself.
     """
     from fanin.client import Client
 
@@ -156,17 +168,19 @@ def newest_step(
     deadline = time.monotonic() + timeout
     pause = 0.005
     told = "no rank has answered"
-    client = Client(server_name=server_name, world_id=bytes.fromhex(world_id) if world_id else None)
-    with client:
+    more = handed_on("newest_step", Client, client)
+    with Client(
+        server_name=server_name, world_id=world_id, **client_arguments(trainer, more)
+    ) as asked:
         connected = False
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 if not connected:
-                    client.connect(addresses, timeout=remaining)
+                    asked.connect(addresses, timeout=remaining)
                     connected = True
                 steps = {
                     info.rank: info.step
-                    for info in client.publications(timeout=remaining)
+                    for info in asked.publications(timeout=remaining)
                     if info.name == publication and info.state != "unpublished"
                 }
                 newest = min(steps.values(), default=0)
@@ -177,7 +191,7 @@ def newest_step(
                 if not error.retryable:
                     raise
                 connected = False
-                client.disconnect()
+                asked.disconnect()
                 told = str(error)
             if stop is None:
                 time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
@@ -285,9 +299,12 @@ class EnginePool:
     run: the trainer's run, None: the one that the adapter's name or nixl_info.json tells, else 0.
     lora_alpha: PEFT's alpha; engines refuse an adapter that was trained with another; None: not
     checked. server_name: demand this job's ranks, None: those that nixl_info.json names, if any.
+    client: what else fanin.Client takes, for asking the trainer: secret_file, or tls_cert, tls_key
+    and tls_ca; without any the environment's, else the secret that nixl_info.json names. Engines
+    have their own.
 
     Objects are immutable; any thread may use one, several updates at once. Raises RequestError
-    for malformed or repeated URLs.
+    for malformed or repeated URLs, TypeError naming an argument that fanin.Client does not take.
     """
 
     def __init__(
@@ -300,7 +317,11 @@ class EnginePool:
         run: str | int | None = None,
         lora_alpha: float | None = None,
         server_name: str | None = None,
+        **client: Any,
     ) -> None:
+        from fanin.client import Client
+
+        self._client = handed_on("EnginePool", Client, client, "world_id")
         if isinstance(engines, str):
             raise RequestError.make("engines is one text", "give a list of URLs")
         self.engines = tuple(base_url(engine) for engine in engines)
@@ -684,6 +705,7 @@ class _Update:
                 server_name=self.pool.server_name or self.info.server_name,
                 world_id=self.info.world_id,
                 stop=self.flight.stop,
+                **self.pool._client,
             )
         except CancelledError:
             raise

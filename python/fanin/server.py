@@ -22,6 +22,7 @@ from ._library import (
     library,
     milliseconds,
     new_error,
+    set_paths,
     text,
     world_id_bytes,
 )
@@ -223,15 +224,9 @@ class Server(ClosableHandle):
                 "nice is not -20 to 19", "give 0 to 19: a larger one yields more"
             )
         config.nice = nice
-        credentials = {
-            "secret_file": secret_file,
-            "tls_cert": tls_cert,
-            "tls_key": tls_key,
-            "tls_ca": tls_ca,
-        }
-        for field, path_ in credentials.items():
-            if path_ is not None:
-                setattr(config, field, c_string(os.fspath(path_), field))
+        set_paths(
+            config, secret_file=secret_file, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca
+        )
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size

@@ -131,6 +131,7 @@ def test_signatures() -> None:
         "device",
         "timeout",
         "tcp_only",
+        "more",  # by name: what fanin.Client takes
     ]
     assert names(ParameterClient.get)[1:] == ["key", "out", "timeout"]
     assert names(ParameterClient.batch_get)[1:] == ["keys", "timeout"]

@@ -2,11 +2,23 @@
 """A launch's secret: servers and clients that have it, another one, or none."""
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fanin
+import numpy as np
 import pytest
+from fanin.info import TrainerInfo, read_info, write_info
+from fanin.parameter_client import ParameterClient
+from fanin.parameter_server import ParameterServer
+from fanin.pool import EnginePool, newest_step
+from fanin.sync import Registry, TransportBackend, wait_for_step
+from http_engine import OK, SUPERSEDED, Engine
 from local_world import addresses, publish, servers
+
+# Over a Unix socket the kernel says who asks, and nobody needs the secret.
+TCP = {"use_unix": False, "use_ucx": False}
 
 
 def secret(folder: Path, name: str) -> Path:
@@ -42,3 +54,126 @@ def test_files_that_others_may_read_are_none(tmp_path: Path) -> None:
         pass
     with pytest.raises(fanin.FaninError, match="cannot read the secret file"):
         fanin.Client(secret_file=tmp_path / "none")
+
+
+def test_a_path_that_is_none_is_named() -> None:
+    with pytest.raises(fanin.RequestError, match="tls_key is int, not a path"):
+        fanin.Client(tls_key=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda where, **more: newest_step(where, 0, timeout=30, **more),
+        lambda where, **more: wait_for_step(where, "0", None, timeout=30, **more)[0],
+    ],
+)
+def test_orchestrators_ask_with_it(ask: Callable[..., int], tmp_path: Path) -> None:
+    one, other = secret(tmp_path, "one"), secret(tmp_path, "other")
+    with servers(secret_file=one) as ranks:
+        publish(ranks, 3)
+        for rank in ranks:
+            rank.put("full:0", [fanin.shard_of("w", np.zeros(2, np.float32))], replace=True)
+            rank.commit("full:0", 3)
+        where = addresses(ranks)
+        assert ask(where, secret_file=one, **TCP) == 3
+        with pytest.raises(fanin.ConnectionFailedError, match="another secret"):
+            ask(where, secret_file=other, **TCP)
+        with pytest.raises(fanin.ConnectionFailedError, match="demands the launch's secret"):
+            ask(where, **TCP)
+        # The trainer's file names it, as an object and on disk; an argument says more.
+        info = TrainerInfo(tuple(where), run="0", secret_file=str(one))
+        write_info(tmp_path / "job", info)
+        for named in (info, tmp_path / "job", str(tmp_path / "job" / "nixl_info.json")):
+            assert ask(named, **TCP) == 3
+            with pytest.raises(fanin.ConnectionFailedError, match="another secret"):
+                ask(named, secret_file=other, **TCP)
+        with pytest.raises(TypeError, match="'secret_fil'"):
+            ask(where, secret_fil=one)
+
+
+def test_a_pool_asks_for_the_newest_step_with_it(tmp_path: Path) -> None:
+    one = secret(tmp_path, "one")
+    with servers(secret_file=one) as ranks, Engine([SUPERSEDED, OK]) as engine:
+        publish(ranks, 2)
+        info = TrainerInfo(tuple(addresses(ranks)), run="0")
+        write_info(tmp_path / "job", info)
+        pool = EnginePool([engine.url], secret_file=one, **TCP)
+        assert pool.update_weights(tmp_path / "job", "p", 1).step == 2
+    with pytest.raises(TypeError, match=r"EnginePool\(\) .* 'world_id'"):
+        EnginePool(["http://a:1"], world_id="00" * 16)
+
+
+def test_a_registry_asks_with_it(tmp_path: Path) -> None:
+    one = secret(tmp_path, "one")
+    with servers(secret_file=one) as ranks:
+        for rank in ranks:
+            rank.put("full:0", [fanin.shard_of("w", np.zeros(2, np.float32))])
+            rank.commit("full:0", 4)
+        # Nobody listens at the engine's port: that is said after the trainer was asked.
+        for more, wanted in (
+            ({"secret_file": one}, "http://127.0.0.1:1"),
+            ({}, "demands the launch's secret"),
+        ):
+            registry = Registry(addresses(ranks), timeout=20, **more, **TCP)
+            registry.add("http://127.0.0.1:1", kind="vllm")
+            with pytest.raises(fanin.FaninError, match=wanted):
+                registry.sync()
+    with pytest.raises(TypeError, match=r"Registry\(\) .* 'secret'"):
+        Registry(["127.0.0.1:1"], secret=one)
+
+
+def test_a_parameter_server_serves_with_it(tmp_path: Path) -> None:
+    one, other = secret(tmp_path, "one"), secret(tmp_path, "other")
+    server = ParameterServer("job", 0, True, secret_file=one, peer_cpu=0.5)
+    try:
+        at: tuple[Any, ...] = ("reader", "job", "127.0.0.1", server.port)
+        reader = ParameterClient(*at, tcp_only=True, secret_file=one)
+        reader.disconnect()
+        with pytest.raises(fanin.FaninError, match="another secret"):
+            ParameterClient(*at, timeout=5, tcp_only=True, secret_file=other)
+    finally:
+        server.stop()
+    with pytest.raises(TypeError, match=r"ParameterServer\(\) .* 'world_size'"):
+        ParameterServer("job", 0, world_size=2)
+    with pytest.raises(TypeError, match=r"ParameterClient\(\) .* 'use_unix'"):
+        ParameterClient("reader", "job", "127.0.0.1", 1, use_unix=False)
+
+
+def test_a_transport_takes_what_a_server_does(tmp_path: Path) -> None:
+    with pytest.raises(fanin.RequestError, match="unknown field 'rank'"):
+        TransportBackend(None, rank=1)
+    missing = tmp_path / "none"
+    with Engine([OK]) as engine:
+        host, _, port = engine.url.removeprefix("http://").partition(":")
+
+        class Endpoint:
+            pass
+
+        endpoint: Any = Endpoint()
+        endpoint.host, endpoint.port = host, int(port)
+        config: Any = Endpoint()
+        config.endpoints = [endpoint]
+        with pytest.raises(fanin.FaninError, match="cannot read the secret file"):
+            TransportBackend(config, secret_file=missing).initialize()
+
+
+def test_torch_servers_serve_with_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from fanin.torch import WeightServer
+
+    one = secret(tmp_path, "one")
+    model = torch.nn.Linear(4, 2)
+    with WeightServer(model, base_port=0, secret_file=one, peer_cpu=0.5) as server:
+        server.publish(1)
+        path = server.write_info(tmp_path / "job")
+        assert path is not None and read_info(path).secret_file == str(one)
+        assert server.secret_file == str(one)
+        assert wait_for_step(path, "0", 1, timeout=30, **TCP)[0] == 1
+        with pytest.raises(fanin.ConnectionFailedError, match="demands the launch's secret"):
+            wait_for_step(server.addresses, "0", 1, timeout=30, **TCP)
+    for wrong in ("world_id", "open", "secret"):
+        with pytest.raises(TypeError, match=rf"WeightServer\(\) .* '{wrong}'"):
+            WeightServer(model, base_port=0, **{wrong: 1})
+    with pytest.raises(fanin.RequestError, match="secret_file is int"):
+        WeightServer(model, base_port=0, secret_file=7)

@@ -15,6 +15,14 @@ from fanin.sync import Registry, Service, SyncServer
 
 _LOOK = 0.1  # seconds
 
+# Of this process, for asking the trainer.
+_CREDENTIALS = {
+    "secret_file": "the launch's secret; FANIN_SECRET_FILE, else what nixl_info.json names",
+    "tls_cert": "instead of a secret: this reader's certificate; FANIN_TLS_CERT",
+    "tls_key": "its key; FANIN_TLS_KEY",
+    "tls_ca": "the authorities of the ranks' certificates; FANIN_TLS_CA",
+}
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -37,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         " can)",
     )
     parser.add_argument("--server-name", help="demand this job's ranks")
+    for name, told in _CREDENTIALS.items():
+        parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
     parser.add_argument(
         "--api-key",
         default=os.environ.get("FANIN_SYNC_API_KEY"),
@@ -66,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             server_name=options.server_name,
             api_key=options.engine_api_key,
             prefetch={"yes": True, "no": False}.get(options.prefetch, "auto"),
+            **{name: getattr(options, name) for name in _CREDENTIALS},
         )
         for url in options.engine:
             registry.add(url)

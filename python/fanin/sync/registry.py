@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fanin._options import handed_on
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
 from fanin.info import Target, TrainerInfo, addresses_of, is_path
 from fanin.names import check_run, check_step
@@ -57,10 +58,12 @@ class Registry:
     what vLLM's init_info is to have besides: ``{"unused": [...]}``, ``{"mode": "loader"}``.
     prefetch: of syncs that do not say it: "auto": engines that can read a step beside their model
     before they are paused, at the price of as much memory; False: none does; True: those that
-    cannot are an error.
+    cannot are an error. client: what else fanin.Client takes, for asking the trainer: secret_file,
+    or tls_cert, tls_key and tls_ca; without any the environment's, else the secret that
+    nixl_info.json names. Engines have their own.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
-    PyTorch. Raises RequestError.
+    PyTorch. Raises RequestError, and TypeError for an argument that fanin.Client does not take.
     """
 
     def __init__(
@@ -75,7 +78,11 @@ class Registry:
         api_key: str | None = None,
         init: Mapping[str, Any] | None = None,
         prefetch: bool | str = "auto",
+        **client: Any,
     ) -> None:
+        from fanin.client import Client
+
+        self._client = handed_on("Registry", Client, client)
         self.run = check_run(run)
         self._init = dict(init or {})
         for name in sorted({"trainer", "run", "timeout"} & self._init.keys()):
@@ -295,6 +302,7 @@ class Registry:
                 step,
                 timeout=deadline - time.monotonic(),
                 server_name=self.server_name,
+                **self._client,
             )
         elif step is None:
             raise RequestError.make(

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+from fanin._options import handed_on
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -17,7 +18,7 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
-from fanin.info import Target, addresses_of
+from fanin.info import Target, addresses_of, client_arguments
 from fanin.names import check_run
 
 __all__ = ["look", "wait_for_step"]
@@ -36,18 +37,22 @@ def wait_for_step(
     timeout: float,
     server_name: str | None = None,
     stop: threading.Event | None = None,
+    **client: Any,
 ) -> tuple[int, str]:
     """Waits until every rank of *trainer* has committed *step* of ``full:<run>``.
 
     step: None: the newest that all of them have. Returns that step and the world id, 32 hex digits.
-    timeout: seconds. stop: once it is set, the wait ends with CancelledError. Blocks at most
-    *timeout* and a little; any thread.
+    timeout: seconds. stop: once it is set, the wait ends with CancelledError. client: what else
+    fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca; without a secret or
+    certificate the secret that *trainer*'s nixl_info.json names. Blocks at most *timeout* and a
+    little; any thread.
 
     A rank that is behind, or says nothing, is waited for; one that is gone is not. Raises
     UnreachableError naming a rank that has refused connections for two seconds, StaleError if the
     trainer is started again meanwhile, SupersededError if a rank is past the step, PausedError if
     one is paused when the time ends, PullTimeoutError saying how far the ranks are, NotFoundError
-    if none publishes the run, and what fanin.Client.connect raises that does not pass by itself.
+    if none publishes the run, TypeError naming an argument that fanin.Client does not take, and
+    what fanin.Client.connect raises that does not pass by itself.
     """
     from fanin.client import Client
 
@@ -56,11 +61,12 @@ def wait_for_step(
     pause = _FIRST_PAUSE
     last: FaninError | None = None
     roll = _Roll()
-    with Client(server_name=server_name) as client:
+    more = handed_on("wait_for_step", Client, client)
+    with Client(server_name=server_name, **client_arguments(trainer, more)) as asked:
         while (remaining := deadline - time.monotonic()) > 0:
             try:
-                size = roll.call(client, trainer, min(remaining, _CONNECT))
-                found = look(client, publication, size, step, min(remaining, _CONNECT))
+                size = roll.call(asked, trainer, min(remaining, _CONNECT))
+                found = look(asked, publication, size, step, min(remaining, _CONNECT))
                 if isinstance(found, tuple):
                     return found
                 last = found
@@ -68,7 +74,7 @@ def wait_for_step(
                 if not error.retryable or isinstance(error, StaleError):
                     raise
                 last = error
-                roll.forget(client)
+                roll.forget(asked)
             roll.refuse_the_dead()
             _pause(min(pause, max(deadline - time.monotonic(), 0)), stop)
             pause = min(pause * 2, _LONGEST_PAUSE)

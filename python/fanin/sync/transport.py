@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from fanin._options import names_of
 from fanin._tensors import Shard, shard_of
 from fanin.errors import RequestError, StateError
 from fanin.info import join_address
@@ -33,6 +34,8 @@ _SETTINGS = {
     "run", "bind", "advertise", "base_port", "allow", "trusted_network", "use_ucx", "keep_on",
     "timeout", "kind", "api_key", "pause_mode", "prefetch",
 }  # fmt: skip
+# What the transport gives its fanin.Server itself.
+_OWN = ("world_id", "rank", "world_size", "name", "open")
 
 
 class _Publication:
@@ -54,6 +57,7 @@ class _Publication:
             open=settings.get("allow") is not None,
             trusted_network=settings.get("trusted_network", False),
             use_ucx=settings.get("use_ucx", True),
+            **{name: value for name, value in settings.items() if name not in _SETTINGS},
         )
         self.registry = Registry(
             [join_address(reach, self.server.port)],
@@ -61,6 +65,7 @@ class _Publication:
             timeout=settings.get("timeout", 300.0),
             api_key=settings.get("api_key"),
             prefetch=settings.get("prefetch", "auto"),
+            secret_file=settings.get("secret_file"),
         )
         self.keep_on = settings.get("keep_on", "cpu")
         self.kept: dict[str, Any] = {}
@@ -104,8 +109,9 @@ class TransportBackend:
     backend_config: ``run`` ("0"), ``bind`` ("127.0.0.1"), ``advertise`` (what engines connect to:
     ``bind``), ``base_port`` (0: any), ``allow`` and ``trusted_network`` as fanin.Server takes them,
     ``keep_on`` (device of the copies: "cpu"), ``timeout``, ``kind``, ``api_key``, ``pause_mode``,
-    ``prefetch`` as Registry takes them. A field that is not known is an error. keyword arguments:
-    the same.
+    ``prefetch`` as Registry takes them, and what else fanin.Server takes: ``secret_file``,
+    ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure``, ``peer_cpu`` and so on. A field that is not
+    known is an error. keyword arguments: the same.
 
     One object is used by one thread; one of a run at a time. What is published, the engines'
     mapping and their connections stay from one object to the next: :meth:`close_all` ends them.
@@ -113,11 +119,12 @@ class TransportBackend:
 
     def __init__(self, config: Any, **settings: Any) -> None:
         given = {**(getattr(config, "backend_config", None) or {}), **settings}
-        unknown = sorted(set(given) - _SETTINGS)
+        known = _SETTINGS | names_of(Server, *_OWN)
+        unknown = sorted(set(given) - known)
         if unknown:
             raise RequestError.make(
                 f"backend_config has an unknown field {unknown[0]!r}",
-                "the fields are " + ", ".join(sorted(_SETTINGS)),
+                "the fields are " + ", ".join(sorted(known)),
                 key=unknown[0],
             )
         self.config = config

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fanin._options import handed_on
 from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, secret_here, write_info
@@ -34,6 +35,9 @@ __all__ = ["Publisher", "Run", "Serving", "Source", "Steps"]
 Run = str | int
 Steps = int | Mapping[Run, int]
 _Self = TypeVar("_Self", bound="Publisher")
+
+#: What a Publisher gives its fanin.Server itself, and has no argument for.
+_OWN = ("world_id", "rank", "world_size", "open")
 
 
 class Source(NamedTuple):
@@ -65,6 +69,8 @@ class Serving(NamedTuple):
     snapshot: bool
     cast: Cast | None
     use_ucx: bool
+    more: Mapping[str, Any]
+    """What else the ranks' fanin.Server is given."""
 
 
 class OneRun:
@@ -114,6 +120,7 @@ class Publisher:
 
         prepare: describes the first run, None: there is none yet.
         """
+        more = handed_on(type(self).__name__, Server, serving.more, *_OWN)
         self._model = model
         self._runs: dict[str, OneRun] = {}
         self._last: dict[str, int] = {}  # steps, also of runs that were removed
@@ -154,6 +161,7 @@ class Publisher:
                 stranger_share=serving.stranger_share,
                 own_share=serving.own_share,
                 nice=serving.nice,
+                **more,
             )
             address = join_address(listening.advertise, server.port)
             if source is not None:
@@ -170,6 +178,7 @@ class Publisher:
             raise
         assert server is not None
         self._server = server
+        self._secret_file = secret_here(more)
         self._rank = ranks.rank
         self._world_id = world_id.hex()
         self._addresses = [item[1] for item in answers]
@@ -295,6 +304,11 @@ class Publisher:
         return self._world_id
 
     @property
+    def secret_file(self) -> str | None:
+        """Absolute path of the launch's secret as this rank has it, None: it has none."""
+        return self._secret_file
+
+    @property
     def server(self) -> Server:
         """The server beneath; it is this object's to close."""
         return self._server
@@ -332,7 +346,7 @@ class Publisher:
             server_name=self._server.name,
             step=step,
             publications=tuple(one.publication for one in self._runs.values()),
-            secret_file=secret_here(),
+            secret_file=self._secret_file,
         )
         return write_info(directory, info)
 

@@ -66,6 +66,10 @@ class AdapterServer(Publisher):
         readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
     :param stranger_share: seconds of a minute that one network peer may hold updates up, own_share:
         that this user may, nice: of the threads that serve; see :class:`fanin.Server`.
+    :param more: what else :class:`fanin.Server` takes, for every rank's: ``secret_file``, or
+        ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``, ``peer_cpu``,
+        ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``. :meth:`write_info` names the
+        secret's file.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the adapter's memory.
     :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
@@ -83,6 +87,7 @@ class AdapterServer(Publisher):
         (Partial placements, FSDP1, meta, sparse, quantized), no configuration, addresses that
         other hosts cannot reach, no allow-list.
     :raises StateError: parameters are unsharded or offloaded now.
+    :raises TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
     :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
 
     Use one run from one thread at a time. Registered storage is kept allocated until it is
@@ -114,6 +119,7 @@ class AdapterServer(Publisher):
         adapter: str | None = None,
         config: Any = None,
         use_ucx: bool = True,
+        **more: Any,
     ) -> None:
         serving = Serving(
             base_port,
@@ -131,6 +137,7 @@ class AdapterServer(Publisher):
             snapshot,
             cast,
             use_ucx,
+            more,
         )
         super().__init__(
             model,

@@ -89,6 +89,10 @@ class WeightServer(Publisher):
         readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
     :param stranger_share: seconds of a minute that one network peer may hold updates up, own_share:
         that this user may, nice: of the threads that serve; see :class:`fanin.Server`.
+    :param more: what else :class:`fanin.Server` takes, for every rank's: ``secret_file``, or
+        ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``, ``peer_cpu``,
+        ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``. :meth:`write_info` names the
+        secret's file.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the memory of what this rank publishes.
     :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
@@ -110,6 +114,7 @@ class WeightServer(Publisher):
         placements, FSDP1, meta, sparse, quantized, packed); addresses that other hosts cannot
         reach, no allow-list.
     :raises StateError: parameters are unsharded or offloaded now.
+    :raises TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
     :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
 
     What is published changes only by :meth:`refresh`: a rank whose names, dtypes, shapes or parts
@@ -146,6 +151,7 @@ class WeightServer(Publisher):
         names: NamesFunction | None = None,
         config: Any = None,
         use_ucx: bool = True,
+        **more: Any,
     ) -> None:
         #: What this rank has told the others.
         self._tables: dict[str, Table] = {}
@@ -169,6 +175,7 @@ class WeightServer(Publisher):
             snapshot,
             cast,
             use_ucx,
+            more,
         )
         super().__init__(model, group, serving, lambda: _source(run, model, names, config))
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from fanin.errors import RequestError, StateError
-from fanin.info import TrainerInfo, secret_here
+from fanin.info import TrainerInfo
 from fanin.names import check_run
 
 __all__ = ["PublishCallback"]
@@ -98,7 +98,7 @@ class PublishCallback(TrainerCallback):
             run=self.run,
             server_name=self._server.server.name,
             step=self._step,
-            secret_file=secret_here(),
+            secret_file=self._server.secret_file,
         )
 
     def open(self, model: Any, step: int) -> None:
