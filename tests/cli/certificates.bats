@@ -44,6 +44,14 @@ teardown()
     [[ $stderr == *"rank0.key is not that of the certificate reader.pem"* ]]
 }
 
+@test "a doctor asks with certificates" {
+    start_ranks --adapter-shape small --world-size 2 "${ranks[@]}"
+    run --separate-stderr "$NIXL_FETCH" doctor "$info" --no-unix "${reader[@]}"
+    [[ $output == *"trainer: all 2 ranks answer"* ]]
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$info" --no-unix
+    [[ $output == *"problem  trainer: "*"demands a certificate"*"--tls-cert"* ]]
+}
+
 @test "OpenSSL's client is a reader by a reader's certificate, and nobody by another" {
     start_ranks --adapter-shape small --world-size 1 "${ranks[@]}"
     address=$("$NIXL_FETCH" ping "$info" --no-unix --json "${reader[@]}" | jq -r '.ranks[0].address')

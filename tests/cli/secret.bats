@@ -60,6 +60,34 @@ teardown()
     run ! grep -rqaF "$(head -c 16 one)" /proc/"$ranks_pid"/cmdline /proc/"$ranks_pid"/environ "$info"
 }
 
+@test "a doctor asks with the secret, and says of which ranks it is not" {
+    start_ranks --adapter-shape small --world-size 2 --world-id 0123456789abcdef0123456789abcdef --secret-file one
+    first_pid=$ranks_pid
+    mapfile -t first < <("$NIXL_FETCH" ping "$info" --no-unix --json | jq -r '.ranks[].address')
+    address=$(IFS=,; echo "${first[*]}")
+    run --separate-stderr "$NIXL_FETCH" doctor "$address" --no-unix --secret-file one
+    [[ $output == *"trainer: all 2 ranks answer"* ]]
+    run --separate-stderr "$NIXL_FETCH" doctor "$info" --no-unix
+    [[ $output == *"trainer: all 2 ranks answer"* ]]
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$address" --no-unix --secret-file other
+    [[ $output == *"problem  trainer: "*"has another secret than other"*"-> give both the secret file of one launch"* ]]
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$address" --no-unix
+    [[ $output == *"problem  trainer: "*"demands the launch's secret"*"--secret-file"* ]]
+    run -11 --separate-stderr "$NIXL_FETCH" doctor "$address" --no-unix --secret-file none
+    [[ $stderr == *"cannot read the secret file none"* ]]
+    for option in secret-file tls-cert tls-key tls-ca; do
+        run -2 --separate-stderr "$NIXL_FETCH" doctor "--$option" one
+        [[ $stderr == *"--$option needs a TARGET"* ]]
+    done
+    # A rank of this world that was given another secret is not one that is down.
+    start_ranks --adapter-shape small --world-size 2 --world-id 0123456789abcdef0123456789abcdef --secret-file other
+    mapfile -t second < <("$NIXL_FETCH" ping "$info" --no-unix --json | jq -r '.ranks[].address')
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "${first[0]},${second[1]}" --no-unix --secret-file one
+    kill "$first_pid"
+    [[ $output == *"1 of 2 ranks do not admit this reader, or are not believed: "*"${second[1]}"*"another secret"* ]]
+    [[ $output != *unreachable* ]]
+}
+
 @test "a secret without OpenSSL is an error, and never plain" {
     export FANIN_OPENSSL_LIBRARY=/nonexistent/libssl.so.3
     run -14 --separate-stderr "$NIXL_FETCH" list 127.0.0.1:1 --secret-file one

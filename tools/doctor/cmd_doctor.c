@@ -234,8 +234,10 @@ static int check_tree(const char *option, const char *path)
 static int check_idle(const command *self, const arguments *parsed)
 {
     static const char asking[] = "run world-size path no-unix no-ucx timeout "
-                                 "no-checksums threads server-name "
-                                 "expect-world-id";
+                                 "no-checksums threads streams server-name "
+                                 "expect-world-id trust-containers "
+                                 "trust-other-users secret-file tls-cert tls-key "
+                                 "tls-ca";
     const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }
@@ -314,6 +316,7 @@ const command cmd_doctor = {
     .help = "Examples:\n"
             "  nixl-fetch doctor\n"
             "  nixl-fetch doctor nixl_info.json\n"
+            "  nixl-fetch doctor HOST:PORT,HOST:PORT --secret-file launch.secret\n"
             "  nixl-fetch doctor --json\n"
             "\n"
             "Tells in plain words which paths this host can use and what stands in the "

@@ -90,8 +90,10 @@ void doctor_judge(const doctor_facts *facts, doctor_report *report);
 
 /** What was heard of the ranks of a trainer, to be compared with this host. */
 typedef struct doctor_ranks {
-    unsigned addresses, answered, silent, refused;
+    unsigned addresses, answered, silent, refused, barred;
     char silent_address[272], refused_address[272];
+    /** Of the first that does not admit this reader, or is not believed */
+    char barred_why[512];
     char software[64], ucx_version[32]; /**< of the first rank that answered */
     int ucx_rank; /**< the first whose UCX does not fit, -1: none */
     char other_ucx[32];

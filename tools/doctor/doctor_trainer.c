@@ -81,6 +81,10 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
         if (r->silent++ == 0) {
             snprintf(r->silent_address, sizeof r->silent_address, "%s", info->address);
         }
+    } else if (info->status == FANIN_ERR_AUTH) {
+        if (r->barred++ == 0) {
+            snprintf(r->barred_why, sizeof r->barred_why, "%s", info->message);
+        }
     } else if (r->refused++ == 0) {
         snprintf(r->refused_address, sizeof r->refused_address, "%s", info->address);
     }
@@ -115,6 +119,14 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
             "%u of %u ranks do not answer (the first is %s): %sthe trainer is stopped",
             r->silent, r->addresses, r->silent_address,
             r->is_local ? "" : "packets are dropped on the way, or ");
+    }
+    if (r->barred > 0) {
+        doctor_add(report, DOCTOR_PROBLEM, "trainer",
+                   "all ranks of a launch, and its readers, need the same secret "
+                   "(--secret-file) or certificates of one job (--tls-cert, --tls-key, "
+                   "--tls-ca), and ranks the same networks to allow",
+                   "%u of %u ranks do not admit this reader, or are not believed: %s",
+                   r->barred, r->addresses, r->barred_why);
     }
     if (r->refused > 0) {
         doctor_add(
