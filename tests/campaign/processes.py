@@ -162,7 +162,7 @@ class Trainer:
         with contextlib.suppress(ProcessLookupError):
             which.process.send_signal(number)
             if number in (signal.SIGKILL, signal.SIGTERM):
-                which.process.send_signal(signal.SIGCONT)
+                which.heal()  # without memory or descriptors it does not get to its end
                 which.process.wait(30)
                 self.ranks[rank] = None
 
