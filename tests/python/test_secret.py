@@ -100,6 +100,13 @@ def test_a_pool_asks_for_the_newest_step_with_it(tmp_path: Path) -> None:
         write_info(tmp_path / "job", info)
         pool = EnginePool([engine.url], secret_file=one, **TCP)
         assert pool.update_weights(tmp_path / "job", "p", 1).step == 2
+    other = secret(tmp_path, "other")
+    with servers(secret_file=one) as ranks, Engine([SUPERSEDED]) as engine:
+        publish(ranks, 2)
+        where = TrainerInfo(tuple(addresses(ranks)), run="0")
+        pool = EnginePool([engine.url], secret_file=other, timeout=30, **TCP)
+        with pytest.raises(fanin.FaninError, match="another secret"):
+            pool.update_weights(where, "p", 1)
     with pytest.raises(TypeError, match=r"EnginePool\(\) .* 'world_id'"):
         EnginePool(["http://a:1"], world_id="00" * 16)
 
