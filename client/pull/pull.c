@@ -174,6 +174,15 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
                      p->result->info.restarts, lost->message);
 }
 
+/* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short right
+   after a rank that is short of something. */
+static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
+{
+    bool at_once = clock_ns() - began < MAX_LIMIT_PAUSE_MS * UINT64_C(1000000);
+    return error->status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
+           (!error->key[0] || (p->lost.status == FANIN_ERR_LIMIT && at_once));
+}
+
 /* Longer where what a rank is short of must become free first. */
 static fanin_status pause_before_restart(pull *p, fanin_status why, fanin_error *error)
 {
@@ -194,6 +203,7 @@ fanin_status pull_until_good(pull *p, fanin_error *error)
 {
     fanin_error local = FANIN_ERROR_INIT;
     for (;;) {
+        uint64_t began = clock_ns();
         fanin_status status = attempt(p, &local);
         if (status == FANIN_OK)
             return status;
@@ -217,8 +227,7 @@ fanin_status pull_until_good(pull *p, fanin_error *error)
         if (p->result->info.stale > 0 &&
             (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
             return stale_error(p, outlasted(p), error);
-        /* An error of the agreement has a key, and tells of lost ranks itself. */
-        if (status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK && !local.key[0])
+        if (is_of_lost(p, &local, began))
             return lost_error(p, error);
         error_copy(error, &local);
         return status;

@@ -86,7 +86,7 @@ nothing_left()
 
 @test "the wrong run, a key that nothing is like" {
     run -11 "$NIXL_FETCH" pull "$info" full:9 d/m
-    has "rank 0 does not publish full:9; it publishes full:0: did you mean the run 'full:0'?"
+    has "does not publish full:9; it publishes full:0: did you mean the run 'full:0'?"
     run -11 "$NIXL_FETCH" show "$info" 'full:0:nothing*'
     has "no key of full:0 is like 'nothing*'"
     run -11 "$NIXL_FETCH" show "$info" full:0:model.norm.weihht

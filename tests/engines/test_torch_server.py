@@ -256,7 +256,8 @@ def test_writes_outside_of_updating_are_refused(pull, make, call):
 def test_a_pull_that_reads_what_is_written_outside_starts_again(pull):
     """It is reading while the step is withdrawn, and gets the next one, whole."""
     model = adapted()
-    with serve(model, lease=60.0) as server, Client(server.addresses) as client:
+    streams = {"path": "stream"}  # others may have read all before it is told of
+    with serve(model, lease=60.0) as server, Client(server.addresses, **streams) as client:
         server.publish(0)
         told = []
 
