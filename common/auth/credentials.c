@@ -51,8 +51,9 @@ static fanin_status check(const credentials *c, fanin_error *error)
                   "--tls-ca; FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA");
 }
 
-fanin_status credentials_resolve(const credentials *configured, credentials *out,
-                                 fanin_error *error)
+/* Afterwards nothing is empty, and all that is not NULL is to be used. */
+static fanin_status resolve(const credentials *configured, credentials *out,
+                            fanin_error *error)
 {
     bool has_secret = given(configured->secret);
     bool has_files = names_files(&configured->tls);
@@ -70,7 +71,7 @@ fanin_status credentials_of_rank(const credentials *configured,
 {
     credentials c;
     *out = NULL;
-    fanin_status status = credentials_resolve(configured, &c, error);
+    fanin_status status = resolve(configured, &c, error);
     if (status == FANIN_OK && c.secret)
         return tls_end_of_rank(c.secret, world_id, rank, out, error);
     if (status == FANIN_OK && c.tls.cert) {
@@ -85,7 +86,7 @@ fanin_status credentials_of_reader(const credentials *configured, const logger *
 {
     credentials c;
     *out = NULL;
-    fanin_status status = credentials_resolve(configured, &c, error);
+    fanin_status status = resolve(configured, &c, error);
     if (status == FANIN_OK && c.secret)
         return tls_end_of_reader(c.secret, out, error);
     if (status == FANIN_OK && c.tls.cert) {

@@ -274,6 +274,11 @@ const char *tls_file(const tls *t)
     return t->end->file;
 }
 
+const identity *tls_end_identity(const tls_end *end)
+{
+    return end->certificates ? certificates_identity(end->certificates) : NULL;
+}
+
 const identity *tls_identity(const tls *t)
 {
     return tls_end_identity(t->end);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Keys and settings of one side: TLS 1.3 alone, by one identity or by certificates, no tickets or early data. */
+/* Keys of one side: those of a secret, for one identity, or certificates. */
 #include "error_set.h"
 #include "tls_internal.h"
 
@@ -9,15 +9,6 @@
 /* OpenSSL's numbers. */
 #define TLS1_3 0x0304
 #define VERIFY_PEER 1
-#define CTRL_MODE 33
-#define CTRL_SESSION_CACHE 44
-#define CTRL_MIN_VERSION 123
-#define CTRL_MAX_VERSION 124
-#define MODE_RELEASE_BUFFERS 0x10L
-#define OP_NO_TICKET (UINT64_C(1) << 14)
-#define OP_OWN_ORDER (UINT64_C(1) << 22) /* of ciphers, not the client's */
-
-#define CIPHERS "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
 
 /* A session that never was, made of the key: so OpenSSL takes a key that both ends have. */
 static SSL_SESSION *session_of_key(const tls_end *end, SSL *ssl)
@@ -63,30 +54,6 @@ static int use_session(SSL *ssl, const EVP_MD *md, const unsigned char **identit
     (void)md; /* all ciphers that are offered have the same */
     *out = session_of_key(t->end, ssl);
     return *out != NULL;
-}
-
-SSL_CTX *tls_context_new(const openssl *o)
-{
-    SSL_CTX *c = o->SSL_CTX_new(o->TLS_method());
-    if (!c)
-        return NULL;
-    if (o->SSL_CTX_ctrl(c, CTRL_MIN_VERSION, TLS1_3, NULL) != 1 ||
-        o->SSL_CTX_ctrl(c, CTRL_MAX_VERSION, TLS1_3, NULL) != 1 ||
-        o->SSL_CTX_set_ciphersuites(c, CIPHERS) != 1 ||
-        o->SSL_CTX_set_num_tickets(c, 0) != 1) {
-        o->SSL_CTX_free(c);
-        return NULL;
-    }
-    o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
-    o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
-    o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);
-    return c;
-}
-
-fanin_status tls_no_context(const openssl *o, fanin_error *error)
-{
-    return error_set(error, FANIN_ERR_INTERNAL, NULL,
-                     "OpenSSL %s cannot be set up for TLS 1.3", o->OpenSSL_version(0));
 }
 
 /* By the key alone. */
@@ -194,9 +161,4 @@ void tls_end_free(tls_end **end)
 const char *tls_end_file(const tls_end *end)
 {
     return end->file;
-}
-
-const identity *tls_end_identity(const tls_end *end)
-{
-    return end->certificates ? certificates_identity(end->certificates) : NULL;
 }
