@@ -22,7 +22,9 @@ struct peer_share {
     bucket lines[2];             /**< information, and faults: peer_log.h */
     atomic_uint_fast64_t unsaid; /**< lines that were left out and not told of yet */
     bucket work, sent; /**< CPU time of its requests, and of tensors: peer_work.h */
-    bool has_proven;   /**< the launch's secret; the control thread's */
+    atomic_uint_fast64_t
+        slow_at; /**< when the log was told that what is sent to it waits; 0: never */
+    bool has_proven;             /**< the launch's secret; the control thread's */
     atomic_uint_fast64_t memory; /**< bytes of its connections */
     bucket held_up;              /**< what it has had of its share (publish/drain.h) */
     uint64_t

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #define BURST_LEAST ((size_t)128 << 10)
+#define SLOW_EVERY_NS UINT64_C(60000000000)
 #define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
@@ -594,9 +595,30 @@ static bool must_rest(const stream_tools *t, const connection *c)
            peer_must_rest(t->server, c->from);
 }
 
+/* Whoever asks why pulls from there are slow is to find it. */
+static void tell_slow(const stream_tools *t, const connection *c)
+{
+    fanin_server *s = t->server;
+    uint64_t now = clock_ns(), told = atomic_load(&c->from->slow_at);
+    if ((told > 0 && now - told < SLOW_EVERY_NS) ||
+        !atomic_compare_exchange_strong(&c->from->slow_at, &told, now))
+        return;
+    peer_log(s, c->from, FANIN_LOG_WARNING, "sent-slowly",
+             "%s has had its share, or all strangers theirs, of the CPU time in which "
+             "tensors are "
+             "sent to strangers (%u of 1000 of a CPU for all of them), and is sent "
+             "them more "
+             "slowly: give the ranks and workers a launch's secret, set "
+             "trusted_network, or a "
+             "larger stranger_cpu",
+             c->from->name, (unsigned)s->stranger_cpu);
+}
+
 /* It waits until its peer may go on. */
 static progress rest(stream_tools *t, connection *c)
 {
+    if (is_reading(c) && !c->resting)
+        tell_slow(t, c);
     atomic_fetch_add(&t->server->rests, !c->resting);
     c->resting = true;
     c->begun_at = UINT64_MAX; /* nobody looks for the rest of it */

@@ -368,6 +368,7 @@ static void reads_wait(bool digests)
     message_type answer = digests ? MSG_DIGEST_OK : MSG_READ_OK;
     fanin_server_config config = server_config();
     config.stranger_cpu = 1;
+    log_listen("sent-slowly");
     fanin_server *s = server_publish(&config, memory, sizeof memory);
     puller stranger = puller_open(s);
     puller_begin(&stranger);
@@ -380,6 +381,7 @@ static void reads_wait(bool digests)
             peer_expect(&stranger.data, answer);
     }
     pull_by_own_user(s);
+    log_expect(1, "larger stranger_cpu");
     atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
     peer_expect(&stranger.data, answer);
     puller_close(&stranger);
