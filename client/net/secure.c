@@ -39,6 +39,13 @@ static void explain_plain(const tls *t, secure_fault *out)
                    : "give the rank a certificate, or this process none");
 }
 
+static void explain_broken(const tls *t, secure_fault *out)
+{
+    snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
+             tls_why(t));
+    say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
+}
+
 static void explain_certificates(const tls *t, secure_fault *out)
 {
     const char *file = tls_file(t);
@@ -82,9 +89,7 @@ static void explain_certificates(const tls *t, secure_fault *out)
             "secret");
         return;
     default:
-        snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
-                 tls_why(t));
-        say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
+        explain_broken(t, out);
     }
 }
 
@@ -118,9 +123,7 @@ static void explain_keys(const tls *t, secure_fault *out)
             "certificate?");
         return;
     default:
-        snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
-                 tls_why(t));
-        say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
+        explain_broken(t, out);
     }
 }
 

@@ -603,15 +603,13 @@ static void tell_slow(const stream_tools *t, const connection *c)
     if ((told > 0 && now - told < SLOW_EVERY_NS) ||
         !atomic_compare_exchange_strong(&c->from->slow_at, &told, now))
         return;
-    peer_log(s, c->from, FANIN_LOG_WARNING, "sent-slowly",
-             "%s has had its share, or all strangers theirs, of the CPU time in which "
-             "tensors are "
-             "sent to strangers (%u of 1000 of a CPU for all of them), and is sent "
-             "them more "
-             "slowly: give the ranks and workers a launch's secret, set "
-             "trusted_network, or a "
-             "larger stranger_cpu",
-             c->from->name, (unsigned)s->stranger_cpu);
+    peer_log(
+        s, c->from, FANIN_LOG_WARNING, "sent-slowly",
+        "%s has had its share, or all strangers theirs, of the CPU time in which "
+        "tensors are sent to strangers (%u of 1000 of a CPU for all of them), and is "
+        "sent them more slowly: give the ranks and workers a launch's secret, set "
+        "trusted_network, or a larger stranger_cpu",
+        c->from->name, (unsigned)s->stranger_cpu);
 }
 
 /* It waits until its peer may go on. */

@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+from collections.abc import Iterator
 
+import fanin
 import pytest
+from local_world import publish, servers
 
 # Shells have what they run in the background ignore SIGINT, and processes inherit that; tests
 # interrupt themselves and their children.
@@ -24,3 +27,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
     return True
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[fanin.Server]]:
+    """Three ranks that have published step 1; their updates do not wait for readers."""
+    with servers(lease=0.0) as made:
+        publish(made, 1)
+        yield made

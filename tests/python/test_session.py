@@ -17,14 +17,6 @@ from local_world import A_NAME, B_NAME, client_of, publish, servers
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[fanin.Server]]:
-    """Three ranks that have published step 1; their updates do not wait for readers."""
-    with servers(lease=0.0) as made:
-        publish(made, 1)
-        yield made
-
-
-@pytest.fixture
 def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
     with client_of(ranks) as made:
         yield made

@@ -8,7 +8,6 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 
 import fanin
 import local_world
@@ -26,14 +25,6 @@ from local_world import (
 )
 
 NAMES = (A_NAME, B_NAME)
-
-
-@pytest.fixture
-def ranks() -> Iterator[list[fanin.Server]]:
-    """Three ranks that have published step 1; their updates do not wait for readers."""
-    with servers(lease=0.0) as made:
-        publish(made, 1)
-        yield made
 
 
 def empty() -> dict[str, np.ndarray]:

@@ -61,14 +61,6 @@ def text_of(report: dict[str, Any], kind: str) -> str:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[fanin.Server]]:
-    """Three ranks that have published step 1; their updates do not wait for readers."""
-    with servers(lease=0.0) as made:
-        publish(made, 1)
-        yield made
-
-
-@pytest.fixture
 def target(ranks: list[fanin.Server]) -> str:
     return ",".join(addresses(ranks))
 
