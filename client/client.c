@@ -9,8 +9,10 @@
 #include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
+#include "log_choice.h"
 #include "pull/plan_cache.h"
 #include "net/reading_threads.h"
+#include "net/spans.h"
 #include "pull/pull_session.h"
 #include "stream/stream_link.h"
 #include "text.h"
@@ -80,12 +82,14 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     if (!versioned_read(&client->config, sizeof client->config, config, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "config is NULL, or its struct_size is not set");
-    client->log = (logger){client->config.log, client->config.log_cookie};
     client->config.trust_containers |= text_switched_on("FANIN_TRUST_CONTAINERS");
     client->config.trust_other_users |= text_switched_on("FANIN_TRUST_OTHER_USERS");
     fanin_status status = check_config(&client->config, error);
+    if (status == FANIN_OK)
+        status = log_choose(&client->config.log, &client->config.log_cookie, error);
     if (status != FANIN_OK)
         return status;
+    client->log = log_of(client->config.log, client->config.log_cookie);
     if (client->config.server_name) {
         client->server_name = strdup(client->config.server_name);
         if (!client->server_name)
@@ -106,6 +110,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .trust_other_users = client->config.trust_other_users,
         .log = client->log,
         .told = &client->told_strangers,
+        .place = &client->place,
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };
@@ -116,6 +121,8 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
     digest id = digest_of(client->shared.client_id, sizeof client->shared.client_id);
     memcpy(&client->plan_seed, id.bytes, sizeof client->plan_seed);
+    for (size_t i = 0; i < sizeof id.bytes; i++)
+        snprintf(client->shared.trace_id + 2 * i, 3, "%02x", id.bytes[i]);
     status = devices_create(client, error);
     return status == FANIN_OK ? ucx_end_create(client, error) : status;
 }
@@ -133,6 +140,7 @@ fanin_status fanin_client_create(const fanin_client_config *config,
         fanin_client_destroy(&client);
         return status;
     }
+    trace_of_environment(&client->log);
     *client_out = client;
     return FANIN_OK;
 }
@@ -142,6 +150,7 @@ void fanin_client_disconnect(fanin_client *client)
     if (client_check(client, NULL) != FANIN_OK)
         return;
     pull_session_orphan(client);
+    late_sends_destroy(&client->shared.late);
     spare_file_drop(&client->spare);
     adapter_layout_free(&client->layout);
     plan_cache_free(client);
@@ -169,6 +178,7 @@ void fanin_client_destroy(fanin_client **client)
     if (c->pid != getpid())
         return;
     fanin_client_disconnect(c);
+    trace_settle(true);
     devices_free(c);
     ucx_end_free(c);
     if (c->cancel.fd >= 0)
@@ -275,9 +285,12 @@ static fanin_status connect_to(fanin_client *client, const char *const *addresse
     client->peers = calloc(count, sizeof *client->peers);
     if (!client->peers)
         return error_set_memory(error);
+    uint64_t began = clock_ns();
     socket_address *resolved = calloc(count, sizeof *resolved);
     status = resolved ? resolve_all(client, addresses, count, at, resolved, error)
                       : error_set_memory(error);
+    span_of_call(client, TRACE_RESOLVE, began, status, NULL);
+    began = clock_ns();
     for (size_t i = 0; i < count && status == FANIN_OK; i++) {
         status = connection_create(&client->shared, addresses[i], &resolved[i],
                                    &client->peers[i].control, error);
@@ -287,6 +300,8 @@ static fanin_status connect_to(fanin_client *client, const char *const *addresse
     if (status == FANIN_OK)
         status = any ? client_connect_first(client, at, error)
                      : client_ensure_connected(client, false, at, error);
+    span_of_call(client, TRACE_CONNECT, began, status, NULL);
+    trace_settle(status != FANIN_OK);
     if (status != FANIN_OK) {
         fanin_client_disconnect(client);
         return status;

@@ -136,7 +136,8 @@ TABLE(fields_stats, COUNT(1, msg_stats_ok, pulls_good),
       COUNT(12, msg_stats_ok, drain_wait_ns_max), DRAINS(13, 0), DRAINS(14, 1),
       DRAINS(15, 2), DRAINS(16, 3), DRAINS(17, 4), DRAINS(18, 5), DRAINS(19, 6),
       DRAINS(20, 7), DRAINS(21, 8), DRAINS(22, 9), DRAINS(23, 10), DRAINS(24, 11),
-      DRAINS(25, 12));
+      DRAINS(25, 12), COUNT(26, msg_stats_ok, drain_wait_ns_total),
+      COUNT(27, msg_stats_ok, cpu_ns), COUNT(28, msg_stats_ok, sends_waiting));
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),

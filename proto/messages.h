@@ -227,6 +227,10 @@ typedef struct msg_stats_ok {
     uint64_t publications; /**< that there are; entries may be fewer */
     uint64_t drain_wait_ns_max;
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
+    uint64_t drain_wait_ns_total;
+    uint64_t cpu_ns; /**< of the control thread */
+    uint64_t
+        sends_waiting; /**< now: connections whose peer, or the network, takes no more */
     stats_entry *entries;
     stats_holder *holders;
     uint32_t n_entries, n_holders;

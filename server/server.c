@@ -11,6 +11,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
+#include "log_choice.h"
 #include "neighbour.h"
 #include "publish/commit.h"
 #include "publish/drain.h"
@@ -18,6 +19,7 @@
 #include "stream/stream.h"
 #include "text.h"
 #include "thread.h"
+#include "trace.h"
 #include "utf8.h"
 #include "versioned.h"
 
@@ -213,7 +215,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->data_threads = c->data_threads
                           ? c->data_threads
                           : stream_threads_for(usable_cpus(), c->max_memory);
-    s->log = (logger){c->log, c->log_cookie};
+    s->log = log_of(c->log, c->log_cookie);
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
@@ -307,13 +309,15 @@ fanin_status fanin_server_create(const fanin_server_config *config,
     if (!server_out || !versioned_read(&c, sizeof c, config, 0))
         return bad(error, "no configuration, or its struct_size is not set",
                    "call fanin_server_config_init() first");
-    logger log = {c.log, c.log_cookie};
     *server_out = NULL;
     c.name = c.name ? c.name : DEFAULT_NAME;
     c.bind = c.bind ? c.bind : DEFAULT_BIND;
     socket_address address;
     bool limited = false;
-    fanin_status status = check_config(&c, error);
+    fanin_status status = log_choose(&c.log, &c.log_cookie, error);
+    logger log = log_of(c.log, c.log_cookie);
+    if (status == FANIN_OK)
+        status = check_config(&c, error);
     if (status == FANIN_OK)
         status = check_bind(&c, &address, error);
     if (status == FANIN_OK)
@@ -332,6 +336,7 @@ fanin_status fanin_server_create(const fanin_server_config *config,
         finish(s);
         return status;
     }
+    trace_of_environment(&s->log);
     *server_out = s;
     return FANIN_OK;
 }
@@ -371,4 +376,5 @@ void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
     mappers_lose_all(&s->registrar);
     mappers_tell(&s->registrar, s->name, "the trainer's own again");
     finish(s);
+    trace_settle(true);
 }

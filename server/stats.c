@@ -94,6 +94,9 @@ static const metric metrics[] = {
     {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
      "Messages that the protocol does not allow."},
     {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},
+    {"fanin_sends_waiting", NULL, AT(sends_waiting),
+     "Data connections now with bytes that the peer, or the network, does not take "
+     "yet."},
     {"fanin_leases", NULL, AT(leases), "Leases that readers hold now."},
     {"fanin_publications", NULL, AT(publications), "Publications now."},
     {"fanin_publications_paused", NULL, AT(publications_paused),

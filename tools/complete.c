@@ -143,7 +143,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"dtype", {"bf16", "f16", "f32", "f64", "f8_e4m3", "f8_e5m2", "i8", "u8"}},
         {"cast", {"bf16", "f16"}},
         {"pull-dtype", {"bf16", "f16"}},
-        {"trainer-load", {"product", "sweep"}},
+        {"trainer-load", {"product", "sweep", "integer"}},
         {"layout", {"tp2", "tp4", "tp8", "ep2", "tp2,ep2"}},
         {"mapping", {":files"}},
         {"readers", {"0,1,8,32"}},
@@ -160,8 +160,13 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"tls-cert", {":any-files"}},
         {"tls-key", {":any-files"}},
         {"tls-ca", {":any-files"}},
+        {"log", {":any-files"}},
+        {"svg", {":any-files"}},
         {"csv", {":any-files"}},
         {"html", {":any-files"}},
+        {"trace", {":any-files"}},
+        {"svg", {":any-files"}},
+        {"merge", {":any-files"}},
     };
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         for (size_t j = 0; strcmp(name, fixed[i].option) == 0 && fixed[i].words[j];
@@ -268,6 +273,7 @@ static void scan(line *line, int count, const char *const *words)
 
 static void complete_argument(line *line, const char *prefix)
 {
+    bool two_sides = strcmp(line->command->name, "diff") == 0;
     bool takes_key = strcmp(line->command->name, "show") == 0;
     bool takes_directory = line->command->takes_directory;
     bool has_target = line->target != NULL || session_default_target() != NULL;
@@ -277,6 +283,10 @@ static void complete_argument(line *line, const char *prefix)
                                 strcmp(line->command->name, "bench") == 0;
     if (strcmp(line->command->name, "secret") == 0) {
         takes_file = false; /* it is a new one */
+    }
+    if (two_sides && line->positional >= 1) { /* a run of the one, or the other */
+        offer_from_ranks(line, WANT_PUBLICATIONS, prefix);
+        takes_file = true;
     }
     if (takes_key && has_target && line->positional <= 1) {
         offer_from_ranks(line, WANT_KEYS, prefix);

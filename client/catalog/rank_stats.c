@@ -28,6 +28,9 @@ static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
     out->bytes_streamed = m->bytes_streamed;
     out->drain_wait_ns_max = m->drain_wait_ns_max;
     out->publications = m->publications;
+    out->drain_wait_ns_total = m->drain_wait_ns_total;
+    out->cpu_ns = m->cpu_ns;
+    out->sends_waiting = m->sends_waiting;
     for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
         out->drain_waits[i] = m->drain_waits[i];
 }

@@ -133,6 +133,20 @@ static bool report_quiet(const fanin_client *client, const watch *w, void *cooki
     return more;
 }
 
+/* From the last step on. */
+static void tell_trace(const fanin_client *client, const watch *w, uint64_t step)
+{
+    if (!trace_on())
+        return;
+    trace_add(&(trace_span){.began_ns = w->quiet_since,
+                            .ended_ns = clock_ns(),
+                            .step = step,
+                            .name = TRACE_WAIT,
+                            .rank = -1,
+                            .place = client->place});
+    trace_settle(false);
+}
+
 static fanin_status follow(fanin_client *client, watch *w, deadline at,
                            fanin_watch_fn fn, void *cookie, fanin_error *error)
 {
@@ -144,6 +158,7 @@ static fanin_status follow(fanin_client *client, watch *w, deadline at,
         bool more = true;
         if (step > reported) {
             reported = step;
+            tell_trace(client, w, step);
             more = report(client, w, step, newest, fn, cookie);
             w->quiet_since = clock_ns();
             speak = w->quiet ? w->quiet_since + w->quiet_ns : UINT64_MAX;

@@ -6,6 +6,7 @@
 #include "device/devices.h"
 #include "error_set.h"
 #include "net/crew.h"
+#include "net/spans.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -507,6 +508,7 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
 }
 
 typedef struct opening {
+    const fanin_client *client;
     ipc_map *map;
     uint64_t spent_ns;
 } opening;
@@ -519,6 +521,7 @@ static fanin_status open_map(void *cookie, size_t part, work_stop *stop,
     uint64_t started = clock_ns();
     fanin_status status = ipc_map_open(o->map, stop, error);
     o->spent_ns = clock_ns() - started;
+    span_of_call(o->client, TRACE_MAP, started, status, NULL);
     return status;
 }
 
@@ -526,7 +529,7 @@ static fanin_status open_map(void *cookie, size_t part, work_stop *stop,
    (tests/bench/bench_ipc_map.c), so no more of them do. */
 static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *error)
 {
-    opening o = {.map = r->client->devices->map};
+    opening o = {.client = r->client, .map = r->client->devices->map};
     path_goal *goal = r->goal;
     if (!ipc_map_is_behind(o.map))
         return FANIN_OK;

@@ -6,6 +6,7 @@
 #include "catalog.h"
 #include "log.h"
 #include "net/connection.h"
+#include "trace.h"
 #include "work_stop.h"
 #include <fanin/client.h>
 #include <stdatomic.h>
@@ -35,6 +36,11 @@ struct fanin_client {
     atomic_bool cancelled;
     loop_source cancel; /**< eventfd that cancel writes to */
     bool connected;     /**< addresses are known */
+    trace_place place;  /**< the pull that is under way */
+    struct {
+        uint64_t since_ns;
+        unsigned told, left_out;
+    } pulls_told; /**< pull/pull_log.c: lines of the current second */
     uint64_t
         plan_seed; /**< which of several holders it reads what from, see plan/plan.h */
     /* what rooms above this one keep between calls, each its own; NULL: nothing */

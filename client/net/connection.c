@@ -4,9 +4,11 @@
 #include "error_set.h"
 #include "neighbour.h"
 #include "net/secure.h"
+#include "net/spans.h"
 #include "outgoing.h"
 #include "socket_owner.h"
 #include <errno.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +24,8 @@ typedef struct pending {
 
 struct connection {
     loop_source source; /* first: the loop hands it back */
+    late_send
+        late; /* while it is queued, `out` and `source` are the thread's that sends */
     const connection_shared *shared;
     socket_address tcp, in_use;
     char text[64];
@@ -32,6 +36,7 @@ struct connection {
     msg_hello_ok peer;
     uint64_t generation, next_request;
     deadline connect_by;
+    uint64_t started_ns; /* when it began to connect */
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing, silent;
     uint64_t look_ns; /* when silence is to be looked at next; 0: nobody waits */
@@ -42,6 +47,7 @@ struct connection {
 };
 
 static void on_ready(loop_source *source, uint32_t events);
+static void send_late(late_send *send);
 
 fanin_status connection_create(const connection_shared *shared, const char *address,
                                const socket_address *tcp, connection **out,
@@ -52,6 +58,7 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
         return error_set_memory(error);
     c->shared = shared;
     c->source = (loop_source){.fd = -1, .ready = on_ready};
+    c->late.run = send_late;
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof c->text, "%s", address);
     c->tcp = *tcp;
@@ -109,8 +116,16 @@ static void fail_for_memory(connection *c)
     connection_fail(c, &fault);
 }
 
+/* What was left to the thread is the caller's again, sent or not. */
+static void take_back(connection *c)
+{
+    if (c->shared->late)
+        late_sends_take(c->shared->late, &c->late);
+}
+
 static void close_socket(connection *c)
 {
+    take_back(c);
     c->state = CONNECTION_DOWN;
     if (c->source.fd < 0)
         return;
@@ -207,6 +222,7 @@ void connection_start(connection *c)
     }
     forget_talk(c);
     c->stranger = NULL;
+    c->started_ns = clock_ns();
     if (!start_unix(c))
         start_tcp(c);
 }
@@ -230,6 +246,7 @@ static void send_hello(connection *c)
         hello.features &= ~FEATURE_SEALS;
     memcpy(hello.id, c->shared->client_id, sizeof hello.id);
     snprintf(hello.software, sizeof hello.software, "fanin %s", fanin_version());
+    snprintf(hello.trace_id, sizeof hello.trace_id, "%s", c->shared->trace_id);
     if (c->shared->ucx_version)
         snprintf(hello.ucx_version, sizeof hello.ucx_version, "%s",
                  c->shared->ucx_version);
@@ -349,6 +366,7 @@ static void on_hello_ok(connection *c, message_type type, body *b)
     c->silent = false;
     c->generation++;
     c->state = CONNECTION_READY;
+    span_of_connection(c, c->shared->place, TRACE_CONNECT, c->started_ns, FANIN_OK);
 }
 
 static void dispatch(connection *c, const frame *f, body *b)
@@ -470,7 +488,7 @@ static void on_readable(connection *c)
     }
 }
 
-static void flush(connection *c)
+static void send_out(connection *c)
 {
     /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
        finds it, then the end of the stream. */
@@ -478,6 +496,17 @@ static void flush(connection *c)
         outgoing_clear(&c->out);
     bool is_sent = outgoing_is_empty(&c->out) && tls_unsent(c->tls) == 0;
     loop_want(c->shared->loop, &c->source, is_sent ? EPOLLIN : EPOLLIN | EPOLLOUT);
+}
+
+static void flush(connection *c)
+{
+    take_back(c);
+    send_out(c);
+}
+
+static void send_late(late_send *send)
+{
+    send_out((connection *)((char *)send - offsetof(connection, late)));
 }
 
 /* Over TCP, if there is a secret. False: it goes on later, or the connection is gone. */
@@ -562,6 +591,7 @@ uint64_t connection_next_request(connection *c)
 
 buffer *connection_out(connection *c)
 {
+    take_back(c);
     return &c->out.bytes;
 }
 
@@ -583,12 +613,14 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     flush(c);
 }
 
-void connection_tell(connection *c)
+void connection_tell(connection *c, bool late)
 {
     if (c->state != CONNECTION_READY)
         return;
     if (c->out.bytes.failed)
         fail_for_memory(c);
+    else if (late && c->shared->late)
+        late_sends_add(c->shared->late, &c->late);
     else
         flush(c);
 }
@@ -668,7 +700,7 @@ deadline connection_tick(connection *c)
     if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
         c->pinged = true;
         uint64_t request = connection_next_request(c);
-        encode_empty(&c->out.bytes, request, MSG_PING);
+        encode_empty(connection_out(c), request, MSG_PING);
         uint64_t heard = c->heard_ns;
         connection_ask(c, request, NULL, NULL); /* any byte is a sign of life */
         c->heard_ns = heard;

@@ -9,9 +9,11 @@
 
 #include "framing.h"
 #include "log.h"
+#include "net/late_sends.h"
 #include "net/loop.h"
 #include "socket.h"
 #include "tls.h"
+#include "trace.h"
 
 typedef struct connection connection;
 
@@ -32,12 +34,15 @@ typedef void (*reply_fn)(void *cookie, connection *c, message_type type, body *b
 typedef struct connection_shared {
     loop *loop;
     uint8_t client_id[16];
+    char trace_id[33]; /**< hexadecimal, for logs of both ends */
     bool no_unix, no_checksums, trust_containers, trust_other_users;
     uint32_t connect_ms, lost_ms;
     const char *ucx_version;
     logger log;
-    unsigned *told; /**< differences of neighbour.h that were logged */
-    tls_end *tls;   /**< over TCP; NULL: there is no secret */
+    unsigned *told;           /**< differences of neighbour.h that were logged */
+    const trace_place *place; /**< the pull that is under way */
+    tls_end *tls;             /**< over TCP; NULL: there is no secret */
+    late_sends *late;         /**< NULL: whoever sends does so himself */
 } connection_shared;
 
 /** @p address: as the caller gave it, for messages; @p tcp: resolved. FANIN_ERR_MEMORY. */
@@ -82,8 +87,9 @@ uint64_t connection_next_request(connection *c);
     reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
-/** The same of a frame that nobody answers. */
-void connection_tell(connection *c);
+/** The same of a frame that nobody answers. @p late: the thread of connection_shared.late sends it, if there is
+    one, which the caller wakes by late_sends_go() when all are told. */
+void connection_tell(connection *c, bool late);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
 /** Keeps the handler of @p request for more replies (watch). */

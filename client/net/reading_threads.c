@@ -4,6 +4,7 @@
 #include "cpu_quota.h"
 #include "frame.h"
 #include "thread.h"
+#include "trace.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -45,6 +46,16 @@ static void on_halt(loop_source *source, uint32_t events)
     (void)events;
 }
 
+/* A thread's part of a read, which ended. */
+static void trace_turn(uint64_t began)
+{
+    if (trace_on())
+        trace_add(&(trace_span){.began_ns = began,
+                                .ended_ns = clock_ns(),
+                                .name = TRACE_READER,
+                                .rank = -1});
+}
+
 static void *work(void *cookie)
 {
     reading_thread *t = cookie;
@@ -59,8 +70,10 @@ static void *work(void *cookie)
         reading_turn turn = t->turn;
         void *of = t->cookie;
         pthread_mutex_unlock(&all->lock);
+        uint64_t began = clock_ns();
         while (!atomic_load(&all->halted) && turn(of))
             loop_step(&t->loop, UINT64_MAX);
+        trace_turn(began);
         pthread_mutex_lock(&all->lock);
         t->turn = NULL;
         pthread_cond_signal(&all->rested);

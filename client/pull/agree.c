@@ -2,6 +2,7 @@
 #include "pull/agree.h"
 
 #include "error_set.h"
+#include "net/spans.h"
 #include "net/standing.h"
 #include "plan/plan.h"
 #include "pull/lease_round.h"
@@ -24,7 +25,7 @@ typedef struct asker {
     size_t peer;
     bool waiting, lost;
     uint64_t least; /* the step that was asked for, or a later one */
-    uint64_t request;
+    uint64_t request, asked_ns;
     uint64_t begins;      /* the catalog of which a lease was asked for; 0: none was */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
@@ -81,12 +82,21 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
     return true;
 }
 
+/* What it had asked has an end. */
+static void asked_until_now(const asker *a, const connection *c, fanin_status outcome)
+{
+    span_of_connection(c, &a->agreement->client->place, TRACE_WAIT, a->asked_ns,
+                       outcome);
+}
+
 /* A lease that the answer may still bring is given back before it is there. */
 static void stop_asking(agreement *g, size_t peer)
 {
     asker *a = &g->askers[peer];
     connection *c = g->client->peers[peer].control;
     connection_forget(c, a);
+    if (a->waiting)
+        asked_until_now(a, c, FANIN_ERR_TIMEOUT);
     if (a->waiting && a->begins && peer_ready(&g->client->peers[peer]))
         lease_refuse_begun(c, a->request);
     a->waiting = false;
@@ -114,9 +124,8 @@ static void keep_used(agreement *g, bool agreed)
 
 /* ------------------------------------------------------------------ asking */
 
-static void on_announced(void *cookie, connection *c, message_type type, body *b)
+static void take_announcement(asker *a, connection *c, message_type type, body *b)
 {
-    asker *a = cookie;
     announcement *n = &a->agreement->announced[a->peer];
     msg_wait_ok m;
     a->waiting = false;
@@ -153,6 +162,13 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
     a->refused = a->lost ? FANIN_OK : status;
 }
 
+static void on_announced(void *cookie, connection *c, message_type type, body *b)
+{
+    asker *a = cookie;
+    take_announcement(a, c, type, b);
+    asked_until_now(a, c, a->lost ? FANIN_ERR_CLOSED : a->refused);
+}
+
 /* The least step that does now. */
 static uint64_t wanted(const agreement *g)
 {
@@ -185,6 +201,7 @@ static void ask(asker *a)
     encode_wait(connection_out(c), a->request, &m);
     a->waiting = true;
     a->error = (fanin_error)FANIN_ERROR_INIT;
+    a->asked_ns = clock_ns();
     connection_ask(c, a->request, on_announced, a);
 }
 

@@ -3,9 +3,11 @@
 
 #include "device/devices.h"
 #include "error_set.h"
+#include "net/spans.h"
 #include "pull/early_lease.h"
 #include "pull/lease_round.h"
 #include "pull/plan_detail.h"
+#include "pull/pull_log.h"
 #include <inttypes.h>
 #include <string.h>
 
@@ -13,6 +15,16 @@ uint64_t lap(uint64_t *since)
 {
     uint64_t now = clock_ns(), passed = now - *since;
     *since = now;
+    return passed;
+}
+
+/* All parts of an attempt end here: lap(), trace and log told. */
+static uint64_t part_ended(const pull *p, trace_name name, fanin_status status,
+                           uint64_t *since)
+{
+    span_of_call(p->client, name, *since, status, NULL);
+    uint64_t passed = lap(since);
+    pull_log_part(p, name, status, passed);
     return passed;
 }
 
@@ -63,7 +75,7 @@ static fanin_status make_ready(pull *p, fanin_error *error)
     p->cache->lacks_rank = false;
     uint64_t clock = clock_ns();
     fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
-    info->connect_ns += lap(&clock);
+    info->connect_ns += part_ended(p, TRACE_CONNECT, status, &clock);
     p->missing = status != FANIN_OK;
     if (status == FANIN_OK && p->patient && deadline_passed(p->at))
         status = blame_silent(p, error);
@@ -80,17 +92,17 @@ static fanin_status make_ready(pull *p, fanin_error *error)
         plan_cache_drop(p->publication);
         tables_forget(p->publication);
     }
-    info->wait_ns += lap(&clock);
+    info->wait_ns += part_ended(p, TRACE_WAIT, status, &clock);
     if (status == FANIN_OK)
         status =
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
-    info->catalog_ns += lap(&clock);
+    info->catalog_ns += part_ended(p, TRACE_CATALOG, status, &clock);
     if (status == FANIN_OK)
         status = plan_cache_make(p->cache, client, p->publication, p->use,
                                  p->destination, p->at, error);
     if (p->cache->lacks_rank)
         look_for_more(p, there);
-    info->plan_ns += lap(&clock);
+    info->plan_ns += part_ended(p, TRACE_PLAN, status, &clock);
     return status;
 }
 
@@ -189,7 +201,7 @@ static fanin_status detail_plan(pull *p, plan_part *part, fanin_error *error)
     fanin_status status =
         plan_detail_make(part, p->client, p->publication, &p->goal, p->at, error);
     p->result->info.table_ns += p->goal.table_ns;
-    p->result->info.plan_ns += lap(&clock);
+    p->result->info.plan_ns += part_ended(p, TRACE_PLAN, status, &clock);
     return status;
 }
 
@@ -215,7 +227,7 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
     fanin_status status = check_size(p, error);
     if (status == FANIN_OK)
         status = look_at_ranges(p, error);
-    info->plan_ns += lap(&clock);
+    info->plan_ns += part_ended(p, TRACE_PLAN, status, &clock);
     p->goal.base = p->base;
     p->goal.plan = plan;
     p->goal.meanwhile = p->open_only ? NULL : detail_ahead;
@@ -223,7 +235,7 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status =
             path_prepare(client, p->publication, p->needed, &p->goal, p->at, error);
-    info->connect_ns += lap(&clock);
+    info->connect_ns += part_ended(p, TRACE_PATHS, status, &clock);
     info->map_ns += p->goal.map_ns;
     if (status == FANIN_OK)
         status = need_whole(p, error);
@@ -242,7 +254,7 @@ static fanin_status take_leases(pull *p, fanin_error *error)
     bool early = early_lease_holds(p);
     status = lease_round_begin(p->client, p->publication, p->announced, p->needed,
                                p->leases, p->at, error);
-    p->result->info.begin_ns += lap(&clock);
+    p->result->info.begin_ns += part_ended(p, TRACE_BEGIN, status, &clock);
     p->refused = status == FANIN_ERR_STALE;
     p->leased_ns = early ? p->early.since_ns : clock;
     p->cache->proven = p->cache->proven || status == FANIN_OK;
@@ -276,7 +288,7 @@ fanin_status attempt_begin(pull *p, bool *skip_out, fanin_error *error)
     p->base = NULL;
     status = d->agreed(d->cookie, p->publication->keys, &p->identity, &p->base,
                        skip_out, error);
-    p->result->info.write_ns += lap(&clock);
+    p->result->info.write_ns += part_ended(p, TRACE_WRITE, status, &clock);
     if (status == FANIN_OK && !*skip_out)
         status = take_leases(p, error);
     return status;
@@ -290,7 +302,7 @@ static fanin_status verify(pull *p, read_phase *r, fanin_error *error)
     uint64_t clock = clock_ns();
     fanin_status status = verify_run(r, p->at, error);
     p->final = r->final;
-    info->verify_ns += lap(&clock);
+    info->verify_ns += part_ended(p, TRACE_DIGEST, status, &clock);
     info->verified = status == FANIN_OK;
     return status;
 }
@@ -318,6 +330,7 @@ fanin_status attempt_read(pull *p, plan_part *part, fanin_error *error)
     status = read_phase_run(&r, p->at, error);
     p->final = r.final;
     info->read_ns += r.last_ns - r.first_ns;
+    pull_log_part(p, TRACE_READ, status, r.last_ns - r.first_ns);
     info->fixed_ns += r.last_ns - r.first_ns;
     if (status == FANIN_OK && p->options->verify)
         status = verify(p, &r, error);
@@ -333,6 +346,6 @@ fanin_status attempt_end(pull *p, fanin_error *error)
     uint64_t clock = clock_ns();
     fanin_status status =
         lease_round_end(p->client, p->publication, p->leases, p->at, error);
-    p->result->info.end_ns += lap(&clock);
+    p->result->info.end_ns += part_ended(p, TRACE_END, status, &clock);
     return status;
 }

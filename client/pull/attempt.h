@@ -67,6 +67,10 @@ fanin_status pull_until_good(pull *p, fanin_error *error);
 fanin_status pull_overtaken(pull *p, const fanin_error *why, fanin_error *error);
 /** Publishes, and fills the result. */
 fanin_status pull_complete(pull *p, fanin_error *error);
+/** Tells trace and log of the call, or of a session's begin: from started_ns until now. @p error: why it
+    failed, may be NULL. */
+void pull_ended(pull *p, trace_name name, fanin_status status,
+                const fanin_error *error);
 void pull_release(pull *p);
 
 #endif

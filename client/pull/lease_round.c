@@ -4,10 +4,14 @@
 #include "cma/rank_process.h"
 #include "error_set.h"
 #include "net/client_rules.h"
+#include "net/spans.h"
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* To wake a thread costs about as much as to tell two ranks: from so many on another one tells them. */
+#define LATE_FROM 4
 
 /* One rank's part of a round. */
 typedef struct turn {
@@ -15,6 +19,8 @@ typedef struct turn {
     reader_lease *lease; /* NULL: it is not asked */
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
     bool seen;           /* the rank's word says that the lease stands */
+    const fanin_client *client;
+    uint64_t asked_ns;
     fanin_error error;
 } turn;
 
@@ -73,12 +79,9 @@ static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadlin
 
 /* ------------------------------------------------------------------- begin */
 
-static void on_begun(void *cookie, connection *c, message_type type, body *b)
+static void take_begun(turn *t, connection *c, message_type type, body *b)
 {
-    turn *t = cookie;
     msg_begin_ok m;
-    --*t->left;
-    t->begin = 0;
     if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK) {
         connection_reply_error(c, "begin", type, b, &t->error);
         /* The next agreement finds out whether the others suffice without it. */
@@ -101,6 +104,15 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
+static void on_begun(void *cookie, connection *c, message_type type, body *b)
+{
+    turn *t = cookie;
+    --*t->left;
+    t->begin = 0;
+    take_begun(t, c, type, b);
+    span_of_connection(c, &t->client->place, TRACE_BEGIN, t->asked_ns, t->error.status);
+}
+
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                const announcement *announced, const bool *use,
                                reader_lease *leases, deadline at, fanin_error *error)
@@ -119,6 +131,8 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         turns[i] = (turn){.left = &left,
                           .lease = &leases[i],
                           .begin = request,
+                          .client = client,
+                          .asked_ns = clock_ns(),
                           .error = FANIN_ERROR_INIT};
         left++;
         msg_begin m = {.step = announced[i].step,
@@ -149,6 +163,7 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
                   "(it is at step %" PRIu64 " now)",
                   connection_peer(c)->rank, connection_text(c), m.step);
     }
+    span_of_connection(c, &t->client->place, TRACE_END, t->asked_ns, t->error.status);
 }
 
 /* By stream a lease may be void while its epoch stands, and rdma is another host's path. */
@@ -162,16 +177,39 @@ bool lease_has_word(const fanin_client *client, const publication *p, size_t pee
            rank_process_of(client, peer);
 }
 
-/* Looks at the words of all before anybody is told anything. Who was cancelled, or is late, hears so in the round. */
-static void look_at_words(fanin_client *client, const publication *p,
+/* Looks at the words of all before anybody is told anything: whether all have confirmed. Who was cancelled, or is late,
+   hears so in the round. */
+static bool look_at_words(fanin_client *client, const publication *p,
                           const reader_lease *leases, deadline at, turn *turns)
 {
+    bool all = true;
     if (atomic_load(&client->cancelled) || deadline_passed(at))
-        return;
-    for (size_t i = 0; i < client->n_peers; i++)
+        return false;
+    for (size_t i = 0; i < client->n_peers; i++) {
         turns[i].seen =
             lease_has_word(client, p, i, &leases[i]) &&
             cma_confirms(rank_process_of(client, i), leases[i].word, leases[i].epoch);
+        all = all && turns[i].seen == leases[i].held;
+    }
+    return all;
+}
+
+/* Whether a thread tells the ranks that the leases have ended, on which nothing of the result depends. */
+static bool may_be_late(fanin_client *client, const reader_lease *leases)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        n += leases[i].held;
+    if (n >= LATE_FROM && !client->shared.late)
+        client->shared.late = late_sends_create();
+    return n >= LATE_FROM && client->shared.late;
+}
+
+static void tell_end(connection *c, msg_end *m, bool late)
+{
+    m->quiet = true;
+    encode_end(connection_out(c), connection_next_request(c), m);
+    connection_tell(c, late);
 }
 
 fanin_status lease_round_end(fanin_client *client, const publication *p,
@@ -181,24 +219,29 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
-    look_at_words(client, p, leases, at, turns);
+    bool late =
+        look_at_words(client, p, leases, at, turns) && may_be_late(client, leases);
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
-        msg_end m = {.quiet = turns[i].seen};
+        msg_end m = {0};
         memcpy(m.token, leases[i].token, sizeof m.token);
         if (turns[i].seen) {
-            encode_end(connection_out(c), connection_next_request(c), &m);
-            connection_tell(c);
+            tell_end(c, &m, late);
             leases[i].held = false;
             continue;
         }
-        turns[i] =
-            (turn){.left = &left, .lease = &leases[i], .error = FANIN_ERROR_INIT};
+        turns[i] = (turn){.left = &left,
+                          .lease = &leases[i],
+                          .client = client,
+                          .asked_ns = clock_ns(),
+                          .error = FANIN_ERROR_INIT};
         left++;
         send_end(c, &m, on_ended, &turns[i]);
     }
+    if (late)
+        late_sends_go(client->shared.late);
     return run(client, turns, &left, at, "end", error);
 }
 

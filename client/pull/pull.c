@@ -3,8 +3,11 @@
 
 #include "convert.h"
 #include "error_set.h"
+#include "net/spans.h"
 #include "pull/attempt.h"
 #include "pull/lease_round.h"
+#include "pull/pull_log.h"
+#include "utf8.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -204,7 +207,10 @@ fanin_status pull_until_good(pull *p, fanin_error *error)
     fanin_error local = FANIN_ERROR_INIT;
     for (;;) {
         uint64_t began = clock_ns();
+        p->client->place.attempt++;
         fanin_status status = attempt(p, &local);
+        span_of_call(p->client, TRACE_ATTEMPT, began, status,
+                     status == FANIN_OK ? NULL : local.message);
         if (status == FANIN_OK)
             return status;
         bool again =
@@ -244,6 +250,7 @@ void pull_release(pull *p)
     free(p->versions);
     free(p->leases);
     fanin_result_free(&p->result);
+    p->client->place = (trace_place){0};
 }
 
 fanin_status pull_open(pull *p, fanin_error *error)
@@ -251,6 +258,7 @@ fanin_status pull_open(pull *p, fanin_error *error)
     uint64_t began = p->destination->started_ns;
     p->started_ns = began ? began : clock_ns();
     p->at = p->started_ns + (uint64_t)p->options->timeout_ms * 1000000;
+    p->client->place = (trace_place){.pull = trace_next_pull()};
     p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
     p->publication = tables_of(p->client, p->options->publication);
@@ -282,6 +290,8 @@ fanin_status pull_complete(pull *p, fanin_error *error)
     p->identity.transport_checksums = info->transport_checksums;
     if (p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
+    if (p->destination->publish)
+        span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
     info->write_ns += lap(&clock);
     info->step = p->identity.step;
     memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
@@ -294,6 +304,25 @@ fanin_status pull_complete(pull *p, fanin_error *error)
     return status;
 }
 
+void pull_ended(pull *p, trace_name name, fanin_status status, const fanin_error *error)
+{
+    if (name == TRACE_PULL || status != FANIN_OK)
+        pull_log_whole(p, status, error);
+    if (!trace_on())
+        return;
+    trace_span span = {.began_ns = p->started_ns,
+                       .ended_ns = clock_ns(),
+                       .bytes = p->bytes,
+                       .step = p->identity.step,
+                       .name = name,
+                       .rank = -1,
+                       .place = p->client->place,
+                       .outcome = status};
+    utf8_copy(span.about, sizeof span.about, p->options->publication);
+    trace_add(&span);
+    trace_settle(status != FANIN_OK);
+}
+
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
                       destination *d, fanin_result **result_out, fanin_error *error)
 {
@@ -303,6 +332,7 @@ fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
         status = pull_until_good(&p, error);
     if (status == FANIN_OK)
         status = pull_complete(&p, error);
+    pull_ended(&p, TRACE_PULL, status, error);
     if (status == FANIN_OK && result_out) {
         *result_out = p.result;
         p.result = NULL;

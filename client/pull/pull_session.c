@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "pull/attempt.h"
 #include "pull/lease_round.h"
+#include "pull/pull_log.h"
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -54,6 +55,7 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
     fanin_status status = pull_open(&s->pull, error);
     if (status == FANIN_OK)
         status = pull_until_good(&s->pull, error);
+    pull_ended(&s->pull, TRACE_OPEN, status, error);
     if (status != FANIN_OK) {
         close_pull(s);
         free(s);
@@ -186,6 +188,8 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
         status = pull_overtaken(p, &why, error);
     if (status == FANIN_OK)
         status = pull_complete(p, error);
+    pull_log_whole(p, status, error);
+    trace_settle(status != FANIN_OK);
     if (status == FANIN_OK && result_out) {
         *result_out = p->result;
         p->result = NULL;

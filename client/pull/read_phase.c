@@ -4,6 +4,7 @@
 #include "device/devices.h"
 #include "device/device_sink.h"
 #include "error_set.h"
+#include "net/spans.h"
 #include "pull/lease_round.h"
 #include <stdlib.h>
 
@@ -160,6 +161,38 @@ static void account(const phase *w)
     }
 }
 
+/* True times of each rank, whether it is through or not. */
+static void trace_ranks(const phase *w, fanin_status status)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; trace_on() && r->done_ns && i < r->plan->n_sources; i++) {
+        bool waits, done = r->done_ns[i] > 0;
+        void *reading = r->plan->reader_of[i] ? reading_of(w, i) : NULL;
+        if (reading)
+            span_of_rank(r->client, r->plan->peer_of[i], TRACE_READ, w->of->first_ns,
+                         done ? r->done_ns[i] : w->of->last_ns,
+                         r->plan->reader_of[i]->bytes(reading, i, &waits),
+                         done ? FANIN_OK : status);
+    }
+}
+
+/* The calling thread's. */
+static void trace_read(const phase *w, uint64_t scattered_before, fanin_status status)
+{
+    if (!trace_on())
+        return;
+    trace_add(
+        &(trace_span){.began_ns = w->of->first_ns,
+                      .ended_ns = w->of->last_ns,
+                      .bytes = status == FANIN_OK ? w->of->part->plan.plan->bytes : 0,
+                      .scatter_ns = w->of->result->info.scatter_ns - scattered_before,
+                      .name = TRACE_READ,
+                      .rank = -1,
+                      .place = w->of->client->place,
+                      .outcome = status});
+    trace_ranks(w, status);
+}
+
 /* A path that failed is not tried again on this connection unless it is forced. */
 static void avoid_failed(const phase *w)
 {
@@ -221,10 +254,12 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
     if (status == FANIN_OK)
         status = run(&w, at, error);
     r->last_ns = clock_ns();
+    uint64_t scattered = r->result->info.scatter_ns;
     if (status == FANIN_OK) {
         account(&w);
         r->part->took_ns = r->last_ns - r->first_ns;
     }
+    trace_read(&w, scattered, status);
     finish(&w, status);
     return status;
 }

@@ -2,8 +2,10 @@
 #include "certificates.h"
 #include "clock.h"
 #include "error_set.h"
+#include "library_table.h"
 #include "own_file.h"
 #include "pem.h"
+#include "thread.h"
 #include "tls_internal.h"
 
 #include <pthread.h>
@@ -13,6 +15,10 @@
 #include <sys/stat.h>
 
 #define LOOK_MS 1000
+/* After so long the log says that files do not answer. */
+#define SLOW_MS 1000
+/* How long the end of it all waits for a look: one at a file system that answers is over by then. */
+#define LEAVE_MS 500
 
 /* What tells that a file is another one than before. */
 typedef struct stamp {
@@ -26,12 +32,17 @@ struct certificates {
     const openssl *o;
     char *files[3]; /* certificate, key, authorities */
     identity is;
-    const logger *log;
-    pthread_mutex_t lock; /* of what follows */
-    SSL_CTX *context;
+    pthread_t thread; /* which alone uses these two: */
     stamp stamps[3];
-    bool is_told; /* that what is there now cannot be used */
-    deadline look_at;
+    bool is_told;         /* that what is there now cannot be used */
+    pthread_mutex_t lock; /* of what follows */
+    pthread_cond_t turn;  /* it has ended, or the thread has */
+    SSL_CTX *context;
+    const logger *log;
+    uint64_t looks_ns; /* since when the thread is with the files; 0: it is not */
+    bool slow_told;    /* that this takes long */
+    bool ended, left;  /* the owner's word, and the thread's */
+    bool is_alone;     /* the thread is the last who knows of it */
 };
 
 /* ------------------------------------------------------------------ the other */
@@ -130,45 +141,114 @@ static void look(const certificates *c, stamp out[3])
         }
 }
 
-/* Whether they were read, or why not, which is to be told: both at most once a change. The files may be
-   exchanged one after the other: what does not fit together yet is read again. */
-static bool renew(certificates *c, fanin_error *told)
+/* What was read, or why it was not: told once a change. The files may be exchanged one after the other: what
+   does not fit together yet is read again. With the lock: after the end, which takes it, the log is not told. */
+static void settle(certificates *c, const stamp now[3], SSL_CTX *context,
+                   const fanin_error *why)
+{
+    if (context) {
+        c->o->SSL_CTX_free(c->context); /* connections hold on to it */
+        c->context = context;
+        memcpy(c->stamps, now, sizeof c->stamps);
+        c->is_told = false;
+        log_write(c->log, FANIN_LOG_INFO, "certificates", "%s: read anew", c->files[0]);
+    } else if (!c->is_told) {
+        c->is_told = true;
+        log_write(c->log, FANIN_LOG_WARNING, "certificates",
+                  "new ones cannot be used, those read before stay: %s (%s)",
+                  why->message, why->remedy);
+    }
+}
+
+/* Takes as long as the files' file system does, without the lock, with which it is called and returns. */
+static void look_again(certificates *c)
 {
     stamp now[3];
     SSL_CTX *context = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
     identity is = c->is;
     const certificate_files files = {c->files[0], c->files[1], c->files[2]};
+    c->looks_ns = clock_ns();
+    pthread_mutex_unlock(&c->lock);
     look(c, now);
-    bool same = memcmp(now, c->stamps, sizeof now) == 0;
-    c->look_at = deadline_in_ms(LOOK_MS);
-    if (same)
-        return false;
-    fanin_status status = read_context(c->o, &files, &is, &context, told);
-    if (status == FANIN_OK) {
-        c->o->SSL_CTX_free(c->context); /* connections hold on to it */
-        c->context = context;
-        memcpy(c->stamps, now, sizeof now);
-        c->is_told = false;
-        return true;
+    bool is_other = memcmp(now, c->stamps, sizeof now) != 0;
+    if (is_other)
+        (void)read_context(c->o, &files, &is, &context, &why);
+    pthread_mutex_lock(&c->lock);
+    c->looks_ns = 0;
+    c->slow_told = false;
+    if (is_other && !c->ended)
+        settle(c, now, context, &why);
+    else if (context)
+        c->o->SSL_CTX_free(context);
+}
+
+static void wipe(certificates *c)
+{
+    if (c->context)
+        c->o->SSL_CTX_free(c->context);
+    for (int i = 0; i < 3; i++)
+        free(c->files[i]);
+    pthread_cond_destroy(&c->turn);
+    pthread_mutex_destroy(&c->lock);
+    free(c);
+}
+
+/* A thread of its own, for a file system that has gone away answers nobody, and cannot be waited for with a
+   deadline. It may so outlive the end, and uses nothing then that is not its own. */
+static void *watch(void *cookie)
+{
+    certificates *c = cookie;
+    pthread_mutex_lock(&c->lock);
+    while (!c->ended) {
+        const deadline next = deadline_in_ms(LOOK_MS);
+        while (!c->ended && condition_wait(&c->turn, &c->lock, next))
+            ;
+        if (!c->ended)
+            look_again(c);
     }
-    bool again = c->is_told;
-    c->is_told = true;
-    return !again;
+    c->left = true;
+    bool is_alone = c->is_alone;
+    pthread_cond_signal(&c->turn);
+    pthread_mutex_unlock(&c->lock);
+    if (is_alone)
+        wipe(c);
+    return NULL;
+}
+
+/* False: the thread is with the files for long, and ends it all when it comes back. */
+static bool end_thread(certificates *c)
+{
+    const pthread_t thread = c->thread; /* it may be the thread's to free below */
+    pthread_mutex_lock(&c->lock);
+    const deadline until = deadline_in_ms(LEAVE_MS);
+    c->ended = true;
+    pthread_cond_signal(&c->turn);
+    while (!c->left && condition_wait(&c->turn, &c->lock, until))
+        ;
+    bool left = c->left;
+    c->is_alone = !left;
+    pthread_mutex_unlock(&c->lock);
+    if (left)
+        pthread_join(thread, NULL);
+    else
+        pthread_detach(thread);
+    return left;
 }
 
 SSL *certificates_ssl(certificates *c)
 {
-    fanin_error why = FANIN_ERROR_INIT;
     pthread_mutex_lock(&c->lock);
-    bool tell = deadline_passed(c->look_at) && renew(c, &why);
     SSL *ssl = c->o->SSL_new(c->context);
+    bool is_slow = c->looks_ns > 0 && !c->slow_told &&
+                   clock_ns() - c->looks_ns > SLOW_MS * UINT64_C(1000000);
+    c->slow_told |= is_slow;
     pthread_mutex_unlock(&c->lock);
-    if (tell && why.status == FANIN_OK)
-        log_write(c->log, FANIN_LOG_INFO, "certificates", "%s: read anew", c->files[0]);
-    else if (tell)
+    if (is_slow)
         log_write(c->log, FANIN_LOG_WARNING, "certificates",
-                  "new ones cannot be used, those read before stay: %s (%s)",
-                  why.message, why.remedy);
+                  "the file system of %s, its key or authorities does not answer: what "
+                  "was read before stays until it does",
+                  c->files[0]);
     return ssl;
 }
 
@@ -179,32 +259,52 @@ const identity *certificates_identity(const certificates *c)
 
 /* ----------------------------------------------------------------------- life */
 
+/* Without what the files hold. */
+static fanin_status begin(certificates *c, const openssl *o,
+                          const certificate_files *files, const logger *log,
+                          fanin_error *error)
+{
+    const char *paths[3] = {files->cert, files->key, files->ca};
+    pthread_mutex_init(&c->lock, NULL);
+    condition_init(&c->turn);
+    c->o = o;
+    c->log = log;
+    for (int i = 0; i < 3; i++)
+        if (!(c->files[i] = strdup(paths[i])))
+            return error_set_memory(error);
+    return FANIN_OK;
+}
+
+static fanin_status begin_watch(certificates *c, fanin_error *error)
+{
+    const error_place place = {.remedy = "raise the limit of threads"};
+    pin_own_library(); /* the thread may still run when the library is unloaded */
+    if (worker_thread_start(&c->thread, watch, c))
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_LIMIT, &place,
+                     "cannot start the thread that looks at the file %s", c->files[0]);
+}
+
 fanin_status certificates_new(const openssl *o, const certificate_files *files,
                               const identity *wanted, const logger *log,
                               certificates **out, fanin_error *error)
 {
-    const char *paths[3] = {files->cert, files->key, files->ca};
-    *out = NULL;
     certificates *c = calloc(1, sizeof *c);
+    *out = NULL;
     if (!c)
         return error_set_memory(error);
-    pthread_mutex_init(&c->lock, NULL);
-    c->o = o;
-    c->is = *wanted;
-    c->log = log;
-    fanin_status status = FANIN_OK;
-    for (int i = 0; i < 3 && status == FANIN_OK; i++)
-        if (!(c->files[i] = strdup(paths[i])))
-            status = error_set_memory(error);
-    if (status == FANIN_OK)
+    fanin_status status = begin(c, o, files, log, error);
+    if (status == FANIN_OK) {
+        c->is = *wanted;
         look(c, c->stamps);
-    c->look_at = deadline_in_ms(LOOK_MS);
-    if (status == FANIN_OK)
         status = read_context(o, files, &c->is, &c->context, error);
+    }
+    if (status == FANIN_OK)
+        status = begin_watch(c, error);
     if (status == FANIN_OK)
         *out = c;
     else
-        certificates_free(&c);
+        wipe(c);
     return status;
 }
 
@@ -212,12 +312,6 @@ void certificates_free(certificates **c)
 {
     certificates *old = *c;
     *c = NULL;
-    if (!old)
-        return;
-    if (old->context)
-        old->o->SSL_CTX_free(old->context);
-    for (int i = 0; i < 3; i++)
-        free(old->files[i]);
-    pthread_mutex_destroy(&old->lock);
-    free(old);
+    if (old && end_thread(old))
+        wipe(old);
 }

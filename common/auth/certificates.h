@@ -21,19 +21,22 @@ typedef struct certificates certificates;
 
 /**
  * The files' texts are copied. @p wanted: who this end has to be; its job is filled in by what the
- * certificate says. @p log: lives as long. Blocks as reading files does.
+ * certificate says. @p log: lives as long. Blocks as reading files does. From then on a thread of its own looks
+ * at the files once a second and reads those that have changed; those that cannot be used are told in the log
+ * (event "certificates"), and what was read before stays.
  * own_file_read()'s errors; FANIN_ERR_ARGUMENT: a file holds something else, or a key of another certificate;
- * FANIN_ERR_AUTH: the certificate is somebody else's, or of another time; FANIN_ERR_MEMORY,
- * FANIN_ERR_INTERNAL. All name the file.
+ * FANIN_ERR_AUTH: the certificate is somebody else's, or of another time; FANIN_ERR_LIMIT: no
+ * thread; FANIN_ERR_MEMORY, FANIN_ERR_INTERNAL. All name the file.
  */
 fanin_status certificates_new(const openssl *o, const certificate_files *files,
                               const identity *wanted, const logger *log,
                               certificates **out, fanin_error *error);
+/** Waits half a second at most for a look at the files that is under way: the rest is left to the thread, which
+    tells nobody. */
 void certificates_free(certificates **c);
 
-/** A connection's, by what the files hold now: they are looked at, at most once a second. Those that cannot be
-    used are told in the log (event "certificates"), and what was read before stays. NULL: no memory. Thread:
-    any. Blocks as reading files does. */
+/** A connection's, by what was read last; if the files have not answered for a second, the log says so. NULL: no
+    memory. Thread: any. Does not block. */
 SSL *certificates_ssl(certificates *c);
 /** Who this end is, and who the other has to be. */
 const identity *certificates_identity(const certificates *c);

@@ -15,3 +15,11 @@ const char *library_table_read(void *handle, const library_function *functions,
     }
     return NULL;
 }
+
+void pin_own_library(void)
+{
+    static const char here;
+    Dl_info info;
+    if (dladdr(&here, &info) && info.dli_fname)
+        (void)dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+}

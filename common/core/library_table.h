@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Tables of the functions of libraries that are loaded at run time. */
+/** @file Libraries that are loaded at run time: tables of their functions; and staying loaded oneself. */
 #ifndef LIBRARY_TABLE_H
 #define LIBRARY_TABLE_H
 
@@ -15,5 +15,9 @@ typedef struct library_function {
     the library has not, static as @p functions are. */
 const char *library_table_read(void *handle, const library_function *functions,
                                size_t count, void *table);
+
+/** Keeps the file that holds this code mapped until the process ends, for what is still called
+    after the last call into the library. Thread: any. */
+void pin_own_library(void);
 
 #endif

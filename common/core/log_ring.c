@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "error_set.h"
+#include "log.h"
 #include "thread.h"
 #include "utf8.h"
 #include "versioned.h"
@@ -48,6 +49,11 @@ fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
     pthread_mutex_init(&ring->lock, NULL);
     *out = ring;
     return FANIN_OK;
+}
+
+fanin_log_level log_ring_level(const fanin_log_ring *ring)
+{
+    return ring->level;
 }
 
 void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event,

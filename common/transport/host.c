@@ -3,7 +3,6 @@
 #include "host.h"
 
 #include "ucx.h"
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -71,12 +70,4 @@ bool ucx_versions_match(const char *a, const char *b)
         return false;
     const size_t length = minor_end(a);
     return length > 0 && length == minor_end(b) && memcmp(a, b, length) == 0;
-}
-
-void pin_own_library(void)
-{
-    static const char here;
-    Dl_info info;
-    if (dladdr(&here, &info) && info.dli_fname)
-        (void)dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Which kernel and which namespaces this process lives in, and staying mapped in it. */
+/** @file Which kernel and which namespaces this process lives in. */
 #ifndef HOST_H
 #define HOST_H
 
@@ -11,9 +11,5 @@
  * "" where /proc does not tell. Thread: any. Does not block.
  */
 void host_id(char out[HOST_ID_SIZE]);
-
-/** Keeps the file that holds this code mapped until the process ends, for what is still called
-    after the last call into the library. Thread: any. */
-void pin_own_library(void);
 
 #endif

@@ -2,7 +2,7 @@
 #include "lookup.h"
 
 #include "error_set.h"
-#include "host.h"
+#include "library_table.h"
 #include "thread.h"
 #include <errno.h>
 #include <netdb.h>

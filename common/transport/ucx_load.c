@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "host.h"
 #include "library_table.h"
 #include "ucx_internal.h"
 #include <dlfcn.h>

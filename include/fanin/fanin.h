@@ -8,6 +8,7 @@
 #include <fanin/log.h>
 #include <fanin/objects.h>
 #include <fanin/server.h>
+#include <fanin/trace.h>
 #include <fanin/types.h>
 
 #endif

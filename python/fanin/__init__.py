@@ -15,6 +15,7 @@ from __future__ import annotations
 from ._library import __version__
 from ._sweep import sweep_adapter_directory
 from ._tensors import Box, PackedTensors, Shard, pack, shard_of
+from ._trace import trace
 from .client import (
     Client,
     Entry,
@@ -85,4 +86,5 @@ __all__ = [
     "publication_of",
     "shard_of",
     "sweep_adapter_directory",
+    "trace",
 ]

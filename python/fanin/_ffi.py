@@ -235,6 +235,7 @@ class ServerStats(Structure):
         ("held_up_ns_max", c_uint64),
         ("held_up_by", c_char * 64),
         ("drain_waits", c_uint64 * DRAIN_BUCKETS),
+        ("sends_waiting", c_uint64),
     ]
 
 
@@ -503,6 +504,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_log_ring_read": (_status, [_handle, c_uint32, POINTER(LogLine)]),
     "fanin_log_ring_close": (None, [_handle]),
     "fanin_log_ring_destroy": (None, [_handle_out]),
+    "fanin_trace_start": (_status, [c_char_p, _error]),
+    "fanin_trace_stop": (_status, [_error]),
     "fanin_server_config_init": (None, [POINTER(ServerConfig), c_size_t]),
     "fanin_server_create": (_status, [POINTER(ServerConfig), _handle_out, _error]),
     "fanin_server_port": (c_uint16, [_handle]),

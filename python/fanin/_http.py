@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fanin._otel import carried
 from fanin.errors import RequestError, status_name
 
 __all__ = ["FAILURES", "Reply", "ask_json", "base_url", "post_json"]
@@ -106,13 +107,13 @@ def ask_json(
 
     method: GET, POST. path: with its query. body: None: none is sent. deadline: by
     time.monotonic(). Ignores proxies of the environment: engines are in the same cluster. Blocks
-    at most until the deadline or a little longer; any thread. Raises one of FAILURES if there is
-    no answer.
+    at most until the deadline or a little longer; any thread. The current span of OpenTelemetry
+    goes along (``traceparent``). Raises one of FAILURES if there is no answer.
     """
     split = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
     connection = kind(split.hostname or "", split.port, timeout=_remaining(deadline))
-    headers = {"Accept": "application/json"}
+    headers = {**carried(), "Accept": "application/json"}
     content_sent = None
     if body is not None:
         headers["Content-Type"] = "application/json"

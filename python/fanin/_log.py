@@ -12,6 +12,11 @@ Levels: ERROR, WARNING and INFO lines always get as far as the loggers, which de
 ``logging.getLogger("fanin")`` is effectively at DEBUG when the first server or client is created::
 
     logging.getLogger("fanin").setLevel(logging.DEBUG)
+
+``FANIN_LOG=debug``, ``info`` or ``warn`` in the environment does so too, for the loggers below
+``fanin``, and has their lines shown where no handler shows them; ``FANIN_LOG=info,FILE`` appends
+them to a file. It is looked at with the first server or client, and says nothing where the program
+has given the logger ``fanin`` a level or a handler.
 """
 
 from __future__ import annotations
@@ -20,11 +25,14 @@ import atexit
 import ctypes
 import logging
 import os
+import stat
 import threading
+import time
 import traceback
 
 from . import _ffi
 from ._library import check, library, new_error, text
+from .errors import HostError, RequestError
 
 _LINES = 2048  # of 1 KiB, for each of the two rings
 _WAIT_MS = 3_600_000  # closing the ring ends the wait
@@ -101,6 +109,65 @@ class _Ring:
                 traceback.print_exc()
 
 
+_CHOICES = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING}
+_FORMAT = "%(asctime)s.%(msecs)03dZ %(name)s[%(process)d] %(levelname)s %(event)s: %(message)s"
+
+
+def _open_own(file: str) -> int:
+    """A file or pipe to append to, which is no link's and no other user's."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    except (OSError, ValueError) as error:
+        raise HostError.make(
+            f"cannot append to FANIN_LOG's file {file}: {error}",
+            "let FANIN_LOG name a file that can be written",
+        ) from error
+    there = os.fstat(descriptor)
+    if not stat.S_ISCHR(there.st_mode) and there.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        raise HostError.make(
+            f"FANIN_LOG's file {file} belongs to another user",
+            "let FANIN_LOG name a file of this user",
+        )
+    return descriptor
+
+
+class _Formatter(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.__dict__.setdefault("event", record.funcName)
+        return super().format(record)
+
+
+def _follow_environment() -> None:
+    """Sets the logger "fanin" up as FANIN_LOG says, unless the program has.
+
+    :raises RequestError: it says something else.
+    :raises HostError: the file cannot be written, or is another user's.
+    """
+    choice = os.environ.get("FANIN_LOG", "")
+    logger = logging.getLogger("fanin")
+    if not choice or logger.level != logging.NOTSET or logger.handlers:
+        return
+    level, comma, file = choice.partition(",")
+    if level not in _CHOICES or (comma and not file):
+        raise RequestError.make(
+            f"FANIN_LOG={choice} is not debug, info or warn, with or without a file after a comma",
+            "set it to debug, info or warn, or to such as info,FILE; or unset it",
+        )
+    handler: logging.Handler | None = None
+    if file:
+        handler = logging.StreamHandler(os.fdopen(_open_own(file), "a", encoding="utf-8"))
+    elif not logger.hasHandlers():
+        handler = logging.StreamHandler()
+    if handler:
+        handler.setFormatter(_Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S"))
+        logger.addHandler(handler)
+    logger.setLevel(_CHOICES[level])
+
+
 _lock = threading.Lock()
 _rings: dict[str, _Ring] = {}
 
@@ -120,6 +187,7 @@ def log_target(kind: str) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     with _lock:
         ring = _rings.get(kind)
         if ring is None:
+            _follow_environment()
             ring = _rings[kind] = _Ring(logging.getLogger(f"fanin.{kind}"))
             atexit.register(_stop, ring)
     return ctypes.cast(library().fanin_log_ring_write, ctypes.c_void_p), ring.handle

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -19,9 +20,13 @@ def names_of(target: type[Any], *own: str) -> set[str]:
 def handed_on(owner: str, target: type[Any], given: Mapping[str, Any], *own: str) -> dict[str, Any]:
     """*given*, each of which *target* takes and *owner* does not give it itself (*own*).
 
-    Raises TypeError naming the first that is none, as Python does of functions. Does not block.
+    Raises TypeError naming the first that is none, as Python does of functions, and what was meant
+    if that is near. Does not block.
     """
-    unknown = sorted(given.keys() - names_of(target, *own))
+    known = names_of(target, *own)
+    unknown = sorted(given.keys() - known)
     if unknown:
-        raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
+        near = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.6)
+        advice = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}{advice}")
     return dict(given)

@@ -29,6 +29,7 @@ from ._library import (
 )
 from ._log import log_target
 from ._named import Named
+from ._otel import Span, span
 from ._prepared import prepare
 from ._records import (
     Entry,
@@ -72,6 +73,18 @@ _T = TypeVar("_T")
 _Listeners = tuple[Callable[[int, int], None] | None, Callable[[PullProgress], None] | None]
 _Report = Callable[[Callable[[], None]], None]
 
+_PHASES = (
+    "connect",
+    "catalog",
+    "plan",
+    "wait",
+    "begin",
+    "read",
+    "scatter",
+    "end",
+    "write",
+    "verify",
+)
 _PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 # A cancelled call ends within moments; only a file system that hangs takes longer.
 _CLOSE_SECONDS = 10.0
@@ -83,6 +96,28 @@ def _set_max_bytes(options: _ffi.PullOptions, max_bytes: int | None) -> None:
     options.max_bytes = integer(max_bytes, "max_bytes", 64)
     if max_bytes == 0:
         raise RequestError.make("max_bytes is 0: nothing could be pulled", "leave it out")
+
+
+def _span_of(name: str, options: _ffi.PullOptions) -> Span:
+    """OpenTelemetry's of one pull; name: of the method."""
+    publication = options.publication.decode(errors="replace")
+    exact = options.rule == _ffi.STEP_EXACT
+    return span(
+        "fanin.pull",
+        call=name,
+        publication=publication,
+        run=publication.partition(":")[2],
+        step=options.step if exact else None,
+    )
+
+
+def _tell_span(told: Span, result: PullResult) -> None:
+    if not told.recording:
+        return
+    told.set(step=result.step, world=result.world_id, bytes=result.bytes, tensors=result.tensors)
+    told.set(ranks=len(result.ranks), path=result.path, reused=result.reused)
+    told.set(restarts=result.restarts, stale=result.stale)
+    told.set(**{f"{phase}_ms": 1e3 * getattr(result, phase) for phase in _PHASES})
 
 
 def _path(directory: str | os.PathLike[str]) -> bytes:
@@ -584,11 +619,14 @@ class Client(ClosableHandle):
                 use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
             )
 
-        try:
-            self._alone(name, call)
-            return pull_result(self._library, result)
-        finally:
-            self._library.fanin_result_free(ctypes.byref(result))
+        with _span_of(name, options) as told:
+            try:
+                self._alone(name, call)
+                done = pull_result(self._library, result)
+            finally:
+                self._library.fanin_result_free(ctypes.byref(result))
+            _tell_span(told, done)
+            return done
 
     def _tell(
         self,

@@ -14,9 +14,10 @@ The files are those of the RL trainer; this module reads their section ``[weight
     rank = 16                           name = "policy"
                                         alpha = 32.0
 
-A variable of the environment overrides the file's key. A key that is unknown, a value of the wrong
-kind and settings that contradict each other are a ConfigError that says where it is written and
-what to write instead.
+All three may name a launch's secret (``secret_file``), or a certificate (``tls_cert``, ``tls_key``,
+``tls_ca``). A variable of the environment overrides the file's key. A key that is unknown, a value
+of the wrong kind and settings that contradict each other are a ConfigError that says where it is
+written and what to write instead.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from fanin import _allowed
+from fanin._credentials import VARIABLES, Credentials
 from fanin.errors import FaninError, RequestError
 from fanin.info import addresses_of, is_loopback, is_numeric, is_path
 from fanin.names import AdapterName
@@ -50,6 +52,7 @@ __all__ = [
     "OrchestratorConfig",
     "TrainerConfig",
     "default_cache_dir",
+    "engine_credentials",
     "inference_config",
     "orchestrator_config",
     "trainer_config",
@@ -284,13 +287,15 @@ def _check_lora(root: Mapping[str, Any], keys: Sequence[_Key], file: str) -> Non
 
 
 class _Settings:
-    """Values of keys, each with the place that it comes from."""
+    """Values of keys, each with the place that it comes from. only: those of them to look at."""
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
         environ: Mapping[str, str],
         keys: Sequence[_Key],
+        *,
+        only: Sequence[_Key] = (),
     ) -> None:
         self.file = "" if path is None else str(path)
         self.root = {} if path is None else _load(path)
@@ -299,7 +304,7 @@ class _Settings:
         if path is not None:
             _check_section(self.root, keys, self.file)
             _check_lora(self.root, keys, self.file)
-        for key in keys:
+        for key in only or keys:
             self._take(key, environ)
 
     def _take(self, key: _Key, environ: Mapping[str, str]) -> None:
@@ -343,6 +348,51 @@ def _warn_of_misspelt(environ: Mapping[str, str], keys: Sequence[_Key]) -> None:
                 )
 
 
+# --------------------------------------------------------------- credentials
+
+_CREDENTIAL_KEYS = tuple(_Key(name, _text, variable) for name, variable in VARIABLES.items())
+_ONE_OF_THEM = (
+    "give one of them: secret_file (FANIN_SECRET_FILE), or tls_cert, tls_key and tls_ca"
+    " (FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA)"
+)
+
+
+def _join_credentials(settings: _Settings) -> None:
+    """Makes one value of the four, once they are known to fit."""
+    given = {name: settings.values.pop(name) for name in VARIABLES if name in settings.values}
+    for name, path in given.items():
+        # The environment is the process' own, and so is its directory; a file is read by several.
+        if (
+            settings.places[name] != f"environment: {VARIABLES[name]}"
+            and not Path(path).is_absolute()
+        ):
+            raise settings.bad(name, f"{path!r} is no absolute path", "give the whole path")
+    tls = [name for name in given if name != "secret_file"]
+    if tls and "secret_file" in given:
+        problem = f"a launch's secret, and {settings.places[tls[0]]} a certificate"
+        raise settings.bad("secret_file", problem, _ONE_OF_THEM)
+    missing = [name for name in VARIABLES if name != "secret_file" and name not in given]
+    if tls and missing:
+        raise settings.bad(
+            tls[0],
+            f"{missing[0]} is missing beside it",
+            "give all three: tls_cert, tls_key and tls_ca"
+            " (FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA)",
+        )
+    settings.values["credentials"] = Credentials(**given)
+
+
+def engine_credentials(environ: Mapping[str, str] = os.environ) -> Credentials:
+    """The secret or certificate of this engine: as :func:`inference_config` says, of which nothing
+    else is looked at. Blocks for reading the file; any thread. Raises ConfigError.
+    """
+    path = environ.get("FANIN_CONFIG", "").strip() or None
+    settings = _Settings(path, environ, _INFERENCE_KEYS, only=_CREDENTIAL_KEYS)
+    _join_credentials(settings)
+    result: Credentials = settings.values["credentials"]
+    return result
+
+
 # ------------------------------------------------------------------- trainer
 
 _TRAINER_KEYS = (
@@ -360,6 +410,7 @@ _TRAINER_KEYS = (
     _Key("snapshot", _switch, "FANIN_SNAPSHOT"),
     _Key("cast", _dtype, "FANIN_CAST"),
     _Key("port_by", _choice("global", "local"), "FANIN_PORT_BY"),
+    *_CREDENTIAL_KEYS,
     _Key("lora_name", _prefix, None, ("model", "lora"), "name"),
     _Key("lora_alpha", _number(1e-9, 1e9, ""), None, ("model", "lora"), "alpha"),
 )
@@ -377,7 +428,8 @@ class TrainerConfig:
     None: by its CPUs. stranger_share, own_share, nice: see fanin.Server.
     snapshot: publish copies. cast: dtype of snapshots, "BF16",
     "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
-    the trainer's file says of its adapter, None: nothing.
+    the trainer's file says of its adapter, None: nothing. credentials: the secret or certificate
+    that readers over a network are asked for.
     """
 
     port: int = 6000
@@ -396,6 +448,7 @@ class TrainerConfig:
     port_by: str = "global"
     lora_name: str | None = None
     lora_alpha: float | None = None
+    credentials: Credentials = Credentials()
 
     def server_arguments(self) -> dict[str, Any]:
         """Keyword arguments of fanin.torch.AdapterServer that say the same."""
@@ -414,6 +467,7 @@ class TrainerConfig:
             "snapshot": self.snapshot,
             "cast": self.cast,
             "port_by": self.port_by,
+            **self.credentials.arguments(),
         }
 
 
@@ -434,12 +488,13 @@ def trainer_config(
     path: the file, None: variables and defaults only. Variables: FANIN_PORT,
     FANIN_SERVER_NAME, FANIN_BIND, FANIN_ADVERTISE, FANIN_ALLOW, FANIN_TRUSTED_NETWORK,
     FANIN_LEASE, FANIN_DATA_THREADS, FANIN_STRANGER_SHARE, FANIN_OWN_SHARE, FANIN_NICE,
-    FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for reading the file; any thread. Raises
-    ConfigError.
+    FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY,
+    FANIN_TLS_CA. Blocks for reading the file; any thread. Raises ConfigError.
     """
     settings = _Settings(path, environ, _TRAINER_KEYS)
     _warn_of_misspelt(environ, _TRAINER_KEYS)
     _require_lora(settings)
+    _join_credentials(settings)
     config = TrainerConfig(**settings.values)
     if config.cast is not None and not config.snapshot:
         raise settings.bad(
@@ -468,6 +523,7 @@ _ORCHESTRATOR_KEYS = (
     _Key("server_name", _text, "FANIN_SERVER_NAME"),
     _Key("lora_name", _prefix, "FANIN_LORA_NAME", ("model", "lora"), "name"),
     _Key("lora_alpha", _number(1e-9, 1e9, ""), "FANIN_LORA_ALPHA", ("model", "lora"), "alpha"),
+    *_CREDENTIAL_KEYS,
 )
 
 
@@ -478,6 +534,7 @@ class OrchestratorConfig:
     engines: URLs; may be empty, if the orchestrator has its own list. timeout: seconds for one
     update of all engines. server_name: the job's name, None: any. lora_name: prefix of the
     adapters' names. lora_alpha: PEFT's alpha, which must be the trainer's, None: not checked.
+    credentials: what the trainer is asked with, whose arguments() EnginePool takes.
     """
 
     lora_name: str
@@ -485,6 +542,7 @@ class OrchestratorConfig:
     timeout: float = 60.0
     server_name: str | None = None
     lora_alpha: float | None = None
+    credentials: Credentials = Credentials()
 
 
 def orchestrator_config(
@@ -494,12 +552,14 @@ def orchestrator_config(
 
     path: the file, None: variables and defaults only. Variables: FANIN_ENGINES (URLs,
     comma-separated), FANIN_UPDATE_TIMEOUT, FANIN_SERVER_NAME, FANIN_LORA_NAME,
-    FANIN_LORA_ALPHA. Blocks for reading the file; any thread. Raises ConfigError.
+    FANIN_LORA_ALPHA, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA. Blocks for
+    reading the file; any thread. Raises ConfigError.
     """
     settings = _Settings(path, environ, _ORCHESTRATOR_KEYS)
     _warn_of_misspelt(environ, _ORCHESTRATOR_KEYS)
     _require_lora(settings)
     settings.require("lora_name", "engines know the adapter by it: give it a name")
+    _join_credentials(settings)
     return OrchestratorConfig(**settings.values)
 
 
@@ -520,6 +580,7 @@ _INFERENCE_KEYS = (
     _Key("newest", _switch, "FANIN_NEWEST"),
     _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
     _Key("spare_file", _switch, "FANIN_SPARE_FILE"),
+    *_CREDENTIAL_KEYS,
 )
 
 _ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
@@ -540,7 +601,8 @@ class InferenceConfig:
     request to load an adapter that says no step gets the newest. landing: "slot", straight into the
     layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
     in host memory. spare_file: pulls into directories have the next one's file made beforehand,
-    where there is memory for it.
+    where there is memory for it. credentials: the secret or certificate for trainers over a
+    network; nothing: the secret that the trainer's nixl_info.json names, if it does.
     """
 
     trainer: str | None
@@ -557,6 +619,7 @@ class InferenceConfig:
     newest: bool = False
     landing: str = "auto"
     spare_file: bool = True
+    credentials: Credentials = Credentials()
 
 
 def default_cache_dir() -> Path:
@@ -573,7 +636,8 @@ def inference_config(
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
     FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_ALLOW_TRAINERS, FANIN_NEWEST, FANIN_LANDING,
-    FANIN_SPARE_FILE. Blocks for reading the file; any thread. Raises ConfigError.
+    FANIN_SPARE_FILE, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA. Blocks for
+    reading the file; any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -585,6 +649,7 @@ def inference_config(
             "write enable_lora = true",
             key="enable_lora",
         )
+    _join_credentials(settings)
     return InferenceConfig(
         trainer=settings.get("trainer", None),
         server_name=settings.get("server_name", None),
@@ -600,6 +665,7 @@ def inference_config(
         newest=settings.get("newest", False),
         landing=settings.get("landing", "auto"),
         spare_file=settings.get("spare_file", True),
+        credentials=settings.values["credentials"],
     )
 
 
@@ -621,8 +687,8 @@ def validate_together(
     """Whether the parts of one job fit; parts that are None are not looked at.
 
     Raises ConfigError naming the key, the values and whose they are, if server names, LoRA alphas
-    or adapters' names differ, or if the engines are told an address that the trainer does not
-    listen on. Does not block; any thread.
+    or adapters' names differ, if one has a secret and another one a certificate, or if the engines
+    are told an address that the trainer does not listen on. Does not block; any thread.
     """
     _same(
         "server_name",
@@ -648,6 +714,15 @@ def validate_together(
             "inference's prefix": inference and inference.prefix,
         },
         "make them equal, or leave out the prefix",
+    )
+    _same(
+        "what all show each other",
+        {
+            "trainer": trainer and trainer.credentials.kind,
+            "orchestrator": orchestrator and orchestrator.credentials.kind,
+            "inference": inference and inference.credentials.kind,
+        },
+        "give all parts of the job the launch's secret, or all of them certificates",
     )
     _check_reach(trainer, inference)
 

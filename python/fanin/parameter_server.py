@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fanin._credentials import VARIABLES
 from fanin._options import handed_on
 from fanin._tensors import TORCH_DTYPES, Shard, shard_of
 from fanin.config import trainer_config
@@ -152,7 +153,8 @@ class ParameterServer:
     ) -> None:
         own = ("world_id", "rank", "world_size", "base_port", "open", "use_ucx")
         more = handed_on("ParameterServer", Server, more, *own)
-        environ = {**os.environ, "FANIN_CAST": ""}
+        # What the server itself finds in the environment is not for this to judge.
+        environ = {**os.environ, "FANIN_CAST": "", **dict.fromkeys(VARIABLES.values(), "")}
         given = {
             "FANIN_BIND": bind,
             "FANIN_ALLOW": allow,

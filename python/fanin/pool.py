@@ -27,6 +27,7 @@ from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, post_json
 from fanin._options import handed_on
+from fanin._otel import carry, span
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -457,14 +458,19 @@ class EnginePool:
                 f"stragglers {stragglers!r} is not 0 or above", "give seconds, or None"
             )
         wanted = self._parse(lora_name, step)
-        info = _trainer(weight_dir, deadline)
-        name = self._name(wanted, lora_name, step, info)
-        flight = _Flight(deadline, stop, info.world_id)
-        flight.set(name)
-        try:
-            return _Update(self, info, flight, name, started, stragglers).run()
-        finally:
-            flight.end()
+        with span("fanin.update", step=step, engines=len(self.engines)) as told:
+            info = _trainer(weight_dir, deadline)
+            name = self._name(wanted, lora_name, step, info)
+            told.set(run=name.run, lora_name=str(name))
+            flight = _Flight(deadline, stop, info.world_id)
+            flight.set(name)
+            try:
+                result = _Update(self, info, flight, name, started, stragglers).run()
+            finally:
+                flight.end()
+            told.set(step=result.step, lora_name=result.lora_name, superseded=result.superseded)
+            told.set(loaded=len(result.seconds), failed=len(result.failures))
+            return result
 
     def _parse(self, lora_name: str | None, step: int) -> AdapterName | None:
         """Finds what is wrong with the arguments before anything is waited for."""
@@ -529,13 +535,26 @@ class EnginePool:
         def drive() -> None:
             failure: EngineFailure | None
             try:
-                failure = self._persist(engine, path, body, name, flight)
+                failure = self._told(engine, path, body, name, flight)
             except BaseException as error:  # a bug must not look like an engine that hangs
                 failure = EngineFailure(engine, None, "FANIN_ERR_INTERNAL", repr(error))
             results.put(_Outcome(engine, name, failure, time.monotonic()))
 
         # Daemons: a name server or an engine that hangs must not hold up the process's end.
-        threading.Thread(target=drive, name=f"fanin-pool {engine}", daemon=True).start()
+        threading.Thread(target=carry(drive), name=f"fanin-pool {engine}", daemon=True).start()
+
+    def _told(
+        self, engine: str, path: str, body: Any, name: AdapterName | None, flight: _Flight
+    ) -> EngineFailure | None:
+        """:meth:`_persist`, as a span."""
+        with span("fanin.post", "client", engine=engine, route=path) as told:
+            if name is not None:
+                told.set(run=name.run, step=name.step, lora_name=str(name))
+            failure = self._persist(engine, path, body, name, flight)
+            if failure is not None:
+                told.set(attempts=failure.attempts, status=failure.status)
+                told.fail(failure.code or "no code", str(failure))
+            return failure
 
     def _persist(
         self, engine: str, path: str, body: Any, name: AdapterName | None, flight: _Flight

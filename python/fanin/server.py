@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from ._library import (
     world_id_bytes,
 )
 from ._log import log_target
+from ._metrics_page import MetricsPage
 from ._tensors import PackedTensors, Shard, pack
 from .errors import ProcessError, RequestError, StateError
 
@@ -248,6 +250,7 @@ class Server(ClosableHandle):
         )
         check(status, error)
         self._handle = handle
+        self._pages: list[MetricsPage] = []
         self._port = int(self._library.fanin_server_port(handle))
         _open.add(self)
 
@@ -543,6 +546,32 @@ class Server(ClosableHandle):
                 return content
             size = length + 256
 
+    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> MetricsPage:
+        """Answers ``GET /metrics`` with :meth:`prometheus`, until the server or the page is closed.
+
+        A thread of its own sleeps but for scrapes, of which those within a second get the same
+        page; a scraper that is slow or says nothing holds nobody up, and is dropped after 5 s.
+        Everybody who can reach *host* may ask: there is no secret in it, but names of runs and the
+        address of whoever held an update up.
+
+        :param host: numeric address to listen on.
+        :param port: 0: one that the system chooses; ``address`` of what is returned tells it.
+        :raises OSError: it cannot listen there.
+        :raises StateError: the server is closed.
+        """
+        self.prometheus()
+        server = weakref.ref(self)
+
+        def page() -> str:
+            me = server()
+            if me is None:
+                raise StateError.make("the server is closed")
+            return me.prometheus()
+
+        made = MetricsPage(page, host, port)
+        self._pages.append(made)
+        return made
+
     def _prometheus(self, size: int) -> tuple[str, int]:
         """What fits into *size* bytes, and the length of it all."""
         buffer, length = ctypes.create_string_buffer(size), ctypes.c_size_t()
@@ -586,6 +615,8 @@ class Server(ClosableHandle):
         if handle is None:
             return
         _open.discard(self)
+        while self._pages:
+            self._pages.pop().close()
         self._library.fanin_server_destroy(ctypes.byref(handle), drain_ms)
         self._owners.clear()
         self._transit.clear()

@@ -147,7 +147,7 @@ static void notify(struct control *c)
         more = changes_take(c->server, &c->changes);
         for (session *s = c->sessions, *next; s; s = next) {
             next = s->next;
-            if (s->n_waits + s->n_watches == 0 || s->resting)
+            if (s->n_waits + s->n_watches == 0 || s->turn.waits)
                 continue;
             work_begin(s);
             bool says = !must_rest(s) && waits_answer(s, &c->changes);

@@ -93,7 +93,7 @@ void session_serve(session *s)
     work_begin(s);
     while (next_frame(s))
         if (++taken % FRAMES_A_LOOK == 0)
-            work_charge(s);
+            work_look(s);
     session_send(s);
     work_charge(s);
     session_note_due(s);
@@ -139,7 +139,7 @@ void session_take_turn(session *s)
 /* Waits and watches, and bytes on data connections, show that somebody is there. */
 static deadline idle_deadline(const session *s)
 {
-    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || s->resting)
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || s->turn.waits)
         return UINT64_MAX;
     return s->idle;
 }
@@ -147,12 +147,12 @@ static deadline idle_deadline(const session *s)
 /* Bytes that come one by one are no sign of life. */
 static deadline begun_deadline(const session *s)
 {
-    return s->phase == SESSION_OPEN && !s->resting ? s->begun_at : UINT64_MAX;
+    return s->phase == SESSION_OPEN && !s->turn.waits ? s->begun_at : UINT64_MAX;
 }
 
 static deadline session_due(const session *s)
 {
-    bool waits = s->phase == SESSION_HELLO && s->resting;
+    bool waits = s->phase == SESSION_HELLO && s->turn.waits;
     deadline at = s->phase == SESSION_OPEN || waits ? UINT64_MAX : s->due;
     at = deadline_sooner(at, s->stalled_at);
     at = deadline_sooner(at, begun_deadline(s));
@@ -187,9 +187,9 @@ void session_expire(session *s)
         session_close(s, "it took no bytes for 10 s");
     } else if (s->phase == SESSION_CLOSING && deadline_passed(s->due)) {
         session_close(s, NULL);
-    } else if (s->tls && !s->secured && !s->resting && deadline_passed(s->due)) {
+    } else if (s->tls && !s->secured && !s->turn.waits && deadline_passed(s->due)) {
         session_close(s, "no TLS handshake within 2 s");
-    } else if (s->phase == SESSION_HELLO && !s->resting && deadline_passed(s->due)) {
+    } else if (s->phase == SESSION_HELLO && !s->turn.waits && deadline_passed(s->due)) {
         session_reject(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
         session_serve(s);
     } else if (deadline_passed(begun_deadline(s))) {

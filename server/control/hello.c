@@ -88,8 +88,10 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
     s->phase = SESSION_OPEN;
     s->in.longest = LIMIT_REQUEST;
     s->idle = deadline_in_ms(server->idle_ms);
-    peer_log(server, s->from, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,
-             m->software, m->trace_id[0] ? ", trace " : "", m->trace_id);
+    if (m->trace_id[0])
+        snprintf(s->trace, sizeof s->trace, ", trace %s", m->trace_id);
+    peer_log(server, s->from, FANIN_LOG_INFO, "session-open", "%s: %s%s", s->peer,
+             m->software, s->trace);
     reply_hello(s, request, m, in, s->reader->id);
 }
 

@@ -31,60 +31,53 @@ void work_charge(session *s)
     c->mark = now;
 }
 
-static void append(struct control *c, session *s)
+void work_look(session *s)
 {
-    s->resting = true;
-    s->next_resting = NULL;
-    if (c->last_resting)
-        c->last_resting->next_resting = s;
-    else
-        c->first_resting = s;
-    c->last_resting = s;
-    if (c->rest_until == UINT64_MAX)
-        c->rest_until = deadline_in_ms(REST_MS);
+    work_charge(s);
+    s->control->served = NULL;
+}
+
+/* Whether it has to wait for others of all strangers. */
+static bool is_behind(const session *s)
+{
+    const struct control *c = s->control;
+    return c->crowded && c->served != s && !s->from->has_proven;
 }
 
 bool must_rest(session *s)
 {
-    fanin_server *server = s->control->server;
-    if (s->resting || !is_counted(s) || !peer_must_rest(server, s->from))
-        return s->resting;
-    append(s->control, s);
-    atomic_fetch_add(&server->rests, 1);
+    struct control *c = s->control;
+    if (s->turn.waits || !is_counted(s) ||
+        !(is_behind(s) || peer_must_rest(c->server, s->from)))
+        return s->turn.waits;
+    turns_append(&c->resting, &s->turn, s, s->from);
+    c->crowded = c->crowded || strangers_must_rest(c->server);
+    if (c->rest_until == UINT64_MAX)
+        c->rest_until = deadline_in_ms(REST_MS);
+    atomic_fetch_add(&c->server->rests, 1);
     return true;
 }
 
 void rest_leave(session *s)
 {
-    struct control *c = s->control;
-    session *before = NULL, *at = c->first_resting;
-    for (; at && at != s; at = at->next_resting)
-        before = at;
-    s->resting = false;
-    if (!at)
-        return;
-    if (before)
-        before->next_resting = s->next_resting;
-    else
-        c->first_resting = s->next_resting;
-    if (c->last_resting == s)
-        c->last_resting = before;
+    turns_leave(&s->control->resting, &s->turn);
+}
+
+static bool may_go_on(void *server, void *of)
+{
+    return !peer_must_rest(server, ((const session *)of)->from);
 }
 
 void rest_turns(struct control *c, void (*turn)(session *))
 {
-    session *s = c->first_resting, *next;
-    c->first_resting = c->last_resting = NULL;
-    c->rest_until = UINT64_MAX;
-    for (; s; s = next) {
-        next = s->next_resting;
-        if (s->phase == SESSION_DEAD)
-            continue;
-        if (peer_must_rest(c->server, s->from)) {
-            append(c, s);
-        } else {
-            s->resting = false;
-            turn(s);
-        }
+    session *s;
+    /* Who goes on and has to rest again has its next turn later: others wait for the thread too. */
+    size_t most = c->resting.n;
+    while (most-- > 0 && (s = turns_next(&c->resting, may_go_on, c->server))) {
+        c->served = s;
+        turn(s);
     }
+    c->served = NULL;
+    c->crowded = c->resting.n > 0 && strangers_must_rest(c->server);
+    c->rest_until = c->resting.n > 0 ? deadline_in_ms(REST_MS) : UINT64_MAX;
 }

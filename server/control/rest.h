@@ -10,6 +10,8 @@
 void work_begin(session *s);
 /** ... and was so until now; it goes on. */
 void work_charge(session *s);
+/** As work_charge() after some requests: where others wait its turn is over. */
+void work_look(session *s);
 /** Whether its requests have to wait: then it rests from now on. */
 bool must_rest(session *s);
 /** Takes it out of the queue of those that rest, if it is there. */

@@ -33,7 +33,6 @@ static session *make(struct control *c, int fd, const socket_address *peer,
     if (!s)
         return NULL;
     s->control = c;
-    s->from = from;
     s->fd = fd;
     s->is_unix = peer->storage.ss_family == AF_UNIX;
     s->secured = s->is_unix; /* the kernel says who is there */
@@ -50,6 +49,8 @@ static session *make(struct control *c, int fd, const socket_address *peer,
         free(s);
         return NULL;
     }
+    s->from = from;
+    from->held++;
     s->next = c->sessions;
     if (c->sessions)
         c->sessions->previous = s;
@@ -111,7 +112,7 @@ static void leave(session *s)
 {
     struct control *c = s->control;
     fanin_server *server = c->server;
-    if (s->resting)
+    if (s->turn.waits)
         rest_leave(s);
     if (s->previous)
         s->previous->next = s->next;
@@ -146,8 +147,8 @@ void session_close(session *s, const char *why)
     if (s->phase == SESSION_DEAD)
         return;
     if (why)
-        peer_log(s->control->server, s->from, FANIN_LOG_INFO, "session-close", "%s: %s",
-                 s->peer, why);
+        peer_log(s->control->server, s->from, FANIN_LOG_INFO, "session-close",
+                 "%s: %s%s", s->peer, why, s->trace);
     leave(s);
     /* A forked child may hold a copy of the descriptor: closing alone would neither end the
        connection nor take it out of the epoll set. */
@@ -161,6 +162,7 @@ void session_close(session *s, const char *why)
 void session_free(session *s)
 {
     memory_account(s->control->server, s->from, &s->memory, 0);
+    s->from->held--;
     framing_free(&s->in);
     outgoing_free(&s->out);
     tls_free(&s->tls);
@@ -230,7 +232,7 @@ static void update_interest(session *s)
 {
     bool waits = !outgoing_is_empty(&s->out) || tls_unsent(s->tls) > 0;
     uint32_t interest = waits ? EPOLLOUT : 0;
-    if (outgoing_left(&s->out) < OUTPUT_PAUSE && !s->resting)
+    if (outgoing_left(&s->out) < OUTPUT_PAUSE && !s->turn.waits)
         /* What TLS has received already the socket does not tell: its room wakes the thread. */
         interest |= tls_pending(s->tls) ? EPOLLIN | EPOLLOUT : EPOLLIN;
     if (interest == s->interest)

@@ -5,6 +5,7 @@
 
 #include "control/changes.h"
 #include "core/admission.h"
+#include "core/peer_turns.h"
 #include "framing.h"
 #include "outgoing.h"
 #include "tls.h"
@@ -41,7 +42,7 @@ typedef struct watch {
 } watch;
 
 typedef struct session {
-    struct session *previous, *next, *next_resting;
+    struct session *previous, *next;
     struct control *control;
     int fd;
     tls *tls;              /**< NULL: there is none, or not yet */
@@ -53,6 +54,7 @@ typedef struct session {
     peer_share *from;
     bool has_cma; /**< has opened cma: it is told words */
     char peer[64], ucx_version[32];
+    char trace[136];   /**< ", trace ID" of its hello, for the log; "": none */
     uint64_t features; /**< that both ends have */
     session_phase phase;
     deadline due; /**< of the phase: hello's, or the end's */
@@ -64,8 +66,9 @@ typedef struct session {
     framing in;          /**< says whether frames of both directions have checksums */
     outgoing out;
     size_t memory;
-    bool shut, resting; /**< resting: rest.h */
-    reader *reader;     /**< once open */
+    bool shut;
+    peer_turn turn; /**< it rests while it waits for one: rest.h */
+    reader *reader; /**< once open */
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];
@@ -87,8 +90,11 @@ struct control {
     uint64_t mark;       /**< CPU time at work_begin() */
     bucket accepts;      /**< CPU time of what comes by TCP */
     deadline tcp_until;  /**< until then nothing is accepted there; UINT64_MAX: it is */
-    session *sessions, *dead, *first_resting, *last_resting;
-    changes changes; /**< what waits and watches are being answered by */
+    session *sessions, *dead;
+    peer_turns resting;    /**< sessions: rest.h */
+    bool crowded;          /**< ... and all strangers together have had their share */
+    const session *served; /**< whose turn it is of those; NULL: it is over */
+    changes changes;       /**< what waits and watches are being answered by */
 };
 
 /** Takes @p fd. No memory: the descriptor is closed and dismissed. */

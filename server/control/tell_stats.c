@@ -3,7 +3,7 @@
    leases of them. */
 #include "control/reply.h"
 #include "control/requests.h"
-#include "core/peer.h"
+#include "core/peer_work.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -90,6 +90,9 @@ static void add_counters(const fanin_server *server, msg_stats_ok *m)
     m->leases = server->n_leases;
     m->bytes_streamed = s->bytes_streamed;
     m->drain_wait_ns_max = s->drain_wait_ns_max;
+    m->drain_wait_ns_total = s->drain_wait_ns_total;
+    m->cpu_ns = thread_cpu_ns();
+    m->sends_waiting = s->sends_waiting;
     memcpy(m->drain_waits, s->drain_waits, sizeof m->drain_waits);
 }
 

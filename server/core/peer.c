@@ -61,7 +61,7 @@ static uint64_t remembered_until(const peer_share *p)
     return work > lines ? work : lines;
 }
 
-/* If there are too many, the one that has no connection and least to be remembered makes room. */
+/* If there are too many, the one that has no connection, is of no session that is told why it is refused, and has least to be remembered makes room. */
 static void make_room(fanin_server *s)
 {
     size_t found = s->n_peers;
@@ -69,7 +69,8 @@ static void make_room(fanin_server *s)
     if (s->n_peers < PEERS_KEPT)
         return;
     for (size_t i = 0; i < s->n_peers; i++)
-        if (s->peers[i]->connections == 0 && remembered_until(s->peers[i]) < least) {
+        if (s->peers[i]->connections == 0 && s->peers[i]->held == 0 &&
+            remembered_until(s->peers[i]) < least) {
             least = remembered_until(s->peers[i]);
             found = i;
         }

@@ -30,6 +30,8 @@ struct peer_share {
     uint64_t
         held_up_ns; /**< for which its leases held updates up; guarded by the server's lock */
     unsigned connections, sessions; /**< now; guarded by the server's lock */
+    unsigned
+        held; /**< by sessions, those too that are refused or over; the control thread's */
 };
 
 /** The entry of an address, made when it is new; NULL: no memory. @p is_own: it is that of the own

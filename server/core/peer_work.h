@@ -43,16 +43,19 @@ static inline void peer_refund(fanin_server *s, peer_share *of, uint64_t cpu_ns)
     bucket_give(&of->work, cpu_ns * 1000 / s->peer_cpu);
     bucket_give(&s->strangers_work, cpu_ns * 1000 / s->peer_cpu / ALL_SHARES);
 }
+/** Whether all strangers together have had what their requests may take. */
+static inline bool strangers_must_rest(const fanin_server *s)
+{
+    return bucket_ready(&s->strangers_work, WORK_WINDOW_NS) > clock_ns();
+}
 /** Whether its requests have to wait: for itself, or, if nobody there has ever proven the launch's
     secret, for other strangers. */
 static inline bool peer_must_rest(const fanin_server *s, const peer_share *of)
 {
     if (!peer_is_counted(s, of))
         return false;
-    uint64_t at = bucket_ready(&of->work, WORK_WINDOW_NS);
-    uint64_t all =
-        of->has_proven ? 0 : bucket_ready(&s->strangers_work, WORK_WINDOW_NS);
-    return (at > all ? at : all) > clock_ns();
+    return bucket_ready(&of->work, WORK_WINDOW_NS) > clock_ns() ||
+           (!of->has_proven && strangers_must_rest(s));
 }
 
 /** What is sent to it is counted: it is a stranger. */
@@ -67,12 +70,16 @@ static inline void peer_charge_send(fanin_server *s, peer_share *of, uint64_t cp
     bucket_take(&of->sent, now, refill_ns * ONE_OF);
     bucket_take(&s->strangers_sent, now, refill_ns);
 }
+/** Whether all strangers together have had what sending them tensors may take. */
+static inline bool strangers_send_must_rest(const fanin_server *s)
+{
+    return bucket_ready(&s->strangers_sent, WORK_WINDOW_NS) > clock_ns();
+}
 /** Whether more of them have to wait. */
 static inline bool peer_send_must_rest(const fanin_server *s, const peer_share *of)
 {
-    uint64_t one = bucket_ready(&of->sent, WORK_WINDOW_NS);
-    uint64_t all = bucket_ready(&s->strangers_sent, WORK_WINDOW_NS);
-    return (one > all ? one : all) > clock_ns();
+    return bucket_ready(&of->sent, WORK_WINDOW_NS) > clock_ns() ||
+           strangers_send_must_rest(s);
 }
 
 #endif

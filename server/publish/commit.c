@@ -7,6 +7,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/drain.h"
+#include "publish/spans.h"
 #include "versioned.h"
 
 #include <inttypes.h>
@@ -411,9 +412,11 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
     publication *p = publication_look_up(server, name);
     if (!p)
         return absent(name, error);
+    uint64_t began = clock_ns();
     status = check_stream(server, &q, error);
     if (status == FANIN_OK)
         status = run(server, p, &q, error);
+    span_of_update(server, TRACE_COMMIT, began, name, step, status);
     commit_tidy(server);
     return status;
 }

@@ -3,6 +3,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/commit.h"
+#include "publish/spans.h"
 
 /* ------------------------------------------------------------------- begin */
 
@@ -37,6 +38,7 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
     if (status != FANIN_OK)
         return status;
     publication *p = NULL;
+    uint64_t began = clock_ns();
     pthread_mutex_lock(&server->lock);
     status = publication_obtain(server, name, &p, error);
     if (status == FANIN_OK)
@@ -44,6 +46,7 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
     if (status == FANIN_OK)
         status = open_update(server, p, error);
     pthread_mutex_unlock(&server->lock);
+    span_of_update(server, TRACE_BEGIN_UPDATE, began, name, 0, status);
     commit_tidy(server);
     return status;
 }

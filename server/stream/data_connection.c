@@ -54,6 +54,7 @@ void connection_free(stream_tools *t, connection *c)
     checksum_free(c->sum);
     memory_account(s, c->from, &c->memory, 0);
     pthread_mutex_lock(&s->lock);
+    s->stats.sends_waiting -= c->waiting;
     c->reader->n_data--;
     reader_release(s, c->reader);
     pthread_mutex_unlock(&s->lock);
@@ -282,7 +283,8 @@ static progress discard(connection *c)
 
 /* ----------------------------------------------------------------- output */
 
-static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes)
+static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes,
+                       bool full)
 {
     job *j = &c->job;
     pthread_mutex_lock(&s->lock);
@@ -290,6 +292,9 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
         publication_read_leave(s, j->of, j->epoch);
     s->stats.bytes_streamed += bytes;
     s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
+    s->stats.sends_waiting += full;
+    s->stats.sends_waiting -= c->waiting;
+    c->waiting = full;
     c->reader->active_ns = clock_ns();
     pthread_mutex_unlock(&s->lock);
 }
@@ -333,13 +338,13 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
         side_sum_end(t->sums, *of_job);
     else if (c->in.sealed)
         gather_sum(g, queued, *of_job, c->sum);
-    if (reading || *of_job > 0)
-        send_leave(t->server, c, reading, *of_job);
+    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes || tls_unsent(c->tls) > 0;
+    if (reading || *of_job > 0 || c->waiting)
+        send_leave(t->server, c, reading, *of_job, full);
     if (n < 0 && code != EAGAIN && code != EINTR)
         return PROGRESS_CLOSE;
     if (n > 0 && !c->closing)
         c->stalled_at = UINT64_MAX;
-    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes || tls_unsent(c->tls) > 0;
     c->burst = full ? c->burst / 2 : 2 * c->burst;
     c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
@@ -586,13 +591,26 @@ static bool is_reading(const connection *c)
     return c->job.left > 0 || c->digester.on;
 }
 
-static bool must_rest(const stream_tools *t, const connection *c)
+static bool is_counted(const stream_tools *t, const connection *c)
 {
     if (is_reading(c))
-        return peer_send_is_counted(t->server, c->from) &&
-               peer_send_must_rest(t->server, c->from);
+        return peer_send_is_counted(t->server, c->from);
     return !c->closing && outgoing_is_empty(&c->out) && !t->server->tls &&
-           peer_must_rest(t->server, c->from);
+           peer_is_counted(t->server, c->from);
+}
+
+bool connection_may_go_on(const stream_tools *t, const connection *c)
+{
+    return !is_counted(t, c) ||
+           !(is_reading(c) ? peer_send_must_rest(t->server, c->from)
+                           : peer_must_rest(t->server, c->from));
+}
+
+/* Others were before it, or nothing is left. */
+static bool must_rest(const stream_tools *t, const connection *c)
+{
+    return is_counted(t, c) &&
+           (t->crowded[is_reading(c)] || !connection_may_go_on(t, c));
 }
 
 /* Whoever asks why pulls from there are slow is to find it. */

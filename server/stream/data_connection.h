@@ -4,6 +4,7 @@
 #define DATA_CONNECTION_H
 
 #include "checksum.h"
+#include "core/peer_turns.h"
 #include "stream/stage.h"
 #include "stream/stream.h"
 #include "stream/stream_digest.h"
@@ -20,6 +21,8 @@ typedef struct stream_tools {
     side_sum *sums;      /**< NULL: none, or no connection needed it yet */
     stage *stage;        /**< NULL until device memory is asked for */
     deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
+    bool crowded[2]; /**< some rest since all strangers have had their share: of what
+                          requests take, [true] of what tensors that are sent do */
     /** Makes it. */
     fanin_status (*need_stage)(struct stream_tools *t, fanin_error *error);
 } stream_tools;
@@ -34,9 +37,11 @@ typedef struct connection {
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits: its peer has had its share of CPU time (core/peer_work.h) */
-    bool closing; /**< an error is on its way; nothing is read any more */
-    bool shut;    /**< ... and it has left */
-    framing in;   /**< says whether frames of both directions have checksums */
+    peer_turn turn; /**< of those that rest */
+    bool waiting;   /**< its socket is full: counted in sends_waiting */
+    bool closing;   /**< an error is on its way; nothing is read any more */
+    bool shut;      /**< ... and it has left */
+    framing in;     /**< says whether frames of both directions have checksums */
     outgoing out;
     checksum *sum;       /**< sealed: of the read reply that is being sent */
     size_t memory;       /**< counted */
@@ -58,6 +63,8 @@ bool connection_account(fanin_server *s, connection *c);
 /** Gives back the chunks of a connection that can send nothing now: what is in them is gathered
     again later. For others that wait for chunks. */
 void connection_return_chunks(stream_tools *t, connection *c);
+/** Whether its peer's shares leave it something, whoever else waits. */
+bool connection_may_go_on(const stream_tools *t, const connection *c);
 /** Takes one frame, or sends once: at most 1 MiB. Never blocks. */
 progress connection_progress(stream_tools *t, connection *c);
 

@@ -3,6 +3,7 @@
    in a queue and take turns of at most one frame or one sendmsg each. */
 #include "stream/data_thread.h"
 #include "core/peer_log.h"
+#include "core/peer_work.h"
 #include "core/wake.h"
 #include "core/yielding.h"
 #include "error_set.h"
@@ -34,7 +35,7 @@ struct data_thread {
     atomic_uint load;        /**< connections, those on their way included */
     connection *connections; /**< the thread's */
     queue own, others;       /**< of the own user, and of those who must not delay it */
-    connection *served;      /**< of the others; after it those that rest go on */
+    peer_turns resting;
     pthread_mutex_t lock;
     connection *arriving; /**< guarded by lock */
 };
@@ -89,8 +90,8 @@ static void connection_close(data_thread *t, connection *c)
     while (*link != c)
         link = &(*link)->next;
     *link = c->next;
-    if (t->served == c)
-        t->served = NULL;
+    if (c->turn.waits)
+        turns_leave(&t->resting, &c->turn);
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
     atomic_fetch_sub(&t->load, 1);
     connection_free(&t->tools, c);
@@ -161,22 +162,29 @@ static void listen_to(data_thread *t, connection *c)
         c->deaf = c->resting;
 }
 
+static void take_turn(data_thread *t, connection *c)
+{
+    progress result = connection_progress(&t->tools, c);
+    if (result == PROGRESS_CLOSE) {
+        connection_close(t, c);
+        return;
+    }
+    if (c->resting && !c->turn.waits)
+        turns_append(&t->resting, &c->turn, c, c->from);
+    else if (!c->resting && c->turn.waits)
+        turns_leave(&t->resting, &c->turn);
+    listen_to(t, c);
+    if (result == PROGRESS_MORE)
+        enqueue(t, c);
+}
+
 /* Some turns; then it is looked at what came meanwhile, and at the other queue. */
 static void run_queue(data_thread *t, queue *q)
 {
     for (unsigned i = 0; i < TURNS && q->first; i++) {
         connection *c = q->first;
         dequeue(t, c);
-        progress result = connection_progress(&t->tools, c);
-        if (result == PROGRESS_CLOSE) {
-            connection_close(t, c);
-            continue;
-        }
-        listen_to(t, c);
-        if (!c->resting)
-            t->served = q == &t->others ? c : t->served;
-        if (result == PROGRESS_MORE)
-            enqueue(t, c);
+        take_turn(t, c);
     }
 }
 
@@ -188,20 +196,31 @@ static void share_stage(data_thread *t)
         connection_return_chunks(&t->tools, c);
 }
 
-/* Those that rest go on, and who went on last is the last: there may be something left for some only. */
+static bool may_go_on(void *tools, void *of)
+{
+    return connection_may_go_on(tools, of);
+}
+
+/* Those that rest go on, peer by peer: there may be something left for some only. */
 static void end_rests(data_thread *t)
 {
-    connection *c = t->served ? t->served->next : t->connections;
-    t->tools.rest_until = UINT64_MAX;
-    for (; c; c = c->next)
-        if (c->resting)
-            enqueue(t, c);
-    for (c = t->connections; t->served; c = c->next) {
-        if (c->resting)
-            enqueue(t, c);
-        if (c == t->served)
-            break;
+    stream_tools *tools = &t->tools;
+    const fanin_server *s = tools->server;
+    connection *c = NULL;
+    unsigned left = TURNS;
+    tools->rest_until = UINT64_MAX;
+    tools->crowded[false] = tools->crowded[true] = false; /* for those that are there */
+    while (left > 0 && (c = turns_next(&t->resting, may_go_on, tools))) {
+        left--;
+        if (c->queued) /* its session is over */
+            dequeue(t, c);
+        take_turn(t, c);
     }
+    if (!t->resting.first)
+        return;
+    tools->crowded[false] = strangers_must_rest(s);
+    tools->crowded[true] = strangers_send_must_rest(s);
+    tools->rest_until = c ? 0 : deadline_in_ms(REST_MS);
 }
 
 /* Closes who has not moved for too long; when to look again. The queue may fill. */

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--streams N,...] [--loopback]
+           [--secret]
 
 One rank and one worker in two network namespaces, joined by a veth pair, so that bytes go by TCP;
 beside it iperf3 the same way over the same link, with as many connections as the worker has. Rounds
@@ -8,7 +9,7 @@ of iperf3, the worker and the worker without checksums take turns, each round be
 one; medians, and medians of the ratios of each round. iperf3 throws away what it receives, the
 worker puts it in its place. Needs ip (iproute2), iperf3, and root or namespaces of users; without
 one of them it says so and exits with status 77. --loopback does it over 127.0.0.1 instead, where
-neither namespaces nor ip is needed.
+neither namespaces nor ip is needed. With --secret a worker pulls by TLS too, from a second rank.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from typing import Any
 
 RANK, WORKER, PORT, IPERF_PORT, DEADLINE = "10.213.9.1", "10.213.9.2", 6000, 6100, 120
+SECURED_PORT = 6200
 STREAM = ["--path", "stream", "--no-unix", "--json"]
 
 
@@ -105,13 +108,17 @@ def rates_of(link: Link, arguments: argparse.Namespace, streams: int) -> dict[st
         str(streams),
     ]
     iperf += ["-t", str(arguments.seconds)]
-    pull = [arguments.nixl_fetch, "bench", f"{link.rank}:{PORT}", *STREAM]
-    pull += ["--iterations", str(arguments.iterations), "--streams", str(streams)]
+    bench = [arguments.nixl_fetch, "bench", *STREAM]
+    bench += ["--iterations", str(arguments.iterations), "--streams", str(streams)]
+    pull = [*bench, f"{link.rank}:{PORT}"]
     kinds = {
         "iperf3": lambda: link.worker(*iperf)["end"]["sum_received"]["bits_per_second"] / 8,
         "fanin": lambda: link.worker(*pull)["bytes_per_second"],
         "fanin, no checksums": lambda: link.worker(*pull, "--no-checksums")["bytes_per_second"],
     }
+    if arguments.secret_file:
+        secured = [*bench, f"{link.rank}:{SECURED_PORT}", "--secret-file", arguments.secret_file]
+        kinds["fanin, TLS"] = lambda: link.worker(*secured)["bytes_per_second"]
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     order = list(kinds)
     for _ in range(arguments.rounds):
@@ -185,6 +192,7 @@ def main() -> None:
     parser.add_argument("--streams", type=streams_of, default=[1, 4, 8], help="connections, 1,4,8")
     parser.add_argument("--data-threads", type=int, help="of the rank")
     parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--secret", action="store_true", help="also by TLS")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.nixl_fetch = os.path.abspath(arguments.nixl_fetch)
@@ -204,7 +212,6 @@ def main() -> None:
             "--world-size",
             "1",
         ]
-        serve += ["--base-port", str(PORT)]
         if not arguments.loopback:
             serve += [
                 "--open",
@@ -216,7 +223,14 @@ def main() -> None:
             ]
         if arguments.data_threads:
             serve += ["--data-threads", str(arguments.data_threads)]
-        link.start(stack, *serve)
+        link.start(stack, *serve, "--base-port", str(PORT))
+        arguments.secret_file = None
+        if arguments.secret:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="network-"))
+            arguments.secret_file = os.path.join(folder, "secret")
+            run(arguments.nixl_fetch, "secret", arguments.secret_file)
+            secured = ["--base-port", str(SECURED_PORT), "--secret-file", arguments.secret_file]
+            link.start(stack, *serve, *secured)
         link.start(stack, "stdbuf", "-oL", "iperf3", "-s", "-p", str(IPERF_PORT))
         result = measure(link, arguments)
     print(json.dumps(result, indent=2)) if arguments.json else tell(result)

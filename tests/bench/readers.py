@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""readers.py [--readers N,...] [--data-threads N,...] [--tcp] [--megabytes N] [--seconds S]
+"""readers.py [--readers N,...] [--data-threads N,...] [--tcp] [--secret]
+                [--megabytes N] [--seconds S] [--updates N]
 
-One rank and several workers, all processes of their own on this host, by the path "stream": what all
-workers together receive a second, by number of data threads of the rank; and, while they read, what
-the rank's trainer and its control connections wait for: begin_update with a lease of a millisecond
-(so that what is left is the send under way), and the round trip of a ping. Settings take turns;
-medians of the rounds. Over Unix sockets, with --tcp over TCP with checksums. Needs the package.
+One rank and several workers, all processes of their own on this host, by the path "stream": what
+all workers together receive a second, by number of data threads of the rank; and, while they read,
+what the rank's trainer and its control connections wait for: begin_update with a lease of a
+millisecond (so that what is left is the send under way), and the round trip of a ping. Settings
+take turns; medians of the rounds. Over Unix sockets, with --tcp over TCP with checksums, with
+--secret by TLS, with a secret made for it. Needs the package.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import fanin
 import talk
 
 RUN, TENSORS = "lora:0", 64
-UPDATES, PINGS = 50, 50
+PINGS = 50
 
 
 def memory(megabytes: int) -> tuple[mmap.mmap, list[fanin.Shard]]:
@@ -55,7 +58,7 @@ def rank(options: argparse.Namespace) -> None:
     lease = 0.001 if options.hasty else 1.0
     with fanin.Server(
         world_id=bytes(range(16)), rank=0, world_size=1, lease=lease, use_ucx=False,
-        data_threads=options.data_threads,
+        data_threads=options.data_threads, secret_file=options.secret_file,
     ) as server:  # fmt: skip
         server.put(RUN, shards)
         server.commit(RUN, 1)
@@ -78,6 +81,7 @@ def worker(options: argparse.Namespace) -> None:
         path="stream",
         use_ucx=False,
         use_unix=not options.tcp,
+        secret_file=options.secret_file,
     ) as client:
         client.pull_into(RUN, packed)
         print("ready", flush=True)
@@ -95,6 +99,7 @@ def worker(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
     common = ["--megabytes", str(options.megabytes), "--seconds", str(options.seconds)]
     common += ["--tcp"] if options.tcp else []
+    common += ["--secret-file", options.secret_file]
     return talk.start(__file__, *common, *words)
 
 
@@ -118,12 +123,17 @@ def scene(
         for one in processes[1:]:
             talk.say(one)
         if hasty:
-            with fanin.Client([f"127.0.0.1:{port}"], use_ucx=False, use_unix=not options.tcp) as c:
+            with fanin.Client(
+                [f"127.0.0.1:{port}"],
+                use_ucx=False,
+                use_unix=not options.tcp,
+                secret_file=options.secret_file,
+            ) as c:
                 for _ in range(PINGS):
                     time.sleep(options.seconds / PINGS / 2)
                     pings.append(c.ping()[0][1])
-            for _ in range(UPDATES):
-                time.sleep(options.seconds / UPDATES / 4)
+            for _ in range(options.updates):
+                time.sleep(options.seconds / options.updates / 4)
                 talk.say(server)
                 updates.append(talk.told(server))
         answers = [talk.told(one) for one in processes[1:]]
@@ -135,7 +145,8 @@ def scene(
 
 def upper(values: list[float]) -> str:
     middle, most = statistics.median(values), max(values)
-    return f"{middle * 1e6:6.0f} us (most {most * 1e6:.0f})"
+    late = sorted(values)[len(values) * 99 // 100]
+    return f"{middle * 1e6:6.0f} us (p99 {late * 1e6:.0f}, most {most * 1e6:.0f})"
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -146,7 +157,8 @@ def measure(options: argparse.Namespace) -> None:
             rate, _, _ = scene(options, threads, readers, False)
             rates[readers, threads].append(rate)
     cores = len(os.sched_getaffinity(0))
-    print(f"{cores} cores, {options.megabytes} MiB a pull, {'TCP' if options.tcp else 'Unix'}")
+    way = "TLS" if options.secret_file else "TCP" if options.tcp else "Unix"
+    print(f"{cores} cores, {options.megabytes} MiB a pull, {way}")
     for (readers, threads), values in rates.items():
         middle, least, most = (
             statistics.median(values) / 1e9,
@@ -173,18 +185,27 @@ def main() -> None:
     parser.add_argument("--readers", type=numbers, default=[1, 4, 8])
     parser.add_argument("--data-threads", dest="threads", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--tcp", action="store_true")
+    parser.add_argument("--secret", action="store_true")
     parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     for hidden in ("--be", "--port"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--hasty", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--secret-file", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be == "rank":
         options.data_threads = options.threads[0]
         rank(options)
     elif options.be == "worker":
         worker(options)
+    elif options.secret:
+        with tempfile.NamedTemporaryFile("w", prefix="readers-") as secret:
+            secret.write(os.urandom(32).hex() + "\n")
+            secret.flush()
+            options.tcp, options.secret_file = True, secret.name
+            measure(options)
     else:
         measure(options)
 

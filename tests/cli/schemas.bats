@@ -51,19 +51,27 @@ say_doctor()
     echo "$ready" >out/serve.ready.json
     say list 0 list "$info"
     say list 0 list "$info" --run 0
+    say list 0 list "$info" --run 0 --map
     say show 0 show "$info" "$key"
     say show 0 show "$info" 'lora:0:*layers.0.*k_proj*'
     say ping 0 ping "$info"
     say secret 0 secret launch.secret
+    say ping 0 ping "$info" --trace ping.trace
+    say trace 0 trace ping.trace
     say error 11 secret launch.secret
     say watch 0 watch "$info" --count 3 --idle-ms 20
     grep -q '"event":"quiet"' "out/watch.$count.json"
     say status 0 status "$info" --max-age 1h
+    say status 0 top "$info" --max-age 1h --count 1
     say pull 0 pull "$info" --out proven --check-pattern
     say pull 0 pull "$info" --out told --progress --path stream
     grep -q '^{"schema":1,"event":"progress",.*"ranks":\[{"rank":0,' "out/pull.$count.json"
     say map 0 map "$FANIN_SOURCE_DIR/tests/support/mapping.json"
     say watch 0 watch "$info" --count 3 # until the pulled step is surely over
+    say diff 1 diff proven "$info"
+    say diff 0 diff proven proven --limit 1
+    say error 2 diff proven
+    say bundle 0 bundle "$info" --no-pull --out bundle.tar
     say error 12 verify "$info" --dir proven
     say error 11 show "$info" lora:0:nothing
     say_doctor "$info"
@@ -85,6 +93,7 @@ say_doctor()
     say status 13 status "$info"
     say error 13 pull "$info" --out e --timeout 2s
     say error 13 ping 127.0.0.1:1
+    say error 13 top 127.0.0.1:1 --count 1
     say error 2 pull "$info"
     stop_ranks
     say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --dest .

@@ -268,13 +268,18 @@ END
 loaded()
 {
     run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 \
-        --trainer-load product --update-every 10 --json "$@"
+        --trainer-load integer --update-every 10 --json "$@"
 }
 
 @test "bench --trainer-load: readers pull as often as --pause says, and only in their phases" {
     loaded --pause 60000 --phase 1000 --pairs 2 --readers 0,1,3
     [ "$(field trainer_load trainers 0 device)" = null ]
+    [ "$(field trainer_load load)" = integer ]
     [ "$(field trainer_load trainers 0 readers 0 pulls)" = "[0, 0]" ]
+    # Two pairs that are alike to the last digit would be none.
+    [ "$(field trainer_load trainers 0 readers 0 loss_error)" != 0.0 ]
+    [ "$(field trainer_load trainers 0 readers 0 work_loss_error)" != 0.0 ]
+    [ "$(field trainer_load trainers 0 rate_size)" = 2097152.0 ]
     [ "$(field trainer_load trainers 0 readers 1 pulls)" = "[1, 1]" ]
     # The second and the third begin 20 and 40 s after the first one.
     [ "$(field trainer_load trainers 0 readers 2 pulls)" = "[1, 1]" ]

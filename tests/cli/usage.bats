@@ -11,7 +11,7 @@ setup()
     cd "$BATS_TEST_TMPDIR" || return 1
 }
 
-commands=(list show ping doctor pull verify watch status map serve bench secret)
+commands=(list show ping doctor pull verify watch status top exporter diff bundle map serve bench secret trace)
 
 @test "--version names tool, library, revision, protocol, UCX and CUDA" {
     run -0 --separate-stderr "$NIXL_FETCH" --version
@@ -175,12 +175,13 @@ END
         "doctor --world-size 3"
         "doctor --timeout 3s"
         "bench --update-every 5"
+        "bench --trainer-load integer --device 0"
         "bench --readers 0,1"
         "bench --csv one --html one"
         "bench --trainer-load product --readers 0,x"
         "bench --trainer-load product --readers 1,"
         "bench --trainer-load product --readers 257"
-        "bench --trainer-load product --pairs 33"
+        "bench --trainer-load product --pairs 61"
         "bench --trainer-load product --pairs 0"
         "bench --trainer-load product --phase 1999"
         "bench --trainer-load product --readers 2 --dest ."

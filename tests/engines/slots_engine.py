@@ -232,8 +232,9 @@ def loader(e: Engine) -> Any:
 
 def worker(e: Engine) -> Any:
     """What fanin's methods are given: a worker with that manager, and no request."""
-    batch = SimpleNamespace(lora_id_to_request_ids={})
-    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader(e), input_batch=batch))
+    batch, manager = SimpleNamespace(lora_id_to_request_ids={}), loader(e)
+    runner = SimpleNamespace(lora_manager=manager, input_batch=batch)
+    return SimpleNamespace(model_runner=runner, remove_lora=manager.remove_adapter)
 
 
 def shapes(e: Engine, rank: int) -> dict[str, tuple[int, ...]]:

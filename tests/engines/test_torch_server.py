@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -33,6 +34,7 @@ from fanin.torch import _world as world_module
 from fanin.torch._world import Report, base_port_for, choose_addresses
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from vllm_server import free_ports
 
 BASE = "a/base-model"
 
@@ -1223,11 +1225,16 @@ def one_rank_fails(rank, scratch):
     with pytest.raises(RequestError, match="rank 1 could not describe its parameters") as caught:
         serve(model)
     assert caught.value.rank == 1
-    # A port that only rank 1 cannot have.
-    with serve(adapted()) as server:
-        port = int(server.addresses[1].rpartition(":")[2])
+    # A port that only rank 1 cannot have: both are known to be free before the second is taken.
+    base = [free_ports(2) if rank == 0 else 0]
+    torch.distributed.broadcast_object_list(base)
+    with socket.socket() as taken, serve(adapted()) as server:
+        if rank == 1:
+            taken.bind(("127.0.0.1", base[0] + 1))
+            taken.listen()
+        torch.distributed.barrier()
         with pytest.raises(FaninError, match="rank 1 could not start its server"):
-            serve(adapted(), base_port=port - 1)
+            serve(adapted(), base_port=base[0])
         server.publish(0)
         torch.distributed.barrier()
 

@@ -628,8 +628,8 @@ def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
     assert worker.fanin_add_lora(mine, again) == {"error": None}
     worker.fanin_drop_adapter(mine, "", "by job")
     assert 5 not in loader.list_adapters()
-    worker.fanin_drop_adapter(mine, str(tmp_path / "by path"))
-    assert 4 not in loader.list_adapters()
+    worker.fanin_drop_adapter(mine, str(tmp_path / "by path"), "", [4, 6])
+    assert loader.list_adapters() == set()
     error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]
     assert error is not None and 7 not in loader.list_adapters()
 

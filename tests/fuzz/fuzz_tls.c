@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What comes before and inside TLS. First byte: bit 0: to the rank or to the reader; bit 1: bytes that
-   nobody checked instead of the other end, or an honest one behind a link that alters bytes. The rest:
-   those bytes; or edits of four bytes: where, in the order in which bytes go (two), what with, and how
+   nobody checked instead of the other end, or an honest one behind a link that alters bytes; bit 2: a secret
+   or certificates (which the command openssl makes, once). The rest: those bytes; or edits of four bytes: where, in the order in which bytes go (two), what with, and how
    (bit 0: to which end; bit 1: a byte is left out, not altered). */
 #include "fuzz.h"
+#include "secrets.h"
 #include "tls.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -13,10 +15,10 @@
 #define TEXT 600 /* bytes that each end says */
 #define TURNS 60
 #define EDIT 4
-#define SECRET "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
 
 static const uint8_t world[16] = {7};
-static tls_end *ends[2]; /* the rank's, the reader's */
+static tls_end *secret_ends[2], *certified_ends[2]; /* the rank's, the reader's */
+static tls_end *const *ends;                        /* of this run */
 
 typedef struct wire {
     tls *t[2];
@@ -26,21 +28,27 @@ typedef struct wire {
     size_t size;
 } wire;
 
-static bool make_ends(void)
+static void make_secret_ends(void)
 {
-    static bool tried;
     fanin_error error = FANIN_ERROR_INIT;
-    if (!tried) {
-        tried = true;
-        char file[] = "/tmp/fuzz-secret-XXXXXX";
-        int fd = mkstemp(file);
-        check(fd >= 0 && write(fd, SECRET, sizeof SECRET - 1) == sizeof SECRET - 1);
-        close(fd);
-        if (tls_end_of_rank(file, world, 1, &ends[0], &error) != FANIN_OK ||
-            tls_end_of_reader(file, &ends[1], &error) != FANIN_OK)
-            check(error.status == FANIN_ERR_UNSUPPORTED); /* no OpenSSL here */
-        unlink(file);
+    const char *file = secret_of('1');
+    if (tls_end_of_rank(file, world, 1, &secret_ends[0], &error) != FANIN_OK ||
+        tls_end_of_reader(file, &secret_ends[1], &error) != FANIN_OK)
+        check(error.status == FANIN_ERR_UNSUPPORTED); /* no OpenSSL here */
+    secrets_remove();
+}
+
+static bool make_ends(bool by_certificate)
+{
+    static bool tried[2];
+    if (!tried[by_certificate]) {
+        tried[by_certificate] = true;
+        if (by_certificate)
+            (void)certified_ends_of(3, certified_ends);
+        else
+            make_secret_ends();
     }
+    ends = by_certificate ? certified_ends : secret_ends;
     return ends[0] && ends[1];
 }
 
@@ -158,7 +166,7 @@ static void to_one(wire *l, int to, const uint8_t *data, size_t size)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     wire l = {0};
-    if (size == 0 || !make_ends())
+    if (size == 0 || !make_ends(data[0] & 4))
         return 0;
     l.edits = data + 1;
     l.size = size - 1;

@@ -3,8 +3,10 @@
    everybody else is refused by a sentence that says which file, which identity, and what to do. */
 #include "certificates.h"
 #include "ends.h"
+#include "own_file.h"
 #include "secrets.h"
 #include "testing.h"
+#include "thread.h"
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +34,53 @@ fanin_status __wrap_certificates_new(const openssl *o, const certificate_files *
                                      certificates **out, fanin_error *e)
 {
     return __real_certificates_new(o, files, claims ? claims : wanted, log, out, e);
+}
+
+/* A file system that does not answer: whoever reads this file stays there until it is let go. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t turn;
+    const char *hangs; /* what a file's name holds */
+    bool is_there;     /* somebody is */
+} disk = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+fanin_status __real_own_file_read(const own_file_rules *rules, const char *path,
+                                  void *out, size_t room, size_t *size_out,
+                                  fanin_error *e);
+fanin_status __wrap_own_file_read(const own_file_rules *rules, const char *path,
+                                  void *out, size_t room, size_t *size_out,
+                                  fanin_error *e);
+fanin_status __wrap_own_file_read(const own_file_rules *rules, const char *path,
+                                  void *out, size_t room, size_t *size_out,
+                                  fanin_error *e)
+{
+    const deadline until = deadline_in_ms(60000);
+    pthread_mutex_lock(&disk.lock);
+    while (disk.hangs && strstr(path, disk.hangs)) {
+        disk.is_there = true;
+        pthread_cond_broadcast(&disk.turn);
+        assert_true(condition_wait(&disk.turn, &disk.lock, until));
+    }
+    pthread_mutex_unlock(&disk.lock);
+    return __real_own_file_read(rules, path, out, room, size_out, e);
+}
+
+static void hang(const char *name) /* NULL: no more */
+{
+    pthread_mutex_lock(&disk.lock);
+    disk.hangs = name;
+    disk.is_there = false;
+    pthread_cond_broadcast(&disk.turn);
+    pthread_mutex_unlock(&disk.lock);
+}
+
+static void wait_until_it_hangs(void)
+{
+    const deadline until = deadline_in_ms(10000);
+    pthread_mutex_lock(&disk.lock);
+    while (!disk.is_there)
+        assert_true(condition_wait(&disk.turn, &disk.lock, until));
+    pthread_mutex_unlock(&disk.lock);
 }
 
 typedef struct files {
@@ -359,7 +408,7 @@ static void replace(const char *name, const char *by)
     }
 }
 
-/* Until the log says so, or 10 s are over: files are looked at when somebody connects. */
+/* Until the log says so, or 10 s are over. */
 static void connect_until(const char *address, const char *words)
 {
     for (int i = 0; i < 200 && !is_logged(words); i++) {
@@ -381,6 +430,28 @@ static void new_files_are_read(void **state)
     replace("turning", "rank0");
     connect_until(address, "read anew");
     fanin_server_destroy(&server, 0);
+}
+
+/* Of the same file system as everything else of the rank, but for the thread that looks. */
+static void files_that_do_not_answer_stop_nobody(void **state)
+{
+    char address[32];
+    replace("turning", "ranks");
+    fanin_server *server = start("turning", "ca", address);
+    hang("turning");
+    replace("turning", "rank0");
+    wait_until_it_hangs();
+    connect_until(address, "does not answer");
+    hang(NULL);
+    expect_logged("read anew");
+    assert_ok(pull(address, "reader", "ca"), error);
+    hang("turning");
+    replace("turning", "ranks");
+    wait_until_it_hangs();
+    const uint64_t began = clock_ns();
+    fanin_server_destroy(&server, 0); /* which leaves the thread to itself */
+    assert_true(clock_ns() - began < UINT64_C(5000000000));
+    hang(NULL);
 }
 
 static int tear_down(void **state)
@@ -409,6 +480,7 @@ int main(void)
         (void)tear_down(NULL);
         return 77;
     }
+    condition_init(&disk.turn);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_has_one_pulls),
         cmocka_unit_test(readers_are_refused),
@@ -418,6 +490,7 @@ int main(void)
         cmocka_unit_test(files_of_others_are_refused),
         cmocka_unit_test(one_kind_is_given),
         cmocka_unit_test(new_files_are_read),
+        cmocka_unit_test(files_that_do_not_answer_stop_nobody),
     };
     return cmocka_run_group_tests_name("certified", tests, NULL, tear_down);
 }

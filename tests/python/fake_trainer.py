@@ -235,7 +235,14 @@ class FakeClient:
         if progress is not None:
             progress(100, 100)
         self.trainer.pulls.append((run, step, directory))
-        return SimpleNamespace(bytes=100, reused=reused, path="stream")
+        phases = dict.fromkeys(("catalog", "plan", "wait", "begin", "end", "write"), 0.0)
+        return SimpleNamespace(
+            bytes=100,
+            reused=reused,
+            path="stream",
+            **{**phases, "connect": 0.001, "read": 0.002},
+            ranks=[{"rank": 0}, {"rank": 1}],
+        )
 
     def cancel(self) -> None:
         with self.trainer.changed:

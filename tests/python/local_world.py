@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -190,3 +191,16 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < limit, "the condition never came true"
         time.sleep(0.001)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and back when every thread stands: kill() may return before that."""
+
+    def stands() -> bool:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return all(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks
+        )
+
+    os.kill(pid, signal.SIGSTOP)
+    until(stands)

@@ -14,7 +14,10 @@ from fanin import _ffi
 from fanin._library import initialised, library
 
 ROOT = Path(__file__).parents[2]
-HEADERS = [ROOT / folder / "include/fanin" for folder in ("common/core", "client", "server")]
+HEADERS = [
+    ROOT / folder / "include/fanin"
+    for folder in ("common/core", "common/trace", "client", "server")
+]
 COMMENT = re.compile(r"/\*.*?\*/|^#.*?(?<!\\)$", re.DOTALL | re.MULTILINE)
 CODE = COMMENT.sub("", "\n".join(h.read_text() for d in HEADERS for h in sorted(d.glob("*.h"))))
 ALIAS = {name: kind for kind, name in re.findall(r"typedef (\w+) (\w+);", CODE)}

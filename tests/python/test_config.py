@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fanin._credentials import Credentials
 from fanin.config import (
     ConfigError,
     InferenceConfig,
     OrchestratorConfig,
     TrainerConfig,
+    engine_credentials,
     inference_config,
     orchestrator_config,
     trainer_config,
@@ -126,6 +128,17 @@ TRAINER_MISTAKES = [
     ("cast = 'int8'\nsnapshot = true", "weight_broadcast.cast is 'int8'", '"bf16", "f16"'),
     ("port_by = 'node'", "weight_broadcast.port_by is 'node'", '"global", "local"'),
     ("snapshot = 'maybe'", "weight_broadcast.snapshot is 'maybe'", "true or false"),
+    ("secret = '/s'", "weight_broadcast.secret is unknown", "'secret_file'"),
+    ("tls_certificate = '/c'", "weight_broadcast.tls_certificate is unknown", "'tls_cert'"),
+    ("secret_file = ''", "weight_broadcast.secret_file is ''", "not empty"),
+    ("secret_file = 's'", "weight_broadcast.secret_file: 's' is no absolute path", "whole path"),
+    ("tls_cert = '/c'\ntls_ca = '/a'", "tls_cert: tls_key is missing", "give all three"),
+    ("tls_ca = '/a'", "tls_ca: tls_cert is missing", "give all three"),
+    (
+        "secret_file = '/s'\ntls_ca = '/a'",
+        "weight_broadcast.tls_ca a certificate",
+        "give one of them",
+    ),
 ]
 
 
@@ -323,6 +336,52 @@ def test_inference_needs_lora(tmp_path: Path) -> None:
         inference_config({}, write(tmp_path, INFERENCE.replace("= true", "= false")))
 
 
+# --------------------------------------------------------------- credentials
+
+TLS = {"tls_cert": "/run/tls.crt", "tls_key": "/run/tls.key", "tls_ca": "/run/ca.crt"}
+
+
+def toml(values: dict[str, str]) -> str:
+    return "".join(f"{name} = '{value}'\n" for name, value in values.items())
+
+
+@pytest.mark.parametrize("given", [{"secret_file": "/run/secret"}, TLS])
+def test_credentials_of_all_parts(tmp_path: Path, given: dict[str, str]) -> None:
+    environ = {f"FANIN_{name.upper()}": value for name, value in given.items()}
+    for text, of_environ in ((toml(given), {}), ("", environ)):
+        trainer = trainer_config(write(tmp_path, TRAINER + text), of_environ)
+        assert trainer.server_arguments().items() >= given.items()
+        orchestrator = orchestrator_config(write(tmp_path, ORCHESTRATOR + text), of_environ)
+        assert orchestrator.credentials.arguments() == given
+        file = write(tmp_path, INFERENCE + text)
+        assert inference_config(of_environ, file).credentials.arguments() == given
+        named = {**of_environ, "FANIN_CONFIG": str(file), "FANIN_KEEP_ADAPTERS": "none"}
+        assert engine_credentials(named).arguments() == given
+    assert engine_credentials({}).arguments() == {}
+
+
+def test_a_variable_goes_before_a_files_credential(tmp_path: Path) -> None:
+    path = write(tmp_path, INFERENCE + "secret_file = '/of/file'\n")
+    found = inference_config({"FANIN_SECRET_FILE": "relative"}, path).credentials
+    assert found.arguments() == {"secret_file": "relative"}  # to the process' directory
+    assert inference_config({"FANIN_SECRET_FILE": ""}, path).credentials.secret_file == "/of/file"
+    with pytest.raises(ConfigError) as caught:
+        inference_config({"FANIN_TLS_CERT": "/c"}, path)
+    assert caught.value.message == (
+        f"{path}: weight_broadcast.secret_file: a launch's secret,"
+        " and environment: FANIN_TLS_CERT a certificate"
+    )
+    with pytest.raises(ConfigError, match="FANIN_TLS_CERT: tls_key is missing beside it"):
+        engine_credentials({"FANIN_TLS_CERT": "/c", "FANIN_TLS_CA": "/a"})
+
+
+def test_unknown_keys_beside_an_engines_credentials(tmp_path: Path) -> None:
+    path = write(tmp_path, INFERENCE + "secret_fiel = '/s'\n")
+    with pytest.raises(ConfigError, match="secret_fiel is unknown") as caught:
+        engine_credentials({"FANIN_CONFIG": str(path)})
+    assert "'secret_file'" in caught.value.remedy
+
+
 # ------------------------------------------------------------------ together
 
 
@@ -350,6 +409,7 @@ def job(**changes: Any) -> tuple[TrainerConfig, OrchestratorConfig, InferenceCon
         {"inference": {"prefix": "policy"}},
         {"inference": {"trainer": "127.0.0.1:6000,[::1]:6001,localhost:6002"}},
         {"inference": {"trainer": "/run/10.0.0.1:5"}},
+        {"trainer": {"credentials": Credentials("/run/a")}},  # nixl_info.json may name it
         {
             "trainer": {"bind": "10.0.0.1", "allow": "10.0.0.0/8"},
             "inference": {"trainer": "10.0.0.1:6000"},
@@ -375,6 +435,13 @@ def test_jobs_that_fit(changes: dict[str, Any]) -> None:
         ({"inference": {"prefix": "other"}}, ["adapters' name differs", "'policy'", "'other'"]),
         ({"inference": {"trainer": "10.0.0.1:6000"}}, ["listens on 127.0.0.1 only", "10.0.0.1"]),
         ({"inference": {"trainer": "[fd00::1]:6000"}}, ["listens on 127.0.0.1 only", "fd00::1"]),
+        (
+            {
+                "trainer": {"credentials": Credentials("/run/secret")},
+                "inference": {"credentials": Credentials(**TLS)},
+            },
+            ["show each other differs", "'a secret' (trainer)", "'a certificate' (inference)"],
+        ),
     ],
 )
 def test_jobs_that_do_not_fit(changes: dict[str, Any], words: list[str]) -> None:

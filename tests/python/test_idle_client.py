@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fanin
 import pytest
-from local_world import Processes, until
+from local_world import Processes, stop
 
 LOST = 1.0  # seconds
 
@@ -26,19 +26,14 @@ def trainer() -> Iterator[Processes]:
         made.close()
 
 
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 def test_an_answer_that_nobody_read_is_no_silence(trainer: Processes, tmp_path: Path) -> None:
     """What rank 0 says ends the pull, and rank 1's answer comes when nobody listens."""
     slow = trainer.processes[1].pid
     assert slow is not None
     with fanin.Client(trainer.addresses, lost=LOST, use_ucx=False) as client:
         assert client.pull_adapter("0", tmp_path / "a", step=3).step == 3
-        os.kill(slow, signal.SIGSTOP)
+        stop(slow)
         try:
-            until(lambda: stopped(slow))
             with pytest.raises(fanin.SupersededError):
                 client.pull_adapter("0", tmp_path / "b", step=2, timeout=20.0)
         finally:

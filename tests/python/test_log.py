@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import fanin
 import local_world
@@ -196,3 +199,80 @@ assert os.waitpid(child, 0)[1] == 0
     # The child's own line; and the parent's stop is said once, by the parent.
     assert lines.count("fanin.server|INFO|server-start") == 5
     assert lines.count("fanin.server|INFO|server-stop") == 5
+
+
+PULLS = """
+import os, sys, logging, fanin, numpy as np
+if sys.argv[1:] == ["own"]:
+    logging.basicConfig(format="own %(message)s", level=logging.WARNING)
+    logging.getLogger("fanin").setLevel(logging.ERROR)
+with fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=False) as server:
+    server.put("lora:0", [fanin.shard_of("x", np.zeros(4, np.float32))])
+    server.commit("lora:0", 7)
+    with fanin.Client([f"127.0.0.1:{server.port}"], use_ucx=False) as client:
+        for _ in range(30):
+            client.pull_into(0, {"x": np.zeros(4, np.float32)})
+"""
+
+
+def test_what_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANIN_LOG", f"info,{tmp_path / 'log'}")
+    assert run_script(PULLS).stderr == ""
+    lines = (tmp_path / "log").read_text().splitlines()
+    pulls = [line for line in lines if " INFO pull: " in line]
+    # At most ten a second, and the next one says how many are missing: of 30 pulls in 1 or 2 s.
+    assert 10 <= len(pulls) <= 29
+    told = re.search(
+        r"trace ([0-9a-f]{32})/1: lora:0 step 7 of rank 0 at 127\.0\.0\.1:\d+, 1 tensors, 16 bytes "
+        r"by \w+, [\d.]+ ms \(connect [\d.]+, wait .*\), 0 restarts, 0 stale",
+        pulls[0],
+    )
+    assert told is not None, pulls[0]
+    opened = next(line for line in lines if " session-open: " in line)
+    closed = next(line for line in lines if " session-close: " in line)
+    assert f"trace {told[1]}" in opened and f"trace {told[1]}" in closed
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_phases_in_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANIN_LOG", "debug")
+    assert re.search(
+        r"DEBUG phase: trace [0-9a-f]{32}/30 attempt 1: read [\d.]+ ms\n", run_script(PULLS).stderr
+    )
+
+
+def test_the_program_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANIN_LOG", "debug")
+    assert run_script(PULLS, "own").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("loud", "FANIN_LOG=loud is not debug, info or warn"),
+        ("info,", "FANIN_LOG=info, is not debug, info or warn"),
+        ("info,/nowhere/log", "cannot append to FANIN_LOG's file /nowhere/log"),
+    ],
+)
+def test_what_the_environment_may_not_say(
+    value: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FANIN_LOG", value)
+    with pytest.raises((fanin.RequestError, fanin.HostError), match=re.escape(sentence)):
+        _log._follow_environment()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes another user's files")
+def test_another_users_file_or_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.touch()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for theirs in (file, pipe):
+            os.chown(theirs, 4321, 4321)
+            monkeypatch.setenv("FANIN_LOG", f"info,{theirs}")
+            with pytest.raises(fanin.HostError, match="belongs to another user"):
+                _log._follow_environment()
+    finally:
+        os.close(reader)

@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launch's secret: servers and clients that have it, another one, or none."""
 
+import functools
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import fanin
 import numpy as np
 import pytest
+from fanin._credentials import Credentials
 from fanin.info import TrainerInfo, read_info, write_info
 from fanin.parameter_client import ParameterClient
 from fanin.parameter_server import ParameterServer
 from fanin.pool import EnginePool, newest_step
+from fanin.sglang import SGLangEngine
 from fanin.sync import Registry, TransportBackend, wait_for_step
+from fanin.vllm.clients import ClientPool, Source
+from fanin.vllm.directories import Places
+from fanin.vllm.pulls import PullService, Wanted
 from http_engine import OK, SUPERSEDED, Engine
-from local_world import addresses, publish, servers
+from local_world import (
+    A_NAME,
+    CONFIG,
+    PATIENCE,
+    addresses,
+    publish,
+    publish_rank,
+    servers,
+    shards_of,
+    weights,
+)
 
 # Over a Unix socket the kernel says who asks, and nobody needs the secret.
 TCP = {"use_unix": False, "use_ucx": False}
@@ -45,6 +62,50 @@ def test_who_has_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             client(ranks, other)
         with pytest.raises(fanin.ConnectionFailedError, match="demands the launch's secret"):
             client(ranks, "")
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("", ""), ("one", ""), ("one", "other")])
+def test_who_knows_the_world_plays_no_rank_of_it(tmp_path: Path, mine: str, theirs: str) -> None:
+    """A rank is gone, and somebody on its port has its world, its number and its tensors' names,
+    which are no secrets. Without a secret it is believed, also by who knew the rank; with one by
+    nobody."""
+    files = {name: secret(tmp_path, name) if name else "" for name in (mine, theirs)}
+    world: dict[str, Any] = {"world_id": bytes(range(1, 17)), "world_size": 3, "use_ucx": False}
+    lie = shards_of(1, 66)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(fanin.Server(rank=rank, secret_file=files[mine], **world))
+            for rank in range(3)
+        ]
+        for rank in ranks:
+            publish_rank(rank, 1)
+        known = stack.enter_context(client(ranks, files[mine]))
+        assert known.pull_adapter(0, tmp_path / "before").step == 1
+        where, port = addresses(ranks), ranks[1].port
+        ranks[1].close()
+        liar = stack.enter_context(
+            fanin.Server(rank=1, base_port=port - 1, secret_file=files[theirs], **world)
+        )
+        liar.put(0, lie)
+        liar.set_metadata(0, CONFIG)
+        for rank in (ranks[0], ranks[2]):
+            publish_rank(rank, 2)
+        liar.commit(0, 2)
+        for name, reader in (
+            ("known", lambda: known),
+            (
+                "new",
+                lambda: stack.enter_context(fanin.Client(where, secret_file=files[mine], **TCP)),
+            ),
+        ):
+            if not mine:
+                reader().pull_adapter(0, tmp_path / name, step=2, timeout=PATIENCE)
+                landed = (tmp_path / name / "adapter_model.safetensors").read_bytes()
+                assert weights(66)[A_NAME][2].tobytes() in landed
+                continue
+            with pytest.raises(fanin.ConnectionFailedError, match="secret"):
+                reader().pull_adapter(0, tmp_path / name, step=2, timeout=PATIENCE)
+            assert not (tmp_path / name).exists()
 
 
 def test_files_that_others_may_read_are_none(tmp_path: Path) -> None:
@@ -128,6 +189,31 @@ def test_a_registry_asks_with_it(tmp_path: Path) -> None:
                 registry.sync()
     with pytest.raises(TypeError, match=r"Registry\(\) .* 'secret'"):
         Registry(["127.0.0.1:1"], secret=one)
+
+
+def test_engines_pull_with_it(tmp_path: Path) -> None:
+    one = secret(tmp_path, "one")
+    over_tcp = functools.partial(fanin.Client, **TCP)
+    with servers(secret_file=one) as ranks, Engine([OK]) as http:
+        publish(ranks, 1)
+        wanted = Wanted("p-run0-step1", "0", 1, "p", Source.of(addresses(ranks)), 20.0)
+        for file, cache in ((str(one), "own"), (None, "none")):
+            pool = ClientPool(over_tcp, credentials=Credentials(file))
+            service = PullService(Places(tmp_path / cache), pool)
+            if file is None:
+                with pytest.raises(fanin.FaninError, match="demands the launch's secret"):
+                    service.pull(wanted)
+            else:
+                assert service.pull(wanted).transport == "stream"
+            service.close()
+        more: dict[str, Any] = {"trainer": addresses(ranks), "cache_dir": tmp_path / "sglang"}
+        assert SGLangEngine(http.url, **more, secret_file=one, **TCP).load(0, 1).pull.step == 1
+        with pytest.raises(fanin.ConnectionFailedError, match="demands the launch's secret"):
+            SGLangEngine(http.url, **more, **TCP).load(0, 1)
+    with pytest.raises(
+        TypeError, match=r"SGLangEngine\(\) .* 'secret'; did you mean 'secret_file'"
+    ):
+        SGLangEngine("http://h:1", **more, secret=one)
 
 
 def test_a_parameter_server_serves_with_it(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_stopped_rank_is_named(got: dict[str, np.ndarray]) -> None:
         world.publish(1)
         with fanin.Client(world.addresses, use_ucx=False, path="stream", lost=0.5) as client:
             session = client.begin(0, got, timeout=local_world.PATIENCE)
-            os.kill(world.processes[1].pid or 0, signal.SIGSTOP)
+            local_world.stop(world.processes[1].pid or 0)
             with pytest.raises(fanin.ConnectionFailedError) as caught:
                 session.read()
             assert caught.value.rank == 1 and "silent" in caught.value.message

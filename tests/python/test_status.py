@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``nixl-fetch status``: each way in which a run stalls is told in words, by real processes."""
+"""``nixl-fetch status`` and ``top``: each way in which a run stalls is told, by real processes."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import resource
+import select
 import signal
 import socket
 import struct
 import subprocess
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +36,7 @@ from local_world import (
     publish,
     publish_rank,
     servers,
+    stop,
     weights,
 )
 
@@ -172,18 +179,10 @@ def another_process() -> Iterator[tuple[str, list[int]]]:
         serve.wait(PATIENCE)
 
 
-def stands(pid: int) -> bool:
-    threads = os.listdir(f"/proc/{pid}/task")
-    return all(") T " in open(f"/proc/{pid}/task/{thread}/stat").read() for thread in threads)
-
-
 def test_a_rank_that_is_stopped_or_dead() -> None:
     with another_process() as (target, processes):
         assert told(target)[0] == 0
-        os.kill(processes[1], signal.SIGSTOP)
-        limit = time.monotonic() + PATIENCE
-        while not stands(processes[1]):
-            assert time.monotonic() < limit
+        stop(processes[1])
         try:
             code, report = told(target)
             assert (code, kinds(report)) == (13, [("no-answer", 1)])
@@ -231,3 +230,223 @@ def test_a_rank_of_another_release() -> None:
         thread.join(PATIENCE)
     assert (code, kinds(report)[0][0]) == (14, "version")
     assert "versions 7 to 7" in text_of(report, "version")
+
+
+class NarrowWay:
+    """A way to a rank that lets *through* bytes of its answers pass until ``wide`` is set."""
+
+    def __init__(self, port: int, through: int) -> None:
+        self.port, self.through = port, through
+        self.wide = threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                reader, _ = self.listener.accept()
+            except OSError:
+                return
+            rank = socket.create_connection(("127.0.0.1", self.port))
+            threading.Thread(target=self._pass, args=(reader, rank, 1 << 40), daemon=True).start()
+            threading.Thread(
+                target=self._pass, args=(rank, reader, self.through), daemon=True
+            ).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, most: int) -> None:
+        passed = 0
+        try:
+            while got := source.recv(1 << 16):
+                sink.sendall(got)
+                passed += len(got)
+                if passed > most:
+                    self.wide.wait(PATIENCE)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the test ends
+
+
+def test_one_rank_that_is_slow() -> None:
+    rows, columns = 2, 4 << 20
+    name = "w"
+    with servers(2, lease=60.0) as ranks:
+        for rank in ranks:
+            part = np.zeros((1, columns), np.float32)
+            shard = fanin.shard_of(name, part, shape=(rows, columns), offset=(rank.rank, 0))
+            rank.put(PUBLICATION, [shard])
+            rank.commit(PUBLICATION, 1)
+        way = NarrowWay(ranks[1].port, 1 << 16)
+        whole = np.zeros((rows, columns), np.float32)
+        into = fanin.pack([fanin.shard_of(name, whole, writable=True)])
+        target = ",".join(addresses(ranks))
+        options = {"use_ucx": False, "path": "stream"}
+        with fanin.Client([addresses(ranks)[0], way.address], **options) as client:
+            pull = threading.Thread(target=client.pull_into, args=(0, into), daemon=True)
+            pull.start()
+            limit = time.monotonic() + PATIENCE
+            code, report = told(target)
+            while ("slow", 1) not in kinds(report):
+                assert time.monotonic() < limit, report
+                code, report = told(target)
+            assert code == 0
+            assert text_of(report, "slow").startswith("rank 1 is slow: readers have waited 2 s")
+            way.wide.set()
+            pull.join(PATIENCE)
+            assert not pull.is_alive()
+            assert kinds(told(target)[1]) == []
+        way.listener.shutdown(socket.SHUT_RDWR)
+
+
+class Screen:
+    """A terminal of *columns* by *lines* with ``nixl-fetch top`` in it."""
+
+    def __init__(self, target: str, columns: int, lines: int, *options: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(self.slave)
+        self.seen, self.told = "", 0
+        self.process = subprocess.Popen(
+            [nixl_fetch(), "top", target, *options],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm"},
+            # Of its own, so that Ctrl-C on it is a signal.
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
+        )
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def frames(self) -> list[list[str]]:
+        """What was drawn so far, whole frames alone: lines without what colours them."""
+        whole = [part for part in self.seen.split("\x1b[H")[1:] if "\x1b[J" in part]
+        return [
+            re.sub(r"\x1b\[[0-9;]*m|\x1b\[K", "", part.split("\x1b[J")[0])
+            .replace("\r", "")
+            .split("\n")
+            for part in whole
+        ]
+
+    def read(self, seconds: float) -> bool:
+        if not select.select([self.master], [], [], seconds)[0]:
+            return False
+        self.seen += os.read(self.master, 65536).decode()
+        return True
+
+    def until(self, wanted: str) -> list[str]:
+        """The first frame after those that were told that has *wanted* in it."""
+        limit = time.monotonic() + PATIENCE
+        while time.monotonic() < limit:
+            for frame in self.frames()[self.told :]:
+                self.told += 1
+                if any(wanted in line for line in frame):
+                    return frame
+            self.read(0.1)
+        raise AssertionError(f"no {wanted!r} in {self.frames()[-1:]!r}")
+
+    def press(self, key: bytes) -> None:
+        os.write(self.master, key)
+
+    def end(self) -> int:
+        """Its exit status, once the terminal is as it was."""
+        limit = time.monotonic() + PATIENCE
+        while self.process.poll() is None:  # what it writes last waits for who reads it
+            assert time.monotonic() < limit
+            self.read(0.02)
+        while self.read(0):
+            pass
+        assert self.seen.endswith("\x1b[?7h\x1b[?25h\x1b[?1049l")
+        assert termios.tcgetattr(self.slave) == self.before
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@contextmanager
+def top(target: str, columns: int, lines: int, *options: str) -> Iterator[Screen]:
+    screen = Screen(target, columns, lines, *options)
+    try:
+        yield screen
+    finally:
+        screen.close()
+
+
+def test_top_draws_what_is_wrong_first(ranks: list[fanin.Server], target: str) -> None:
+    with top(target, 60, 24, "--interval", "100ms") as screen:
+        first = screen.until("nothing is wrong")
+        assert "3 of 3 ranks answer" in first[0]
+        assert {"RANK", "STATE", "STEP", "AGE", "HELD", "SENDS"} <= set(first[1].split())
+        assert [line.split()[0] for line in first[2:]] == ["0", "1", "2"]
+        for rank in (0, 1):
+            ranks[rank].begin_update(PUBLICATION)
+            ranks[rank].commit(PUBLICATION, 2)
+        wrong = screen.until("rank 2 is behind: step 1, the furthest 2")
+        assert [line.split()[0] for line in wrong[3:]] == ["2", "0", "1"]  # the culprit first
+        assert max(map(len, wrong)) <= 60
+        screen.resize(200, 24)
+        assert "DRAIN50" in screen.until("SESSIONS")[2]
+        screen.resize(60, 4)  # no room for all: the culprit stays
+        small = screen.until("... and 3 more ranks")
+        assert len(small) == 4 and small[1] == "  rank 2 is behind: step 1, the furthest 2"
+        screen.press(b"q")
+        assert screen.end() == 0
+
+
+def test_top_ends_by_ctrl_c_and_gives_the_terminal_back(target: str) -> None:
+    with top(target, 80, 24, "--interval", "1h") as screen:
+        screen.until("nothing is wrong")
+        screen.press(b" ")  # looks at once
+        screen.until("nothing is wrong")
+        screen.press(b"\x03")
+        assert screen.end() == 130
+
+
+def test_top_that_crashes_gives_the_terminal_back(target: str) -> None:
+    with top(target, 80, 24, "--interval", "1h") as screen:
+        screen.until("nothing is wrong")
+        resource.prlimit(screen.process.pid, resource.RLIMIT_CORE, (0, 0))
+        screen.process.send_signal(signal.SIGABRT)
+        assert screen.end() == -signal.SIGABRT
+
+
+def test_top_without_a_terminal(ranks: list[fanin.Server], target: str) -> None:
+    ranks[1].pause(PUBLICATION, "evaluating\x1b[2J")
+    options = ["--count", "2", "--interval", "100ms"]
+    done = subprocess.run(
+        [nixl_fetch(), "top", target, *options], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 12  # as status, by the last look
+    assert done.stdout.count("rank 1 is paused for ") == 2
+    assert "\x1b" not in done.stdout
+    ends = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("   2 ")]
+    assert ends == ["-", "0"]  # what it sends is known from the second look on
+    done = subprocess.run(
+        [nixl_fetch(), "top", target, "--json", *options],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    looks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [kinds(look) for look in looks] == [[("paused", 1)]] * 2
+
+
+def test_top_waits_for_ranks_that_are_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    done = subprocess.run(
+        [nixl_fetch(), "top", f"127.0.0.1:{port}", "--count", "2", "--interval", "100ms"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 13
+    assert done.stdout.count("no status: ") == 2

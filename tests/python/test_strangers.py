@@ -6,6 +6,8 @@ are small, so that they are had at once."""
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,3 +66,25 @@ def test_what_a_stranger_takes(name: str) -> None:
         if name not in LIMITED or stats[LIMITED[name]] > 0:
             return
     pytest.fail(f"{LIMITED[name]} is 0")
+
+
+def test_a_crowd_of_addresses_leaves_everybody_a_turn() -> None:
+    """52 addresses, of IPv4 and of IPv6: what is common to all of them goes from peer to peer, not
+    from connection to connection."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        pytest.skip("needs unshare and ip")
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no network namespaces here")
+    script = str(TESTS / "support" / "crowd.py")
+    told = subprocess.run(
+        [*alone, sys.executable, "-B", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    families = [line.split() for line in told.splitlines()]
+    assert [name for name, _, _ in families] == ["IPv4", "IPv6"]
+    for _, answers, turns in families:  # each of the others has four connections
+        assert float(turns) <= 2 * int(answers)

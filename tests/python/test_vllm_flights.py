@@ -543,7 +543,7 @@ def distant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench = Bench(tmp_path, FakeEngine(SimpleNamespace(nnodes=2), hosts=("a", "b")))
     monkeypatch.setattr(worker, "_jobs", worker.Jobs())
     monkeypatch.setattr(worker, "_services", {})
-    monkeypatch.setattr(worker, "ClientPool", lambda path: ClientPool(bench.trainer.client))
+    monkeypatch.setattr(worker, "ClientPool", lambda **_: ClientPool(bench.trainer.client))
     return bench
 
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import pytest
 from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, Entry, FakeTrainer, Run
 from fanin import errors
+from fanin._credentials import Credentials
+from fanin.config import inference_config
 from fanin.info import TrainerInfo, write_info
-from fanin.vllm.checks import EngineFacts
+from fanin.vllm.checks import AdapterFacts, EngineFacts
 from fanin.vllm.clients import ClientPool, Source, Target
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import status_of
-from fanin.vllm.pulls import PullService, Wanted
+from fanin.vllm.pull_log import PullLog
+from fanin.vllm.pulls import Adapter, PullService, Wanted
 from fanin.vllm.trainers import Trainer
 from local_world import CONFIG, PUBLICATION, addresses, publish, servers, until
 
@@ -281,15 +285,21 @@ def test_a_configuration_that_is_trusted(tmp_path: Path) -> None:
     assert kept == [False, True] and filtered.path != whole.path
 
 
-def test_a_trainers_file_names_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
-    write_info(tmp_path, TrainerInfo(("h:1",), secret_file="/run/secret/launch"))
-    given: list[dict[str, Any]] = []
+def unreachable(given: list[dict[str, Any]]) -> Callable[..., Any]:
+    """A factory of clients of nobody. given: gets the options of each."""
 
     def factory(addresses: list[str], **options: Any) -> Any:
         given.append(options)
         raise errors.UnreachableError.make("nobody is there")
 
+    return factory
+
+
+def test_a_trainers_file_names_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    write_info(tmp_path, TrainerInfo(("h:1",), secret_file="/run/secret/launch"))
+    given: list[dict[str, Any]] = []
+    factory = unreachable(given)
     source = Source.of(str(tmp_path))
     for use in (
         lambda: ClientPool(factory).connect(source.resolve(), None, time.monotonic() + 5),
@@ -301,3 +311,83 @@ def test_a_trainers_file_names_its_secret(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(errors.UnreachableError):
         ClientPool(factory).connect(source.resolve(), None, time.monotonic() + 5)
     assert [one.get("secret_file") for one in given] == [*["/run/secret/launch"] * 2, None]
+
+
+def test_an_engines_own_certificate_goes_before_a_trainers_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    tls = {name: f"/run/{name}" for name in ("tls_cert", "tls_key", "tls_ca")}
+    lines = [f'{name} = "{path}"' for name, path in tls.items()]
+    config = tmp_path / "inference.toml"
+    config.write_text("\n".join(("[weight_broadcast]", 'type = "nixl"', *lines)))
+    monkeypatch.setenv("FANIN_CONFIG", str(config))
+    write_info(tmp_path, TrainerInfo(("h:1",), secret_file="/run/secret/launch"))
+    given: list[dict[str, Any]] = []
+    factory = unreachable(given)
+    source = Source.of(str(tmp_path))
+    pool = ClientPool(factory, credentials=inference_config().credentials)
+    for use in (
+        lambda: pool.connect(source.resolve(), None, time.monotonic() + 5),
+        lambda: Trainer(source, "0", factory).ready(time.monotonic() + 5),
+    ):
+        with pytest.raises(errors.UnreachableError):
+            use()
+    assert len(given) == 2
+    for one in given:
+        assert "secret_file" not in one and one.items() >= tls.items()
+
+
+def test_a_real_pull_says_what_took_how_long(real: tuple[PullService, Wanted]) -> None:
+    service, wanted = real
+    adapter = service.pull(wanted)
+    assert adapter.ranks == 3 and adapter.phases["read"] > 0
+    assert 0 < sum(adapter.phases.values()) <= adapter.seconds
+
+
+def a_pull(step: int, **more: Any) -> Adapter:
+    facts = AdapterFacts({}, None, None, 0, "")
+    place = (Source.of([ADDRESS]), (ADDRESS, "h:2"), WORLD, Path("/c/1"), facts, False)
+    return Adapter(f"p-run0-step{step}", "0", step, "p", *place, **more)
+
+
+def test_a_pull_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    lines = PullLog(logging.getLogger("vllm.fanin"))
+    spent = {"connect": 0.0, "read": 0.012, "end": 0.00123}
+    how: dict[str, Any] = {"phases": spent, "ranks": 2, "shown": "the secret /run/s"}
+    with caplog.at_level("INFO", "vllm.fanin"):
+        lines.tell(a_pull(7, bytes=1000, seconds=0.02, transport="stream", **how))
+        lines.tell(a_pull(8, bytes=9, reused=True, landing="slot", landing_why="why"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "fanin: adapter p-run0-step7 pulled: run 0, step 7, 1000 bytes in 20.0 ms (read 12.0,"
+        f" end 1.2, rest 6.8) by stream, into a directory, from 2 ranks of world {WORLD} at"
+        f" {ADDRESS}, with the secret /run/s",
+        "fanin: adapter p-run0-step8 pulled: run 0, step 8, 9 bytes in 0.0 ms by ? (was here),"
+        f" into a slot (why), from ranks of world {WORLD} at {ADDRESS}",
+    ]
+
+
+def test_lines_of_pulls_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    now = [5.0]
+    lines = PullLog(logging.getLogger("vllm.fanin"), lambda: now[0])
+    with caplog.at_level("INFO", "vllm.fanin"):
+        for step in range(30):
+            lines.tell(a_pull(step))
+        assert len(caplog.records) == 20
+        now[0] += 0.5  # time for one
+        lines.tell(a_pull(30))
+        lines.tell(a_pull(31))
+    assert len(caplog.records) == 21
+    assert "step30 " in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; lines of 10 pulls were left out")
+    with caplog.at_level("DEBUG", "vllm.fanin"):
+        lines.tell(a_pull(32))
+    assert caplog.records[-1].levelname == "DEBUG" and "step32 " in caplog.messages[-1]
+
+
+def test_what_ranks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    named, silent = Target(("h:1",), secret_file="/named"), Target(("h:1",))
+    own = ClientPool(credentials=Credentials(tls_cert="/c", tls_key="/k", tls_ca="/a"))
+    assert [ClientPool().shown(one) for one in (named, silent)] == ["the secret /named", ""]
+    assert own.shown(named) == "the certificate /c"

@@ -521,7 +521,7 @@ def extended(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
     monkeypatch.setenv("FANIN_TRAINER", "127.0.0.1:6000")
     monkeypatch.setattr(worker, "_jobs", worker.Jobs())
     monkeypatch.setattr(worker, "_services", {})
-    monkeypatch.setattr(worker, "ClientPool", lambda path: ClientPool(desk.trainer.client))
+    monkeypatch.setattr(worker, "ClientPool", lambda **_: ClientPool(desk.trainer.client))
     monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("lora"))
     requests: Any = ModuleType("request")
     requests.LoRARequest = SimpleNamespace

@@ -32,6 +32,7 @@ class Workers(FakeEngine):
         self.pull_fails: list[Exception] = []
         self.jobs: dict[str, dict[str, Any]] = {}
         self.dropped: list[tuple[str, str]] = []
+        self.forgotten: list[int] = []
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
@@ -45,6 +46,7 @@ class Workers(FakeEngine):
             return [self._report(args[0], worker) for worker in (0, 1)]
         assert method == "fanin_drop_adapter"
         self.dropped.append((args[0], args[1]))
+        self.forgotten += args[2] if len(args) > 2 else []
         return [True, True]
 
     def _report(self, number: str, worker: int) -> dict[str, Any]:
@@ -61,7 +63,8 @@ class Workers(FakeEngine):
         if failures and worker == 1:
             return {**report, "state": "failed", "error": to_wire(failures.pop())}
         if not job["learn"] or self.learning is None or self.learning.is_set():
-            report["state"] = "done"
+            phases = {"read": 0.001, "end": 0.002} if worker else {"read": 0.004}
+            report |= {"state": "done", "phases": phases, "ranks": 2}
         return report
 
     @property
@@ -117,16 +120,22 @@ async def test_the_first_by_a_directory_the_next_into_slots(tmp_path: Path) -> N
     second = await bench.fetch(2)
     assert (second.landing, second.landing_why) == ("slot", "")
     assert second.bytes == 100 and second.transport == "stream", "two workers' parts"
+    assert (second.phases, second.ranks) == ({"read": 0.004}, 2), "of the slower one"
     assert bench.engine.landed == [2] and bench.directories == [1]
     counts = bench.state.counters.snapshot()
     assert (counts["landed_slot"], counts["landed_directory"], counts["pulls_ok"]) == (1, 1, 2)
     shown = bench.state.keeper.status()["adapters"]
     assert [one["landing"] for one in shown] == ["directory", "slot"]
 
+    await bench.state.keeper.settled()
+    bench.engine.request(second, 12)
+    bench.engine.request(second, 13)
     await bench.fetch(3)
     await bench.fetch(4)
     await bench.state.keeper.settled()
     assert (str(second.path), "") in bench.engine.dropped, "its memory is given up"
+    assert bench.engine.forgotten == [12, 13], "by the same call"
+    assert not [event for event in bench.engine.events if event.startswith("remove 1")]
 
 
 async def test_who_asks_while_it_is_learnt(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "secrets.h"
+#include "openssl.h"
 #include "testing.h"
 #include <fcntl.h>
 #include <stdio.h>
@@ -36,4 +37,47 @@ void secrets_remove(void)
             unlink(paths[i]);
     if (made)
         rmdir(folder);
+}
+
+bool openssl_is_missing(void)
+{
+    const openssl *o;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (openssl_load(&o, &error) == FANIN_OK)
+        return false;
+    printf("1..0 # SKIP %s\n", error.message);
+    return true;
+}
+
+static tls_end *certified(const char *from, const char *name, identity wanted)
+{
+    char cert[64], key[64], ca[64];
+    tls_end *end = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    const certificate_files files = {cert, key, ca};
+    snprintf(cert, sizeof cert, "%s/%s.pem", from, name);
+    snprintf(key, sizeof key, "%s/%s.key", from, name);
+    snprintf(ca, sizeof ca, "%s/ca.pem", from);
+    if (tls_end_by_certificate(&files, &wanted, NULL, &end, &error) != FANIN_OK &&
+        error.status != FANIN_ERR_UNSUPPORTED) /* no OpenSSL 3 here */
+        fail_msg("%s (%s)", error.message, error.remedy);
+    return end;
+}
+
+bool certified_ends_of(uint32_t rank, tls_end *out[2])
+{
+    char place[] = "/tmp/certificates-XXXXXX", name[16], command[600];
+    const char *source = getenv("FANIN_SOURCE_DIR");
+    assert_non_null(mkdtemp(place));
+    snprintf(name, sizeof name, "rank%u", (unsigned)rank);
+    snprintf(command, sizeof command,
+             "command -v openssl >/dev/null && '%s/tests/support/make-certificates' %s",
+             source ? source : ".", place);
+    if (system(command) == 0) { /* NOLINT(cert-env33-c): the tree's own */
+        out[0] = certified(place, name, (identity){.role = AS_RANK, .rank = rank});
+        out[1] = certified(place, "reader", (identity){.role = AS_READER});
+    }
+    snprintf(command, sizeof command, "rm -rf %s", place);
+    assert_int_equal(system(command), 0); /* NOLINT(cert-env33-c): its own folder */
+    return out[0] && out[1];
 }

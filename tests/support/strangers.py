@@ -40,13 +40,19 @@ def frame(kind: int, request: int, body: dict[int, Any]) -> bytes:
 
 
 class Stranger:
-    """A connection from 127.0.0.*source*, which says hello unless told otherwise."""
+    """A connection from 127.0.0.*source*, or the address *source*, which says hello."""
 
-    def __init__(self, port: int, source: int = 1, session: bytes | None = None) -> None:
-        self.socket = socket.socket()
-        self.socket.bind((f"127.0.0.{source}", 0))
+    def __init__(
+        self,
+        port: int,
+        source: int | str = 1,
+        session: bytes | None = None,
+        target: str = "127.0.0.1",
+    ) -> None:
+        self.socket = socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET)
+        self.socket.bind((source if isinstance(source, str) else f"127.0.0.{source}", 0))
         self.socket.settimeout(10.0)
-        self.socket.connect(("127.0.0.1", port))
+        self.socket.connect((target, port))
         role, number = (1, os.urandom(16)) if session is None else (2, session)
         ok = self.ask(HELLO, {1: 1, 2: 1, 4: role, 5: number})
         at = ok.index(b"\x05\xc4\x10") + 3

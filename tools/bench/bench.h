@@ -21,7 +21,7 @@ enum {
     BENCH_MAX_PHASES = 16,
     BENCH_MAX_LIMITS = 32,
     BENCH_MAX_ROUNDS = 100,
-    BENCH_MAX_PAIRS = 32,
+    BENCH_MAX_PAIRS = 60,
     BENCH_MAX_COUNTS = 8,
     BENCH_MAX_READERS = 256,
 };
@@ -92,7 +92,10 @@ typedef struct bench_loss_row {
     double ratio
         [BENCH_MAX_PAIRS]; /**< a step's time before and after over that with readers */
     double loss, least, most; /**< one minus them: median, and of all pairs */
-    double step_ns;           /**< median */
+    double mean,
+        mean_error; /**< of one minus the ratios, and its standard error; 0 of one pair */
+    double work, work_error; /**< the same of the work between updates alone */
+    double step_ns;          /**< median */
     double wait,
         cpu; /**< shares of the time: waiting for leases; CPU of the rank's other
                          threads; medians */

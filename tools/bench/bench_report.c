@@ -101,8 +101,11 @@ static json_t *loss_json(const bench *b, const bench_loss *l, uint32_t number)
     return output_object(
         "readers", output_u64(b->counts[number]), "step_ns", json_real(row->step_ns),
         "loss", json_real(row->loss), "loss_min", json_real(row->least), "loss_max",
-        json_real(row->most), "lease_wait", json_real(row->wait), "server_cpu",
-        json_real(row->cpu), "ratios", ratios, "pulls", pulls, NULL);
+        json_real(row->most), "loss_mean", json_real(row->mean), "loss_error",
+        json_real(row->mean_error), "work_loss", json_real(row->work),
+        "work_loss_error", json_real(row->work_error), "lease_wait",
+        json_real(row->wait), "server_cpu", json_real(row->cpu), "ratios", ratios,
+        "pulls", pulls, NULL);
 }
 
 static json_t *losses_json(const bench *b)
@@ -256,12 +259,16 @@ static void add_loss(const bench *b, struct libscols_table *table, const bench_l
                      const char *name, uint32_t number)
 {
     const bench_loss_row *row = &l->rows[number];
-    char loss[3][32], shares[2][32];
+    char loss[3][32], means[2][48], shares[2][32];
     const double values[3] = {row->loss, row->least, row->most};
     uint64_t pulls = 0;
     for (int i = 0; i < 3; i++) {
         snprintf(loss[i], sizeof loss[i], "%+.3f %%", 100 * values[i]);
     }
+    snprintf(means[0], sizeof means[0], "%+.3f ± %.3f %%", 100 * row->mean,
+             100 * row->mean_error);
+    snprintf(means[1], sizeof means[1], "%+.3f ± %.3f %%", 100 * row->work,
+             100 * row->work_error);
     snprintf(shares[0], sizeof shares[0], "%.4f %%", 100 * row->wait);
     snprintf(shares[1], sizeof shares[1], "%.4f %%", 100 * row->cpu);
     for (int i = 0; i < b->pairs; i++) {
@@ -269,14 +276,20 @@ static void add_loss(const bench *b, struct libscols_table *table, const bench_l
     }
     output_row(table, NULL, name, output_number(b->counts[number]).s,
                output_number(pulls).s, output_duration((uint64_t)row->step_ns).s,
-               loss[0], loss[1], loss[2], shares[0], shares[1]);
+               loss[0], loss[1], loss[2], means[0], means[1], shares[0], shares[1]);
+}
+
+static const char *rate_name(device_load_kind kind)
+{
+    return kind == DEVICE_LOAD_PRODUCT   ? "Gflop/s of products of matrices"
+           : kind == DEVICE_LOAD_INTEGER ? "Gop/s of integers"
+                                         : "GB/s of sweeps over memory";
 }
 
 static void tell_trainers(const bench *b)
 {
-    bool product = b->rank_options.load == DEVICE_LOAD_PRODUCT;
-    struct libscols_table *table =
-        output_table("TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST> WAITS> CPU>");
+    struct libscols_table *table = output_table(
+        "TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST> MEAN> WORK> WAITS> CPU>");
     for (size_t i = 0; i < b->n_losses; i++) {
         const bench_loss *l = &b->losses[i];
         char name[40] = "host";
@@ -286,8 +299,7 @@ static void tell_trainers(const bench *b)
         double rate = l->units / l->step_idle_ns *
                       device_load_size(l->device, b->rank_options.load);
         printf("trainer, %s: %.3g %s alone\n", name, rate,
-               product ? "Gflop/s of products of matrices"
-                       : "GB/s of sweeps over memory");
+               rate_name(b->rank_options.load));
         for (uint32_t j = 0; j < b->n_counts; j++) {
             add_loss(b, table, l, name, j);
         }

@@ -7,6 +7,7 @@
 #include "fetch/progress.h"
 
 #include <limits.h>
+#include <math.h>
 #include <stdlib.h>
 
 /* The first phase warms up, from the second on every other one has no readers. */
@@ -36,12 +37,34 @@ static double step_of(const bench *b, uint32_t rank, uint32_t phase)
     return work.steps > 0 ? (double)work.ns / (double)work.steps : 0;
 }
 
+/* A unit's time in a phase, without the updates. */
+static double unit_of(const bench *b, uint32_t rank, uint32_t phase)
+{
+    rank_work work = ranks_slot(b->ranks, rank)->work[phase];
+    return work.units > 0 ? (double)work.load_ns / (double)work.units : 0;
+}
+
+/* One minus each ratio: the mean, and how far that may be off. */
+static void mean_of(const double *ratios, uint32_t count, double *mean, double *off)
+{
+    double sum = 0, squares = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        sum += 1 - ratios[i];
+    }
+    *mean = sum / count;
+    for (uint32_t i = 0; i < count; i++) {
+        double apart = 1 - ratios[i] - *mean;
+        squares += apart * apart;
+    }
+    *off = count > 1 ? sqrt(squares / (count - 1) / count) : 0;
+}
+
 static bench_loss_row row_of(const bench *b, uint32_t rank, uint32_t number)
 {
     const uint32_t pairs = (uint32_t)b->pairs;
     bench_loss_row row = {.least = 1e9, .most = -1e9};
     double ratios[BENCH_MAX_PAIRS], steps[BENCH_MAX_PAIRS];
-    double waits[BENCH_MAX_PAIRS], cpus[BENCH_MAX_PAIRS];
+    double waits[BENCH_MAX_PAIRS], cpus[BENCH_MAX_PAIRS], units[BENCH_MAX_PAIRS];
     for (uint32_t i = 0; i < pairs; i++) {
         uint32_t phase = FIRST_PULLED + 2 * (i * b->n_counts + number);
         double around = (step_of(b, rank, phase - 1) + step_of(b, rank, phase + 1)) / 2;
@@ -49,11 +72,16 @@ static bench_loss_row row_of(const bench *b, uint32_t rank, uint32_t number)
         steps[i] = step_of(b, rank, phase);
         waits[i] = work.ns > 0 ? (double)work.wait_ns / (double)work.ns : 0;
         cpus[i] = work.ns > 0 ? (double)work.cpu_ns / (double)work.ns : 0;
+        double alone = (unit_of(b, rank, phase - 1) + unit_of(b, rank, phase + 1)) / 2;
+        double pulled = unit_of(b, rank, phase);
+        units[i] = pulled > 0 ? alone / pulled : 0;
         ratios[i] = row.ratio[i] = steps[i] > 0 ? around / steps[i] : 0;
         row.least = 1 - ratios[i] < row.least ? 1 - ratios[i] : row.least;
         row.most = 1 - ratios[i] > row.most ? 1 - ratios[i] : row.most;
     }
     row.loss = 1 - median_of(ratios, pairs);
+    mean_of(ratios, pairs, &row.mean, &row.mean_error);
+    mean_of(units, pairs, &row.work, &row.work_error);
     row.step_ns = median_of(steps, pairs);
     row.wait = median_of(waits, pairs);
     row.cpu = median_of(cpus, pairs);

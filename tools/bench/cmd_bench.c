@@ -4,6 +4,7 @@
 #include "fetch/command.h"
 #include "trainer/device_driver.h"
 #include "fetch/failure.h"
+#include "fetch/tracing.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
@@ -171,7 +172,7 @@ static int start_ranks(bench *b)
     o->first_step = 1;
     o->extents = true;
     o->readers_gone = true;
-    o->log = session_log;
+    o->log = session_log_of(&b->line.common);
     o->log_cookie = b->line.common.verbose ? b : NULL;
     set_updates(b);
     code = ranks_start(o, &b->ranks);
@@ -333,11 +334,16 @@ static int resolve(bench *b)
     if (b->load_name == NULL) {
         return 0;
     }
-    b->rank_options.load = strcmp(b->load_name, "product") == 0 ? DEVICE_LOAD_PRODUCT
-                           : strcmp(b->load_name, "sweep") == 0 ? DEVICE_LOAD_SWEEP
-                                                                : DEVICE_LOAD_NONE;
+    b->rank_options.load = strcmp(b->load_name, "product") == 0   ? DEVICE_LOAD_PRODUCT
+                           : strcmp(b->load_name, "sweep") == 0   ? DEVICE_LOAD_SWEEP
+                           : strcmp(b->load_name, "integer") == 0 ? DEVICE_LOAD_INTEGER
+                                                                  : DEVICE_LOAD_NONE;
     if (b->rank_options.load == DEVICE_LOAD_NONE) {
-        return failure_usage(name, "--trainer-load is product or sweep");
+        return failure_usage(name, "--trainer-load is product, sweep or integer");
+    }
+    if (b->rank_options.load == DEVICE_LOAD_INTEGER && b->trainer.device != NULL) {
+        return failure_usage(name,
+                             "--trainer-load integer is for ranks of host memory");
     }
     return bench_trainer_resolve(b);
 }
@@ -478,8 +484,8 @@ static struct poptOption option_table[] = {
     {"commits", 0, POPT_ARG_INT, &whole.commits, 0,
      "with --snapshot: commits that are timed first (default 20)", "N"},
     {"trainer-load", 0, POPT_ARG_STRING, &whole.load_name, 0,
-     "also measure what pulls cost ranks that multiply matrices (product) or move "
-     "memory (sweep)",
+     "also measure what pulls cost ranks that multiply matrices (product), move "
+     "memory (sweep) or count on one CPU (integer)",
      "KIND"},
     {"update-every", 0, POPT_ARG_INT, &whole.update_every, 0,
      "how often those ranks update (default 1000)", "MS"},
@@ -518,7 +524,8 @@ static int measure_all(bench *b, int argc, const char **argv)
     about_make(argc, argv, &b->about);
     code = open_files(b);
     code = code != 0 || b->target != NULL ? code : start_ranks(b);
-    return code != 0 ? code : bench_all(b);
+    code = code != 0 ? code : tracing_start(b->line.connect.trace);
+    return code != 0 ? code : tracing_stop(b->line.connect.trace, bench_all(b));
 }
 
 static int run(const command *self, int argc, const char **argv)

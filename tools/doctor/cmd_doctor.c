@@ -5,6 +5,7 @@
 #include "fetch/output.h"
 #include "fetch/interrupt.h"
 #include "fetch/session.h"
+#include "fetch/tracing.h"
 #include "fetch/terminal.h"
 
 #include <errno.h>
@@ -237,7 +238,7 @@ static int check_idle(const command *self, const arguments *parsed)
                                  "no-checksums threads streams server-name "
                                  "expect-world-id trust-containers "
                                  "trust-other-users secret-file tls-cert tls-key "
-                                 "tls-ca";
+                                 "tls-ca trace";
     const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }
@@ -260,7 +261,12 @@ static int examine(const command *self, doctor_line *d)
     doctor_judge(&facts, report);
     int code = 0;
     if (d->line.parsed.count > 0) {
-        code = ask_trainer(self, d, d->line.parsed.positional[0], &facts, report);
+        const char *trace = d->line.connect.trace;
+        code = tracing_start(trace);
+        if (code == 0) {
+            code = ask_trainer(self, d, d->line.parsed.positional[0], &facts, report);
+            code = tracing_stop(trace, code);
+        }
     }
     if (code == 0) {
         if (common->json) {

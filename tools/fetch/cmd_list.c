@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
 #include "fetch/failure.h"
+#include "fetch/list_map.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/rank_states.h"
@@ -418,9 +419,11 @@ static int list_keys(session *s, const common_options *common)
 
 static int list(session *s, const invocation *line, void *cookie)
 {
-    (void)cookie;
-    int code = session_reach(s);
+    const int *map = cookie;
+    int code = *map ? session_need_run(s) : 0;
+    code = code != 0 ? code : session_reach(s);
     return code != 0           ? code
+           : *map              ? list_map(s, &line->common)
            : line->run != NULL ? list_keys(s, &line->common)
                                : list_runs(s, &line->common);
 }
@@ -428,8 +431,14 @@ static int list(session *s, const invocation *line, void *cookie)
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
-    struct poptOption table[] = {SESSION_TABLE(&line), POPT_TABLEEND};
-    return session_run(self, argc, argv, &line, table, 0, list, NULL);
+    int map = 0;
+    struct poptOption table[] = {
+        {"map", 'm', POPT_ARG_NONE, &map, 0,
+         "what each rank holds of the run, and what nobody does", NULL},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    return session_run(self, argc, argv, &line, table, 0, list, &map);
 }
 
 const command cmd_list = {
@@ -440,6 +449,7 @@ const command cmd_list = {
             "  nixl-fetch list 127.0.0.1:6000 --world-size 8\n"
             "  nixl-fetch list nixl_info.json --run 0 --json\n"
             "  nixl-fetch list nixl_info.json full:0\n"
+            "  nixl-fetch list nixl_info.json full:0 --map\n"
             "\n"
             "Without --run: every run, its state and step on each rank, its metadata.\n"
             "With --run: every key, its dtype, shape, the ranks that hold parts, its "

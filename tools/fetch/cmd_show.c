@@ -3,7 +3,9 @@
 #include "fetch/failure.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
+#include "fetch/shard_map.h"
 #include "fetch/terminal.h"
+#include "fetch/whole_file.h"
 
 #include <fnmatch.h>
 #include <inttypes.h>
@@ -11,7 +13,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Pictures that are asked for. */
+typedef struct pictures {
+    int map;
+    char *svg; /**< file; NULL: none */
+    shard_style style;
+} pictures;
+
 typedef struct shower {
+    const pictures *asked;
+    char *svg; /**< of the key */
     const char *publication;
     const char *name; /**< or a pattern */
     bool pattern;
@@ -19,27 +30,12 @@ typedef struct shower {
     json_t *keys; /**< those found; NULL: printed as tables */
 } shower;
 
-/* The first owner that holds the very box of owner @p index; @p index: it is the first. */
-static size_t original_of(const fanin_entry *e, size_t index)
-{
-    const fanin_owner *o = &e->owners[index];
-    for (size_t i = 0; i < index; i++) {
-        if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof o->offset[0]) ==
-                0 &&
-            memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof o->extent[0]) ==
-                0) {
-            return i;
-        }
-    }
-    return index;
-}
-
 static json_t *key_json(const char *key, const fanin_entry *e, uint64_t distinct)
 {
     json_t *owners = json_array();
     for (size_t i = 0; i < e->n_owners; i++) {
         const fanin_owner *o = &e->owners[i];
-        size_t original = original_of(e, i);
+        size_t original = shard_original(e, i);
         json_array_append_new(
             owners,
             output_object(
@@ -64,7 +60,7 @@ static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
         "RANK> OFFSET EXTENT BYTES> REGION> REGION-OFFSET> LAYOUT REPLICA-OF");
     for (size_t i = 0; i < e->n_owners; i++) {
         const fanin_owner *o = &e->owners[i];
-        size_t original = original_of(e, i);
+        size_t original = shard_original(e, i);
         char replica[32] = "-";
         if (original != i) {
             snprintf(replica, sizeof replica, "rank %u", e->owners[original].rank);
@@ -83,18 +79,32 @@ static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
     output_print(table);
 }
 
+static void draw(const pictures *asked, const fanin_entry *e)
+{
+    if (asked->map && asked->style.columns < SHARD_MAP_LEAST) {
+        printf("a picture needs %d columns\n", SHARD_MAP_LEAST);
+    } else if (asked->map) {
+        shard_map_draw(stdout, e, &asked->style);
+    }
+}
+
+static char *svg_of(const char *key, const fanin_entry *e)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&text, &size));
+    shard_map_svg(stream, key, e);
+    fclose(stream);
+    return text;
+}
+
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
     shower *s = cookie;
     char key[FANIN_MAX_NAME + 128];
-    uint64_t distinct = 0;
+    uint64_t distinct = shard_distinct_bytes(e);
     if (s->pattern && fnmatch(s->name, e->name, 0) != 0) {
         return true;
-    }
-    for (size_t i = 0; i < e->n_owners; i++) {
-        if (original_of(e, i) == i) {
-            distinct += e->owners[i].bytes;
-        }
     }
     snprintf(key, sizeof key, "%s:%s", s->publication, e->name);
     if (s->keys != NULL) {
@@ -102,6 +112,10 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     } else {
         fputs(s->found > 0 ? "\n" : "", stdout);
         show_table(key, e, distinct);
+        draw(s->asked, e);
+    }
+    if (s->asked->svg != NULL && s->svg == NULL) {
+        s->svg = svg_of(key, e);
     }
     s->found++;
     return true;
@@ -141,13 +155,19 @@ static void tell(const shower *s, const missing *absent)
     output_json(object);
 }
 
-static int show(session *s, const char *name, bool json)
+static bool is_pattern(const char *name)
+{
+    return strpbrk(name, "*?[") != NULL;
+}
+
+static int show(session *s, const char *name, bool json, const pictures *asked)
 {
     fanin_error error = FANIN_ERROR_INIT;
     missing absent = {0};
-    shower cookie = {.publication = s->publication,
+    shower cookie = {.asked = asked,
+                     .publication = s->publication,
                      .name = name,
-                     .pattern = strpbrk(name, "*?[") != NULL,
+                     .pattern = is_pattern(name),
                      .keys = json ? json_array() : NULL};
     s->key = cookie.pattern ? NULL : name;
     fanin_status status =
@@ -158,6 +178,10 @@ static int show(session *s, const char *name, bool json)
                              "'nixl-fetch list --run R' shows the names",
                              "no key of %s is like '%s'", s->publication, name);
     }
+    if (status == FANIN_OK && cookie.svg != NULL) {
+        status = whole_file_write(asked->svg, cookie.svg, strlen(cookie.svg), &error);
+    }
+    free(cookie.svg);
     int code;
     if (status != FANIN_OK) {
         code = session_failure(s, "cannot show the key", &error);
@@ -173,10 +197,19 @@ static int show(session *s, const char *name, bool json)
 
 static int show_key(session *s, const invocation *line, void *cookie)
 {
-    (void)cookie;
+    pictures *asked = cookie;
     char run[OPTIONS_PUBLICATION];
     const char *name = split_key(line->words[0], run);
     int code = 0;
+    if (asked->svg != NULL && is_pattern(name)) {
+        return failure_usage(s->command->name, "--svg is of one key, not of '%s'",
+                             name);
+    }
+    if (asked->map && line->common.json) {
+        return failure_usage(s->command->name,
+                             "--map is for people, --json has all owners");
+    }
+    asked->style = shard_style_of(line->common.no_color != 0);
     if (run[0] != '\0' && line->run != NULL && strcmp(s->publication, run) != 0) {
         return failure_usage(s->command->name,
                              "--run '%s' is not the run of the key '%s'", line->run,
@@ -187,14 +220,22 @@ static int show_key(session *s, const invocation *line, void *cookie)
     }
     code = code != 0 ? code : session_need_run(s);
     code = code != 0 ? code : session_reach(s);
-    return code != 0 ? code : show(s, name, line->common.json != 0);
+    return code != 0 ? code : show(s, name, line->common.json != 0, asked);
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
-    struct poptOption table[] = {SESSION_TABLE(&line), POPT_TABLEEND};
-    return session_run(self, argc, argv, &line, table, 1, show_key, NULL);
+    pictures asked = {.map = 0};
+    struct poptOption table[] = {
+        {"map", 'm', POPT_ARG_NONE, &asked.map, 0,
+         "also draw which rank holds which rows and columns", NULL},
+        {"svg", 0, POPT_ARG_STRING, &asked.svg, 0,
+         "also make this picture of them, to scale", "FILE"},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    return session_run(self, argc, argv, &line, table, 1, show_key, &asked);
 }
 
 const command cmd_show = {
@@ -206,6 +247,7 @@ const command cmd_show = {
         "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
         "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
         "  nixl-fetch show nixl_info.json 'full:0:*.layers.0.*'\n"
+        "  nixl-fetch show nixl_info.json full:0:lm_head.weight --map --svg head.svg\n"
         "\n"
         "KEY is lora:<run>:<name> or full:<run>:<name>, or a name together with --run; "
         "the\n"

@@ -17,20 +17,15 @@ typedef struct request {
     uint32_t max_age_ms;
 } request;
 
-static bool answered(const look_rank *r)
-{
-    return r->at.status == FANIN_OK;
-}
-
 static void add_row(struct libscols_table *table, const look_rank *r)
 {
-    bool good = answered(r) && r->there, known = good && r->stats.counted;
+    bool good = look_answered(r) && r->there, known = good && r->stats.counted;
     uint64_t p99 = look_drain_ns(&r->stats, 99);
     output_row(table, NULL,
                r->at.rank >= 0 ? output_number((uint64_t)r->at.rank).s : "-",
-               good          ? state_name(r->is.state)
-               : answered(r) ? "absent"
-                             : "no answer",
+               good               ? state_name(r->is.state)
+               : look_answered(r) ? "absent"
+                                  : "no answer",
                good ? output_number(r->is.step).s : "-",
                good ? output_age(r->is.commit_age_ms).s : "-",
                known ? output_number(r->is.leases).s : "-",
@@ -43,7 +38,7 @@ static void print_text(const session *s, const look *l, const problems *p)
 {
     uint32_t there = 0;
     for (uint32_t i = 0; i < l->count; i++) {
-        there += answered(&l->ranks[i]);
+        there += look_answered(&l->ranks[i]);
     }
     terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s", s->publication,
                    l->newest, there, l->asked,
@@ -57,60 +52,6 @@ static void print_text(const session *s, const look *l, const problems *p)
         add_row(table, &l->ranks[i]);
     }
     output_print(table);
-}
-
-static json_t *rank_json(const look_rank *r)
-{
-    json_t *o = output_object("rank", output_rank(r->at.rank), "address",
-                              output_string(r->at.address), "status",
-                              output_string(fanin_status_name(r->at.status)), "message",
-                              output_string(r->at.message), NULL);
-    if (answered(r) && r->there) {
-        output_set(o, "state", output_string(state_name(r->is.state)), "step",
-                   output_u64(r->is.step), "state_age_ns",
-                   output_age_ns(r->is.state_age_ms), "commit_age_ns",
-                   output_age_ns(r->is.commit_age_ms), "update_age_ns",
-                   output_age_ns(r->is.update_age_ms), "reason",
-                   output_string(r->reason), NULL);
-    }
-    if (answered(r) && r->stats.counted) {
-        json_t *holders = json_array();
-        for (size_t i = 0; i < r->n_holders; i++) {
-            json_array_append_new(
-                holders,
-                output_object("who", output_string(r->holders[i].who), "age_ns",
-                              output_age_ns(r->holders[i].age_ms), NULL));
-        }
-        output_set(o, "leases", output_u64(r->is.leases), "lease_age_ns",
-                   output_age_ns(r->is.lease_age_ms), "holders", holders, "sessions",
-                   output_u64(r->stats.sessions), "pulls_good",
-                   output_u64(r->stats.pulls_good), "pulls_stale",
-                   output_u64(r->stats.pulls_stale), "bytes_streamed",
-                   output_u64(r->stats.bytes_streamed), "drain_p50_ns",
-                   output_u64(look_drain_ns(&r->stats, 50)), "drain_p99_ns",
-                   output_u64(look_drain_ns(&r->stats, 99)), "rtt_ns",
-                   output_u64(r->stats.rtt_ns), NULL);
-    }
-    return o;
-}
-
-static void print_json(const session *s, const look *l, const problems *p)
-{
-    json_t *ranks = json_array(), *list = json_array();
-    for (uint32_t i = 0; i < l->count; i++) {
-        json_array_append_new(ranks, rank_json(&l->ranks[i]));
-    }
-    for (size_t i = 0; i < p->count; i++) {
-        json_array_append_new(
-            list, output_object("kind", output_string(p->list[i].kind), "rank",
-                                output_rank(p->list[i].rank), "fails",
-                                json_boolean(p->list[i].status != FANIN_OK), "text",
-                                output_string(p->list[i].text), NULL));
-    }
-    output_json(output_object("publication", output_string(s->publication), "healthy",
-                              json_boolean(problems_verdict(p) == FANIN_OK), "step",
-                              output_u64(l->newest), "problems", list, "ranks", ranks,
-                              NULL));
 }
 
 /* 0 or the exit status after a message: there are addresses from here on, whoever answers. */
@@ -138,7 +79,7 @@ static int status(session *s, const invocation *line, void *cookie)
     }
     problems_find(&l, r->max_age_ms, &p);
     if (line->common.json) {
-        print_json(s, &l, &p);
+        output_json(look_json(s, &l, &p));
     } else {
         print_text(s, &l, &p);
     }

@@ -7,6 +7,7 @@
 #include "fetch/progress.h"
 #include "fetch/session.h"
 #include "fetch/tensor_directory.h"
+#include "fetch/whole_tensor.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,16 +24,6 @@
 /* Tensors are pulled in batches, so that memory stays bounded. */
 enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
 
-/* A tensor of the ranks and where the file has it. */
-typedef struct pair {
-    char *name; /**< the ranks' */
-    fanin_dtype dtype;
-    uint32_t n_dims;
-    uint64_t shape[FANIN_MAX_DIMS];
-    int descriptor;         /**< of its file */
-    uint64_t bytes, offset; /**< in the file */
-} pair;
-
 typedef struct verifier {
     char *dir; /**< --dir */
     const char *directory;
@@ -47,7 +38,7 @@ typedef struct verifier {
     json_t *config;       /**< NULL: a model's, without one */
     bool told;            /**< the ranks have a configuration */
     char difference[256]; /**< from the ranks' configuration, "" if none */
-    pair *pairs;
+    whole_tensor *pairs;  /**< the ranks' tensors, and where the files have them */
     size_t count, capacity;
     uint64_t bytes, done;
     progress bar;
@@ -169,13 +160,14 @@ static bool on_entry(void *cookie, const fanin_entry *e)
         return false;
     }
     v->pairs = output_room(v->pairs, v->count, &v->capacity, sizeof v->pairs[0]);
-    pair *p = &v->pairs[v->count++];
-    *p = (pair){.name = output_require(strdup(e->name)),
-                .dtype = f.dtype,
-                .n_dims = e->n_dims,
-                .descriptor = fanin_safetensors_descriptor(v->files.files[place->file]),
-                .bytes = f.bytes,
-                .offset = f.offset};
+    whole_tensor *p = &v->pairs[v->count++];
+    *p = (whole_tensor){.name = output_require(strdup(e->name)),
+                        .dtype = f.dtype,
+                        .n_dims = e->n_dims,
+                        .descriptor =
+                            fanin_safetensors_descriptor(v->files.files[place->file]),
+                        .bytes = f.bytes,
+                        .offset = f.offset};
     memcpy(p->shape, e->shape, sizeof p->shape);
     v->bytes += f.bytes;
     return true;
@@ -276,8 +268,8 @@ static fanin_status pair_up(verifier *v, fanin_error *error)
     return status;
 }
 
-static fanin_status compare(const verifier *v, const pair *p, const uint8_t *memory,
-                            fanin_error *error)
+static fanin_status compare(const verifier *v, const whole_tensor *p,
+                            const uint8_t *memory, fanin_error *error)
 {
     static uint8_t piece[PIECE];
     for (uint64_t done = 0; done < p->bytes; done += PIECE) {
@@ -308,26 +300,9 @@ static fanin_status compare(const verifier *v, const pair *p, const uint8_t *mem
 static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *memory,
                                fanin_error *error)
 {
-    size_t count = end - first;
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof info};
     fanin_pull_options options;
-    fanin_tensor *tensors = output_require(calloc(count, sizeof tensors[0]));
-    fanin_box *boxes = output_require(calloc(count, sizeof boxes[0]));
-    for (size_t i = 0; i < count; i++) {
-        const pair *p = &v->pairs[first + i];
-        memcpy(boxes[i].extent, p->shape, sizeof p->shape);
-        boxes[i].address = memory;
-        tensors[i] = (fanin_tensor){.struct_size = sizeof tensors[i],
-                                    .name = p->name,
-                                    .dtype = p->dtype,
-                                    .n_dims = p->n_dims,
-                                    .boxes = &boxes[i],
-                                    .n_boxes = p->bytes > 0,
-                                    .memory = {FANIN_MEMORY_HOST, -1}};
-        memcpy(tensors[i].shape, p->shape, sizeof p->shape);
-        memory += p->bytes;
-    }
     fanin_pull_options_init(&options, sizeof options);
     options.publication = v->publication;
     options.rule = FANIN_STEP_EXACT;
@@ -335,7 +310,8 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     options.timeout_ms = session_left_ms(v->session);
     options.dtype = v->dtype;
     fanin_status status =
-        fanin_client_pull(v->session->client, &options, tensors, count, &result, error);
+        whole_tensors_pull(v->session->client, &options, &v->pairs[first], end - first,
+                           memory, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
         if (memcmp(info.world_id, v->world_id, sizeof v->world_id) != 0) {
@@ -344,20 +320,16 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
         }
     }
     fanin_result_free(&result);
-    free(tensors);
-    free(boxes);
     return status;
 }
 
 static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t bytes,
                                  fanin_error *error)
 {
-    size_t mapped = bytes > 0 ? (size_t)bytes : 1;
-    uint8_t *memory =
-        mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "no memory for %s of tensors", output_bytes(bytes).s);
+    size_t mapped;
+    uint8_t *memory = whole_tensors_memory(bytes, &mapped, error);
+    if (memory == NULL) {
+        return error->status;
     }
     fanin_status status = pull_batch(v, first, end, memory, error);
     const uint8_t *from = memory;
@@ -478,10 +450,7 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
         return failure_usage(s->command->name, "--dir DIR is needed");
     }
     int code = verify_directory(v, line);
-    for (size_t i = 0; i < v->count; i++) {
-        free(v->pairs[i].name);
-    }
-    free(v->pairs);
+    whole_tensors_free(v->pairs, v->count);
     json_decref(v->config);
     tensor_directory_close(&v->files);
     return code;

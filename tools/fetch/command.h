@@ -17,7 +17,8 @@ typedef struct command {
 } command;
 
 extern const command cmd_list, cmd_show, cmd_ping, cmd_pull, cmd_verify, cmd_watch,
-    cmd_status, cmd_map, cmd_serve, cmd_bench, cmd_doctor, cmd_secret;
+    cmd_status, cmd_top, cmd_exporter, cmd_diff, cmd_bundle, cmd_map, cmd_serve,
+    cmd_bench, cmd_doctor, cmd_secret, cmd_trace;
 
 /** The one of @p all, NULL at the end, that has this name; NULL if there is none. */
 const command *command_find(const command *const *all, const char *name);

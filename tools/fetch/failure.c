@@ -15,6 +15,17 @@ void failure_use_json(bool json)
     json_wanted = json;
 }
 
+json_t *failure_json(const fanin_error *error)
+{
+    json_t *body = output_object(
+        "code", json_integer(error->status), "status",
+        output_string(fanin_status_name(error->status)), "message",
+        output_string(error->message), "rank", output_rank(error->rank), "key",
+        output_string(error->key), "address", output_string(error->address), "phase",
+        output_string(error->phase), "remedy", output_string(error->remedy), NULL);
+    return output_object("error", body, NULL);
+}
+
 static void tell(const char *what, const fanin_error *error)
 {
     const char *why =
@@ -24,13 +35,7 @@ static void tell(const char *what, const fanin_error *error)
     if (!json_wanted) {
         return;
     }
-    json_t *body = output_object(
-        "code", json_integer(error->status), "status",
-        output_string(fanin_status_name(error->status)), "message",
-        output_string(error->message), "rank", output_rank(error->rank), "key",
-        output_string(error->key), "address", output_string(error->address), "phase",
-        output_string(error->phase), "remedy", output_string(error->remedy), NULL);
-    output_json_line(output_object("error", body, NULL));
+    output_json_line(failure_json(error));
 }
 
 int failure_report(const char *what, const fanin_error *error)

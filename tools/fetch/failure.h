@@ -10,10 +10,14 @@
 #include "fetch/interrupt.h"
 
 #include <fanin/error.h>
+#include <jansson.h>
 #include <stdbool.h>
 
 /** Whether errors also go to stdout as JSON; set once by the option parser. */
 void failure_use_json(bool json);
+
+/** The object that is printed with --json. */
+json_t *failure_json(const fanin_error *error);
 
 /** Tells @p error, or that the user interrupted. @p what: "cannot pull". The exit status. */
 int failure_report(const char *what, const fanin_error *error);

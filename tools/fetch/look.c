@@ -97,10 +97,20 @@ fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
     return own || out->count == 0 ? status : FANIN_OK;
 }
 
+bool look_answered(const look_rank *r)
+{
+    return r->at.status == FANIN_OK;
+}
+
 void look_free(look *l)
 {
     free(l->ranks);
     *l = (look){0};
+}
+
+uint64_t look_drain_bound_after(size_t i, uint64_t bound)
+{
+    return i % 2 == 0 ? bound * 3 : bound / 3 * 10;
 }
 
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
@@ -114,7 +124,7 @@ uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
         if ((double)seen * 100 >= (double)all * percent) {
             break;
         }
-        bound = i % 2 == 0 ? bound * 3 : bound / 3 * 10;
+        bound = look_drain_bound_after(i, bound);
     }
     return all == 0 ? 0 : bound < s->drain_wait_ns_max ? bound : s->drain_wait_ns_max;
 }

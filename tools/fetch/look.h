@@ -34,6 +34,8 @@ typedef struct look {
 fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
                        fanin_error *error);
 void look_free(look *l);
+/** Whether the rank answered. */
+bool look_answered(const look_rank *r);
 
 /** What is wrong with a rank, or with all. */
 typedef struct problem {
@@ -56,6 +58,13 @@ void problems_free(problems *p);
 /** The worst that is a failure; FANIN_OK: none. */
 fanin_status problems_verdict(const problems *p);
 
+/** Whether it is one of this rank's. */
+bool problem_is_of(const problem *p, const look_rank *r);
+/** All of it as an object. */
+json_t *look_json(const session *s, const look *l, const problems *p);
+
+/** The bound of drain_waits[@p i + 1], that of [@p i] being @p bound; of the first 100 us. */
+uint64_t look_drain_bound_after(size_t i, uint64_t bound);
 /** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent);
 

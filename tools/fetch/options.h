@@ -12,9 +12,9 @@
 
 enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
-    CONNECT_OPTIONS = 16,
-    MAX_POSITIONAL = 8,
-    MAX_OPTIONS = 96, /**< of one command; checked when it reads them */
+    CONNECT_OPTIONS = 17,
+    MAX_POSITIONAL = 512, /**< files of a world's processes */
+    MAX_OPTIONS = 96,     /**< of one command; checked when it reads them */
 };
 
 /** What every command takes. */
@@ -36,6 +36,7 @@ typedef struct connect_options {
     char *world_id;
     char *secret_file;                 /**< NULL: the environment's */
     char *tls_cert, *tls_key, *tls_ca; /**< likewise */
+    char *trace;                       /**< file to be made; NULL: none */
 } connect_options;
 
 /** A parsed command line; free with options_free(). */

@@ -16,7 +16,18 @@ enum {
 };
 
 /* The order in which they are told. */
-enum { NO_ANSWER, OTHER_VERSION, NOT_THERE, STUCK, BEHIND, LEASE, STALE, PAUSED, OLD };
+enum {
+    NO_ANSWER,
+    OTHER_VERSION,
+    NOT_THERE,
+    STUCK,
+    BEHIND,
+    SLOW,
+    LEASE,
+    STALE,
+    PAUSED,
+    OLD
+};
 
 static void add(problems *p, int weight, const look_rank *r, const char *kind,
                 fanin_status status, const char *format, ...)
@@ -132,6 +143,27 @@ static void judge_leases(problems *p, const look_rank *r)
     }
 }
 
+/* A reader has all leases until the last rank has sent all: the one that still sends is the cause. */
+static void judge_slow(problems *p, const look *l)
+{
+    const look_rank *slow = NULL;
+    uint32_t sending = 0, through = 0;
+    for (uint32_t i = 0; i < l->count; i++) {
+        const look_rank *r = &l->ranks[i];
+        if (r->stats.sends_waiting > 0 && r->is.lease_age_ms >= LEASE_MS) {
+            slow = r;
+            sending++;
+        }
+        through += r->stats.sends_waiting == 0 && r->is.lease_age_ms >= LEASE_MS;
+    }
+    if (sending == 1 && through > 0) {
+        add(p, SLOW, slow, "slow", FANIN_OK,
+            "%s is slow: readers have waited %s for what it sends, the network or they "
+            "take no more; %" PRIu32 " of the others have sent all",
+            missing_name(&slow->at).s, output_age(slow->is.lease_age_ms).s, through);
+    }
+}
+
 /* Of all pulls since the rank was started; the first rank of which it is true speaks for all. */
 static void judge_stale(problems *p, const look *l)
 {
@@ -168,6 +200,7 @@ void problems_find(const look *l, uint64_t max_age_ms, problems *out)
         judge_step(out, l, r, max_age_ms);
         judge_leases(out, r);
     }
+    judge_slow(out, l);
     judge_stale(out, l);
     if (out->count > 0) {
         qsort(out->list, out->count, sizeof *out->list, by_weight);
@@ -182,6 +215,12 @@ fanin_status problems_verdict(const problems *p)
         }
     }
     return FANIN_OK;
+}
+
+bool problem_is_of(const problem *p, const look_rank *r)
+{
+    return p->rank >= 0 ? p->rank == r->at.rank
+                        : p->status != FANIN_OK && p->status == r->at.status;
 }
 
 void problems_free(problems *p)

@@ -7,6 +7,7 @@
 #include "fetch/progress.h"
 #include "fetch/suggest.h"
 #include "fetch/terminal.h"
+#include "fetch/tracing.h"
 
 #include <malloc.h>
 #include <stdio.h>
@@ -21,6 +22,24 @@ void session_log(void *verbose, fanin_log_level level, const char *event,
         terminal_tell("nixl-fetch: %s: %s: %s",
                       names[level >= 1 && level <= 4 ? level : 0], event, message);
     }
+}
+
+static void drop(void *cookie, fanin_log_level level, const char *event,
+                 const char *message)
+{
+    (void)cookie;
+    (void)level;
+    (void)event;
+    (void)message;
+}
+
+fanin_log_fn session_log_of(const common_options *common)
+{
+    const char *choice = getenv("FANIN_LOG");
+    if (common->quiet) {
+        return drop;
+    }
+    return common->verbose || choice == NULL || choice[0] == '\0' ? session_log : NULL;
 }
 
 bool session_parse(const command *self, invocation *line, int argc, const char **argv,
@@ -55,7 +74,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     const common_options *common = &line->common;
     const connect_options *connect = &line->connect;
     fanin_client_config_init(config, sizeof *config);
-    config->log = common->quiet ? NULL : session_log;
+    config->log = session_log_of(common);
     config->log_cookie = common->verbose ? s : NULL;
     config->no_unix = connect->no_unix != 0;
     config->no_ucx = connect->no_ucx != 0;
@@ -159,7 +178,9 @@ int session_open(session *s, const command *self, const invocation *line,
     const int world_size = line->connect.world_size;
     fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
-    *s = (session){.command = self, .end_ns = progress_in_ms(line->common.timeout_ms)};
+    *s = (session){.command = self,
+                   .target_text = target_text,
+                   .end_ns = progress_in_ms(line->common.timeout_ms)};
     char publication[OPTIONS_PUBLICATION];
     if (line->run != NULL && !options_publication(line->run, publication)) {
         return failure_usage(self->name, "--run '%s' is not " OPTIONS_RUNS, line->run);
@@ -370,9 +391,13 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
     int code;
     const char *where = begin(self, line, argc, argv, table, words, &code);
     if (where != NULL) {
-        code = session_open(&s, self, line, where, line->run);
-        code = code != 0 ? code : fn(&s, line, cookie);
-        session_close(&s);
+        code = tracing_start(line->connect.trace);
+        if (code == 0) {
+            code = session_open(&s, self, line, where, line->run);
+            code = code != 0 ? code : fn(&s, line, cookie);
+            session_close(&s);
+            code = tracing_stop(line->connect.trace, code);
+        }
     }
     options_free(&line->parsed);
     return code;

@@ -8,6 +8,7 @@
 
 typedef struct session {
     const command *command;
+    const char *target_text; /**< as it was given */
     target target;
     fanin_client *client;
     char run
@@ -23,6 +24,10 @@ typedef struct session {
 /** A fanin_log_fn: prints to stderr; @p verbose is not NULL: also what is routine. */
 void session_log(void *verbose, fanin_log_level level, const char *event,
                  const char *message);
+
+/** Where a command's client or ranks log: session_log; nowhere with --quiet; NULL, which is where FANIN_LOG
+    says, unless --verbose is given. */
+fanin_log_fn session_log_of(const common_options *common);
 
 enum { SESSION_OPTIONS = 4 };
 

@@ -249,7 +249,7 @@ static int resolve(const command *self, serve_options *o, source *served,
     out->first_step = (uint64_t)o->first_step;
     out->uncoupled = o->uncoupled != 0;
     out->keep_going = o->keep_going != 0;
-    out->log = session_log;
+    out->log = session_log_of(&o->common);
     out->log_cookie = o->common.verbose ? o : NULL;
     out->publishing.timed = o->wait_commit != 0;
     return trainer_options_resolve(self, &o->trainer, NULL, served, out);

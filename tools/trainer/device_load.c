@@ -5,11 +5,14 @@
 #include "fetch/failure.h"
 #include "fetch/progress.h"
 
+#include <sched.h>
 #include <stdlib.h>
 
 enum {
     SIDE = 4096, /* of the matrices; a multiple of the kernel's tile */
     HOST_SIDE = 192,
+    CHAIN = 1 << 19, /* rounds of a unit, of CHAIN_OPS operations each */
+    CHAIN_OPS = 4,
     BATCH_NS = 20000000,
     HOST_BATCH_NS = 5000000,
     MOST_UNITS = 1000,
@@ -24,6 +27,7 @@ struct device_load {
     uint32_t units; /**< of a batch */
     void *stream, *kernel;
     void *memory[3];
+    int cpu; /**< of DEVICE_LOAD_INTEGER */
 };
 
 /* ------------------------------------------------------------------------ the host */
@@ -51,22 +55,51 @@ static void host_sweep(const float *a, float *c)
     }
 }
 
+/* Each round waits for the one before it. */
+static void host_chain(uint64_t *state)
+{
+    uint64_t x = *state;
+    for (int i = 0; i < CHAIN; i++) {
+        x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+        x ^= x >> 29;
+    }
+    *state = x;
+}
+
 static void host_run(const device_load *l, uint32_t units)
 {
     for (uint32_t i = 0; i < units; i++) {
         if (l->kind == DEVICE_LOAD_PRODUCT) {
             host_product(l->memory[0], l->memory[1], l->memory[2]);
+        } else if (l->kind == DEVICE_LOAD_INTEGER) {
+            host_chain(l->memory[0]);
         } else {
             host_sweep(l->memory[0], l->memory[2]);
         }
     }
 }
 
+/* Bound while it works only: threads that the caller starts inherit where it may run. */
+static void host_run_bound(const device_load *l, uint32_t units)
+{
+    cpu_set_t before, one;
+    CPU_ZERO(&one);
+    CPU_SET(l->cpu, &one);
+    bool bound = sched_getaffinity(0, sizeof before, &before) == 0 &&
+                 sched_setaffinity(0, sizeof one, &one) == 0;
+    host_run(l, units);
+    if (bound) {
+        (void)sched_setaffinity(0, sizeof before, &before);
+    }
+}
+
 static fanin_status host_make(device_load *l, fanin_error *error)
 {
-    uint64_t bytes = l->kind == DEVICE_LOAD_PRODUCT
-                         ? (uint64_t)HOST_SIDE * HOST_SIDE * sizeof(float)
-                         : HOST_SWEEP_BYTES;
+    int cpu = sched_getcpu();
+    uint64_t bytes = l->kind == DEVICE_LOAD_SWEEP
+                         ? HOST_SWEEP_BYTES
+                         : (uint64_t)HOST_SIDE * HOST_SIDE * sizeof(float);
+    l->cpu = cpu >= 0 ? cpu : 0;
     for (int i = 0; i < 3; i++) {
         if (posix_memalign(&l->memory[i], 64, bytes) != 0) {
             l->memory[i] = NULL;
@@ -133,7 +166,11 @@ static fanin_status queue(device_load *l, uint32_t units, fanin_error *error)
 static fanin_status run_units(device_load *l, uint32_t units, fanin_error *error)
 {
     if (l->device == DEVICE_HOST) {
-        host_run(l, units);
+        if (l->kind == DEVICE_LOAD_INTEGER) {
+            host_run_bound(l, units);
+        } else {
+            host_run(l, units);
+        }
         return FANIN_OK;
     }
     fanin_status status = queue(l, units, error);
@@ -226,5 +263,8 @@ double device_load_size(int device, device_load_kind kind)
 {
     double side = device == DEVICE_HOST ? HOST_SIDE : SIDE;
     double bytes = (double)(device == DEVICE_HOST ? HOST_SWEEP_BYTES : SWEEP_BYTES);
+    if (kind == DEVICE_LOAD_INTEGER) {
+        return (double)CHAIN * CHAIN_OPS;
+    }
     return kind == DEVICE_LOAD_PRODUCT ? 2 * side * side * side : 3 * bytes;
 }

@@ -17,6 +17,8 @@ typedef enum device_load_kind {
                             of floats, 192 by 192, which stay in its caches */
     DEVICE_LOAD_SWEEP, /**< reading and writing memory: 1 GiB in, 0.5 GiB out; on the host an
                             eighth of it */
+    DEVICE_LOAD_INTEGER, /**< of the host only: a chain of integer operations in registers, by a thread that
+                            stays on one CPU. Its time varies by what takes that CPU, and by little else */
 } device_load_kind;
 
 typedef struct device_load device_load;
@@ -33,7 +35,7 @@ void device_load_free(device_load **load);
 fanin_status device_load_run(device_load *load, uint64_t *units_out,
                              fanin_error *error);
 
-/** Floating-point operations (product) or bytes (sweep) of a unit. */
+/** Operations (product, integer) or bytes (sweep) of a unit. */
 double device_load_size(int device, device_load_kind kind);
 
 #endif

@@ -39,7 +39,7 @@ typedef struct life {
     uint32_t batches;  /**< of work between two updates; 0: to be found out */
     /* of the phase that is counted */
     uint32_t phase;
-    uint64_t phase_start, phase_cpu, wait_ns;
+    uint64_t phase_start, phase_cpu, wait_ns, load_ns;
     rank_work work;
 } life;
 
@@ -330,7 +330,7 @@ static void count_step(life *l, uint64_t units)
         l->phase = phase;
         l->phase_start = now;
         l->phase_cpu = others_cpu_ns();
-        l->wait_ns = 0;
+        l->wait_ns = l->load_ns = 0;
         l->work = (rank_work){0};
         return;
     }
@@ -338,7 +338,8 @@ static void count_step(life *l, uint64_t units)
                           .units = l->work.units + units,
                           .ns = now - l->phase_start,
                           .wait_ns = l->wait_ns,
-                          .cpu_ns = others_cpu_ns() - l->phase_cpu};
+                          .cpu_ns = others_cpu_ns() - l->phase_cpu,
+                          .load_ns = l->load_ns};
     if (phase < RANK_PHASES) {
         l->slot->work[phase] = l->work;
     }
@@ -355,8 +356,9 @@ static fanin_status work(life *l, uint64_t *units_out, fanin_error *error)
            (l->batches > 0 ? done < l->batches : progress_now_ns() < end) &&
            atomic_load(&l->board->stop) == 0 &&
            atomic_load(&l->board->phase) < RANK_PHASES) {
-        uint64_t units;
+        uint64_t units, start = progress_now_ns();
         fanin_status status = device_load_run(l->load, &units, error);
+        l->load_ns += progress_now_ns() - start;
         if (status != FANIN_OK) {
             return status;
         }

@@ -6,10 +6,11 @@
  *
  * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
  * signal handler. Callbacks come in the calling thread, but the log's. The calling thread does
- * the work, with helper threads that end before the call returns. Three kinds of thread do not:
+ * the work, with helper threads that end before the call returns. Four kinds of thread do not:
  * one that asks for a host's name, which getaddrinfo() does not give back; and, until the client is
- * disconnected or destroyed, one that makes the spare file, if pull options ask for that, and those
- * that read beside the calling one (fanin_client_config.threads), which sleep between calls.
+ * disconnected or destroyed, one that makes the spare file, if pull options ask for that, those
+ * that read beside the calling one (fanin_client_config.threads), which sleep between calls, and
+ * one that tells four ranks or more that a pull by cma or cuda_ipc is over, which sleeps then.
  *
  * Fork: a handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
  *
@@ -73,10 +74,10 @@ typedef struct fanin_client_config {
     uint64_t max_catalog; /**< bytes of catalog accepted a rank, default 256 MiB */
     /** data connections; 0 (default): 1 on this host, 4 to another; at most 16 */
     uint32_t streams_per_rank;
-    fanin_path path; /**< default FANIN_PATH_AUTO */
-    bool no_unix;    /**< TCP even on one host */
-    bool no_ucx;     /**< never load UCX: no rdma */
-    fanin_log_fn log;
+    fanin_path path;  /**< default FANIN_PATH_AUTO */
+    bool no_unix;     /**< TCP even on one host */
+    bool no_ucx;      /**< never load UCX: no rdma */
+    fanin_log_fn log; /**< default none, or what FANIN_LOG says (fanin/log.h) */
     void *log_cookie;
     /** do without checksums over TCP, where the network itself tells altered bytes (IPsec,
         WireGuard). Default: every frame and every reply with weights has one, and what does not
@@ -114,8 +115,8 @@ typedef struct fanin_client_config {
         with a star for N any rank, of the same job; others are FANIN_ERR_AUTH.
         NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
         secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
-        read the key, nor write any. They are read anew for new connections when they have changed, at
-        most once a second (event "certificates") */
+        read the key, nor write any. A thread looks at them once a second, and new connections use what it
+        has read (event "certificates") */
     const char *tls_cert;
     const char *tls_key; /**< see tls_cert */
     const char *tls_ca;  /**< see tls_cert */
@@ -131,13 +132,13 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  * Errors:
  * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank or 64 threads, a time of
  *   0. Fix @p config.
- * - FANIN_ERR_LIMIT: no descriptor left. Raise `ulimit -n`.
+ * - FANIN_ERR_LIMIT: no descriptor left, or, with certificates, no thread. Raise `ulimit -n`, or `ulimit -u`.
  * - FANIN_ERR_IO: the kernel gives no random bytes.
  * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
  * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
  * all are given; FANIN_ERR_IO, it cannot be read;
  * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3;
- * FANIN_ERR_MEMORY. All say what to do.
+ * FANIN_ERR_MEMORY. All say what to do. Of FANIN_LOG: see fanin/log.h.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_create(
     const fanin_client_config *config, fanin_client **client_out, fanin_error *error);
@@ -853,6 +854,9 @@ typedef struct fanin_rank_stats {
         secret, so none may be here although there are leases */
     const fanin_lease_holder *const *holders;
     size_t n_holders;
+    uint64_t drain_wait_ns_total;
+    uint64_t cpu_ns; /**< CPU time of the thread that serves control connections */
+    uint64_t sends_waiting; /**< now: as in fanin_server_stats */
 } fanin_rank_stats;
 
 /** @p stats is NULL if the rank gave no answer: @p rank says why. */

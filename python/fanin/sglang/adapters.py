@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, post_json
+from fanin._options import handed_on
 from fanin.client import Client, PullResult
 from fanin.config import PATHS, default_cache_dir
 from fanin.errors import (
@@ -44,9 +45,9 @@ from fanin.info import (
     Target,
     TrainerInfo,
     addresses_of,
+    client_arguments,
     is_path,
     read_info,
-    secret_arguments,
 )
 from fanin.names import AdapterName, run_of
 from fanin.vllm.checks import AdapterFacts, read_facts
@@ -161,9 +162,12 @@ class SGLangEngine:
     None: /dev/shm/fanin-<uid>. prefix: begins the adapters' names. api_key: SGLang's --api-key or
     --admin-api-key. server_name: demand this job's ranks. path: how bytes travel. max_bytes,
     trust_config: as :meth:`fanin.Client.pull_adapter` takes them. timeout: seconds for a load or
-    unload.
+    unload. client: what else fanin.Client takes, such as secret_file, or tls_cert, tls_key and
+    tls_ca; without a secret or certificate the environment's, else the secret that *trainer*'s
+    nixl_info.json names.
 
-    Any thread; loads of different steps may run at once. Raises RequestError.
+    Any thread; loads of different steps may run at once. Raises RequestError; TypeError for an
+    argument that is none.
     """
 
     def __init__(
@@ -179,7 +183,9 @@ class SGLangEngine:
         max_bytes: int | None = None,
         trust_config: bool = False,
         timeout: float = 60.0,
+        **client: Any,
     ) -> None:
+        self._given = handed_on("SGLangEngine", Client, client, "world_id")
         self.url = base_url(url)
         AdapterName(prefix, "0", 0)
         if path not in PATHS:
@@ -285,12 +291,11 @@ class SGLangEngine:
             return error.name != "FANIN_ERR_WORLD"  # several launches: the pull says more
 
     def _client(self, info: TrainerInfo, world_id: str | None) -> Client:
-        more: dict[str, Any] = secret_arguments(info.secret_file)
         return Client(
             server_name=self._server_name or info.server_name,
             world_id=world_id,
             path=self._path,
-            **more,
+            **client_arguments(info, self._given),
         )
 
     def _resolve(self) -> TrainerInfo:

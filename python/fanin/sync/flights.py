@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fanin._otel import span
 from fanin.errors import FaninError, PullTimeoutError, StateError, UnreachableError
 
 from .driver import Driver, Pulled
@@ -97,7 +98,8 @@ class Flight:
             if self.phase != name:
                 self.phase, self.since = name, began
         try:
-            result = call()
+            with span(f"fanin.sync.{name}", "client", engine=self.url, step=self.plan.step):
+                result = call()
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
         with self.lock:

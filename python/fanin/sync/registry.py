@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fanin._options import handed_on
+from fanin._otel import carry, span
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
 from fanin.info import Target, TrainerInfo, addresses_of, is_path
 from fanin.names import check_run, check_step
@@ -280,8 +281,11 @@ class Registry:
         records = self._choose(group, urls)
         self._take(records)
         try:
-            plan = self._plan(step, version, options, started + seconds, again)
-            result = self._run(records, plan, started, skip_dead)
+            with span("fanin.sync", run=self.run, step=step, engines=len(records)) as told:
+                plan = self._plan(step, version, options, started + seconds, again)
+                told.set(step=plan.step)
+                result = self._run(records, plan, started, skip_dead)
+                told.set(bytes=result.bytes)
         finally:
             self._release(records)
         return result
@@ -380,7 +384,7 @@ class Registry:
             pending.add(number)
             # Daemons: an engine that hangs must not hold up the process's end.
             threading.Thread(
-                target=self._one,
+                target=carry(self._one),
                 args=(flight, work, pending, number),
                 name=f"fanin-sync {flight.record.endpoint.url}",
                 daemon=True,

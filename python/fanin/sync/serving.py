@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from fanin._otel import within
 from fanin.errors import HostError, RequestError
 from fanin.info import is_loopback
 
@@ -112,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> None:
         path = self.path.partition("?")[0]
         authorization = self.headers.get("Authorization", "")
-        self._send(*self.answering.answer(self.command, path, body, authorization))
+        with within(self.headers):
+            answer = self.answering.answer(self.command, path, body, authorization)
+        self._send(*answer)
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fanin._credentials import Credentials
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -35,6 +36,7 @@ MAX_CLIENTS = 8
 
 _CONNECT = 5.0
 _ROLL_CALL = 1.0
+_NO_CREDENTIALS = Credentials()
 
 Factory: TypeAlias = Callable[..., Any]
 
@@ -111,14 +113,21 @@ class ClientPool:
     """Clients by trainer and world, at most *limit* of a trainer. Any thread.
 
     factory: makes a connected client; :class:`fanin.Client`, whose arguments it gets.
-    path: how bytes travel, as :class:`fanin.Client` takes it.
+    path: how bytes travel, as :class:`fanin.Client` takes it. credentials: this engine's own; where
+    it has none a trainer's nixl_info.json may name a secret.
     """
 
     def __init__(
-        self, factory: Factory | None = None, *, path: str = "auto", limit: int = MAX_CLIENTS
+        self,
+        factory: Factory | None = None,
+        *,
+        path: str = "auto",
+        limit: int = MAX_CLIENTS,
+        credentials: Credentials = _NO_CREDENTIALS,
     ) -> None:
         self._factory = factory
         self._path = path
+        self._credentials = credentials
         self._limit = limit
         self._changed = threading.Condition()
         self._idle: list[tuple[Any, Any]] = []  # (key, client), the longest unused first
@@ -141,8 +150,17 @@ class ClientPool:
             world_id=world,
             connect_timeout=min(_CONNECT, remaining(deadline)),
             path=self._path,
-            **secret_arguments(target.secret_file),
+            **(self._credentials.arguments() or secret_arguments(target.secret_file)),
         )
+
+    def shown(self, target: Target) -> str:
+        """What ranks of *target* over a network are shown, for humans; "": nothing that it knows
+        of. Does not block."""
+        given = self._credentials.arguments() or secret_arguments(target.secret_file)
+        for name, kind in (("secret_file", "the secret"), ("tls_cert", "the certificate")):
+            if name in given:
+                return f"{kind} {given[name]}"
+        return ""
 
     def discover(self, target: Target, deadline: float) -> str:
         """The world that answers at *target* now, 32 hex digits.

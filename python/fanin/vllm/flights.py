@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
+from fanin._otel import carried, span
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -31,6 +32,7 @@ from fanin.vllm.checks import check_alpha
 from fanin.vllm.faults import from_wire, says
 from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics
+from fanin.vllm.pull_log import PullLog, slowest
 from fanin.vllm.pulls import Adapter, Plan, PullService, StepToCome, Wanted, moved_on
 from fanin.vllm.retire import Keeper
 from fanin.vllm.slots_way import ByDirectory, Run, SlotWay, fields
@@ -100,6 +102,7 @@ class Flights:
         self._keeper = keeper
         self._lookout = lookout
         self._counters = counters
+        self._lines = PullLog(_log)
         self._workers: WorkerCalls | None = None
         self._slots = SlotWay("the engine was not found")
         self._slot_calls: WorkerCalls | None = None
@@ -221,8 +224,12 @@ class Flights:
         started = time.monotonic()
         self._counters.began()
         try:
-            adapter = await self._pull(flight)
-            await self._refuse_outlived(adapter, flight)
+            with span("fanin.fetch", run=flight.wanted.run, step=flight.wanted.step) as told:
+                told.set(lora_name=flight.wanted.name)
+                adapter = await self._pull(flight)
+                await self._refuse_outlived(adapter, flight)
+                told.set(bytes=adapter.bytes, ranks=adapter.ranks, path=adapter.transport)
+                told.set(reused=adapter.reused, landing=adapter.landing)
         except BaseException as error:
             self._counters.ended(time.monotonic() - started, error)
             raise
@@ -234,16 +241,7 @@ class Flights:
             size=0 if adapter.reused else adapter.bytes,
         )
         self._counters.landed(adapter.landing)
-        _log.info(
-            "fanin: adapter %s pulled: %d bytes in %.3f s by %s%s, into a %s%s",
-            adapter.name,
-            adapter.bytes,
-            adapter.seconds,
-            adapter.transport or "?",
-            " (was here)" if adapter.reused else "",
-            adapter.landing,
-            f" ({adapter.landing_why})" if adapter.landing_why else "",
-        )
+        self._lines.tell(adapter)
         return adapter
 
     async def _pull(self, flight: _Flight) -> Adapter:
@@ -330,9 +328,12 @@ class Flights:
                     raise
                 self._service.pool.forget(plan.target)
                 continue
+            phases, ranks = slowest(reports)
             return self._service.arrived(
                 wanted,
                 plan,
+                phases=phases,
+                ranks=ranks,
                 bytes=sum(report["bytes"] for report in reports if not report["reused"]),
                 seconds=time.monotonic() - flight.started,
                 reused=all(report["reused"] for report in reports),
@@ -361,6 +362,7 @@ class Flights:
                 "step": str(wanted.step),
                 "how": wanted.how,
                 "timeout": left,
+                "trace": carried(),
                 **job,
             }
             try:

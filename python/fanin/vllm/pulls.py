@@ -43,6 +43,7 @@ __all__ = [
     "StepToCome",
     "Wanted",
     "catalog_digest",
+    "phases_of",
     "version_of",
     "which",
 ]
@@ -56,6 +57,8 @@ _CLOSED = "FANIN_ERR_CLOSED"
 _TRIES = 5
 _LAST_LOOK = 0.5
 _LABEL = "lora"
+# Of a pull one after the other; "scatter" is a part of "read", by several threads at once.
+_PHASES = ("connect", "catalog", "plan", "wait", "begin", "read", "end", "write")
 _TOO_LARGE = (
     "raise FANIN_MAX_BYTES (or max_bytes of the request); a larger file system to keep adapters in:"
     " docker run --shm-size, or another NIXL_LORA_CACHE_DIR"
@@ -194,7 +197,9 @@ class Adapter:
 
     source: where its trainer was found; addresses: of the ranks. path: the directory, which is
     there until the lease is released. bytes, seconds: what the pull moved and took; reused:
-    another engine of this host had pulled it, nothing moved. lease: None if it was pulled by
+    another engine of this host had pulled it, nothing moved. phases: seconds of the pull's parts;
+    ranks: how many were read; of several workers those of the slowest. shown: the secret or
+    certificate for ranks over a network. lease: None if it was pulled by
     workers on other hosts. requests: vLLM's requests that name the path. pins: callers that have
     been given it and have made no request of it yet. numbers: vLLM's, under which all workers have
     added it and vLLM does not know that yet. suspended: its name was taken away until it
@@ -217,6 +222,9 @@ class Adapter:
     seconds: float = 0.0
     reused: bool = False
     transport: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    ranks: int = 0
+    shown: str = ""
     lease: Lease | None = None
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
@@ -565,6 +573,8 @@ class PullService:
             bytes=int(result.bytes),
             reused=bool(result.reused),
             transport=str(result.path),
+            phases=phases_of(result),
+            ranks=len(result.ranks),
             lease=lease,
         )
 
@@ -584,6 +594,7 @@ class PullService:
             is_3d=plan.is_3d,
             dtype=wanted.dtype,
             trust_config=wanted.trust_config,
+            shown=self.pool.shown(plan.target),
             **pulled,
         )
 
@@ -629,6 +640,11 @@ class PullService:
         """Cancels running pulls and closes all connections. Any thread."""
         self.waits.close()
         self.pool.close()
+
+
+def phases_of(result: Any) -> dict[str, float]:
+    """Seconds of the parts of a pull that follow each other; *result*: what the client says."""
+    return {name: float(getattr(result, name)) for name in _PHASES}
 
 
 def moved_on(error: FaninError) -> bool:

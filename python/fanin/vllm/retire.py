@@ -7,7 +7,7 @@ that re-reads a directory that is gone dies with all its requests:
 
 1. its name is taken from the API server's list, so that no new request gets it;
 2. nothing happens until the last request that holds it is over, however long that takes;
-3. the engine forgets it;
+3. the engine forgets it (one that lies in the workers' slots: with the next step's call);
 4. its directory is deleted, unless another engine of this host needs it.
 
 A request that passed the name check but has not reached the engine yet is in no list of the
@@ -63,7 +63,10 @@ class EngineLink(Protocol):
         ...
 
     async def drop(self, adapter: Adapter) -> None:
-        """Releases and deletes the directory, on all hosts that pulled it."""
+        """Releases and deletes the directory, on all hosts that pulled it.
+
+        One in the workers' slots they forget with the same call: requests that run wait for each.
+        """
         ...
 
 
@@ -290,8 +293,9 @@ class Keeper:
         started = time.monotonic()
         try:
             await self._until_unused(link, adapter, started)
-            for request in adapter.requests:
-                await link.forget(request.lora_int_id)
+            if adapter.landing != "slot":
+                for request in adapter.requests:
+                    await link.forget(request.lora_int_id)
             await link.drop(adapter)
         except Exception as error:
             # The directory stays until this process ends; the next one sweeps it up.

@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from fanin import _allowed
+from fanin._otel import span, within
 from fanin.config import LANDINGS, MOST_BYTES
 from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
 from fanin.names import parse
@@ -392,7 +393,8 @@ class EndpointPlugin:
                 api = self._ready(request.headers.get("authorization"))
                 if api is None:
                     return JSONResponse({"error": "Unauthorized"}, status_code=401)
-                return JSONResponse(await work(api))
+                with within(request.headers), span("fanin.route", "server", route=request.url.path):
+                    return JSONResponse(await work(api))
             except FaninError as error:
                 return JSONResponse(body_of(error), status_code=status_of(error))
             except Exception as error:

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fanin._otel import within
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
 from fanin.vllm.clients import Target, remaining
 from fanin.vllm.faults import to_wire
-from fanin.vllm.pulls import PullService, catalog_digest, version_of
+from fanin.vllm.pulls import PullService, catalog_digest, phases_of, version_of
 from fanin.vllm.seats import Seat
 from fanin.vllm.slots import Layout, Slots, prove, unfit, unfitting
 from fanin.vllm.worker import Done, Jobs
@@ -75,7 +76,8 @@ class WorkerSlots:
 
         def run(progress: Progress) -> Done:
             try:
-                return self._run(job, seat, service, progress)
+                with within(job.get("trace")):
+                    return self._run(job, seat, service, progress)
             except MemoryError as error:
                 raise _short(error) from error
             finally:
@@ -163,7 +165,7 @@ class WorkerSlots:
             raise unfitting("this worker does not know the layout any more")
         path = job["path"]
         if self._slots.hold(path) is not None:  # another caller has brought it
-            return self._done(job, path, 0, "", reused=True)
+            return self._done(job, path)
         image = self._slots.take(layout)
         try:
             result = client.pull_into(
@@ -185,20 +187,21 @@ class WorkerSlots:
         if self._slots.hold(path, image) is not image:
             self._slots.give_back(image)
         self._slots.settle()
-        return self._done(job, path, int(result.bytes), str(result.path))
+        return self._done(job, path, result)
 
-    def _done(
-        self, job: dict[str, Any], path: str, size: int, transport: str, *, reused: bool = False
-    ) -> Done:
+    def _done(self, job: dict[str, Any], path: str, result: Any = None) -> Done:
+        """result: of the pull, None: another one's adapter was here."""
         return Done(
             path=path,
             world=job["world"],
             step=int(job["step"]),
-            bytes=size,
-            reused=reused,
-            transport=transport,
+            bytes=0 if result is None else int(result.bytes),
+            reused=result is None,
+            transport="" if result is None else str(result.path),
             is_3d=job["is_3d"],
             lease=_Hold(self._slots, path),
+            phases={} if result is None else phases_of(result),
+            ranks=0 if result is None else len(result.ranks),
         )
 
     def _check_catalog(self, client: Any, job: dict[str, Any], deadline: float) -> None:

@@ -157,7 +157,10 @@ class Engine:
         """See :class:`fanin.vllm.retire.EngineLink`."""
         lease = adapter.lease
         if lease is None:
-            await self.call_workers("fanin_drop_adapter", str(adapter.path), "")
+            told: list[Any] = [str(adapter.path), ""]
+            if adapter.landing == "slot":
+                told.append([request.lora_int_id for request in adapter.requests])
+            await self.call_workers("fanin_drop_adapter", *told)
             return
         await in_thread(lambda: lease.release(delete=True))
 
@@ -185,7 +188,7 @@ class State:
         self.counters = metrics() if counters is None else counters
         self.service = PullService(
             self.places,
-            ClientPool(path=config.path) if pool is None else pool,
+            ClientPool(path=config.path, credentials=config.credentials) if pool is None else pool,
             self.facts,
             Spares(config.spare_file),
         )

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fanin._otel import carry
+
 __all__ = ["in_thread"]
 
 _T = TypeVar("_T")
@@ -37,5 +39,5 @@ async def in_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, setter, value)
 
-    threading.Thread(target=run, name="fanin-pull", daemon=True).start()
+    threading.Thread(target=carry(run), name="fanin-pull", daemon=True).start()
     return await future

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fanin.config import engine_credentials
 from fanin.errors import FaninError, PullTimeoutError
 from fanin.info import secret_arguments
 from fanin.vllm.clients import Source, Target
@@ -102,7 +103,7 @@ class Trainer:
             server_name=target.server_name,
             world_id=target.world_id,
             connect_timeout=min(_CONNECT, left(deadline)),
-            **secret_arguments(target.secret_file),
+            **(engine_credentials().arguments() or secret_arguments(target.secret_file)),
         )
         self._target = target
 

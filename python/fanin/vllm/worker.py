@@ -19,17 +19,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fanin._otel import within
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
 from fanin.vllm import guard
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import from_wire, to_wire
-from fanin.vllm.pulls import PullService, Wanted, which
+from fanin.vllm.pull_log import PullLog
+from fanin.vllm.pulls import PullService, Wanted, phases_of, which
 from fanin.vllm.spares import Spares
 from fanin.vllm.weights_state import fanin_weights_state
 
@@ -62,6 +64,8 @@ class Done:
     is_3d: bool
     lease: Held
     wanted: Wanted | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    ranks: int = 0
 
 
 class _Job:
@@ -172,6 +176,8 @@ class Jobs:
                     "world": done.world,
                     "step": str(done.step),
                     "is_3d": done.is_3d,
+                    "phases": done.phases,
+                    "ranks": done.ranks,
                 }
             return report
 
@@ -223,6 +229,7 @@ def _release(done: Done) -> None:
 
 
 _jobs = Jobs()
+_lines = PullLog(_log)
 _services: dict[str, PullService] = {}
 _services_lock = threading.Lock()
 
@@ -232,8 +239,9 @@ def _service(root: str, path: str) -> PullService:
     with _services_lock:
         service = _services.get(root)
         if service is None:
-            spares = Spares(_config().spare_file)
-            service = PullService(Places(root), ClientPool(path=path), spares=spares)
+            config = _config()
+            pool = ClientPool(path=path, credentials=config.credentials)
+            service = PullService(Places(root), pool, spares=Spares(config.spare_file))
             _services[root] = service
             threading.Thread(target=service.places.sweep, name="fanin-sweep", daemon=True).start()
         return service
@@ -263,7 +271,8 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     def work(progress: Callable[[int, int], None]) -> Done:
         service = _service(job["root"], _config().path)
-        result, lease = service.pull_to(job, progress)
+        with within(job.get("trace")):
+            result, lease = service.pull_to(job, progress)
         return Done(
             path=job["path"],
             world=job["world"],
@@ -273,6 +282,8 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
             transport=str(result.path),
             is_3d=False,
             lease=lease,
+            phases=phases_of(result),
+            ranks=len(result.ranks),
         )
 
     if job.get("layout"):
@@ -323,8 +334,13 @@ def fanin_add_lora(self: Any, adapter: dict[str, Any]) -> dict[str, Any]:
     return dict(slots.add(adapter))
 
 
-def fanin_drop_adapter(self: Any, path: str, job_id: str = "") -> bool:
-    """Gives the directory up, which is deleted in a thread, or the image; returns at once."""
+def fanin_drop_adapter(self: Any, path: str, job_id: str = "", numbers: Sequence[int] = ()) -> bool:
+    """Gives the directory up, which is deleted in a thread, or the image; returns at once.
+
+    numbers: vLLM's of the adapter, which forgets them first.
+    """
+    for number in numbers:
+        self.remove_lora(number)
     slots = _slots_of(self)
     if slots is not None:
         slots.drop(path, job_id)
@@ -450,6 +466,7 @@ class WorkerExtension:
                 return old
             adapter = service.pull(wanted, progress)
             assert adapter.lease is not None
+            _lines.tell(adapter)
             return Done(
                 path=str(adapter.path),
                 world=adapter.world,

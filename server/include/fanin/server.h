@@ -16,7 +16,7 @@
  * UCX_MEM_EVENTS, UCX_HANDLE_ERRORS and UCX_DEBUG_SIGNO around dlopen(), where unset.
  *
  * A **publication** is a set of tensors that are committed and read together. Its name is
- * "lora:<run>"; "full:<run>" is a name too, for tensors that are no adapter. <run> is 1 to 64
+ * "lora:<run>"; "full:<run>" is a name too, for tensors that are no adapter. A run is 1 to 64
  * of A-Z a-z 0-9 . _ - but not "." or "..".
  *
  * Errors come as a status and, if @p error is not NULL, as what happened and what to do about
@@ -81,7 +81,7 @@ typedef struct fanin_server_config {
         all of them three quarters where the own user has a Unix socket */
     uint64_t max_memory;
     uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
-    fanin_log_fn log; /**< default none */
+    fanin_log_fn log; /**< default none, or what FANIN_LOG says (fanin/log.h) */
     void *log_cookie;
     /** threads that send tensors to readers, at most 16: how many readers, or connections of one, a rank
         serves at the same time. Default 0: a quarter of the CPUs that the process may use, at least 1 and
@@ -125,8 +125,8 @@ typedef struct fanin_server_config {
         reader's "fanin://JOB/reader" of the same job; others are refused.
         NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
         secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
-        read the key, nor write any. They are read anew for new connections when they have changed, at
-        most once a second (event "certificates") */
+        read the key, nor write any. A thread looks at them once a second, and new connections use what it
+        has read (event "certificates") */
     const char *tls_cert;
     const char *tls_key; /**< see tls_cert */
     const char *tls_ca;  /**< see tls_cert */
@@ -472,6 +472,8 @@ typedef struct fanin_server_stats {
     char held_up_by[64]; /**< whose, "": nobody's */
     /** updates and pauses by how long they waited for readers (fanin/types.h) */
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
+    /** data connections now with bytes to send that the peer, or the network, does not take yet */
+    uint64_t sends_waiting;
 } fanin_server_stats;
 
 /**

@@ -1,8 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Log messages. The library writes to no descriptor; it calls the caller's function, or
- * keeps the messages in a ring that one thread of the caller reads.
+ * Log messages. The library calls the caller's function, or keeps the messages in a ring that one
+ * thread of the caller reads, and writes to no descriptor.
+ *
+ * But without a function FANIN_LOG in the environment counts: "debug", "info" or "warn" (what is at least as
+ * grave) has servers and clients write lines to standard error, "info,FILE" append them to FILE, which
+ * is made (mode 0600) if need be and is neither a link nor another user's file or pipe. A line that cannot be
+ * written is lost, and raises no SIGPIPE. It is read with the first server
+ * or client of the process; anything else is FANIN_ERR_ARGUMENT of its creation, a file that
+ * cannot be opened FANIN_ERR_IO, another user's FANIN_ERR_AUTH.
+ *
+ * A client tells each pull in one line (information, event "pull", at most ten a second): trace id
+ * and number of the pull, publication, step, ranks, tensors, bytes, path, milliseconds by phase, restarts,
+ * stale attempts, and what it failed of. The server's lines of its connection (events "session-open",
+ * "session-close") name the same trace id. Phases have lines of their own (debug, event "phase").
  */
 #ifndef FANIN_LOG_H
 #define FANIN_LOG_H

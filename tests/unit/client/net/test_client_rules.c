@@ -143,6 +143,7 @@ static fanin_client *make_client(fanin_path path)
     config.path = path;
     config.lost_ms = LOST_MS;
     config.no_unix = path == FANIN_PATH_STREAM;
+    config.threads = 1; /* what overtakes a rank comes before it is read */
     fanin_client *client = NULL;
     assert_ok(fanin_client_create(&config, &client, &error), error);
     return client;

@@ -313,7 +313,7 @@ static void it_is_told_which_rank_holds_it_up(void **state)
 static void the_log_says_it_too(void **state)
 {
     begin(false);
-    s.world.client->log = (logger){log_catch, NULL};
+    s.world.client->log = (logger){.fn = log_catch};
     log_listen("slow-rank");
     acts(MSG_READ, 1, 9, IS_SILENT);
     assert_int_equal(pull(), FANIN_ERR_TIMEOUT);

@@ -38,13 +38,24 @@ static void remember(void *cookie, fanin_log_level level, const char *event,
 static void log_messages_are_one_line(void **state)
 {
     seen s = {0};
-    logger to = {remember, &s};
+    logger to = {.fn = remember, .cookie = &s};
     log_write(&to, FANIN_LOG_WARNING, "peer-odd", "rank %d says \"%s\"", 3,
               "a\nb\033[");
     assert_int_equal(s.calls, 1);
     assert_int_equal(s.level, FANIN_LOG_WARNING);
     assert_string_equal(s.event, "peer-odd");
     assert_string_equal(s.message, "rank 3 says \"a b [\"");
+    /* NEL, CSI, a line's end, a turn of direction; and what is none, also where the message ends. */
+    log_write(&to, FANIN_LOG_INFO, "steers", "%s",
+              "a\xc2\x85"
+              "b\xc2\x9b"
+              "c\xe2\x80\xa8"
+              "d\xe2\x80\xae"
+              "e\xe2\x81\xa6"
+              "f\x7f"
+              "\xc2\xa0\xe2\x80\xa6\xe2\x82\xac\xe2\x80");
+    assert_string_equal(s.message, "a  b  c   d   e   f "
+                                   "\xc2\xa0\xe2\x80\xa6\xe2\x82\xac\xe2\x80");
     char text[3000];
     memset(text, 'x', sizeof text);
     text[sizeof text - 1] = '\0';

@@ -3,6 +3,7 @@
  * Shares of peers: who counts as one, what strangers cannot take from the own user, who makes room
  * when there is none, and requests that never end.
  */
+#include "control/rest.h"
 #include "core/admission.h"
 #include "core/peer_work.h"
 #include "log_catcher.h"
@@ -80,6 +81,8 @@ static void many_places_are_not_remembered_for_ever(void **state)
 {
     peer_share *busy = at("10.0.0.1:1");
     busy->connections = 1;
+    peer_share *refused = at("10.0.0.2:1"); /* and is being told why */
+    refused->held = 1;
     for (unsigned i = 0; i < 2 * PEERS_KEPT; i++) {
         char address[32];
         snprintf(address, sizeof address, "11.0.%u.%u:1", i / 256, i % 256);
@@ -87,6 +90,7 @@ static void many_places_are_not_remembered_for_ever(void **state)
     }
     assert_int_equal(places.n_peers, PEERS_KEPT);
     assert_ptr_equal(at("10.0.0.1:1"), busy);
+    assert_ptr_equal(at("10.0.0.2:1"), refused);
     peers_free(&places);
 }
 
@@ -425,6 +429,129 @@ static void all_strangers_have_two_shares(void **state)
     assert_false(peer_send_is_counted(&s, &peers[0]));
 }
 
+/* ------------------------------------------------------------ peer by peer */
+
+static bool of_odd_peers_only;
+
+static bool may_go(void *cookie, void *of)
+{
+    const peer_share *peers = cookie;
+    const peer_turn *t = of;
+    return !of_odd_peers_only || (t->from - peers) % 2 == 1;
+}
+
+/* Three of the first peer, two of the second, one of the third. */
+static void make_queue(peer_turns *q, peer_turn t[6], const peer_share of[3])
+{
+    static const int peer_of[6] = {0, 0, 0, 1, 1, 2};
+    *q = (peer_turns){.n = 0};
+    for (int i = 0; i < 6; i++) {
+        t[i] = (peer_turn){.waits = false};
+        turns_append(q, &t[i], &t[i], &of[peer_of[i]]);
+    }
+}
+
+static void expect_turns(peer_turns *q, const peer_turn *t, peer_share *of,
+                         const char *expected)
+{
+    for (; *expected; expected++) {
+        const peer_turn *next = turns_next(q, may_go, of);
+        assert_ptr_equal(next, &t[*expected - '0']);
+        assert_false(next->waits);
+    }
+    assert_null(turns_next(q, may_go, of));
+}
+
+static void each_peer_has_one_turn(void **state)
+{
+    peer_share of[3] = {{.is_own = false}};
+    peer_turns q;
+    peer_turn t[6];
+    make_queue(&q, t, of);
+    expect_turns(&q, t, of, "035142");
+    /* Who may not go on yet keeps its place. */
+    make_queue(&q, t, of);
+    of_odd_peers_only = true;
+    expect_turns(&q, t, of, "34");
+    of_odd_peers_only = false;
+    expect_turns(&q, t, of, "0512");
+    assert_int_equal(q.n, 0);
+}
+
+static void who_leaves_has_no_turn(void **state)
+{
+    static const char *const without[6] = {"13524", "03524", "03514",
+                                           "04512", "03512", "03142"};
+    peer_share of[3] = {{.is_own = false}};
+    peer_turns q;
+    peer_turn t[6];
+    for (int i = 0; i < 6; i++) {
+        make_queue(&q, t, of);
+        turns_leave(&q, &t[i]);
+        assert_false(t[i].waits);
+        expect_turns(&q, t, of, without[i]);
+    }
+    for (int i = 0; i < 6; i++) { /* the last of all too, and then somebody comes */
+        make_queue(&q, t, of);
+        for (int k = 5; k >= 0; k--)
+            turns_leave(&q, &t[(i + k) % 6]);
+        assert_int_equal(q.n, 0);
+        turns_append(&q, &t[i], &t[i], of);
+        expect_turns(&q, t, of, (const char[]){(char)('0' + i), 0});
+    }
+}
+
+#define CROWD 50
+static fanin_server asked = {.peer_cpu = 50};
+static peer_share many, alone, all_others;
+static const session *went;
+
+static void use_up(void)
+{
+    peer_charge(&asked, &all_others, UINT64_C(3000000000));
+}
+
+static void go(session *s)
+{
+    went = s;
+    use_up();
+}
+
+/* Fifty connections of one address, then one of another. */
+static void many_connections_have_one_turn(void **state)
+{
+    static session crowd[CROWD], one, late, known;
+    peer_share proven = {.has_proven = true};
+    struct control c = {.server = &asked, .rest_until = UINT64_MAX};
+    use_up();
+    for (int i = 0; i < CROWD; i++) {
+        crowd[i] = (session){.control = &c, .from = &many};
+        assert_true(must_rest(&crowd[i]));
+    }
+    one = late = known = (session){.control = &c, .from = &alone};
+    known.from = &proven;
+    assert_true(must_rest(&one));
+    atomic_fetch_add(&skew_ns, UINT64_C(3600) * 1000000000);
+    rest_turns(&c, go);
+    assert_ptr_equal(went, &crowd[0]);
+    atomic_fetch_add(&skew_ns, UINT64_C(3600) * 1000000000);
+    assert_true(must_rest(&late)); /* behind all that were there before */
+    assert_false(must_rest(&known));
+    rest_turns(&c, go);
+    assert_ptr_equal(went, &one);
+    for (int i = 1; i < 3; i++) {
+        atomic_fetch_add(&skew_ns, UINT64_C(3600) * 1000000000);
+        rest_turns(&c, go);
+        assert_ptr_equal(went, i == 1 ? &crowd[1] : &late);
+    }
+    assert_true(c.crowded);
+    for (int i = 2; i < CROWD; i++)
+        rest_leave(&crowd[i]);
+    rest_turns(&c, go);
+    assert_false(c.crowded);
+    assert_int_equal(c.rest_until, UINT64_MAX);
+}
+
 static void who_waits_may_leave(void **state)
 {
     fanin_server *s = start_with_cpu(1);
@@ -486,6 +613,9 @@ int main(void)
         cmocka_unit_test_teardown(all_strangers_have_two_shares, end),
         cmocka_unit_test_teardown(tensors_for_strangers_wait, end),
         cmocka_unit_test_teardown(digests_for_strangers_wait, end),
+        cmocka_unit_test(each_peer_has_one_turn),
+        cmocka_unit_test(who_leaves_has_no_turn),
+        cmocka_unit_test_teardown(many_connections_have_one_turn, end),
         cmocka_unit_test_teardown(who_waits_may_leave, end),
         cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
         cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),

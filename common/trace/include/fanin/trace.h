@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Traces: what each pull and each update of this process did when, as a file that
+ * ui.perfetto.dev and chrome://tracing open (the trace event format, JSON). A row a thread, and one a
+ * rank that the thread pulls from.
+ *
+ * One trace a process. Its memory is taken when it starts (less than 1 MiB); what finds no room is
+ * counted (an event "lost"); of its 1024 rows none is given back, so that what yet another thread does is
+ * lost until the trace ends. The file is written when calls end, not while they read, and is whole
+ * JSON after each write: at the latest a second after the last call that ended, at once for one
+ * that failed. It ends at 64 MiB.
+ *
+ * With FANIN_TRACE=DIR in the environment the first client or server of a process starts one in a
+ * new file DIR/fanin-PID-TIME.json, mode 0600; if it cannot, a log line says why (event "trace"). DIR
+ * belongs to this process's user or to root, and so does a symbolic link in its place.
+ *
+ * Fork: a child has no trace; with FANIN_TRACE its first client or server starts one of its own.
+ */
+#ifndef FANIN_TRACE_H
+#define FANIN_TRACE_H
+
+#include <fanin/error.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/**
+ * Starts the trace in @p file, which is made, mode 0600, and must not be there. Calls that are
+ * under way are not in it, or in part. Thread: any. Blocks for as long as making a file does.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: @p file is NULL or "".
+ * - FANIN_ERR_STATE: this process has a trace already, perhaps by FANIN_TRACE. Stop it first.
+ * - FANIN_ERR_IO: the file is there already, or cannot be made; sys_errno says why.
+ * - FANIN_ERR_MEMORY: out of memory.
+ */
+FANIN_API fanin_status fanin_trace_start(const char *file,
+                                         fanin_error *error) FANIN_MUST_CHECK;
+
+/**
+ * Writes what is left and ends the trace; without one it does nothing. At the process's exit the
+ * library does so itself. Thread: any. Blocks for as long as writing less than 2 MiB does.
+ *
+ * Errors:
+ * - FANIN_ERR_IO: not all could be written, now or before (sys_errno says why), or the file has
+ *   reached its limit of 64 MiB (EFBIG). What was written before is whole.
+ */
+FANIN_API fanin_status fanin_trace_stop(fanin_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

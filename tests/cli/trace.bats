@@ -1,0 +1,85 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Traces of commands.
+
+# shellcheck disable=SC2154 # info is set by ranks.bash
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_TRACE FANIN_LOG
+    cd "$BATS_TEST_TMPDIR" || return 1
+}
+
+# names FILE: the names of its spans, each once; fails if it is not JSON of the kind.
+names()
+{
+    "$FANIN_TEST_PYTHON" -c '
+import json, sys
+spans = [e for e in json.load(open(sys.argv[1]))["traceEvents"] if e["ph"] == "X"]
+assert all(e["dur"] >= 0 and e["ts"] > 0 and "pid" in e and "tid" in e for e in spans)
+print(*sorted({e["name"] for e in spans}))' "$1"
+}
+
+@test "--trace writes what a pull, a bench and a watch do, and FANIN_TRACE what ranks do" {
+    mkdir own
+    FANIN_TRACE=$PWD/own start_ranks --adapter-shape small --world-size 2 --run 0 --wait-commit \
+        --update-every 50
+    run -0 "$NIXL_FETCH" pull "$info" --out a --trace pull.json --path stream
+    [[ $(names pull.json) == *attempt*begin*catalog*connect*end*paths*plan*publish*pull*read*wait*write* ]]
+    [ "$(stat -c %a pull.json)" = 600 ]
+    run -15 --separate-stderr "$NIXL_FETCH" pull "$info" --out b --trace pull.json
+    has "cannot make the trace pull.json"
+    [ ! -e b ]
+    run -0 "$NIXL_FETCH" bench "$info" --iterations 3 --trace bench.json
+    [ "$(grep -c '"name":"pull"' bench.json)" -ge 3 ]
+    run -0 "$NIXL_FETCH" watch "$info" --count 2 --trace watch.json
+    [[ $(names watch.json) == *wait* ]]
+    stop_ranks
+    run -0 "$NIXL_FETCH" trace pull.json own/* --svg pull.svg --merge all.json
+    has "1 pulls of 3 processes"
+    grep -Eq '^ *1 +read .* slowest|^ *0 +read .* slowest' <<<"$output"
+    grep -q '>rank 1</text>' pull.svg
+    run -0 "$NIXL_FETCH" trace own/* --svg own.svg
+    grep -q '>trainer, rank 1</text>' own.svg
+    "$FANIN_TEST_PYTHON" -c 'import sys, xml.dom.minidom; xml.dom.minidom.parse(sys.argv[1])' pull.svg
+    [[ $(names all.json) == *begin_update*commit*pull* ]]
+    run -0 --separate-stderr "$NIXL_FETCH" trace bench.json --pull 2 --json
+    [ "$(field pulls)" -ge 3 ]
+    run -2 "$NIXL_FETCH" trace bench.json --pull 99
+    echo '{"traceEvents":[{"ph":"X","name":"x","ts":1,"dur":-1}]}' >bad.json
+    run -11 "$NIXL_FETCH" trace bad.json
+    has "bad.json: it is no trace of this kind"
+    lost='{"ph":"i","args":{"spans":9223372036854775807}}'
+    echo '{"otherData":{},"traceEvents":['"$lost"']}' >most.json
+    run -0 "$NIXL_FETCH" trace most.json
+    has "9223372036854775807 spans found no room"
+    run -11 "$NIXL_FETCH" trace most.json most.json
+    has "most.json: it is no trace of this kind"
+    run -11 "$NIXL_FETCH" trace nothing.json
+    [ "$(find own -name 'fanin-*.json' | wc -l)" -eq 2 ]
+    for file in own/*; do
+        [[ $(names "$file") == *begin_update*commit* ]]
+    done
+}
+
+@test "FANIN_LOG tells a pull in one line, and both ends name its trace" {
+    FANIN_LOG=info,$PWD/ranks.log start_ranks --adapter-shape small --world-size 2 --run 0 --wait-commit
+    FANIN_LOG=info run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out a
+    # shellcheck disable=SC2154 # of bats
+    [[ $stderr =~ ' info pull: trace '([0-9a-f]{32})'/1: lora:0 step 1 of ranks 0-1, 336 tensors, ' ]]
+    grep -q "info session-open: .*, trace ${BASH_REMATCH[1]}\$" ranks.log
+    FANIN_LOG=info run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out b --quiet
+    [ -z "$stderr" ]
+    FANIN_LOG=debug,own.log run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out c
+    [ -z "$stderr" ]
+    grep -q ' debug phase: trace .*/1 attempt 1: read ' own.log
+    ln -s own.log link.log
+    FANIN_LOG=info,link.log run -15 "$NIXL_FETCH" pull "$info" --out d
+    has "cannot append to FANIN_LOG's file link.log"
+    FANIN_LOG=all run -11 "$NIXL_FETCH" pull "$info" --out d
+    has "FANIN_LOG=all is not debug, info or warn"
+    stop_ranks
+}

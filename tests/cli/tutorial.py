@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""tutorial.py PAGE: runs a tutorial's ```sh blocks in order, in one bash -e in the current folder,
+and compares what each prints with the ```text block behind it: the words of each line that is shown
+stand together in a line that was printed. Numbers differ from run to run, but for those of ranks,
+runs and exit statuses. Not compared are lines that begin with a number, which are rows of a table,
+a pull's path and checksums, which are the machine's, and lines of three dots.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+
+LIMIT = 60.0  # seconds for all blocks
+WORD = r"\b(?:rank|run|status) \d+|(?<![\w.:/])[A-Za-z_-]{3,}(?!\w)"
+ASIDE = r"\s*(\d|\.\.\.$|path |checksums )"
+
+
+def steps(page: str) -> list[tuple[str, str]]:
+    """Each block of commands with the screen behind it, or with nothing."""
+    found: list[tuple[str, str]] = []
+    for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.M | re.S):
+        if kind == "sh":
+            found.append((text, ""))
+        elif kind == "text":
+            commands, screen = found[-1]
+            assert not screen, f"two screens behind: {commands}"
+            assert re.search(WORD, text), f"a screen that shows nothing: {text}"
+            found[-1] = (commands, text)
+    assert any(screen for _, screen in found), "a page without screens"
+    return found
+
+
+def run(script: str) -> int | None:
+    """The exit status; None if it ran past the limit. Leaves no process behind."""
+    shell = subprocess.Popen(["bash", "-e", "-c", script], start_new_session=True)
+    try:
+        return shell.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        try:
+            os.killpg(shell.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        shell.wait()
+
+
+def missing(screen: str, printed: str) -> list[str]:
+    """Lines of the screen whose words are in no printed line together."""
+    lines = [set(re.findall(WORD, line)) for line in printed.splitlines()]
+    shown = [line for line in screen.splitlines() if not re.match(ASIDE, line)]
+    return [line for line in shown if not any(set(re.findall(WORD, line)) <= one for one in lines)]
+
+
+def main() -> int:
+    blocks = steps(pathlib.Path(sys.argv[1]).read_text())
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [pathlib.Path(folder, str(i)) for i in range(len(blocks))]
+        pairs = zip(outputs, blocks, strict=True)
+        status = run("\n".join(f"exec >{out} 2>&1\n{block[0]}" for out, block in pairs))
+        for out, (commands, screen) in zip(outputs, blocks, strict=True):
+            printed = out.read_text() if out.exists() else ""
+            lacking = missing(screen, printed)
+            if lacking or status != 0:
+                print(f"$ {commands}{printed}")
+            for line in lacking:
+                print(f"not printed: {line}")
+                bad = 1
+    if status != 0:
+        print(f"the commands ended with {'no status in time' if status is None else status}")
+        bad = 1
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

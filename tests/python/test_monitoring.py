@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Prometheus is told, by ``nixl-fetch exporter`` and by a rank itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import fanin
+import pytest
+from local_world import PATIENCE, PUBLICATION, addresses, nixl_fetch, run_script, servers
+
+MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
+SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="[^"\\\n]*"(?:,[a-z]+="[^"\\\n]*")*\})? (\d+(?:\.\d+)?)')
+
+
+def ask(
+    address: str, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+) -> tuple[str, str]:
+    """The status line's number and the content."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), PATIENCE) as peer:
+        peer.sendall(request)
+        got = b""
+        while part := peer.recv(65536):
+            got += part
+    head, _, content = got.decode().partition("\r\n\r\n")
+    assert f"Content-Length: {len(content)}\r\n" in head
+    return head.split()[1], content
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample, by name and labels, of a text that keeps to the format."""
+    found: dict[str, float] = {}
+    kind: dict[str, str] = {}
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            name, what = line.split()[2:]
+            assert name not in kind and what in ("counter", "gauge", "histogram")
+            kind[name] = what
+        elif not line.startswith("# HELP "):
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            name, labels, value = match.groups()
+            family = re.sub("_(bucket|sum|count)$", "", name)
+            family = family if kind.get(family) == "histogram" else name
+            assert family == list(kind)[-1], f"{name} is not with its family"
+            assert name + (labels or "") not in found
+            found[name + (labels or "")] = float(value)
+    lint = shutil.which("promtool")
+    if lint:
+        subprocess.run(
+            [lint, "check", "metrics"], input=text, text=True, timeout=PATIENCE, check=True
+        )
+    return found
+
+
+@pytest.fixture
+def exporting(ranks: list[fanin.Server]) -> Iterator[tuple[str, int]]:
+    """Where it listens, and its process; it ends by SIGTERM with exit status 0."""
+    process = subprocess.Popen(
+        [nixl_fetch(), "exporter", ",".join(addresses(ranks)), "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().split("port ")[1].split(":")[0]
+        yield f"127.0.0.1:{port}", process.pid
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def exporter(exporting: tuple[str, int]) -> str:
+    return exporting[0]
+
+
+def test_the_exporter_tells_of_all_ranks(ranks: list[fanin.Server], exporter: str) -> None:
+    ranks[1].begin_update(PUBLICATION)
+    code, text = ask(exporter)
+    assert ask(exporter)[1] == text  # within a second ranks are not asked again
+    told = samples(text)
+    assert code == "200" and told[f'fanin_run_up{{publication="{PUBLICATION}"}}'] == 1
+    for rank, state in enumerate(("stable", "writing", "stable")):
+        of = f'publication="{PUBLICATION}",rank="{rank}"'
+        assert told[f"fanin_publication_step{{{of}}}"] == 1
+        assert told[f'fanin_publication_state{{{of},state="{state}"}}'] == 1
+        last = told[f'fanin_drain_seconds_bucket{{{of},le="+Inf"}}']
+        assert last == told[f"fanin_drain_seconds_count{{{of}}}"]
+    assert told[f'fanin_problems{{publication="{PUBLICATION}",kind="updating"}}'] == 1
+
+
+def misbehave(address: str) -> None:
+    """More half-open connections than there is room for, and requests that are none."""
+    host, port = address.rsplit(":", 1)
+    with ExitStack() as stack:
+        for _ in range(20):
+            peer = stack.enter_context(closing(socket.create_connection((host, int(port)))))
+            peer.sendall(b"GET /metr")
+        assert ask(address)[0] == "200"  # at once: nobody waits for those
+    assert ask(address, b"GET / HTTP/1.1\r\n\r\n")[0] == "404"
+    assert ask(address, b"GET /metricsx HTTP/1.1\r\n\r\n")[0] == "404"
+    assert ask(address, b"POST /metrics HTTP/1.1\r\n\r\n")[0] == "405"
+    assert ask(address, b"GET /metrics?a=b HTTP/1.0\r\n\r\n")[0] == "200"
+
+
+def test_scrapers_that_misbehave_hold_the_exporter_not_up(exporter: str) -> None:
+    misbehave(exporter)
+    assert ask(exporter, b"x" * 4095)[0] == "431"
+    assert ask(exporter, b"GET /\0")[0] == "400"
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_exporter_without_descriptors_waits_for_one(exporting: tuple[str, int]) -> None:
+    address, pid = exporting
+    host, port = address.rsplit(":", 1)
+    assert ask(address)[0] == "200"
+    there = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
+    most = max(20, *(fd + 1 for fd in there))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+    with ExitStack() as stack, ExitStack() as held:
+        for _ in range(most - len(there) + 1):
+            peer = socket.create_connection((host, int(port)), PATIENCE)
+            held.enter_context(closing(peer))
+        last = stack.enter_context(closing(socket.create_connection((host, int(port)), 0.5)))
+        last.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        spent = cpu_s(pid)
+        with pytest.raises(TimeoutError):
+            last.recv(1)  # there is no descriptor to take it with
+        assert cpu_s(pid) - spent < 0.05
+        held.close()
+        last.settimeout(PATIENCE)
+        assert last.recv(12) == b"HTTP/1.1 200"
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket, time
+from fanin._metrics_page import MetricsPage
+from local_world import PATIENCE, until
+
+page = MetricsPage(lambda: "x 1\\n", "127.0.0.1", 0)
+host, port = page.address.split(":")
+first, last = socket.create_connection((host, int(port)), PATIENCE), socket.socket()
+until(lambda: page._scrapers)
+taken = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        taken.append(os.dup(1))
+except OSError:
+    pass
+first.sendall(b"GET /metrics HTTP/1.1\\r\\n\\r\\n")
+assert first.recv(12) == b"HTTP/1.1 200"
+taken.append(first.detach())
+until(lambda: not page._scrapers)
+taken.append(os.dup(1))  # the place that the page has given back
+last.connect((host, int(port)))
+last.sendall(b"GET /metrics HTTP/1.1\\r\\n\\r\\n")
+last.settimeout(0.5)
+spent = time.process_time()
+try:
+    raise SystemExit(last.recv(1))
+except TimeoutError:
+    assert time.process_time() - spent < 0.1
+for one in taken:
+    os.close(one)
+last.settimeout(PATIENCE)
+assert last.recv(12) == b"HTTP/1.1 200"
+"""
+
+
+def test_a_page_without_descriptors_lives_and_waits_for_one() -> None:
+    done = run_script(WITHOUT_DESCRIPTORS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_exporter_lives_without_ranks() -> None:
+    with servers(1) as ranks:
+        gone = ",".join(addresses(ranks))
+    process = subprocess.Popen(
+        [nixl_fetch(), "exporter", gone, "--listen", "127.0.0.1:0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(re.findall(r'"port":(\d+)', process.stdout.readline())[0])
+        why, _, text = ask(f"127.0.0.1:{port}")[1].partition("\n")
+        assert re.match(rf"# no status: .*{re.escape(gone)}", why)
+        told = samples(text)
+        assert told == {f'fanin_run_up{{publication="{PUBLICATION}"}}': 0}
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+        process.stdout.close()
+
+
+def test_a_rank_tells_of_itself(ranks: list[fanin.Server]) -> None:
+    page = ranks[0].serve_metrics()
+    code, text = ask(page.address)
+    assert ask(page.address)[1] == text
+    told = samples(text)
+    assert code == "200" and told["fanin_commits_total"] == 1
+    misbehave(page.address)
+    other = ranks[0].serve_metrics()  # as many as one likes
+    page.close()
+    page.close()
+    with pytest.raises(OSError):
+        ask(page.address)
+    child = os.fork()
+    if child == 0:  # has nothing of it: the port is free once the parent has closed its own
+        other.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ask(other.address)[0] == "200"
+    ranks[0].close()
+    with pytest.raises(OSError):
+        ask(other.address)
+    with pytest.raises(fanin.StateError):
+        ranks[0].serve_metrics()
+
+
+def test_rules_and_dashboard_ask_for_what_there_is(
+    ranks: list[fanin.Server], exporter: str
+) -> None:
+    there = set(re.findall(r"# TYPE (\w+)", ask(exporter)[1] + ranks[0].prometheus()))
+    for name in ("alerts.yml", "dashboard.json"):
+        text = (MONITORING / name).read_text()
+        wanted = set(re.findall(r"\bfanin_\w+", text))
+        assert len(wanted) > 4
+        assert {re.sub("_bucket$", "", metric) for metric in wanted} <= there
+    lint = shutil.which("promtool")
+    if lint:
+        rules = MONITORING / "alerts.yml"
+        subprocess.run([lint, "check", "rules", str(rules)], timeout=PATIENCE, check=True)

@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where FANIN_LOG's lines go: readers that leave kill nobody, and other users hear nothing. */
+#include "log_choice.h"
+#include "testing.h"
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* The choice is the process's for good: each case makes it in a child of its own. */
+static char folder[] = "/tmp/log-choice-XXXXXX", place[sizeof folder + 8], choice[80];
+static int reader; /* of the child's */
+
+static int set_up(void **state)
+{
+    strcpy(folder + sizeof folder - 7, "XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    snprintf(place, sizeof place, "%s/pipe", folder);
+    snprintf(choice, sizeof choice, "info,%s", place);
+    assert_int_equal(mkfifo(place, 0600), 0);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    unlink(place);
+    return rmdir(folder);
+}
+
+/* Runs @p what in a child, which alone reads the pipe and has the default for SIGPIPE; it returns true. */
+static void expect_in_child(bool (*what)(void))
+{
+    int status;
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        signal(SIGPIPE, SIG_DFL);
+        setenv("FANIN_LOG", choice, 1);
+        reader = open(place, O_RDONLY | O_NONBLOCK);
+        _exit(reader >= 0 && what() ? 0 : 1);
+    }
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_false(WIFSIGNALED(status));
+    assert_int_equal(WEXITSTATUS(status), 0);
+}
+
+static bool choose(logger *out)
+{
+    fanin_log_fn fn = NULL;
+    void *cookie = NULL;
+    if (log_choose(&fn, &cookie, NULL) != FANIN_OK)
+        return false;
+    *out = log_of(fn, cookie);
+    return true;
+}
+
+static bool has_come(const char *text)
+{
+    char line[256] = "";
+    return read(reader, line, sizeof line - 1) > 0 && strstr(line, text);
+}
+
+static bool is_waiting(void)
+{
+    sigset_t waiting;
+    sigpending(&waiting);
+    return sigismember(&waiting, SIGPIPE) == 1;
+}
+
+static bool is_blocked(void)
+{
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, NULL, &now);
+    return sigismember(&now, SIGPIPE) == 1;
+}
+
+static bool write_to_nobody(void)
+{
+    logger log;
+    if (!choose(&log))
+        return false;
+    log_write(&log, FANIN_LOG_INFO, "first", "somebody reads");
+    bool came = has_come("info first: somebody reads\n");
+    close(reader);
+    log_write(&log, FANIN_LOG_INFO, "second", "nobody does");
+    return came && !is_waiting() && !is_blocked();
+}
+
+/* What waited before is not the log's to take. */
+static bool write_beside_a_signal(void)
+{
+    logger log;
+    sigset_t broken;
+    sigemptyset(&broken);
+    sigaddset(&broken, SIGPIPE);
+    if (!choose(&log))
+        return false;
+    pthread_sigmask(SIG_BLOCK, &broken, NULL);
+    raise(SIGPIPE);
+    close(reader);
+    log_write(&log, FANIN_LOG_INFO, "first", "nobody reads");
+    return is_waiting() && is_blocked();
+}
+
+static bool is_refused(void)
+{
+    fanin_log_fn fn = NULL;
+    void *cookie = NULL;
+    return log_choose(&fn, &cookie, NULL) == FANIN_ERR_AUTH && !fn;
+}
+
+static void a_reader_that_leaves_kills_nobody(void **state)
+{
+    expect_in_child(write_to_nobody);
+}
+
+static void a_signal_of_the_program_stays(void **state)
+{
+    expect_in_child(write_beside_a_signal);
+}
+
+static void another_users_pipe_is_refused(void **state)
+{
+    if (geteuid() != 0)
+        skip();
+    assert_int_equal(chown(place, 4321, 4321), 0);
+    expect_in_child(is_refused);
+}
+
+#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        CASE(a_reader_that_leaves_kills_nobody),
+        CASE(a_signal_of_the_program_stays),
+        CASE(another_users_pipe_is_refused),
+    };
+    return cmocka_run_group_tests_name("log choice", tests, NULL, NULL);
+}

@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file This program once more, as a process of its own that has a deadline. */
+#ifndef CHILD_H
+#define CHILD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { CHILD_OUTPUT = 64 << 20 }; /**< bytes that are kept of each output */
+
+/** What became of it; zero before. */
+typedef struct child {
+    char *out, *err; /**< ended by a NUL, which is not counted */
+    size_t out_size, err_size;
+    int status;    /**< exit status; -1: it has none */
+    char why[160]; /**< why it has none, "" if it has */
+    uint64_t ns;   /**< how long it took */
+} child;
+
+/** Runs "nixl-fetch WORDS..." (NULL at the end) to its end, or kills it after @p limit_ms. Ends with this
+    process. child_free() in any case. */
+void child_run(const char *const *words, uint32_t limit_ms, child *out);
+void child_free(child *c);
+
+#endif

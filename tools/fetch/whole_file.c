@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/whole_file.h"
+#include "fetch/failure.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static bool write_all(int file, const char *bytes, size_t size)
+{
+    while (size > 0) {
+        ssize_t n = write(file, bytes, size);
+        if (n <= 0 && errno != EINTR) {
+            return false;
+        }
+        bytes += n > 0 ? n : 0;
+        size -= n > 0 ? (size_t)n : 0;
+    }
+    return fsync(file) == 0;
+}
+
+/* 0, or an errno. */
+static int make(const char *path, const char *hidden, const void *bytes, size_t size)
+{
+    int file = open(hidden, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0) {
+        return errno;
+    }
+    errno = 0;
+    bool good = write_all(file, bytes, size);
+    int reason = good ? 0 : errno != 0 ? errno : ENOSPC;
+    close(file);
+    if (good && link(hidden, path) != 0) {
+        reason = errno;
+    }
+    unlink(hidden);
+    return reason;
+}
+
+fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
+                              fanin_error *error)
+{
+    char hidden[PATH_MAX];
+    sigset_t all, before;
+    const char *slash = strrchr(path, '/');
+    int folder = slash != NULL ? (int)(slash - path) + 1 : 0;
+    int length = snprintf(hidden, sizeof hidden, "%.*s.nixl-fetch-%ld", folder, path,
+                          (long)getpid());
+    int reason = length < 0 || length >= (int)sizeof hidden ? ENAMETOOLONG : 0;
+    sigfillset(&all);
+    sigprocmask(SIG_BLOCK, &all, &before); /* nothing stays half made */
+    reason = reason != 0 ? reason : make(path, hidden, bytes, size);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    return reason == 0
+               ? FANIN_OK
+               : failure_set(error, reason == EEXIST ? FANIN_ERR_EXISTS : FANIN_ERR_IO,
+                             reason == EEXIST ? "remove it, or give another name"
+                                              : "give a file in a directory that can "
+                                                "be written",
+                             "%s: %s", path, strerror(reason));
+}
