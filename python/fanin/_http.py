@@ -16,7 +16,7 @@ from typing import Any
 from fanin._otel import carried
 from fanin.errors import RequestError, status_name
 
-__all__ = ["FAILURES", "Reply", "ask_json", "base_url", "post_json"]
+__all__ = ["FAILURES", "Reply", "Until", "ask_json", "base_url", "post_json"]
 
 FAILURES = (OSError, http.client.HTTPException)
 """What :func:`ask_json` raises when no answer was got."""
@@ -147,20 +147,20 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, sock: Any, *, deadline: float, **more: Any) -> None:
         super().__init__(sock, **more)
         raw = self.fp.detach()
-        self.fp = io.BufferedReader(_Until(raw, sock, deadline))
+        self.fp = io.BufferedReader(Until(raw, sock, deadline))
 
 
-class _Until(io.RawIOBase):
-    """Reads of a socket, each with what is left of the time."""
+class Until(io.RawIOBase):
+    """Reads of a socket, each with what is left of the time until ``deadline``."""
 
     def __init__(self, raw: io.RawIOBase, sock: Any, deadline: float) -> None:
-        self._raw, self._sock, self._deadline = raw, sock, deadline
+        self._raw, self._sock, self.deadline = raw, sock, deadline
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> Any:
-        self._sock.settimeout(_remaining(self._deadline))
+        self._sock.settimeout(_remaining(self.deadline))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class _Until(io.RawIOBase):
 def _remaining(deadline: float) -> float:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise TimeoutError("no answer in time")
+        raise TimeoutError("nothing came in time")
     return remaining
 
 

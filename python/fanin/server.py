@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _ffi
 from ._exit import ClosableHandle, OpenHandles
@@ -28,9 +28,11 @@ from ._library import (
     world_id_bytes,
 )
 from ._log import log_target
-from ._metrics_page import MetricsPage
 from ._tensors import PackedTensors, Shard, pack
 from .errors import ProcessError, RequestError, StateError
+
+if TYPE_CHECKING:
+    from ._metrics_page import MetricsPage
 
 __all__ = ["Server", "ServerStats", "Stream", "publication_of"]
 
@@ -549,8 +551,9 @@ class Server(ClosableHandle):
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> MetricsPage:
         """Answers ``GET /metrics`` with :meth:`prometheus`, until the server or the page is closed.
 
-        A thread of its own sleeps but for scrapes, of which those within a second get the same
-        page; a scraper that is slow or says nothing holds nobody up, and is dropped after 5 s.
+        A thread of its own sleeps but for scrapes, of which each has another and those within a
+        second get the same page; a scraper that is slow or says nothing holds nobody up, and is
+        dropped after 5 s.
         Everybody who can reach *host* may ask: there is no secret in it, but names of runs and the
         address of whoever held an update up.
 
@@ -559,6 +562,8 @@ class Server(ClosableHandle):
         :raises OSError: it cannot listen there.
         :raises StateError: the server is closed.
         """
+        from ._metrics_page import MetricsPage  # an HTTP server takes its time to be imported
+
         self.prometheus()
         server = weakref.ref(self)
 

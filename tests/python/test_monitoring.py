@@ -32,7 +32,7 @@ def ask(
         while part := peer.recv(65536):
             got += part
     head, _, content = got.decode().partition("\r\n\r\n")
-    assert f"Content-Length: {len(content)}\r\n" in head
+    assert request.startswith(b"HEAD ") or f"Content-Length: {len(content)}\r\n" in head
     return head.split()[1], content
 
 
@@ -115,6 +115,8 @@ def misbehave(address: str) -> None:
     assert ask(address, b"GET / HTTP/1.1\r\n\r\n")[0] == "404"
     assert ask(address, b"GET /metricsx HTTP/1.1\r\n\r\n")[0] == "404"
     assert ask(address, b"POST /metrics HTTP/1.1\r\n\r\n")[0] == "405"
+    assert ask(address, b"HEAD / HTTP/1.1\r\n\r\n") == ("404", "")
+    assert ask(address, b"HEAD /metrics HTTP/1.1\r\n\r\n") == ("200", "")
     assert ask(address, b"GET /metrics?a=b HTTP/1.0\r\n\r\n")[0] == "200"
 
 
@@ -122,6 +124,31 @@ def test_scrapers_that_misbehave_hold_the_exporter_not_up(exporter: str) -> None
     misbehave(exporter)
     assert ask(exporter, b"x" * 4095)[0] == "431"
     assert ask(exporter, b"GET /\0")[0] == "400"
+
+
+def test_an_exporter_of_few_descriptors(ranks: list[fanin.Server]) -> None:
+    """Fewer than it has places for scrapers."""
+    command = [nixl_fetch(), "exporter", addresses(ranks)[0], "--listen", "127.0.0.1:0"]
+    limited = ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().split("port ")[1].split(":")[0]
+            with socket.create_connection(("127.0.0.1", int(port)), 0.5) as silent:
+                silent.sendall(b"GET /m")
+                spent = cpu_s(process.pid)
+                with pytest.raises(TimeoutError):
+                    silent.recv(1)
+                assert cpu_s(process.pid) - spent < 0.1
+            assert ask(f"127.0.0.1:{port}")[0] == "200"
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1, 1))
+            with socket.create_connection(("127.0.0.1", int(port)), 0.5) as other:
+                spent = cpu_s(process.pid)
+                with pytest.raises(TimeoutError):
+                    other.recv(1)
+                assert cpu_s(process.pid) - spent < 0.1
+        finally:
+            process.kill()
 
 
 def cpu_s(pid: int) -> float:
@@ -159,7 +186,8 @@ from local_world import PATIENCE, until
 page = MetricsPage(lambda: "x 1\\n", "127.0.0.1", 0)
 host, port = page.address.split(":")
 first, last = socket.create_connection((host, int(port)), PATIENCE), socket.socket()
-until(lambda: page._scrapers)
+listener = page._server._listener
+until(lambda: listener._open)
 taken = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 try:
@@ -170,7 +198,7 @@ except OSError:
 first.sendall(b"GET /metrics HTTP/1.1\\r\\n\\r\\n")
 assert first.recv(12) == b"HTTP/1.1 200"
 taken.append(first.detach())
-until(lambda: not page._scrapers)
+until(lambda: not listener._open)
 taken.append(os.dup(1))  # the place that the page has given back
 last.connect((host, int(port)))
 last.sendall(b"GET /metrics HTTP/1.1\\r\\n\\r\\n")

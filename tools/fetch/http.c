@@ -138,13 +138,15 @@ static void take_in(http *h)
     }
 }
 
+/* What HEAD gets is the same without the text. */
 static void answer(scraper *s, const char *status, const char *more, const char *text)
 {
+    bool head_only = strncmp(s->request, "HEAD ", 5) == 0;
     FILE *stream = output_require(open_memstream(&s->answer, &s->size));
     fprintf(stream,
             "HTTP/1.1 %s\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
             "Content-Length: %zu\r\n%sConnection: close\r\n\r\n%s",
-            status, strlen(text), more, text);
+            status, strlen(text), more, head_only ? "" : text);
     if (fclose(stream) != 0) {
         output_require(NULL);
     }
@@ -154,9 +156,10 @@ static void answer(scraper *s, const char *status, const char *more, const char 
 /* Answers a whole request; half of one waits for more. */
 static void judge(http *h, scraper *s)
 {
-    static const char wanted[] = "GET /metrics";
+    static const char wanted[] = " /metrics";
     size_t length = sizeof wanted - 1;
     s->request[s->got] = '\0';
+    const char *path = strchr(s->request, ' ');
     if (strlen(s->request) < s->got) {
         answer(s, "400 Bad Request", "", "a zero byte is no text\n");
     } else if (strstr(s->request, "\r\n\r\n") == NULL) {
@@ -164,10 +167,12 @@ static void judge(http *h, scraper *s)
             answer(s, "431 Request Header Fields Too Large", "",
                    "a request may have 4095 bytes\n");
         }
-    } else if (strncmp(s->request, "GET ", 4) != 0) {
-        answer(s, "405 Method Not Allowed", "Allow: GET\r\n", "only GET is known\n");
-    } else if (strncmp(s->request, wanted, length) != 0 ||
-               strchr(" ?", s->request[length]) == NULL) {
+    } else if (strncmp(s->request, "GET ", 4) != 0 &&
+               strncmp(s->request, "HEAD ", 5) != 0) {
+        answer(s, "405 Method Not Allowed", "Allow: GET, HEAD\r\n",
+               "only GET and HEAD are known\n");
+    } else if (strncmp(path, wanted, length) != 0 ||
+               strchr(" ?", path[length]) == NULL) {
         answer(s, "404 Not Found", "", "there is only /metrics\n");
     } else {
         answer(s, "200 OK", "", h->page(h->cookie));
@@ -202,41 +207,69 @@ static void say(scraper *s)
 /* ---------------------------------------------------------------------- the loop */
 
 /* Signals come while it waits, and at no other moment: none is overlooked. */
-static bool wait_for(struct pollfd *polled, nfds_t count, uint32_t ms)
+static int wait_for(struct pollfd *polled, nfds_t count, uint32_t ms)
 {
     struct timespec most = {.tv_sec = ms / 1000,
                             .tv_nsec = (long)(ms % 1000) * 1000000};
     sigset_t all, before;
     sigfillset(&all);
     sigprocmask(SIG_SETMASK, &all, &before);
-    bool some = !interrupt_requested() && ppoll(polled, count, &most, &before) > 0;
+    int some = interrupt_requested() ? 0 : ppoll(polled, count, &most, &before);
+    int why = errno;
     sigprocmask(SIG_SETMASK, &before, NULL);
+    errno = why;
     return some;
 }
 
+static void serve(http *h, scraper *s)
+{
+    if (s->answer == NULL) {
+        hear(h, s);
+    } else {
+        say(s);
+    }
+}
+
+static void dismiss_all(http *h)
+{
+    for (int i = 0; i < MOST; i++) {
+        dismiss(&h->scrapers[i]);
+    }
+}
+
+/* poll() may be given no more than the process may have descriptors: nothing that is not open. */
 static void turn(http *h)
 {
     uint32_t deaf_ms = progress_left_ms(h->deaf_until_ns);
-    struct pollfd polled[MOST + 1] = {{deaf_ms > 0 ? -1 : h->listener, POLLIN, 0}};
+    struct pollfd polled[MOST + 1];
+    scraper *whose[MOST + 1];
+    nfds_t count = 0;
     for (int i = 0; i < MOST; i++) {
         scraper *s = &h->scrapers[i];
-        polled[i + 1] =
-            (struct pollfd){s->fd, (short)(s->answer != NULL ? POLLOUT : POLLIN), 0};
-    }
-    bool some = wait_for(polled, MOST + 1, deaf_ms > 0 ? deaf_ms : WAIT_MS);
-    for (int i = 0; i < MOST; i++) {
-        scraper *s = &h->scrapers[i];
-        if (some && s->fd >= 0 && polled[i + 1].revents != 0) {
-            if (s->answer == NULL) {
-                hear(h, s);
-            } else {
-                say(s);
-            }
-        } else if (s->fd >= 0 && progress_left_ms(s->end_ns) == 0) {
-            dismiss(s);
+        if (s->fd >= 0) {
+            whose[count] = s;
+            polled[count++] = (struct pollfd){
+                s->fd, (short)(s->answer != NULL ? POLLOUT : POLLIN), 0};
         }
     }
-    if (some && polled[0].revents != 0) {
+    nfds_t scrapers = count;
+    if (deaf_ms == 0) {
+        polled[count++] = (struct pollfd){h->listener, POLLIN, 0};
+    }
+    int some = wait_for(polled, count, deaf_ms > 0 ? deaf_ms : WAIT_MS);
+    if (some < 0 && errno == EINVAL) { /* the limit is lower now than what is open */
+        dismiss_all(h);
+        h->deaf_until_ns = progress_in_ms(DEAF_MS);
+        return;
+    }
+    for (nfds_t i = 0; i < scrapers; i++) {
+        if (some > 0 && polled[i].revents != 0) {
+            serve(h, whose[i]);
+        } else if (progress_left_ms(whose[i]->end_ns) == 0) {
+            dismiss(whose[i]);
+        }
+    }
+    if (some > 0 && count > scrapers && polled[scrapers].revents != 0) {
         take_in(h);
     }
 }
@@ -251,9 +284,7 @@ void http_serve(int fd, http_page_fn page, void *cookie)
     while (!interrupt_requested()) {
         turn(h);
     }
-    for (int i = 0; i < MOST; i++) {
-        dismiss(&h->scrapers[i]);
-    }
+    dismiss_all(h);
     close(fd);
     free(h);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file A small HTTP server for scrapers: GET of one page, one thread, one poll loop. */
+/** @file A small HTTP server for scrapers: GET and HEAD of one page, one thread, one poll loop. */
 #ifndef HTTP_H
 #define HTTP_H
 
@@ -16,9 +16,9 @@ fanin_status http_listen(const char *address, int *fd_out, unsigned *port_out,
                          fanin_error *error);
 
 /**
- * Answers until the user interrupts, then closes @p fd: GET /metrics with @p page, anything else with an
- * error. At most 16 connections, of which the oldest makes room for a new one; each has 5 s to ask, and
- * as long to take its answer.
+ * Answers until the user interrupts, then closes @p fd: GET /metrics with @p page, HEAD with its head, anything
+ * else with an error. At most 16 connections, of which the oldest makes room for a new one; each has 5 s to
+ * ask, and as long to take its answer.
  */
 void http_serve(int fd, http_page_fn page, void *cookie);
 

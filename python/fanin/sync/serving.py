@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from fanin._http_server import Answer, HttpServer, Request
 from fanin._otel import within
 from fanin.errors import HostError, RequestError
 from fanin.info import is_loopback
@@ -26,7 +24,8 @@ from .service import Service
 __all__ = ["SyncServer", "asgi_app"]
 
 _MAX_BODY = 1 << 20
-_IDLE = 60.0  # seconds that a connection may be silent in the midst of a request
+_IDLE = 60.0  # seconds that a connection may be silent, and that a request may take to come
+_MOST = 256  # connections
 
 
 class SyncServer:
@@ -45,91 +44,55 @@ class SyncServer:
                 address=bind,
             )
 
-        class Handler(_Handler):
-            answering = service
-
-        class Listener(ThreadingHTTPServer):
-            daemon_threads = True
-            address_family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        def answering(request: Request) -> Answer:
+            authorization = request.headers.get("Authorization", "")
+            with within(request.headers):
+                status, body = service.answer(
+                    request.method, request.path, request.body, authorization
+                )
+            return Answer(status, json.dumps(body).encode(), "application/json")
 
         try:
-            self._server = Listener((bind, port), Handler)
+            self._server = HttpServer(
+                answering,
+                bind,
+                port,
+                name="fanin-sync http",
+                most=_MOST,
+                seconds=_IDLE,
+                keep=True,
+                largest=_MAX_BODY,
+            )
         except (OSError, OverflowError) as error:
             raise HostError.make(
                 f"cannot listen on {bind}, port {port}: {error}",
                 "choose another port, or 0",
                 address=bind,
             ) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="fanin-sync http", daemon=True
-        )
-        self._thread.start()
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._server.server_address[1])
+        return self._server.port
 
     @property
     def url(self) -> str:
         """For clients on this host."""
-        host = str(self._server.server_address[0])
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"http://{self._server.address}"
 
     def close(self) -> None:
         """Listens no longer; a sync that is under way ends by itself. Twice is safe."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def wait(self) -> None:
         """Blocks until :meth:`close`."""
-        self._thread.join()
+        self._server.wait()
 
     def __enter__(self) -> SyncServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = _IDLE
-    answering: Service
-
-    def do_GET(self) -> None:
-        self._answer(b"")
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdigit() or int(length) > _MAX_BODY:
-            self.close_connection = True
-            self._send(413, {"detail": f"a body has a length, and {_MAX_BODY} bytes at most"})
-            return
-        self._answer(self.rfile.read(int(length)))
-
-    def _answer(self, body: bytes) -> None:
-        path = self.path.partition("?")[0]
-        authorization = self.headers.get("Authorization", "")
-        with within(self.headers):
-            answer = self.answering.answer(self.command, path, body, authorization)
-        self._send(*answer)
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-        except OSError:  # the caller has gone
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Syncs are logged where they are made."""
 
 
 _Scope = MutableMapping[str, Any]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server behind a rank's metrics page and fanin.sync's routes."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from fanin._http_server import Answer, HttpServer, Request
+from local_world import PATIENCE
+
+
+class Desk:
+    """Answers with what it was asked; ``/held`` only once ``release`` is set."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.release = threading.Event()
+
+    def __call__(self, request: Request) -> Answer:
+        self.asked.release()
+        if request.path == "/held":
+            assert self.release.wait(PATIENCE)
+        if request.path == "/broken":
+            raise ValueError("a fault of the program's own")
+        said = f"{request.method} {request.path} {request.body.decode()}"
+        return Answer(200, said.encode(), "text/plain")
+
+
+@contextmanager
+def serving(
+    *, most: int = 4, seconds: float = PATIENCE, keep: bool = True
+) -> Iterator[tuple[HttpServer, Desk]]:
+    desk = Desk()
+    server = HttpServer(
+        desk, "127.0.0.1", 0, name="test", most=most, seconds=seconds, keep=keep, largest=8
+    )
+    try:
+        yield server, desk
+    finally:
+        desk.release.set()
+        server.close()
+
+
+def connected(server: HttpServer) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    connection.connect()
+    return connection
+
+
+def told(connection: http.client.HTTPConnection, method: str, path: str, body: str = "") -> str:
+    connection.request(method, path, body or None)
+    response = connection.getresponse()
+    return f"{response.status} {response.read().decode()}"
+
+
+def test_a_connection_asks_again_and_again() -> None:
+    with serving() as (server, _), closing(connected(server)) as one:
+        assert told(one, "GET", "/a?b=c") == "200 GET /a "
+        assert told(one, "HEAD", "/a") == "200 "
+        assert told(one, "POST", "/b", "content") == "200 POST /b content"
+        assert told(one, "POST", "/b", "too much").startswith("200")
+        assert told(one, "POST", "/b", "far too much").startswith("413")
+    with serving(keep=False) as (server, _), closing(connected(server)) as one:
+        one.request("GET", "/a")
+        assert one.getresponse().getheader("Connection") == "close"
+
+
+def test_who_is_silent_makes_room_and_who_waits_does_not() -> None:
+    with serving(most=2) as (server, desk), closing(connected(server)) as waiting:
+        waiting.request("GET", "/held")
+        assert desk.asked.acquire(timeout=PATIENCE)
+        with closing(connected(server)) as silent, closing(connected(server)) as other:
+            assert told(other, "GET", "/") == "200 GET / "
+            assert silent.sock.recv(1) == b""
+            other.request("GET", "/held")
+            assert desk.asked.acquire(timeout=PATIENCE)
+            assert desk.asked.acquire(timeout=PATIENCE)
+            with closing(connected(server)) as refused:
+                assert refused.sock.recv(1) == b""
+            desk.release.set()
+            assert other.getresponse().status == 200
+        assert waiting.getresponse().read() == b"GET /held "
+
+
+def test_a_request_has_so_long_to_come_whole() -> None:
+    with serving(seconds=0.2) as (server, _), closing(connected(server)) as slow:
+        end = threading.Event()
+
+        def drip() -> None:
+            try:
+                while not end.wait(0.02):
+                    slow.sock.sendall(b"x")
+            except OSError:
+                pass
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert slow.sock.recv(1) == b""
+        except ConnectionResetError:
+            pass
+        finally:
+            end.set()
+            thread.join(PATIENCE)
+
+
+def test_a_fault_closes_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as (server, _):
+        with closing(connected(server)) as one, pytest.raises(http.client.RemoteDisconnected):
+            told(one, "GET", "/broken")
+        assert "a fault of the program's own" in caplog.text
+        with closing(connected(server)) as one:
+            assert told(one, "GET", "/") == "200 GET / "
+
+
+def test_the_end_drops_who_is_silent_and_answers_who_waits() -> None:
+    with serving() as (server, desk), closing(connected(server)) as waiting:
+        silent = connected(server)
+        assert told(silent, "GET", "/") == "200 GET / "
+        assert desk.asked.acquire(timeout=PATIENCE)
+        waiting.request("GET", "/held")
+        assert desk.asked.acquire(timeout=PATIENCE)
+        server.close()
+        server.close()
+        assert silent.sock.recv(1) == b""
+        silent.close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+        desk.release.set()
+        assert waiting.getresponse().read() == b"GET /held "
