@@ -83,3 +83,33 @@ print(*sorted({e["name"] for e in spans}))' "$1"
     has "FANIN_LOG=all is not debug, info or warn"
     stop_ranks
 }
+
+# spans NAMES: a trace of so many phases, which rank 2 takes four times as long for as ranks 0 and 1.
+spans()
+{
+    "$FANIN_TEST_PYTHON" -c '
+import json, sys
+def span(name, rank, took):
+    args = {"outcome": "FANIN_OK", "pull": 1, "rank": rank}
+    return {"ph": "X", "name": name, "ts": 1000.0, "dur": took, "pid": 1, "tid": 1, "args": args}
+names = [f"phase {i}" for i in range(int(sys.argv[1]))]
+spans = [span(n, r, 4000.0 if r == 2 else 1000.0) for n in names for r in range(3)]
+json.dump({"otherData": {}, "traceEvents": spans}, sys.stdout)' "$1"
+}
+
+@test "trace names the rank that is slowest, and by how much" {
+    spans 1 >one.json
+    run -0 --separate-stderr "$NIXL_FETCH" trace one.json
+    has "slowest: rank 2, 4.00 ms in phase 0, 4.0 times as long as the 1.00 ms of the other ranks"
+    run -0 --separate-stderr "$NIXL_FETCH" trace one.json --json
+    [ "$(field slowest)" = '{"rank": 2, "phase": "phase 0", "median_ns": 4000000, "others_median_ns": 1000000}' ]
+    sed 's/4000.0/1500.0/' one.json >even.json
+    run -0 --separate-stderr "$NIXL_FETCH" trace even.json --json
+    [ "$(field slowest)" = null ]
+}
+
+@test "a trace of very many phases is told in no time" {
+    spans 20000 >many.json
+    timeout 40 "$NIXL_FETCH" trace many.json --json >told.json
+    [ "$(grep -c '"slowest": true' told.json)" -eq 20000 ]
+}

@@ -19,6 +19,29 @@ from local_world import PATIENCE, SLOWNESS, addresses, nixl_fetch
 
 PARTS = ["environment.txt", "version", "doctor", "status", "ping", "list", "keys", "pull"]
 
+#: Lines that must not be handed on as they are, and sentences that must.
+SECRETS = (
+    "2026-11-23 engine: -----BEGIN PRIVATE KEY-----\n"
+    "2026-11-23 hunter10\nhunter11==\n-----END PRIVATE KEY-----\nafter the block\n"
+    '{"pem": "-----BEGIN KEY-----\\nhunter12\\n-----END KEY-----\\n", "n": 1}\n'
+    "no -----BEGIN CERTIFICATE----- in ca.pem\nstill told\n"
+    f"{'hunter13' * 8}\nhunter14\n-----END RSA PRIVATE KEY-----\n"
+    "password is hunter15, user bob\nthe secret hunter16 is wrong\nBearer hunter17\n"
+    "token hunter18 and secret 'hunter19'\nsession cookie hunter20\n"
+    "no secret file /run/secret/launch42: give both ends the same\n"
+    "12 tokens 4096 in the cache\nkey lora:0:layers.0.q_proj is behind\n"
+)
+STRUCK = (
+    "2026-11-23 engine: ***\n***\n***\n***\nafter the block\n"
+    '{"pem": "***\n'
+    "no ***\nstill told\n"
+    "***\n***\n***\n"
+    "password is ***, user bob\nthe secret *** is wrong\nBearer ***\n"
+    "token *** and secret '***'\nsession cookie ***\n"
+    "no secret file /run/secret/launch42: give both ends the same\n"
+    "12 tokens 4096 in the cache\nkey lora:0:layers.0.q_proj is behind\n"
+)
+
 
 def bundle(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -50,7 +73,7 @@ def test_all_parts_and_no_secret(ranks: list[fanin.Server], tmp_path: Path) -> N
     log.write_text(
         "x" * 300_000 + "\n\x1b[31mred\nuser password: hunter2 and so on\nkey lora:0\n"
         "Authorization: Bearer hunter6\nserve m --api-key hunter7\nredis://user:hunter8@host:1/0\n"
-        "http://host/a@b?c\n"
+        "http://host/a@b?c\n" + SECRETS
     )
     out = tmp_path / "b.tar"
     done = bundle(
@@ -92,7 +115,7 @@ def test_all_parts_and_no_secret(ranks: list[fanin.Server], tmp_path: Path) -> N
     assert not any(row.startswith("HOME_") for row in environment)
     assert files["log.0.txt"] == (
         "\\x1b[31mred\nuser password:***\nkey lora:0\nAuthorization:***\n"
-        "serve m --api-key ***\nredis://***\nhttp://host/a@b?c\n"
+        "serve m --api-key ***\nredis://***\nhttp://host/a@b?c\n" + STRUCK
     )
     assert "No such file" in part(manifest, "log.1.txt")["why"]
 

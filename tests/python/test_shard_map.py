@@ -95,6 +95,26 @@ def test_gaps_and_replicas(holey: str) -> None:
     ]
 
 
+def test_a_gap_and_an_overlap_of_one_size_are_two_faults() -> None:
+    """Of six rows the first three, two of these again, and the last: sums say that all is well."""
+    boxes = [((0, 0), (3, 4)), ((1, 0), (2, 4)), ((5, 0), (1, 4))]
+    with servers(3, lease=0.0) as made:
+        for server, (offset, extent) in zip(made, boxes, strict=True):
+            part = np.zeros(extent, np.float32)
+            shard = fanin.shard_of("x", part, shape=(6, 4), offset=offset)
+            server.put(PUBLICATION, [shard])
+        for server in made:
+            server.set_metadata(PUBLICATION, CONFIG)
+            server.commit(PUBLICATION, 1)
+        target = ",".join(addresses(made))
+        done = tool("list", target, "--map")
+        told = json.loads(tool("list", target, "--run", "0", "--map", "--json").stdout)
+    assert "gaps, which no rank holds: 32 B in 1 tensors, the first x" in done.stdout
+    assert "overlaps that are no replicas: 32 B in 1 tensors, the first x" in done.stdout
+    assert sum(row["bytes"] for row in told["map"]) == told["bytes"] == 96
+    assert (told["gap_bytes"], told["overlap_bytes"]) == (32, 32)
+
+
 def test_an_svg_is_to_scale_and_never_written_over(target: str, tmp_path: Path) -> None:
     out = tmp_path / "map.svg"
     assert tool("show", target, A_NAME, "--svg", out).returncode == 0

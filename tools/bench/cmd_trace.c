@@ -11,15 +11,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { LAG_NS = 1000000 }; /* a rank that is slower by less is not worth a line */
+
 /* One phase of the calls, or of one rank's part in them. */
 typedef struct phase_row {
     const char *name;
     int rank;
-    bool slowest; /* of the ranks in this phase */
+    const trace_event *first;
     uint64_t *ns;
-    size_t capacity;
     uint32_t count, bad;
     stats_figure figure;
+    bool slowest;    /* of the ranks in this phase */
+    uint64_t others; /* then: the median of the others' medians */
 } phase_row;
 
 typedef struct trace_options {
@@ -30,63 +33,117 @@ typedef struct trace_options {
     arguments parsed;
     trace_events events;
     phase_row *rows;
-    size_t count, capacity;
+    uint64_t *ns; /* of all rows */
+    size_t count;
 } trace_options;
 
 /* ------------------------------------------------------------------------ figures */
 
-static phase_row *row_of(trace_options *o, const trace_event *e)
+static int by_place(const trace_event *a, const trace_event *b)
 {
-    for (size_t i = 0; i < o->count; i++) {
-        if (o->rows[i].rank == e->rank && strcmp(o->rows[i].name, e->name) == 0) {
-            return &o->rows[i];
-        }
-    }
-    o->rows = output_room(o->rows, o->count, &o->capacity, sizeof *o->rows);
-    o->rows[o->count] = (phase_row){.name = e->name, .rank = e->rank};
-    return &o->rows[o->count++];
+    return (a > b) - (a < b);
+}
+
+/* Spans of one rank's phase stand together, in the order in which they were seen. */
+static int by_phase(const void *a, const void *b)
+{
+    const trace_event *x = *(const trace_event *const *)a;
+    const trace_event *y = *(const trace_event *const *)b;
+    int names = x->rank != y->rank ? x->rank - y->rank : strcmp(x->name, y->name);
+    return names != 0 ? names : by_place(x, y);
 }
 
 /* Calls first, then ranks; each in the order in which phases were seen first. */
 static int by_rank(const void *a, const void *b)
 {
     const phase_row *x = a, *y = b;
-    return (x->rank > y->rank) - (x->rank < y->rank);
+    return x->rank != y->rank ? x->rank - y->rank : by_place(x->first, y->first);
+}
+
+/* Ranks of one phase stand together, the slowest first. */
+static int by_speed(const void *a, const void *b)
+{
+    const phase_row *x = *(phase_row *const *)a, *y = *(phase_row *const *)b;
+    int names = strcmp(x->name, y->name);
+    if (names != 0) {
+        return names;
+    }
+    return x->figure.median != y->figure.median
+               ? (x->figure.median < y->figure.median ? 1 : -1)
+               : x->rank - y->rank;
 }
 
 static void mark_slowest(trace_options *o)
 {
+    phase_row **ranks = output_require(calloc(o->count + 1, sizeof(phase_row *)));
+    size_t count = 0;
     for (size_t i = 0; i < o->count; i++) {
-        phase_row *row = &o->rows[i];
-        size_t others = 0;
-        row->slowest = row->rank >= 0;
-        for (size_t j = 0; j < o->count && row->slowest; j++) {
-            const phase_row *other = &o->rows[j];
-            bool rival =
-                j != i && other->rank >= 0 && strcmp(other->name, row->name) == 0;
-            others += rival;
-            row->slowest = !rival || other->figure.median < row->figure.median ||
-                           (other->figure.median == row->figure.median && j > i);
+        if (o->rows[i].rank >= 0) {
+            ranks[count++] = &o->rows[i];
         }
-        row->slowest = row->slowest && others > 0;
     }
+    qsort(ranks, count, sizeof(phase_row *), by_speed);
+    for (size_t first = 0, end; first < count; first = end) {
+        end = first + 1;
+        while (end < count && strcmp(ranks[end]->name, ranks[first]->name) == 0) {
+            end++;
+        }
+        if (end - first > 1) {
+            ranks[first]->slowest = true;
+            ranks[first]->others = ranks[first + (end - first) / 2]->figure.median;
+        }
+    }
+    free(ranks);
+}
+
+/* Where one rank costs the most time beyond what the others take; NULL: nowhere that matters. */
+static const phase_row *laggard(const trace_options *o)
+{
+    const phase_row *found = NULL;
+    for (size_t i = 0; i < o->count; i++) {
+        const phase_row *row = &o->rows[i];
+        uint64_t more = row->slowest ? row->figure.median - row->others : 0;
+        if (more >= LAG_NS && more >= row->others &&
+            (found == NULL || more > found->figure.median - found->others)) {
+            found = row;
+        }
+    }
+    return found;
+}
+
+static void add_span(phase_row *row, const trace_event *e)
+{
+    row->ns[row->count++] = (uint64_t)(e->took_us * 1000);
+    row->bad += strcmp(e->outcome, "FANIN_OK") != 0;
 }
 
 static void make_rows(trace_options *o)
 {
+    const trace_event **spans =
+        output_require(calloc(o->events.count + 1, sizeof(trace_event *)));
+    size_t count = 0;
     for (size_t i = 0; i < o->events.count; i++) {
-        const trace_event *e = &o->events.all[i];
-        if (o->pull > 0 && e->n != (size_t)o->pull) {
-            continue;
+        if (o->pull == 0 || o->events.all[i].n == (size_t)o->pull) {
+            spans[count++] = &o->events.all[i];
         }
-        phase_row *row = row_of(o, e);
-        row->ns = output_room(row->ns, row->count, &row->capacity, sizeof *row->ns);
-        row->ns[row->count++] = (uint64_t)(e->took_us * 1000);
-        row->bad += strcmp(e->outcome, "FANIN_OK") != 0;
     }
-    if (o->count > 0) {
-        qsort(o->rows, o->count, sizeof *o->rows, by_rank);
+    qsort(spans, count, sizeof(trace_event *), by_phase);
+    o->rows = output_require(calloc(count + 1, sizeof *o->rows));
+    o->ns = output_require(calloc(count + 1, sizeof *o->ns));
+    for (size_t i = 0; i < count; i++) {
+        phase_row *last = o->count > 0 ? &o->rows[o->count - 1] : NULL;
+        if (last == NULL || last->rank != spans[i]->rank ||
+            strcmp(last->name, spans[i]->name) != 0) {
+            last = &o->rows[o->count++];
+            *last = (phase_row){.name = spans[i]->name,
+                                .rank = spans[i]->rank,
+                                .first = spans[i],
+                                .ns = &o->ns[i]};
+        }
+        add_span(last, spans[i]);
     }
+    free(spans);
+    qsort(o->rows, o->count, sizeof *o->rows, by_rank);
     for (size_t i = 0; i < o->count; i++) {
         o->rows[i].figure = stats_figure_of(o->rows[i].ns, o->rows[i].count);
     }
@@ -94,6 +151,23 @@ static void make_rows(trace_options *o)
 }
 
 /* ------------------------------------------------------------------------ telling */
+
+static void tell_laggard(const phase_row *row)
+{
+    if (row == NULL) {
+        return;
+    }
+    char times[48] = "";
+    if (row->others > 0) {
+        snprintf(times, sizeof times, ", %.1f times as long as",
+                 (double)row->figure.median / (double)row->others);
+    }
+    terminal_print("slowest: rank %d, %s in %s%s the %s of the other ranks: look at "
+                   "its host's network and CPU",
+                   row->rank, output_duration(row->figure.median).s, row->name,
+                   row->others > 0 ? times : ", against",
+                   output_duration(row->others).s);
+}
 
 static void tell_text(const trace_options *o)
 {
@@ -105,6 +179,7 @@ static void tell_text(const trace_options *o)
                        output_duration((uint64_t)(longest->took_us * 1000)).s,
                        longest->outcome);
     }
+    tell_laggard(laggard(o));
     for (size_t i = 0; i < o->count; i++) {
         const phase_row *row = &o->rows[i];
         char bad[40] = "";
@@ -126,6 +201,16 @@ static void tell_text(const trace_options *o)
     }
 }
 
+static json_t *laggard_json(const phase_row *row)
+{
+    return row == NULL
+               ? json_null()
+               : output_object("rank", output_rank(row->rank), "phase",
+                               output_string(row->name), "median_ns",
+                               output_u64(row->figure.median), "others_median_ns",
+                               output_u64(row->others), NULL);
+}
+
 static void tell_json(const trace_options *o)
 {
     json_t *list = json_array();
@@ -142,8 +227,8 @@ static void tell_json(const trace_options *o)
     }
     output_json(output_object("processes", output_u64(o->events.n_files), "pulls",
                               output_u64(o->events.pulls), "lost",
-                              output_u64((uint64_t)o->events.lost), "phases", list,
-                              NULL));
+                              output_u64((uint64_t)o->events.lost), "slowest",
+                              laggard_json(laggard(o)), "phases", list, NULL));
 }
 
 static int write_files(const trace_options *o, const trace_event *whole)
@@ -203,9 +288,7 @@ static int run(const command *self, int argc, const char **argv)
         code = tell(&o, self->name);
     }
     trace_events_free(&o.events);
-    for (size_t i = 0; i < o.count; i++) {
-        free(o.rows[i].ns);
-    }
+    free(o.ns);
     free(o.rows);
     options_free(&o.parsed);
     return code;

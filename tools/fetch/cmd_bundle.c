@@ -207,7 +207,7 @@ static void add_environment(const bundler *b)
     }
     for (char **p = environ; *p != NULL; p++) {
         if (is_told(*p)) {
-            strike_line(stream, *p, strlen(*p));
+            strike_line(&(striking){0}, stream, *p, strlen(*p));
             fputc('\n', stream);
         }
     }
@@ -245,6 +245,7 @@ static void add_log(const bundler *b, const char *path, size_t number)
 {
     char name[32], why[160];
     text tail, t = {NULL, 0};
+    striking s = {0};
     snprintf(name, sizeof name, "log.%zu.txt", number);
     snprintf(why, sizeof why, "%.120s", path);
     if (!read_tail(path, &tail)) {
@@ -256,7 +257,7 @@ static void add_log(const bundler *b, const char *path, size_t number)
     for (size_t at = 0, length; at < tail.size; at += length + 1) {
         const char *end = memchr(tail.bytes + at, '\n', tail.size - at);
         length = end != NULL ? (size_t)(end - tail.bytes) - at : tail.size - at;
-        strike_line(stream, tail.bytes + at, length);
+        strike_line(&s, stream, tail.bytes + at, length);
         fputc('\n', stream);
     }
     fclose(stream);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/list_map.h"
+#include "fetch/interrupt.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/shard_map.h"
@@ -16,7 +17,7 @@ typedef struct share {
     uint64_t boxes, bytes, replica_bytes;
 } share;
 
-/* Of tensors whose boxes are less than they are, or more. */
+/* Of tensors whose boxes leave something out, or overlap. */
 typedef struct fault {
     uint64_t bytes;
     size_t tensors;
@@ -53,7 +54,7 @@ static void note(fault *f, const char *name, uint64_t bytes)
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
     dealing *d = cookie;
-    uint64_t distinct = shard_distinct_bytes(e);
+    const shard_faults faults = shard_faults_of(e);
     for (size_t i = 0; i < e->n_owners; i++) {
         share *s = share_of(d, e->owners[i].rank);
         s->boxes++;
@@ -61,9 +62,9 @@ static bool on_entry(void *cookie, const fanin_entry *e)
         s->replica_bytes += shard_original(e, i) != i ? e->owners[i].bytes : 0;
     }
     d->bytes += e->bytes;
-    note(&d->gaps, e->name, distinct < e->bytes ? e->bytes - distinct : 0);
-    note(&d->overlaps, e->name, distinct > e->bytes ? distinct - e->bytes : 0);
-    return true;
+    note(&d->gaps, e->name, faults.gaps);
+    note(&d->overlaps, e->name, faults.overlaps);
+    return !interrupt_requested();
 }
 
 static void print_fault(const char *what, const fault *f)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/shard_map.h"
+#include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 #include "fetch/xml.h"
@@ -34,6 +35,88 @@ uint64_t shard_distinct_bytes(const fanin_entry *e)
         bytes += shard_original(e, i) == i ? e->owners[i].bytes : 0;
     }
     return bytes;
+}
+
+static bool meet(const fanin_entry *e, const fanin_owner *a, const fanin_owner *b)
+{
+    bool both = a->bytes > 0 && b->bytes > 0;
+    for (uint32_t d = 0; d < e->n_dims && both; d++) {
+        both = a->offset[d] < b->offset[d] + b->extent[d] &&
+               b->offset[d] < a->offset[d] + a->extent[d];
+    }
+    return both;
+}
+
+/* Whether boxes overlap that are no replicas of each other. */
+static bool any_meet(const fanin_entry *e, const fanin_owner *const *boxes,
+                     size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; j < i; j++) {
+            if (meet(e, boxes[i], boxes[j])) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Elements of dimensions from @p d on that a box holds: slab by slab, between two edges of boxes. */
+static uint64_t elements_in(const fanin_entry *e, uint32_t d,
+                            const fanin_owner *const *boxes, size_t count)
+{
+    uint64_t elements = 0;
+    if (d == e->n_dims || count == 0 || interrupt_requested()) {
+        return count > 0;
+    }
+    uint64_t *edges = output_require(calloc(2 * count, sizeof *edges));
+    const fanin_owner **in = output_require(calloc(count, sizeof(fanin_owner *)));
+    for (size_t i = 0; i < count; i++) {
+        edges[2 * i] = boxes[i]->offset[d];
+        edges[2 * i + 1] = boxes[i]->offset[d] + boxes[i]->extent[d];
+    }
+    qsort(edges, 2 * count, sizeof *edges, ascending);
+    for (size_t slab = 0; slab + 1 < 2 * count; slab++) {
+        uint64_t from = edges[slab], to = edges[slab + 1];
+        size_t n = 0;
+        for (size_t i = 0; i < count && from < to; i++) {
+            bool holds = boxes[i]->offset[d] <= from &&
+                         to <= boxes[i]->offset[d] + boxes[i]->extent[d];
+            if (holds) {
+                in[n++] = boxes[i];
+            }
+        }
+        elements += n > 0 ? (to - from) * elements_in(e, d + 1, in, n) : 0;
+    }
+    free(in);
+    free(edges);
+    return elements;
+}
+
+shard_faults shard_faults_of(const fanin_entry *e)
+{
+    const fanin_owner **boxes =
+        output_require(calloc(e->n_owners + 1, sizeof(fanin_owner *)));
+    uint64_t held = 0, there;
+    size_t count = 0;
+    for (size_t i = 0; i < e->n_owners; i++) {
+        if (e->owners[i].bytes > 0 && shard_original(e, i) == i) {
+            boxes[count++] = &e->owners[i];
+            held += e->owners[i].bytes;
+        }
+    }
+    there = held;
+    if (any_meet(e, boxes, count)) {
+        there = elements_in(e, 0, boxes, count) * fanin_dtype_bits(e->dtype) / 8;
+    }
+    free(boxes);
+    return (shard_faults){.gaps = e->bytes - there, .overlaps = held - there};
 }
 
 shard_style shard_style_of(bool no_color)

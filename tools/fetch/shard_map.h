@@ -12,6 +12,15 @@ size_t shard_original(const fanin_entry *e, size_t index);
 /** Bytes of boxes that are no other's replicas. */
 uint64_t shard_distinct_bytes(const fanin_entry *e);
 
+/** What is wrong with how a tensor is cut, in bytes. */
+typedef struct shard_faults {
+    uint64_t gaps;     /**< that no box holds */
+    uint64_t overlaps; /**< that further boxes hold, but for those that are replicas */
+} shard_faults;
+
+/** Compares boxes, not their sums. After interrupt_requested() what it says is not whole. */
+shard_faults shard_faults_of(const fanin_entry *e);
+
 enum { SHARD_MAP_LEAST = 60 }; /**< columns that the picture needs */
 
 /** How a terminal shows it. */
