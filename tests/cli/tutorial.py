@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""tutorial.py PAGE: runs a tutorial's ```sh blocks in order, in one bash -e in the current folder,
-and compares what each prints with the ```text block behind it: the words of each line that is shown
-stand together in a line that was printed. Numbers differ from run to run, but for those of ranks,
-runs and exit statuses. Not compared are lines that begin with a number, which are rows of a table,
-a pull's path and checksums, which are the machine's, and lines of three dots.
+"""tutorial.py PAGE [SECONDS]: runs a tutorial's ```sh blocks in order, in one bash -e in the current
+folder, and compares what each prints with the ```text block behind it: the words of each line that
+is shown stand together in a line that was printed. Numbers differ from run to run, but for those of
+ranks, runs and exit statuses. Not compared are lines that begin with a number, which are rows of a
+table, a pull's path and checksums, which are the machine's, and lines of three dots. SECONDS: what
+all blocks may take, 60 unless it is given.
 """
 
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-LIMIT = 60.0  # seconds for all blocks
+LIMIT = 60.0
 WORD = r"\b(?:rank|run|status) \d+|(?<![\w.:/])[A-Za-z_-]{3,}(?!\w)"
 ASIDE = r"\s*(\d|\.\.\.$|path |checksums )"
 
@@ -35,11 +36,11 @@ def steps(page: str) -> list[tuple[str, str]]:
     return found
 
 
-def run(script: str) -> int | None:
+def run(script: str, limit: float) -> int | None:
     """The exit status; None if it ran past the limit. Leaves no process behind."""
     shell = subprocess.Popen(["bash", "-e", "-c", script], start_new_session=True)
     try:
-        return shell.wait(LIMIT)
+        return shell.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -59,11 +60,12 @@ def missing(screen: str, printed: str) -> list[str]:
 
 def main() -> int:
     blocks = steps(pathlib.Path(sys.argv[1]).read_text())
+    limit = float(sys.argv[2]) if len(sys.argv) > 2 else LIMIT
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder, str(i)) for i in range(len(blocks))]
         pairs = zip(outputs, blocks, strict=True)
-        status = run("\n".join(f"exec >{out} 2>&1\n{block[0]}" for out, block in pairs))
+        status = run("\n".join(f"exec >{out} 2>&1\n{block[0]}" for out, block in pairs), limit)
         for out, (commands, screen) in zip(outputs, blocks, strict=True):
             printed = out.read_text() if out.exists() else ""
             lacking = missing(screen, printed)
