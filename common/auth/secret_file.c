@@ -32,6 +32,18 @@ static int hex_value(uint8_t c)
     return c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
 }
 
+bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE])
+{
+    for (size_t i = 0; i < SECRET_SIZE; i++) {
+        int high = hex_value((uint8_t)text[2 * i]);
+        int low = high < 0 ? -1 : hex_value((uint8_t)text[2 * i + 1]);
+        if (low < 0)
+            return false;
+        out[i] = (uint8_t)(high << 4 | low);
+    }
+    return true;
+}
+
 static bool parse(const uint8_t *text, size_t size, uint8_t out[SECRET_SIZE])
 {
     if ((size == HEX_SIZE + 1 || size == SECRET_SIZE + 1) && text[size - 1] == '\n')
@@ -40,15 +52,7 @@ static bool parse(const uint8_t *text, size_t size, uint8_t out[SECRET_SIZE])
         memcpy(out, text, SECRET_SIZE);
         return true;
     }
-    if (size != HEX_SIZE)
-        return false;
-    for (size_t i = 0; i < SECRET_SIZE; i++) {
-        int high = hex_value(text[2 * i]), low = hex_value(text[2 * i + 1]);
-        if (high < 0 || low < 0)
-            return false;
-        out[i] = (uint8_t)(high << 4 | low);
-    }
-    return true;
+    return size == HEX_SIZE && secret_of_hex((const char *)text, out);
 }
 
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],

@@ -22,4 +22,7 @@ const char *secret_file_of(const char *configured);
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
                               fanin_error *error);
 
+/** From 64 hexadecimal digits, whatever follows them. False: they are not that many. */
+bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE]);
+
 #endif

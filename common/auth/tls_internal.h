@@ -4,6 +4,7 @@
 #define TLS_INTERNAL_H
 
 #include "tls.h"
+#include "tls_records.h"
 
 struct tls_end {
     const openssl *o;
@@ -24,11 +25,18 @@ typedef struct tls_bytes {
 
 struct tls {
     const tls_end *end;
-    SSL *ssl;
+    SSL *ssl; /**< shakes hands, and exports keys afterwards */
     int fd;
     tls_bytes in, out; /**< encrypted: received and not taken; made and not sent */
-    uint8_t *small;    /**< where short runs of plain bytes come together */
-    uint64_t written;  /**< plain bytes under the current key */
+    /* After the handshake. */
+    record_keys seals, opens;
+    tls_bytes left;               /**< plain, of a record of which a part was taken */
+    uint8_t *small;               /**< where short runs of plain bytes come together */
+    uint64_t written;             /**< plain bytes under the current key */
+    unsigned idle;                /**< records since there was one with data */
+    bool asked;                   /**< the other wants this end to change its keys */
+    uint8_t secrets[2][KEY_SIZE]; /**< what it begins with: the reader's, the rank's */
+    unsigned told;                /**< a bit for each */
     bool up, closed;
     bool heard;    /**< something has come */
     bool unknown;  /**< the identity that a reader named */
@@ -50,5 +58,21 @@ fanin_status tls_no_context(const openssl *o, fanin_error *error);
 
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);
+
+/** Room for @p more bytes behind those that are there. False: no memory. */
+bool tls_reserve(tls_bytes *b, size_t more);
+size_t tls_left(const tls_bytes *b);
+/** Receives once, behind what is there, with room for @p need bytes in all at least: more than 0, 0 at the
+    end, -1 with t->sys_errno. */
+ssize_t tls_refill(tls *t, size_t need);
+
+/** OpenSSL's number of an alert's reason, less the alert's. */
+#define TLS_REASON_ALERT 1000
+
+/** Why it failed, by OpenSSL's number of it; what is known already stays. */
+void tls_fail(tls *t, unsigned long code);
+/** From now on records are sealed and opened here, by the secrets that the handshake made. False: it has not told
+    them, or there is no memory. */
+bool tls_records_begin(tls *t);
 
 #endif
