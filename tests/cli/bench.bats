@@ -14,7 +14,7 @@ setup_file()
 setup()
 {
     load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE
     cd "$BATS_TEST_TMPDIR" || return 1
     cp "$BATS_FILE_TMPDIR/result.json" a.json
 }
@@ -82,6 +82,24 @@ for limit in tcp:
 reads = [limit["threads"] for limit in o["limits"] if limit["name"] == "raw reads"]
 assert reads == sorted(set(reads)) and all(limit["threads"] in reads for limit in tcp), o["limits"]' "$output"
     run ! grep -q '"TCP"' a.json
+}
+
+@test "pulls by TLS stand beside its cipher" {
+    "$NIXL_FETCH" secret launch.secret
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --json \
+        --path stream --no-unix --secret-file launch.secret
+    "$FANIN_TEST_PYTHON" -c '
+import json, sys
+limits = json.loads(sys.argv[1])["limits"]
+tcp = [limit["threads"] for limit in limits if limit["name"] == "TCP"]
+cipher = [limit for limit in limits if limit["name"] == "AES-128-GCM of one end"]
+assert [limit["threads"] for limit in cipher] == tcp, limits
+for limit in cipher:
+    assert limit["count"] == 5 and limit["min_ns"] > 0
+    assert 0.01 < limit["bytes"] / limit["min_ns"] < 1000, limit  # GB/s' "$output"
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 \
+        --path stream --no-unix
+    [[ $output != *AES* ]]
 }
 
 @test "a file that cannot be written is told before anything runs, what was there stays" {

@@ -68,6 +68,9 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
 /** As many bytes as @p a has by TCP over 127.0.0.1 into its memory: so many connections, each with a
     thread that sends, from memory of its own, and one that receives. */
 void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads);
+/** What OpenSSL takes to encrypt, or to decrypt, so many bytes with the cipher of TLS in records of 16 KiB that the CPU's caches
+    hold, by so many threads; nothing else of TLS. */
+void bench_cipher(bench_limits *limits, uint64_t bytes, uint32_t threads);
 /** memcpy of as many bytes as @p a has, by one thread. */
 void bench_memcpy(bench_limits *limits, const arena *a);
 

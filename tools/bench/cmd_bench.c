@@ -68,8 +68,8 @@ static int measure(bench *b)
 
 enum { STREAM_THREADS = 8 }; /* the most that read streams, unless told */
 
-/* Raw reads, and TCP where pulls take it: by one thread, by as many as read streams unless told, and
-   reads by all CPUs. */
+/* Raw reads, and TCP and TLS's cipher where pulls take them: by one thread, by as many as read streams unless
+   told, and reads by all CPUs. */
 static void measure_links(bench *b, uint64_t most)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
@@ -91,6 +91,13 @@ static void measure_links(bench *b, uint64_t most)
     }
     if (tcp && half > 1) {
         bench_tcp(&b->limits, &b->arena, half);
+    }
+    bool tls = tcp && session_is_secured(&b->session);
+    if (tls) {
+        bench_cipher(&b->limits, b->arena.size, 1);
+    }
+    if (tls && half > 1) {
+        bench_cipher(&b->limits, b->arena.size, half);
     }
 }
 

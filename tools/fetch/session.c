@@ -136,6 +136,19 @@ static void demand(session *s, const connect_options *connect,
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
+/* As the library takes what it is given: NULL is the environment's, "" none. */
+static bool is_given(const char *given, const char *variable)
+{
+    const char *file = given != NULL ? given : getenv(variable);
+    return file != NULL && file[0] != '\0';
+}
+
+bool session_is_secured(const session *s)
+{
+    return is_given(s->secret_file, "FANIN_SECRET_FILE") ||
+           is_given(s->tls_cert, "FANIN_TLS_CERT");
+}
+
 void session_be_patient(session *s, const invocation *line)
 {
     enum { HOUR_MS = 3600000 };

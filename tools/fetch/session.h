@@ -29,6 +29,9 @@ void session_log(void *verbose, fanin_log_level level, const char *event,
     says, unless --verbose is given. */
 fanin_log_fn session_log_of(const common_options *common);
 
+/** Whether its connections by TCP are TLS: it has a secret or a certificate. Once it was opened. */
+bool session_is_secured(const session *s);
+
 enum { SESSION_OPTIONS = 4 };
 
 /** The command line that commands with a TARGET have in common; zero but for
