@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""long_run.py BUILD KEPT: all fuzz targets of a build with -Dfuzzing=libfuzzer, in turns, until
+each has had its share of --cpu-hours. What was found and what it has cost so far is kept in KEPT,
+also between runs, so that hours add up. Prints a line a target; exit status 1 if one failed, whose
+input lies in KEPT then."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CORPORA = Path(__file__).parent / "corpus"
+EXECUTED = re.compile(rb"stat::number_of_executed_units: (\d+)")
+
+
+class Target:
+    """A program, and what is kept of it."""
+
+    def __init__(self, program: Path, kept: Path) -> None:
+        self.program = program
+        self.name = program.name.removeprefix("fuzz_")
+        self.corpus = kept / self.name
+        self.corpus.mkdir(parents=True, exist_ok=True)
+        self.count = kept / f"{self.name}.json"
+        self.had = {"cpu_seconds": 0.0, "executed": 0, "failures": 0}
+        if self.count.exists():
+            self.had = json.loads(self.count.read_text())
+
+    def take_turn(self, seconds: int) -> None:
+        """Runs it so long, and counts."""
+        with open(self.corpus.with_suffix(".log"), "wb") as log:
+            process = subprocess.Popen(
+                [
+                    self.program,
+                    f"-max_total_time={seconds}",
+                    "-timeout=100",  # by the clock: others may keep the machine busy
+                    "-rss_limit_mb=2048",
+                    "-print_final_stats=1",
+                    f"-artifact_prefix={self.corpus}-",
+                    self.corpus,
+                    CORPORA / self.name,
+                ],
+                stdout=log,
+                stderr=log,
+            )
+            _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        told = EXECUTED.findall(self.corpus.with_suffix(".log").read_bytes())
+        self.had["cpu_seconds"] += used.ru_utime + used.ru_stime
+        self.had["executed"] += int(told[-1]) if told else 0
+        self.had["failures"] += process.returncode != 0
+        unfinished = self.count.with_suffix(".new")
+        unfinished.write_text(json.dumps(self.had))
+        unfinished.replace(self.count)
+
+    def fill(self, seconds: float, turn: int) -> None:
+        """Turns until it has had so much, or fails."""
+        while self.had["cpu_seconds"] < seconds and not self.had["failures"]:
+            self.take_turn(turn)
+
+    def line(self) -> str:
+        """What it has had."""
+        new = sum(1 for _ in self.corpus.iterdir())
+        return (
+            f"{self.name:12} {self.had['cpu_seconds'] / 3600:6.2f} CPU hours,"
+            f" {self.had['executed']:12,} inputs, {new:6,} kept, {self.had['failures']} failures"
+        )
+
+
+def main() -> int:
+    """Runs them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("build", type=Path)
+    parser.add_argument("kept", type=Path)
+    parser.add_argument("--cpu-hours", type=float, default=24.0, help="of all targets together")
+    parser.add_argument("--turn", type=int, default=300, metavar="SECONDS")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    asked = parser.parse_args()
+    programs = [p for p in sorted(asked.build.glob("tests/fuzz/fuzz_*")) if p.is_file()]
+    if not programs:
+        parser.error(f"no fuzz targets in {asked.build}: configure it with -Dfuzzing=libfuzzer")
+    targets = [Target(p.resolve(), asked.kept.resolve()) for p in programs]
+    share = asked.cpu_hours * 3600 / len(targets)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
+            for done in [pool.submit(t.fill, share, asked.turn) for t in targets]:
+                done.result()
+    finally:
+        print("\n".join(t.line() for t in targets))
+    return 1 if any(t.had["failures"] for t in targets) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
