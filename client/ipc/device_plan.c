@@ -9,11 +9,7 @@ typedef struct builder {
     const device_plan_parts *from;
     device_plan *d;
     copy_list *lists; /* one a part */
-    size_t list_capacity, part_capacity, base_capacity;
-    uint32_t
-        *known; /* 1 + the number of each region of the present source; 0: none yet */
     host_pieces host;
-    const memory_range *range; /* of the piece before: neighbours mostly share it */
 } builder;
 
 static bool is_part(const device_plan_parts *parts, size_t source)
@@ -30,129 +26,114 @@ bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
     return fits;
 }
 
-/* ------------------------------------------------------------------- bases */
+/* ------------------------------------------------------------------- joining */
 
-/* The number of a region of the present source. */
-static fanin_status base_of(builder *b, size_t source, uint32_t region, uint32_t *out,
-                            fanin_error *error)
+/* NULL: not a part of it. */
+static const source_copies *copies_of(const builder *b, size_t source)
+{
+    return b->d->of_source[source] ? b->from->copies[source] : NULL;
+}
+
+static device_part *part_of(device_plan *d, int device)
+{
+    for (size_t i = 0; i < d->n_parts; i++) {
+        if (d->parts[i].device == device)
+            return &d->parts[i];
+    }
+    return NULL;
+}
+
+/* How many parts, bases, pieces and entries there will be, and room for them. */
+static bool make_room(builder *b)
 {
     device_plan *d = b->d;
-    uint32_t *known = &b->known[region];
-    if (*known == 0) {
-        if (d->n_bases == UINT32_MAX)
-            return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
-        if (!array_reserve(&d->bases, &b->base_capacity, (size_t)d->n_bases + 1,
-                           sizeof *d->bases))
-            return error_set_memory(error);
-        d->bases[d->n_bases++] = (device_base){.source = source, .region = region};
-        *known = d->n_bases;
+    uint64_t devices = 0, bases = 0, pieces = 0;
+    for (size_t i = 0; i < d->n_sources; i++) {
+        const source_copies *c = copies_of(b, i);
+        devices += c ? c->n_devices : 0;
+        bases += c ? c->n_regions : 0;
+        pieces += c ? c->host.n : 0;
     }
-    *out = *known - 1;
-    return FANIN_OK;
+    d->parts = calloc(devices + 1, sizeof *d->parts);
+    b->lists = calloc(devices + 1, sizeof *b->lists);
+    d->bases = calloc(bases + 1, sizeof *d->bases);
+    return d->parts && b->lists && d->bases &&
+           array_reserve(&b->host.pieces, &b->host.capacity, pieces,
+                         sizeof *b->host.pieces);
 }
 
-/* ------------------------------------------------------------------- pieces */
-
-/* The list of the device that holds @p range; NULL: out of memory. */
-static copy_list *list_of(builder *b, int device, device_part **part_out)
+static void add_parts(builder *b, const source_copies *c)
 {
     device_plan *d = b->d;
-    size_t i = 0;
-    while (i < d->n_parts && d->parts[i].device != device)
-        i++;
-    if (i == d->n_parts) {
-        if (!array_reserve(&b->lists, &b->list_capacity, i + 1, sizeof *b->lists) ||
-            !array_reserve(&d->parts, &b->part_capacity, i + 1, sizeof *d->parts))
-            return NULL;
-        d->parts[i] = (device_part){.device = device};
-        b->lists[i] = (copy_list){.stop = b->from->stop};
-        d->n_parts++;
+    for (size_t i = 0; i < c->n_devices; i++) {
+        device_part *part = part_of(d, c->devices[i].device);
+        if (!part) {
+            part = &d->parts[d->n_parts++];
+            part->device = c->devices[i].device;
+        }
+        part->bytes += c->devices[i].bytes;
+        b->lists[part - d->parts].capacity += c->devices[i].list.n;
     }
-    *part_out = &d->parts[i];
-    return &b->lists[i];
 }
 
-/* The range that holds @p to; NULL: none, which the destination's ranges rule out. */
-static const memory_range *range_at(builder *b, uint64_t to)
+static void add_bases(device_plan *d, size_t source, const source_copies *c)
 {
-    const uint8_t *at = b->from->base + to;
-    const memory_range *r = b->range;
-    if (!r || at < r->base || at >= r->base + r->length)
-        r = memory_range_find(b->from->ranges, b->from->n_ranges, at);
-    b->range = r;
-    return r;
+    for (uint32_t i = 0; i < c->n_regions; i++)
+        d->bases[d->n_bases++] =
+            (device_base){.source = source, .region = c->regions[i]};
 }
 
-static bool add_host(builder *b, const host_piece *piece)
+/* Of the source, whose bases begin at @p base. */
+static bool join(builder *b, const source_copies *c, uint32_t base)
 {
-    if (work_stopped(b->from->stop) ||
-        !array_reserve(&b->host.pieces, &b->host.capacity, b->host.n + 1,
-                       sizeof *b->host.pieces))
-        return false;
-    b->host.pieces[b->host.n++] = *piece;
+    for (size_t i = 0; i < c->n_devices; i++) {
+        const copy_list *from = &c->devices[i].list;
+        copy_list *to = &b->lists[part_of(b->d, c->devices[i].device) - b->d->parts];
+        for (uint64_t j = 0; j < from->n; j++) {
+            if (work_stopped(b->from->stop))
+                return false;
+            to->entries[to->n] = from->entries[j];
+            to->entries[to->n++].base += base;
+        }
+    }
+    for (uint64_t j = 0; j < c->host.n; j++) {
+        if (work_stopped(b->from->stop))
+            return false;
+        b->host.pieces[b->host.n] = c->host.pieces[j];
+        b->host.pieces[b->host.n++].base += base;
+    }
     return true;
 }
 
-static uint64_t bytes_of(const span_piece *p, const strided *view)
+static fanin_status join_all(builder *b, fanin_error *error)
 {
-    return view ? strided_bytes(view) : p->length;
-}
-
-static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base,
-                              const span *s, const span_piece *p, fanin_error *error)
-{
-    uint64_t from = s->offset + p->offset;
-    const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
-    const memory_range *range = range_at(b, p->to);
-    if (!range)
-        return error_set(error, FANIN_ERR_INTERNAL, NULL,
-                         "a piece lies outside of the destination");
-    if (range->device < 0) {
-        host_piece piece = {
-            .from = from, .to = p->to, .length = p->length, .view = view, .base = base};
-        return add_host(b, &piece) ? FANIN_OK
-                                   : device_plan_broken_off(b->from->stop, error);
-    }
-    device_part *part;
-    copy_list *list = list_of(b, range->device, &part);
-    if (!list)
+    device_plan *d = b->d;
+    uint64_t n_bases = 0;
+    if (!make_room(b))
         return error_set_memory(error);
-    uint64_t to = (uint64_t)(uintptr_t)(b->from->base + p->to);
-    if (view)
-        copy_list_add_view(list, base, from, to, view);
-    else
-        copy_list_add(list, base, from, to, p->length);
-    part->bytes += bytes_of(p, view);
-    return list->failed ? device_plan_broken_off(b->from->stop, error) : FANIN_OK;
-}
-
-static fanin_status add_source(builder *b, size_t source, fanin_error *error)
-{
-    const plan_spans *spans = b->from->spans[source];
-    for (uint64_t i = 0; i < spans->n_spans; i++) {
-        const span *s = &spans->spans[i];
-        uint32_t base = 0;
-        fanin_status status = base_of(b, source, s->region, &base, error);
-        for (uint64_t j = s->first; j < s->first + s->count && status == FANIN_OK; j++)
-            status = add_piece(b, spans, base, s, &spans->pieces[j], error);
-        if (status != FANIN_OK)
-            return status;
+    for (size_t i = 0; i < d->n_sources; i++) {
+        const source_copies *c = copies_of(b, i);
+        n_bases += c ? c->n_regions : 0;
+        if (c)
+            add_parts(b, c);
+    }
+    if (n_bases > UINT32_MAX)
+        return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
+    for (size_t i = 0; i < d->n_parts; i++) {
+        copy_list *list = &b->lists[i];
+        if (!(list->entries = array_large(list->capacity, sizeof *list->entries)))
+            return error_set_memory(error);
+    }
+    for (size_t i = 0; i < d->n_sources; i++) {
+        const source_copies *c = copies_of(b, i);
+        uint32_t base = d->n_bases;
+        if (!c)
+            continue;
+        add_bases(d, i, c);
+        if (!join(b, c, base))
+            return device_plan_broken_off(b->from->stop, error);
     }
     return FANIN_OK;
-}
-
-static fanin_status add_sources(builder *b, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < b->d->n_sources && status == FANIN_OK; i++) {
-        if (!b->d->of_source[i])
-            continue;
-        size_t n = box_table_regions(b->from->plan->sources[i].boxes);
-        b->known = calloc(n + 1, sizeof *b->known);
-        status = b->known ? add_source(b, i, error) : error_set_memory(error);
-        free(b->known);
-    }
-    return status;
 }
 
 /* ------------------------------------------------------------------- whole */
@@ -185,7 +166,7 @@ static fanin_status make_host_tables(builder *b, gpu *g, fanin_error *error)
 static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
 {
     device_plan *d = b->d;
-    fanin_status status = add_sources(b, error);
+    fanin_status status = join_all(b, error);
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
         status = gpu_table_create(g, d->parts[i].device, b->lists[i].entries,
                                   b->lists[i].n, d->n_bases, &d->parts[i].table, error);
@@ -209,7 +190,7 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
     for (size_t i = 0; i < n; i++)
         b.d->of_source[i] = is_part(parts, i);
     fanin_status status = make_tables(&b, g, error);
-    for (size_t i = 0; i < b.d->n_parts; i++)
+    for (size_t i = 0; b.lists && i < b.d->n_parts; i++)
         copy_list_free(&b.lists[i]);
     free(b.lists);
     free(b.host.pieces);

@@ -10,6 +10,7 @@
 #ifndef DEVICE_PLAN_H
 #define DEVICE_PLAN_H
 
+#include "ipc/source_copies.h"
 #include "path/reader.h"
 
 /** A number that table entries use as their base: a region of a source, of which something is read. */
@@ -70,14 +71,11 @@ typedef struct device_plan {
     bool of_source[]; /**< whether a source is part of it */
 } device_plan;
 
-/** What it is made from: the plan, and the spans of those sources that are read by the reader. */
+/** What it is made from: the plan, and the copies of those sources that are read by the reader. */
 typedef struct device_plan_parts {
     const path_plan *plan;
     const path_reader *reader; /**< its sources are part of it */
-    void *const *spans;        /**< plan_spans, one a source */
-    uint8_t *base;             /**< of the destination */
-    const memory_range *ranges;
-    size_t n_ranges;
+    void *const *copies;       /**< source_copies, one a source */
     gather_set gather;
     const int
         *owners; /**< the device that holds a source's memory, -1: another; NULL: not

@@ -3,21 +3,7 @@
 #ifndef DEVICE_PLAN_INTERNAL_H
 #define DEVICE_PLAN_INTERNAL_H
 
-#include "copy_list.h"
 #include "ipc/device_plan.h"
-
-/** A piece that goes to host memory. */
-typedef struct host_piece {
-    uint64_t from, to;
-    uint64_t length;     /**< of the source, if it is contiguous */
-    const strided *view; /**< NULL: contiguous */
-    uint32_t base;
-} host_piece;
-
-typedef struct host_pieces {
-    host_piece *pieces;
-    uint64_t n, capacity;
-} host_pieces;
 
 /** Fills the host part of @p d, which knows what is wanted; @p pieces are sorted by the way. The
     copies are added to @p list, in the order of chunks, whose entries are counted from the list's

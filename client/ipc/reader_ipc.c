@@ -14,6 +14,30 @@ static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40,
 
 /* ----------------------------------------------------------------- planning */
 
+static fanin_status list_copies(const path_planning *how, size_t source, void **detail,
+                                fanin_error *error)
+{
+    const copies_target target = {.base = how->goal->base,
+                                  .ranges = how->goal->ranges,
+                                  .n_ranges = how->goal->n_ranges};
+    uint32_t n_regions = box_table_regions(how->plan->sources[source].boxes);
+    void *spans;
+    source_copies *copies = NULL;
+    fanin_status status = path_make_spans(how, source, &spans, error);
+    if (status == FANIN_OK)
+        status =
+            source_copies_build(spans, n_regions, &target, how->stop, &copies, error);
+    path_forget_spans(spans);
+    *detail = copies;
+    return status;
+}
+
+static void forget_copies(void *detail)
+{
+    source_copies *copies = detail;
+    source_copies_free(&copies);
+}
+
 /* Which device holds what a source is read from: all of it, as a rule. */
 static int *find_owners(const path_planning *how)
 {
@@ -86,10 +110,7 @@ static fanin_status make_tables(const path_planning *how, void *const *details,
     device_plan *d = *shared;
     device_plan_parts parts = {.plan = how->plan,
                                .reader = &ipc_reader,
-                               .spans = details,
-                               .base = how->goal->base,
-                               .ranges = how->goal->ranges,
-                               .n_ranges = how->goal->n_ranges,
+                               .copies = details,
                                .gather = how->goal->gather,
                                .stop = how->stop};
     uint64_t started = clock_ns();
@@ -113,7 +134,7 @@ static void forget_tables(void *shared)
 
 typedef struct ipc_reading {
     const path_reading *r;
-    void *const *spans; /* one a source */
+    void *const *copies; /* one a source */
     device_reader *kernels;
     bool done;
     fanin_status status; /* of the kernels */
@@ -154,7 +175,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
     if (!k)
         return error_set_memory(error);
     k->r = r;
-    k->spans = details;
+    k->copies = details;
     k->error = (fanin_error)FANIN_ERROR_INIT;
     k->status = start_kernels(k, shared);
     error_copy(error, &k->error);
@@ -213,9 +234,9 @@ static uint64_t scatter_ns(const void *reading)
 static void account(const void *reading, size_t source, served *out)
 {
     const ipc_reading *k = reading;
-    const plan_spans *spans = k->spans[source];
+    const source_copies *copies = k->copies[source];
     out->bytes = k->r->plan->plan->ranks[source].bytes;
-    out->reads = spans->n_spans;
+    out->reads = copies->reads;
 }
 
 static bool finish(void *reading)
@@ -232,10 +253,10 @@ const path_reader ipc_reader = {
     .paths = 1 << FANIN_PATH_CUDA_IPC,
     .probe = ipc_probe,
     .unmap = ipc_unmap,
-    .plan = path_make_spans,
+    .plan = list_copies,
     .span_rule = &kernel_rules,
     .plan_all = make_tables,
-    .forget = path_forget_spans,
+    .forget = forget_copies,
     .forget_all = forget_tables,
     .start = start,
     .step = step,

@@ -266,7 +266,7 @@ static bool sort_atoms(spanner *s)
                 end++;
             if (i == 0 && middle >= n)
                 break;
-            if (!to && !(to = malloc(n * sizeof *to)))
+            if (!to && !(to = array_large(n, sizeof *to)))
                 return false;
             merge_runs(from, to, i, middle, end, s->stop);
             i = end;
@@ -336,6 +336,10 @@ static bool join_atoms(spanner *s)
 {
     plan_spans *out = s->spans;
     bool closed = true;
+    /* For kernels nothing is joined. */
+    if (s->rule->walks_views &&
+        !array_reserve(&out->spans, &s->span_capacity, s->n_atoms, sizeof *out->spans))
+        return false;
     for (uint64_t i = 0; i < s->n_atoms; i++) {
         atom *a = &s->atoms[i];
         span *open = out->n_spans ? &out->spans[out->n_spans - 1] : NULL;

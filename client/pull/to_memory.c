@@ -125,7 +125,7 @@ static fanin_status prepare(void *cookie, const key_table *keys,
         boxes += described_at(m->all, i)->n_boxes;
     free(m->targets);
     m->n_targets = 0;
-    m->targets = calloc(boxes + 1, sizeof *m->targets);
+    m->targets = array_large(boxes + 1, sizeof *m->targets);
     if (!m->targets || !find_keys(m, keys))
         return error_set_memory(error);
     for (size_t i = 0; i < m->all->count; i++) {

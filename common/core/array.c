@@ -3,8 +3,25 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define LEAST 16
+/* Bytes of a huge page on x86-64, and on aarch64 with pages of 4 KiB. */
+#define HUGE ((size_t)2 << 20)
+
+void *array_large(size_t count, size_t size)
+{
+    if (size != 0 && count > (SIZE_MAX - HUGE) / size)
+        return NULL;
+    size_t bytes = count * size;
+    if (bytes < HUGE / 2)
+        return malloc(bytes ? bytes : 1);
+    bytes = (bytes + HUGE - 1) / HUGE * HUGE;
+    void *array = aligned_alloc(HUGE, bytes);
+    if (array)
+        (void)madvise(array, bytes, MADV_HUGEPAGE); /* only makes it faster */
+    return array;
+}
 
 bool array_reserve(void *array, size_t *capacity, size_t need, size_t size)
 {
@@ -17,7 +34,7 @@ bool array_reserve(void *array, size_t *capacity, size_t need, size_t size)
         return false;
     void *old, *grown;
     memcpy(&old, array, sizeof old);
-    grown = realloc(old, wanted * size);
+    grown = old ? realloc(old, wanted * size) : array_large(wanted, size);
     if (!grown)
         return false;
     memcpy(array, &grown, sizeof grown);

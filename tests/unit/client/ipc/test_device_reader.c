@@ -34,7 +34,7 @@ typedef struct bench {
     int until;
     fanin_client *client;
     path_plan plan;
-    void *spans[WORLD_RANKS];
+    void *copies[WORLD_RANKS];
     const path_reader *readers[WORLD_RANKS];
     device_plan *tables;
     ipc_regions shards[WORLD_RANKS];
@@ -221,17 +221,30 @@ static void map_for(bench *b, uint32_t rank, int device)
     assert_ok(ipc_map_open(b->client->devices->map, NULL, &error), error);
 }
 
-static void cut_spans(bench *b)
+static void forget_copies(bench *b)
+{
+    for (size_t i = 0; i < b->plan.n_sources; i++)
+        ipc_reader.forget(b->copies[i]);
+}
+
+static void list_copies(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const path_plan *p = &b->plan;
+    const copies_target target = {
+        .base = b->base, .ranges = b->ranges, .n_ranges = b->n_ranges};
+    forget_copies(b);
     for (size_t i = 0; i < p->n_sources; i++) {
         plan_spans *spans;
-        path_forget_spans(b->spans[i]);
+        source_copies *copies;
         assert_ok(plan_spans_build(p->plan, b->w.keys, p->sources, i, &b->regions[i],
                                    ipc_reader.span_rule, NULL, &spans, &error),
                   error);
-        b->spans[i] = spans;
+        assert_ok(source_copies_build(spans, b->regions[i].count, &target, NULL,
+                                      &copies, &error),
+                  error);
+        b->copies[i] = copies;
+        plan_spans_free(&spans);
     }
 }
 
@@ -260,13 +273,11 @@ static void open_bench(bench *b)
     c->n_sources = b->w.n_sources;
     assert_ok(world_plan(&b->w, &b->l, &c->plan, &error), error);
     c->reader_of = b->readers;
-    cut_spans(b);
 }
 
 static void close_bench(bench *b)
 {
-    for (size_t i = 0; i < b->plan.n_sources; i++)
-        path_forget_spans(b->spans[i]);
+    forget_copies(b);
     plan_free(&b->plan.plan);
     device_plan_free(&b->tables);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
@@ -290,14 +301,12 @@ static void build(bench *b, gather_set gather)
     fanin_error error = FANIN_ERROR_INIT;
     static const int owners[WORLD_RANKS] = {0, 1, 0, 1}; /* of four ranks at most */
     device_plan_parts parts = {.plan = &b->plan,
-                               .spans = b->spans,
+                               .copies = b->copies,
                                .reader = &ipc_reader,
-                               .base = b->base,
-                               .ranges = b->ranges,
-                               .n_ranges = b->n_ranges,
                                .gather = gather,
                                .owners = owners};
     device_plan_free(&b->tables);
+    list_copies(b);
     assert_ok(device_plan_build(b->client->devices->g, &parts, &b->tables, &error),
               error);
     assert_true(device_plan_fits(b->tables, &parts));
@@ -483,7 +492,6 @@ static void both_kinds_land_at_once(void **state)
         b.l.to_of_key[i] +=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
     assert_ok(world_plan(&b.w, &b.l, &b.plan.plan, &error), error);
-    cut_spans(&b);
     for (uint32_t i = 0; i < b.w.n_keys; i++)
         b.l.to_of_key[i] -=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;

@@ -178,6 +178,30 @@ static int compare_number(const void *key, const void *element)
     return *(const int *)key - *(const int *)element;
 }
 
+/* What grew from the first large room on is as it was, however it was laid out. */
+static void large_arrays_are_arrays(void **state)
+{
+    (void)state;
+    const size_t huge = (size_t)2 << 20;
+    uint8_t *array = array_large(1, 1);
+    assert_non_null(array);
+    free(array);
+    assert_null(array_large(SIZE_MAX / 2, 3));
+    assert_null(array_large(SIZE_MAX, 1));
+    array = array_large(huge / 2, 1);
+    assert_int_equal((uintptr_t)array % huge, 0);
+    free(array);
+    array = NULL;
+    size_t capacity = 0;
+    assert_true(array_reserve(&array, &capacity, huge + 1, 1));
+    memset(array, 0xa5, huge + 1);
+    assert_true(array_reserve(&array, &capacity, 5 * huge, 1));
+    array_shrink(&array, huge + 1, 1);
+    for (size_t i = 0; i <= huge; i++)
+        assert_int_equal(array[i], 0xa5);
+    free(array);
+}
+
 static void arrays_are_searched(void **state)
 {
     (void)state;
@@ -515,6 +539,7 @@ int main(void)
         cmocka_unit_test(buffers_grow),
         cmocka_unit_test(impossible_sizes_are_remembered),
         cmocka_unit_test(arrays_grow),
+        cmocka_unit_test(large_arrays_are_arrays),
         cmocka_unit_test(arrays_are_searched),
         cmocka_unit_test(ranges_are_found),
         cmocka_unit_test(texts_are_bounded),
