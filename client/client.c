@@ -186,6 +186,7 @@ void fanin_client_destroy(fanin_client **client)
     loop_finish(&c->loop);
     tls_end_free(&c->shared.tls);
     free(c->server_name);
+    free(c->contents);
     free(c);
 }
 

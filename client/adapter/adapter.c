@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/adapter_internal.h"
 #include "adapter/model_config.h"
+#include "adapter/step_contents.h"
 #include "convert.h"
 #include "error_set.h"
 
@@ -108,6 +109,13 @@ void adapter_keep_layout(adapter *a, adapter_layout **layout)
     if (!*layout)
         *layout = calloc(1, sizeof **layout);
     a->kept = *layout;
+}
+
+void adapter_compare_steps(adapter *a, step_contents **contents)
+{
+    if (!*contents)
+        *contents = calloc(1, sizeof **contents);
+    a->contents = *contents;
 }
 
 static void keep_layout(adapter *a)

@@ -20,6 +20,7 @@
 #include <fanin/client.h>
 
 typedef struct adapter adapter;
+typedef struct step_contents step_contents; /* adapter/step_contents.h */
 
 /** What a directory holds. */
 typedef struct adapter_identity {
@@ -55,6 +56,9 @@ void adapter_trust_config(adapter *a);
     adapter_close() leaves its own there. Not a model's. *layout is made if it is NULL. Before
     adapter_prepare(). */
 void adapter_keep_layout(adapter *a, adapter_layout **layout);
+/** What the client's last directories held: adapter_publish() warns (event "same-bytes") of a step that has another
+    step's bytes. *contents is made if it is NULL, and freed by free(). Before adapter_publish(). */
+void adapter_compare_steps(adapter *a, step_contents **contents);
 /** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
 void adapter_offer_spare(adapter *a, spare_file **spare);
 

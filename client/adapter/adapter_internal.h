@@ -58,11 +58,12 @@ struct adapter {
     fanin_dtype dtype;       /**< what F32 tensors arrive as; 0: F32 */
     tensor_files files;
     bool trust_config;
-    peft_config config;     /**< text NULL: there is none */
-    adapter_layout *kept;   /**< the client's; NULL: nothing is kept */
-    adapter_layout_key key; /**< of files and config */
-    char *publication;      /**< of them; NULL: they are not to be kept */
-    bool headed;            /**< the files have their headers */
+    peft_config config;      /**< text NULL: there is none */
+    adapter_layout *kept;    /**< the client's; NULL: nothing is kept */
+    adapter_layout_key key;  /**< of files and config */
+    char *publication;       /**< of them; NULL: they are not to be kept */
+    step_contents *contents; /**< the client's; NULL: nothing is compared */
+    bool headed;             /**< the files have their headers */
 
     /* the temporary directory and the files in it */
     char temporary[NAME_MAX + 1]; /**< "": none */

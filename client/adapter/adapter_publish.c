@@ -2,10 +2,12 @@
 /* From a filled temporary directory to the one that was asked for. */
 #include "adapter/adapter_identity.h"
 #include "adapter/adapter_internal.h"
+#include "adapter/step_contents.h"
 #include "error_set.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -161,16 +163,32 @@ static fanin_status write_texts(adapter *a, const char *identity, fanin_error *e
                : write_file(a, IDENTITY_FILE, identity, strlen(identity), error);
 }
 
+/* It may be meant, so that it is no error; told at the second step, the fourth, the eighth and so on. */
+static void tell_same_bytes(const adapter *a, const adapter_identity *identity,
+                            const identity_file *files, size_t count)
+{
+    uint64_t first = 0;
+    unsigned steps =
+        a->contents ? step_contents_note(a->contents, identity, files, count, &first)
+                    : 1;
+    if (steps < 2 || (steps & (steps - 1)) != 0)
+        return;
+    log_write(&a->log, FANIN_LOG_WARNING, "same-bytes",
+              "%s step %" PRIu64 " has the very bytes of step %" PRIu64
+              " (%u steps pulled with them): did the optimizer write into the tensors "
+              "that are published? nixl-fetch diff --wait-step compares two steps",
+              identity->publication, identity->step, first, steps);
+}
+
+/* The text of fanin.json, to be freed. @p files: room for all. */
 static fanin_status make_identity(adapter *a, const adapter_identity *identity,
+                                  identity_file *files, size_t *count_out,
                                   char **text_out, fanin_error *error)
 {
-    size_t n = 0;
-    identity_file *files = calloc(a->n_mapped + ADAPTER_TEXTS, sizeof files[0]);
-    fanin_status status =
-        files ? list_files(a, files, &n, error) : error_set_memory(error);
-    if (status == FANIN_OK && !(*text_out = adapter_identity_text(identity, files, n)))
+    fanin_status status = list_files(a, files, count_out, error);
+    if (status == FANIN_OK &&
+        !(*text_out = adapter_identity_text(identity, files, *count_out)))
         status = error_set_memory(error);
-    free(files);
     return status;
 }
 
@@ -182,7 +200,11 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                          "there is no file to publish");
     file_pages_stop(&a->pages);
     char *text = NULL;
-    fanin_status status = make_identity(a, identity, &text, error);
+    size_t count = 0;
+    identity_file *files = calloc(a->n_mapped + ADAPTER_TEXTS, sizeof files[0]);
+    fanin_status status = files
+                              ? make_identity(a, identity, files, &count, &text, error)
+                              : error_set_memory(error);
     if (status == FANIN_OK)
         status = write_tensors(a, error);
     if (status == FANIN_OK)
@@ -190,6 +212,9 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
     free(text);
     if (status == FANIN_OK)
         status = appear(a, error);
+    if (status == FANIN_OK)
+        tell_same_bytes(a, identity, files, count);
+    free(files);
     if (status == FANIN_OK && a->config.dropped)
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-config",
                   "'%s' lacks fields of the trainer's configuration that may load code "

@@ -54,6 +54,8 @@ struct fanin_client {
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
     struct adapter_layout *layout;   /**< adapter/adapter_layout.h */
+    struct step_contents
+        *contents; /**< adapter/step_contents.h; until it is destroyed */
     fanin_session
         *session; /**< pull/pull_session.h: until it ends no other call may run */
 };

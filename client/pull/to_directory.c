@@ -187,6 +187,7 @@ static fanin_status pull_directory(fanin_client *client,
         open_place(client, options, model, directory, &checked, &at, &a.adapter, error);
     if (status != FANIN_OK)
         return status;
+    adapter_compare_steps(a.adapter, &client->contents);
     if (model) {
         checked.spare_file = false;
         a.file_bytes =

@@ -44,7 +44,11 @@ static void print_text(const session *s, const look *l, const problems *p)
                    l->newest, there, l->asked,
                    p->count == 0 ? ", nothing is wrong" : "");
     for (size_t i = 0; i < p->count; i++) {
-        terminal_print("  %s", p->list[i].text);
+        const problem *one = &p->list[i];
+        terminal_print("  %s", one->text);
+        if (i + 1 == p->count || one[1].remedy != one->remedy) { /* once for them all */
+            terminal_print("    %s", one->remedy);
+        }
     }
     struct libscols_table *table =
         output_table("RANK> STATE STEP> AGE> LEASES> HELD> STALE> DRAIN>");

@@ -44,6 +44,7 @@ typedef struct problem {
     const char *kind;    /**< one word for programs; static */
     fanin_status status; /**< its class of failure; FANIN_OK: only to be told */
     char text[400];
+    const char *remedy; /**< what to look at or to do; static */
 } problem;
 
 typedef struct problems {

@@ -52,7 +52,8 @@ json_t *look_json(const session *s, const look *l, const problems *p)
             list, output_object("kind", output_string(p->list[i].kind), "rank",
                                 output_rank(p->list[i].rank), "fails",
                                 json_boolean(p->list[i].status != FANIN_OK), "text",
-                                output_string(p->list[i].text), NULL));
+                                output_string(p->list[i].text), "remedy",
+                                output_string(p->list[i].remedy), NULL));
     }
     return output_object("publication", output_string(s->publication), "healthy",
                          json_boolean(problems_verdict(p) == FANIN_OK), "step",

@@ -12,6 +12,7 @@
 enum {
     UPDATE_MS = 1000, /* an update of less is not worth a line */
     LEASE_MS = 2000,  /* nor is a lease */
+    SLOW_MS = 1000,   /* nor is a rank that others wait for */
     STALE_LEAST = 5,  /* pulls that tell something */
 };
 
@@ -22,12 +23,53 @@ enum {
     NOT_THERE,
     STUCK,
     BEHIND,
+    PAUSED,
+    OLD,
     SLOW,
     LEASE,
-    STALE,
-    PAUSED,
-    OLD
+    STALE
 };
+
+static const struct {
+    const char *kind, *remedy;
+} remedies[] = {
+    {"no-answer", "see on its host whether the trainer's process still runs, and what "
+                  "its log says last"},
+    {"silent", "see on its host whether the process is stopped (a debugger, SIGSTOP, a "
+               "frozen cgroup) or swaps, and whether a firewall drops packets"},
+    {"version", "install one release of fanin for trainer and engines: pip show fanin, "
+                "nixl-fetch --version"},
+    {"protocol", "check the address and its port: another program listens there"},
+    {"absent", "check the run's name (--run): nixl-fetch list tells those there are"},
+    {"unpublished", "the trainer has to commit: publish(), or begin_update and commit"},
+    {"draining", "see below who holds leases; the update goes on when they end, at the "
+                 "latest after the lease time"},
+    {"pending", "see what its device does: a kernel or a collective that never ends "
+                "holds its stream up"},
+    {"updating",
+     "nobody can read it until its trainer commits: see what that process "
+     "does (py-spy dump --pid PID); a collective may wait for another rank"},
+    {"behind", "readers wait for it: see whether its process computes, waits in a "
+               "collective, or skipped a commit"},
+    {"slow", "see its host's network and CPU, and its log for sent-slowly; nixl-fetch "
+             "pull --trace, then nixl-fetch trace, has the times of each rank"},
+    {"lease", "an update waits for it until the lease time is over: see what that "
+              "engine does, whether it is stopped or its network is slow"},
+    {"stale", "let readers pull right after a commit, update less often, or raise the "
+              "lease time so that updates wait for them"},
+    {"paused", "readers wait until the trainer resumes the run"},
+    {"old",
+     "see what the trainer does: it computes for longer than --max-age, or hangs"},
+};
+
+static const char *remedy_of(const char *kind)
+{
+    size_t i = 0;
+    while (strcmp(remedies[i].kind, kind) != 0) {
+        i++;
+    }
+    return remedies[i].remedy;
+}
 
 static void add(problems *p, int weight, const look_rank *r, const char *kind,
                 fanin_status status, const char *format, ...)
@@ -42,7 +84,8 @@ static void add(problems *p, int weight, const look_rank *r, const char *kind,
     *one = (problem){.weight = weight,
                      .rank = r != NULL ? r->at.rank : -1,
                      .kind = kind,
-                     .status = status};
+                     .status = status,
+                     .remedy = remedy_of(kind)};
     va_start(arguments, format);
     vsnprintf(one->text, sizeof one->text, format, arguments);
     va_end(arguments);
@@ -52,12 +95,18 @@ static void judge_missing(problems *p, const look_rank *r)
 {
     fanin_status status = r->at.status;
     missing_text name = missing_name(&r->at);
-    if (status == FANIN_ERR_VERSION || status == FANIN_ERR_PROTOCOL) {
-        add(p, OTHER_VERSION, r, "version", status, "%s speaks another language: %s",
+    if (status == FANIN_ERR_VERSION) {
+        add(p, OTHER_VERSION, r, "version", status, "%s is of another release: %s",
             name.s, r->at.message);
+    } else if (status == FANIN_ERR_PROTOCOL) {
+        add(p, OTHER_VERSION, r, "protocol", status,
+            "%s does not speak fanin's protocol: %s", name.s, r->at.message);
     } else {
         add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s", name.s,
             r->at.silent ? " (stopped?)" : "", r->at.message);
+    }
+    if (r->at.silent) {
+        p->list[p->count - 1].remedy = remedy_of("silent");
     }
 }
 
@@ -79,8 +128,9 @@ static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
             "%s has committed, and its device has not got there: in its update for %s",
             name.s, output_age(age).s);
     } else if (r->is.state == FANIN_PUBLICATION_WRITING && tell) {
-        add(p, STUCK, r, "updating", wrong, "%s: in its update for %s", name.s,
-            output_age(age).s);
+        add(p, STUCK, r, "updating", wrong,
+            "%s: in its update for %s, its last step is %" PRIu64, name.s,
+            output_age(age).s, r->is.step);
     } else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED) {
         add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
             "%s has nothing to read: %s", name.s,
@@ -150,11 +200,11 @@ static void judge_slow(problems *p, const look *l)
     uint32_t sending = 0, through = 0;
     for (uint32_t i = 0; i < l->count; i++) {
         const look_rank *r = &l->ranks[i];
-        if (r->stats.sends_waiting > 0 && r->is.lease_age_ms >= LEASE_MS) {
+        if (r->stats.sends_waiting > 0 && r->is.lease_age_ms >= SLOW_MS) {
             slow = r;
             sending++;
         }
-        through += r->stats.sends_waiting == 0 && r->is.lease_age_ms >= LEASE_MS;
+        through += r->stats.sends_waiting == 0 && r->is.lease_age_ms >= SLOW_MS;
     }
     if (sending == 1 && through > 0) {
         add(p, SLOW, slow, "slow", FANIN_OK,
