@@ -12,7 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define TEXT 600 /* bytes that each end says */
+#define TEXT 2500 /* bytes that each end says: records that are opened in place, too */
 #define TURNS 60
 #define EDIT 4
 
