@@ -42,6 +42,7 @@ struct certificates {
     uint64_t looks_ns; /* since when the thread is with the files; 0: it is not */
     bool slow_told;    /* that this takes long */
     bool ended, left;  /* the owner's word, and the thread's */
+    bool tells;        /* the thread is in the log, which is the owner's */
     bool is_alone;     /* the thread is the last who knows of it */
 };
 
@@ -141,26 +142,36 @@ static void look(const certificates *c, stamp out[3])
         }
 }
 
-/* What was read, or why it was not: told once a change. The files may be exchanged one after the other: what
-   does not fit together yet is read again. With the lock: after the end, which takes it, the log is not told. */
-static void settle(certificates *c, const stamp now[3], SSL_CTX *context,
-                   const fanin_error *why)
+/* Keeps what was read, if it was. The files may be exchanged one after the other: what does not fit together yet is
+   read again. True: the log is to be told, which it is once a change. With the lock. */
+static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
 {
-    if (context) {
-        c->o->SSL_CTX_free(c->context); /* connections hold on to it */
-        c->context = context;
-        memcpy(c->stamps, now, sizeof c->stamps);
-        c->is_told = false;
+    bool was_told = c->is_told;
+    c->is_told = !context;
+    if (!context)
+        return !was_told;
+    c->o->SSL_CTX_free(c->context); /* connections hold on to it */
+    c->context = context;
+    memcpy(c->stamps, now, sizeof c->stamps);
+    return true;
+}
+
+/* Without the lock, for which connections would wait as long as the log does; the end waits for it. */
+static void tell(certificates *c, bool is_read, const fanin_error *why)
+{
+    c->tells = true;
+    pthread_mutex_unlock(&c->lock);
+    if (is_read)
         log_write(c->log, FANIN_LOG_INFO, "certificates", "%s: read anew", c->files[0]);
-    } else if (!c->is_told) {
-        c->is_told = true;
+    else
         log_write(c->log, FANIN_LOG_WARNING, "certificates",
                   "new ones cannot be used, those read before stay: %s (%s)",
                   why->message, why->remedy);
-    }
+    pthread_mutex_lock(&c->lock);
+    c->tells = false;
 }
 
-/* Takes as long as the files' file system does, without the lock, with which it is called and returns. */
+/* Takes as long as the files' file system and the log do, without the lock, with which it is called and returns. */
 static void look_again(certificates *c)
 {
     stamp now[3];
@@ -177,10 +188,12 @@ static void look_again(certificates *c)
     pthread_mutex_lock(&c->lock);
     c->looks_ns = 0;
     c->slow_told = false;
-    if (is_other && !c->ended)
-        settle(c, now, context, &why);
-    else if (context)
-        c->o->SSL_CTX_free(context);
+    if (!is_other || c->ended) {
+        if (context)
+            c->o->SSL_CTX_free(context);
+    } else if (settle(c, now, context)) {
+        tell(c, context != NULL, &why);
+    }
 }
 
 static void wipe(certificates *c)
@@ -216,7 +229,8 @@ static void *watch(void *cookie)
     return NULL;
 }
 
-/* False: the thread is with the files for long, and ends it all when it comes back. */
+/* False: the thread is with the files for long, and ends it all when it comes back. One that is in the log is waited
+   for, as every thread that logs is: the owner's function must not run after the end. */
 static bool end_thread(certificates *c)
 {
     const pthread_t thread = c->thread; /* it may be the thread's to free below */
@@ -226,6 +240,8 @@ static bool end_thread(certificates *c)
     pthread_cond_signal(&c->turn);
     while (!c->left && condition_wait(&c->turn, &c->lock, until))
         ;
+    while (!c->left && c->tells)
+        pthread_cond_wait(&c->turn, &c->lock);
     bool left = c->left;
     c->is_alone = !left;
     pthread_mutex_unlock(&c->lock);

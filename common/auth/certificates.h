@@ -32,7 +32,7 @@ fanin_status certificates_new(const openssl *o, const certificate_files *files,
                               const identity *wanted, const logger *log,
                               certificates **out, fanin_error *error);
 /** Waits half a second at most for a look at the files that is under way: the rest is left to the thread, which
-    tells nobody. */
+    tells nobody; and for the log, if the thread is in it. */
 void certificates_free(certificates **c);
 
 /** A connection's, by what was read last; if the files have not answered for a second, the log says so. NULL: no

@@ -8,6 +8,7 @@
 #include <fanin/log.h>
 
 #include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -23,7 +24,7 @@ struct fanin_log_ring {
     pthread_cond_t arrived;
     bool closed;
     uint32_t capacity, first, used;
-    uint32_t lost; /* since the last message that found room */
+    uint32_t lost; /* behind the last of them */
     fanin_log_line lines[];
 };
 
@@ -56,6 +57,13 @@ fanin_log_level log_ring_level(const fanin_log_ring *ring)
     return ring->level;
 }
 
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
 void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event,
                           const char *message)
 {
@@ -63,8 +71,7 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     /* In a forked child nobody reads, and the lock may belong to a thread of the parent. */
     if (!ring || level > ring->level || ring->pid != getpid())
         return;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
+    const uint64_t now = now_ns();
     pthread_mutex_lock(&ring->lock);
     bool full = ring->used == ring->capacity;
     if (!ring->closed && full)
@@ -74,8 +81,7 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
             &ring->lines[(ring->first + ring->used) % ring->capacity];
         line->level = level;
         line->lost = ring->lost;
-        line->time_ns =
-            (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+        line->time_ns = now;
         utf8_copy(line->event, sizeof line->event, event);
         utf8_copy(line->message, sizeof line->message, message);
         ring->lost = 0;
@@ -85,13 +91,38 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     pthread_mutex_unlock(&ring->lock);
 }
 
+/* What found no room is told as a message of its own, where it is missing: also if none comes after it. */
+static bool take_lost(fanin_log_ring *ring, fanin_log_line *out)
+{
+    fanin_log_line *next = ring->used > 0 ? &ring->lines[ring->first] : NULL;
+    uint32_t *lost = next ? &next->lost : &ring->lost;
+    if (*lost == 0)
+        return false;
+    fanin_log_line told = {.level = FANIN_LOG_WARNING,
+                           .lost = *lost,
+                           .time_ns = next ? next->time_ns : now_ns(),
+                           .event = "log-lost"};
+    snprintf(told.message, sizeof told.message,
+             "%u log lines were lost: they came faster than they were handled", *lost);
+    *lost = 0;
+    versioned_write(out, &told, sizeof *out);
+    return true;
+}
+
+static void take_first(fanin_log_ring *ring, fanin_log_line *out)
+{
+    versioned_write(out, &ring->lines[ring->first], sizeof *out);
+    ring->first = (ring->first + 1) % ring->capacity;
+    ring->used--;
+}
+
 /* Waits until there is a message, the ring is closed, or the time is over. */
 static void wait_locked(fanin_log_ring *ring, uint32_t timeout_ms)
 {
     if (timeout_ms == 0)
         return;
     deadline until = deadline_in_ms(timeout_ms);
-    while (ring->used == 0 && !ring->closed)
+    while (ring->used == 0 && ring->lost == 0 && !ring->closed)
         if (!condition_wait(&ring->arrived, &ring->lock, until))
             return;
 }
@@ -106,12 +137,11 @@ fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
     fanin_status status = FANIN_OK;
     pthread_mutex_lock(&ring->lock);
     wait_locked(ring, timeout_ms);
-    if (ring->used > 0) {
-        versioned_write(line, &ring->lines[ring->first], sizeof *line);
-        ring->first = (ring->first + 1) % ring->capacity;
-        ring->used--;
-    } else {
-        status = ring->closed ? FANIN_ERR_CLOSED : FANIN_ERR_TIMEOUT;
+    if (!take_lost(ring, line)) {
+        if (ring->used > 0)
+            take_first(ring, line);
+        else
+            status = ring->closed ? FANIN_ERR_CLOSED : FANIN_ERR_TIMEOUT;
     }
     pthread_mutex_unlock(&ring->lock);
     return status;

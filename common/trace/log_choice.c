@@ -2,64 +2,24 @@
 #include "log_choice.h"
 
 #include "error_set.h"
+#include "log_sink.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
-/* Of the process: what FANIN_LOG said when it was first asked for. */
-typedef struct sink {
-    int fd;
-    fanin_log_level most;
-} sink;
+/* Of a process: what FANIN_LOG said when it was first asked for. Stays until the process ends. */
+typedef struct choice {
+    pid_t pid;
+    int fd; /* -1: standard error */
+    log_sink *sink;
+    struct choice *parents; /* whose sink is not this process's */
+} choice;
 
-static _Atomic(sink *) chosen;
-
-/* A pipe whose reader has gone ends no program that did not ask for a log there: the signal, which is the calling
-   thread's, is taken back. One that waited before is the program's. */
-static void write_quietly(int fd, const char *line, size_t size)
-{
-    const struct timespec none = {0};
-    sigset_t broken, waiting, before;
-    sigemptyset(&broken);
-    sigaddset(&broken, SIGPIPE);
-    sigpending(&waiting);
-    pthread_sigmask(SIG_BLOCK, &broken, &before);
-    ssize_t n = write(fd, line, size); /* a log that is full is no failure */
-    if (n < 0 && errno == EPIPE && sigismember(&waiting, SIGPIPE) == 0)
-        while (sigtimedwait(&broken, NULL, &none) < 0 && errno == EINTR)
-            ;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-}
-
-/* One write() a line: lines of several threads, and of processes that append to one file, stay whole. */
-static void write_line(void *cookie, fanin_log_level level, const char *event,
-                       const char *message)
-{
-    static const char *const names[] = {"", "error", "warn", "info", "debug"};
-    const sink *to = cookie;
-    char line[1280], day[32];
-    struct timespec now;
-    struct tm parts;
-    if (level > to->most)
-        return;
-    clock_gettime(CLOCK_REALTIME, &now);
-    gmtime_r(&now.tv_sec, &parts);
-    strftime(day, sizeof day, "%Y-%m-%dT%H:%M:%S", &parts);
-    int size =
-        snprintf(line, sizeof line, "%s.%03ldZ fanin[%d] %s %s: %s\n", day,
-                 now.tv_nsec / 1000000, (int)getpid(), names[level], event, message);
-    int saved = errno;
-    if (size > 0 && size < (int)sizeof line)
-        write_quietly(to->fd, line, (size_t)size);
-    errno = saved;
-}
+static _Atomic(choice *) chosen;
 
 /* The level in front of the comma; 0: it is none. */
 static fanin_log_level level_of(const char *text, size_t size)
@@ -86,7 +46,8 @@ static fanin_status refuse_file(const char *file, int code, fanin_error *error)
 }
 
 /* Nothing is told to another user's file or pipe, nor where that one's link leads to. Terminals and /dev/null
-   belong to whom they may: the kernel says who writes there. */
+   belong to whom they may: the kernel says who writes there. A pipe that nobody reads is not waited for; once it is
+   open, who writes there is. */
 static fanin_status open_file(const char *file, int *out, fanin_error *error)
 {
     const error_place place = {.phase = "log",
@@ -107,67 +68,120 @@ static fanin_status open_file(const char *file, int *out, fanin_error *error)
         return error_set(error, FANIN_ERR_AUTH, &place,
                          "FANIN_LOG's file %.200s belongs to another user", file);
     }
+    (void)fcntl(fd, F_SETFL, O_APPEND);
     *out = fd;
     return FANIN_OK;
 }
 
-static fanin_status read_choice(const char *text, sink *out, fanin_error *error)
+fanin_status fanin_log_choice(const char *text, fanin_log_level *level, int *descriptor,
+                              fanin_error *error)
 {
     const error_place place = {.phase = "log",
                                .remedy = "set it to debug, info or warn, or to such as "
                                          "info,FILE; or unset it"};
+    if (!text || !level || !descriptor)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "no text, or no place for the level or descriptor, is given");
     size_t size = strcspn(text, ",");
     fanin_log_level most = level_of(text, size);
-    int fd = STDERR_FILENO;
     if (most == 0 || (text[size] == ',' && !text[size + 1]))
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "FANIN_LOG=%.200s is not debug, info or warn, with or without "
                          "a file after a comma",
                          text);
+    int fd = -1;
     fanin_status status =
         text[size] == ',' ? open_file(text + size + 1, &fd, error) : FANIN_OK;
-    if (status == FANIN_OK)
-        *out = (sink){fd, most};
+    if (status == FANIN_OK) {
+        *level = most;
+        *descriptor = fd;
+    }
     return status;
 }
 
-/* Whoever is first, for all: no lock, which a forked child could find held. */
-static fanin_status make_choice(const char *text, sink **out, fanin_error *error)
+static void close_choice(choice *c)
 {
-    sink *none = NULL, *made = malloc(sizeof *made);
-    fanin_status status =
-        made ? read_choice(text, made, error) : error_set_memory(error);
-    if (status == FANIN_OK && atomic_compare_exchange_strong(&chosen, &none, made)) {
+    if (c->sink)
+        log_sink_free(c->sink);
+    if (c->fd >= 0)
+        close(c->fd);
+    free(c);
+}
+
+static fanin_status make_choice(const char *text, choice **out, fanin_error *error)
+{
+    fanin_log_level level = 0;
+    choice *made = calloc(1, sizeof *made);
+    if (!made)
+        return error_set_memory(error);
+    made->pid = getpid();
+    made->fd = -1;
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = fanin_log_choice(text, &level, &made->fd, &why);
+    if (status == FANIN_OK) {
+        made->sink =
+            log_sink_new(made->fd >= 0 ? made->fd : STDERR_FILENO, level, &why);
+        status = why.status;
+    }
+    if (status == FANIN_OK) {
         *out = made;
         return FANIN_OK;
     }
-    if (status == FANIN_OK && made->fd != STDERR_FILENO)
-        close(made->fd);
-    free(made);
-    *out = none;
+    close_choice(made);
+    error_copy(error, &why);
     return status;
+}
+
+/* Whoever is first, for all: no lock, which a forked child could find held. The thread that writes stayed with the
+   parent, so that a child makes its own. */
+static fanin_status choose(const char *text, choice **out, fanin_error *error)
+{
+    choice *now = atomic_load(&chosen), *made = NULL;
+    if (now && now->pid == getpid()) {
+        *out = now;
+        return FANIN_OK;
+    }
+    fanin_status status = make_choice(text, &made, error);
+    if (status != FANIN_OK)
+        return status;
+    made->parents = now;
+    if (atomic_compare_exchange_strong(&chosen, &now, made)) {
+        if (now && now->fd >= 0)
+            close(now->fd);
+        *out = made;
+        return FANIN_OK;
+    }
+    close_choice(made);
+    *out = now;
+    return FANIN_OK;
 }
 
 fanin_status log_choose(fanin_log_fn *fn, void **cookie, fanin_error *error)
 {
     const char *text = getenv("FANIN_LOG");
+    choice *is = NULL;
     if (*fn || !text || !text[0])
         return FANIN_OK;
-    sink *to = atomic_load(&chosen);
-    fanin_status status = to ? FANIN_OK : make_choice(text, &to, error);
+    fanin_status status = choose(text, &is, error);
     if (status != FANIN_OK)
         return status;
-    *fn = write_line;
-    *cookie = to;
+    *fn = fanin_log_ring_write;
+    *cookie = log_sink_ring(is->sink);
     return FANIN_OK;
 }
 
 logger log_of(fanin_log_fn fn, void *cookie)
 {
     logger log = {.fn = fn, .cookie = cookie};
-    if (fn == write_line)
-        log.most = ((const sink *)cookie)->most;
-    else if (fn == fanin_log_ring_write && cookie)
+    if (fn == fanin_log_ring_write && cookie)
         log.most = log_ring_level(cookie);
     return log;
+}
+
+/* At exit, and when the library is unloaded. */
+__attribute__((destructor)) static void finish(void)
+{
+    choice *is = atomic_load(&chosen);
+    if (is && is->pid == getpid())
+        log_sink_close(is->sink);
 }

@@ -499,6 +499,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_path_from_name": (c_int32, [c_char_p]),
     "fanin_sweep_adapter_directory": (_status, [c_char_p, POINTER(c_uint64), _error]),
     "fanin_adapter_name": (c_bool, [c_char_p, c_char_p, c_size_t]),
+    "fanin_log_choice": (_status, [c_char_p, POINTER(c_int32), POINTER(c_int32), _error]),
     "fanin_log_ring_create": (_status, [c_uint32, c_int32, _handle_out, _error]),
     "fanin_log_ring_write": (None, [c_void_p, c_int32, c_char_p, c_char_p]),
     "fanin_log_ring_read": (_status, [_handle, c_uint32, POINTER(LogLine)]),

@@ -5,7 +5,7 @@ Lines of servers go to the logger ``fanin.server``, those of clients to ``fanin.
 record has the line's ``event`` ("session-open") as an attribute, and its time. The library's
 threads never wait for Python: they write into a ring, and one daemon thread for each of the two
 loggers, started with the first server or client, reads it. A line that found the ring full is lost;
-how many were is logged as a warning with the event ``log-lost``.
+a warning with the event ``log-lost`` says in its place how many were.
 
 Levels: ERROR, WARNING and INFO lines always get as far as the loggers, which decide as usual
 (nothing below WARNING is shown unless logging is configured). DEBUG lines are made only if
@@ -25,14 +25,12 @@ import atexit
 import ctypes
 import logging
 import os
-import stat
 import threading
 import time
 import traceback
 
 from . import _ffi
 from ._library import check, library, new_error, text
-from .errors import HostError, RequestError
 
 _LINES = 2048  # of 1 KiB, for each of the two rings
 _WAIT_MS = 3_600_000  # closing the ring ends the wait
@@ -83,13 +81,6 @@ class _Ring:
                 return
 
     def _forward(self, line: _ffi.LogLine) -> None:
-        if line.lost:
-            self._handle(
-                logging.WARNING,
-                "log-lost",
-                f"{line.lost} log lines were lost: they came faster than they were handled",
-                line.time_ns,
-            )
         level = _LEVELS.get(line.level, logging.DEBUG)
         self._handle(level, text(line.event), text(line.message), line.time_ns)
 
@@ -109,28 +100,7 @@ class _Ring:
                 traceback.print_exc()
 
 
-_CHOICES = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING}
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(name)s[%(process)d] %(levelname)s %(event)s: %(message)s"
-
-
-def _open_own(file: str) -> int:
-    """A file or pipe to append to, which is no link's and no other user's."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
-    except (OSError, ValueError) as error:
-        raise HostError.make(
-            f"cannot append to FANIN_LOG's file {file}: {error}",
-            "let FANIN_LOG name a file that can be written",
-        ) from error
-    there = os.fstat(descriptor)
-    if not stat.S_ISCHR(there.st_mode) and there.st_uid not in (0, os.geteuid()):
-        os.close(descriptor)
-        raise HostError.make(
-            f"FANIN_LOG's file {file} belongs to another user",
-            "let FANIN_LOG name a file of this user",
-        )
-    return descriptor
 
 
 class _Formatter(logging.Formatter):
@@ -145,27 +115,25 @@ def _follow_environment() -> None:
     """Sets the logger "fanin" up as FANIN_LOG says, unless the program has.
 
     :raises RequestError: it says something else.
-    :raises HostError: the file cannot be written, or is another user's.
+    :raises HostError: the file cannot be written.
+    :raises ConnectionFailedError: it is another user's.
     """
     choice = os.environ.get("FANIN_LOG", "")
     logger = logging.getLogger("fanin")
     if not choice or logger.level != logging.NOTSET or logger.handlers:
         return
-    level, comma, file = choice.partition(",")
-    if level not in _CHOICES or (comma and not file):
-        raise RequestError.make(
-            f"FANIN_LOG={choice} is not debug, info or warn, with or without a file after a comma",
-            "set it to debug, info or warn, or to such as info,FILE; or unset it",
-        )
+    level, descriptor, error = ctypes.c_int32(), ctypes.c_int32(), new_error()
+    where = ctypes.byref(level), ctypes.byref(descriptor), ctypes.byref(error)
+    check(library().fanin_log_choice(os.fsencode(choice), *where), error)
     handler: logging.Handler | None = None
-    if file:
-        handler = logging.StreamHandler(os.fdopen(_open_own(file), "a", encoding="utf-8"))
+    if descriptor.value >= 0:
+        handler = logging.StreamHandler(os.fdopen(descriptor.value, "a", encoding="utf-8"))
     elif not logger.hasHandlers():
         handler = logging.StreamHandler()
     if handler:
         handler.setFormatter(_Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S"))
         logger.addHandler(handler)
-    logger.setLevel(_CHOICES[level])
+    logger.setLevel(_LEVELS[level.value])
 
 
 _lock = threading.Lock()

@@ -113,3 +113,14 @@ json.dump({"otherData": {}, "traceEvents": spans}, sys.stdout)' "$1"
     timeout 40 "$NIXL_FETCH" trace many.json --json >told.json
     [ "$(grep -c '"slowest": true' told.json)" -eq 20000 ]
 }
+
+@test "a log whose reader has stopped is waited for by nobody, and by the end half a second" {
+    start_ranks --adapter-shape small --world-size 2 --run 0 --wait-commit
+    mkfifo log
+    exec {reader}<>log # which reads nothing
+    FANIN_LOG=debug,$PWD/log run -0 timeout 60 "$NIXL_FETCH" bench "$info" --iterations 300
+    # The pipe is full: each pull has 16 lines or so.
+    [ "$(dd if=log bs=4k iflag=nonblock status=none | wc -c)" -gt 60000 ]
+    exec {reader}<&-
+    stop_ranks
+}

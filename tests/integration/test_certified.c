@@ -8,6 +8,7 @@
 #include "testing.h"
 #include "thread.h"
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -36,7 +37,8 @@ fanin_status __wrap_certificates_new(const openssl *o, const certificate_files *
     return __real_certificates_new(o, files, claims ? claims : wanted, log, out, e);
 }
 
-/* A file system that does not answer: whoever reads this file stays there until it is let go. */
+/* A file system that does not answer: whoever reads this file stays there until it is let go. A log that does not
+   either has a word of the message instead. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t turn;
@@ -50,18 +52,23 @@ fanin_status __real_own_file_read(const own_file_rules *rules, const char *path,
 fanin_status __wrap_own_file_read(const own_file_rules *rules, const char *path,
                                   void *out, size_t room, size_t *size_out,
                                   fanin_error *e);
-fanin_status __wrap_own_file_read(const own_file_rules *rules, const char *path,
-                                  void *out, size_t room, size_t *size_out,
-                                  fanin_error *e)
+static void stay(const char *where)
 {
     const deadline until = deadline_in_ms(60000);
     pthread_mutex_lock(&disk.lock);
-    while (disk.hangs && strstr(path, disk.hangs)) {
+    while (disk.hangs && strstr(where, disk.hangs)) {
         disk.is_there = true;
         pthread_cond_broadcast(&disk.turn);
         assert_true(condition_wait(&disk.turn, &disk.lock, until));
     }
     pthread_mutex_unlock(&disk.lock);
+}
+
+fanin_status __wrap_own_file_read(const own_file_rules *rules, const char *path,
+                                  void *out, size_t room, size_t *size_out,
+                                  fanin_error *e)
+{
+    stay(path);
     return __real_own_file_read(rules, path, out, room, size_out, e);
 }
 
@@ -108,6 +115,8 @@ static void log_fn(void *cookie, fanin_log_level level, const char *event,
     if (strcmp(event, "session-refused") == 0 || strcmp(event, "certificates") == 0)
         snprintf(logged, sizeof logged, "%s", message);
     pthread_mutex_unlock(&log_lock);
+    if (strcmp(event, "certificates") == 0)
+        stay(strstr(message, "read anew") ? "read anew" : "");
 }
 
 static bool is_logged(const char *words)
@@ -454,6 +463,35 @@ static void files_that_do_not_answer_stop_nobody(void **state)
     hang(NULL);
 }
 
+static atomic_bool let_go;
+
+/* Later than the end waits for files. */
+static void *let_go_later(void *cookie)
+{
+    nanosleep(&(struct timespec){.tv_sec = 1}, NULL);
+    atomic_store(&let_go, true);
+    hang(NULL);
+    return cookie;
+}
+
+/* The thread that looks is in the log: connections are made meanwhile, and the end waits for it. */
+static void a_log_that_does_not_answer_stops_nobody(void **state)
+{
+    char address[32];
+    pthread_t thread;
+    replace("telling", "ranks");
+    fanin_server *server = start("telling", "ca", address);
+    hang("read anew");
+    replace("telling", "rank0");
+    wait_until_it_hangs();
+    assert_ok(pull(address, "reader", "ca"), error);
+    assert_int_equal(pthread_create(&thread, NULL, let_go_later, NULL), 0);
+    fanin_server_destroy(&server, 0);
+    /* Else the log's function, the owner's, would have outlived the server. */
+    assert_true(let_go);
+    pthread_join(thread, NULL);
+}
+
 static int tear_down(void **state)
 {
     char command[128];
@@ -491,6 +529,7 @@ int main(void)
         cmocka_unit_test(one_kind_is_given),
         cmocka_unit_test(new_files_are_read),
         cmocka_unit_test(files_that_do_not_answer_stop_nobody),
+        cmocka_unit_test(a_log_that_does_not_answer_stops_nobody),
     };
     return cmocka_run_group_tests_name("certified", tests, NULL, tear_down);
 }

@@ -6,10 +6,11 @@
  *
  * But without a function FANIN_LOG in the environment counts: "debug", "info" or "warn" (what is at least as
  * grave) has servers and clients write lines to standard error, "info,FILE" append them to FILE, which
- * is made (mode 0600) if need be and is neither a link nor another user's file or pipe. A line that cannot be
- * written is lost, and raises no SIGPIPE. It is read with the first server
- * or client of the process; anything else is FANIN_ERR_ARGUMENT of its creation, a file that
- * cannot be opened FANIN_ERR_IO, another user's FANIN_ERR_AUTH.
+ * is made (mode 0600) if need be and is neither a link nor another user's file or pipe. A thread of the process
+ * writes them, so that nobody waits for a full pipe or a slow disk: what more than 1024 lines wait for is dropped, and
+ * how much is told when it goes on (event "log-lost"). A line that cannot be written is lost, and raises no SIGPIPE. What
+ * waits yet at the process's exit has half a second; _exit() and death by a signal lose it. It is read with the first
+ * server or client of the process; what is wrong with it, fanin_log_choice()'s errors, fails its creation.
  *
  * A client tells each pull in one line (information, event "pull", at most ten a second): trace id
  * and number of the pull, publication, step, ranks, tensors, bytes, path, milliseconds by phase, restarts,
@@ -45,6 +46,20 @@ typedef void (*fanin_log_fn)(void *cookie, fanin_log_level level, const char *ev
                              const char *message);
 
 /**
+ * What FANIN_LOG asks for, for callers that log elsewhere by the same rule. @p text: its value, such as "info,FILE". Sets
+ * *level, and *descriptor to that of the file, opened to append, which the caller closes; -1: standard error. Thread:
+ * any. Blocks for as long as opening the file does.
+ *
+ * Errors (*level and *descriptor stay as they are):
+ * - FANIN_ERR_ARGUMENT: @p text says something else, or an argument is NULL.
+ * - FANIN_ERR_IO: the file cannot be opened, or is a link; sys_errno says why.
+ * - FANIN_ERR_AUTH: it is another user's.
+ */
+FANIN_API fanin_status fanin_log_choice(const char *text, fanin_log_level *level,
+                                        int *descriptor,
+                                        fanin_error *error) FANIN_MUST_CHECK;
+
+/**
  * Messages that wait for a reader. For callers in whose language a call from a foreign
  * thread is slow or can deadlock: fanin_log_ring_write with the ring as its cookie is the
  * log function of any number of handles, and one thread reads.
@@ -55,7 +70,7 @@ typedef struct fanin_log_ring fanin_log_ring;
 typedef struct fanin_log_line {
     size_t struct_size; /**< sizeof(fanin_log_line), set by the caller */
     fanin_log_level level;
-    uint32_t lost;    /**< messages dropped for want of room just before this one */
+    uint32_t lost;    /**< event "log-lost": messages dropped in its place; else 0 */
     uint64_t time_ns; /**< CLOCK_REALTIME of the message */
     char event[48];
     char message[976];
@@ -81,8 +96,8 @@ FANIN_API fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level lev
 
 /**
  * A fanin_log_fn whose cookie is the ring (NULL: the message is dropped). Does not wait for
- * the reader: a full ring drops the new message, and the next one that finds room says how
- * many. Thread: any, several at once. Dropped too: everything after
+ * the reader: a full ring drops the new message, and the reader gets in its place a warning that says how
+ * many (event "log-lost"). Thread: any, several at once. Dropped too: everything after
  * fanin_log_ring_close(), and in a forked child.
  */
 FANIN_API void fanin_log_ring_write(void *ring, fanin_log_level level,
