@@ -178,7 +178,7 @@ void fanin_client_destroy(fanin_client **client)
     if (c->pid != getpid())
         return;
     fanin_client_disconnect(c);
-    trace_settle(true);
+    trace_flush();
     devices_free(c);
     ucx_end_free(c);
     if (c->cancel.fd >= 0)
@@ -302,7 +302,7 @@ static fanin_status connect_to(fanin_client *client, const char *const *addresse
         status = any ? client_connect_first(client, at, error)
                      : client_ensure_connected(client, false, at, error);
     span_of_call(client, TRACE_CONNECT, began, status, NULL);
-    trace_settle(status != FANIN_OK);
+    trace_settle(status);
     if (status != FANIN_OK) {
         fanin_client_disconnect(client);
         return status;

@@ -376,5 +376,5 @@ void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
     mappers_lose_all(&s->registrar);
     mappers_tell(&s->registrar, s->name, "the trainer's own again");
     finish(s);
-    trace_settle(true);
+    trace_flush();
 }

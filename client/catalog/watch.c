@@ -138,13 +138,10 @@ static void tell_trace(const fanin_client *client, const watch *w, uint64_t step
 {
     if (!trace_on())
         return;
-    trace_add(&(trace_span){.began_ns = w->quiet_since,
-                            .ended_ns = clock_ns(),
-                            .step = step,
-                            .name = TRACE_WAIT,
-                            .rank = -1,
-                            .place = client->place});
-    trace_settle(false);
+    trace_span span = trace_span_of(TRACE_WAIT, w->quiet_since, FANIN_OK, NULL);
+    span.place = client->place;
+    span.step = step;
+    trace_add(&span);
 }
 
 static fanin_status follow(fanin_client *client, watch *w, deadline at,

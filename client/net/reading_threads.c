@@ -49,11 +49,10 @@ static void on_halt(loop_source *source, uint32_t events)
 /* A thread's part of a read, which ended. */
 static void trace_turn(uint64_t began)
 {
-    if (trace_on())
-        trace_add(&(trace_span){.began_ns = began,
-                                .ended_ns = clock_ns(),
-                                .name = TRACE_READER,
-                                .rank = -1});
+    if (!trace_on())
+        return;
+    trace_span span = trace_span_of(TRACE_READER, began, FANIN_OK, NULL);
+    trace_add(&span);
 }
 
 static void *work(void *cookie)

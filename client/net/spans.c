@@ -1,32 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/spans.h"
 
-#include "utf8.h"
-
 void span_of_call(const fanin_client *client, trace_name name, uint64_t began,
                   fanin_status outcome, const char *about)
 {
     if (!trace_on())
         return;
-    trace_span span = {.began_ns = began,
-                       .ended_ns = clock_ns(),
-                       .name = name,
-                       .rank = -1,
-                       .place = client->place,
-                       .outcome = outcome};
-    utf8_copy(span.about, sizeof span.about, about);
+    trace_span span = trace_span_of(name, began, outcome, about);
+    span.place = client->place;
     trace_add(&span);
 }
 
 static trace_span of_connection(const connection *c, const trace_place *place,
-                                trace_name name, uint64_t began)
+                                trace_name name, uint64_t began, fanin_status outcome)
 {
-    bool known = connection_known(c);
-    trace_span span = {.began_ns = began,
-                       .name = name,
-                       .rank = known ? (int32_t)connection_peer(c)->rank : -1,
-                       .place = *place};
-    utf8_copy(span.about, sizeof span.about, connection_text(c));
+    trace_span span = trace_span_of(name, began, outcome, connection_text(c));
+    if (connection_known(c))
+        span.rank = (int32_t)connection_peer(c)->rank;
+    span.place = *place;
     return span;
 }
 
@@ -35,11 +26,10 @@ void span_of_rank(const fanin_client *client, size_t peer, trace_name name,
 {
     if (!trace_on())
         return;
-    trace_span span =
-        of_connection(client->peers[peer].control, &client->place, name, began);
+    trace_span span = of_connection(client->peers[peer].control, &client->place, name,
+                                    began, outcome);
     span.ended_ns = ended;
     span.bytes = bytes;
-    span.outcome = outcome;
     trace_add(&span);
 }
 
@@ -48,8 +38,6 @@ void span_of_connection(const connection *c, const trace_place *place, trace_nam
 {
     if (!trace_on())
         return;
-    trace_span span = of_connection(c, place, name, began);
-    span.ended_ns = clock_ns();
-    span.outcome = outcome;
+    trace_span span = of_connection(c, place, name, began, outcome);
     trace_add(&span);
 }

@@ -7,7 +7,6 @@
 #include "pull/attempt.h"
 #include "pull/lease_round.h"
 #include "pull/pull_log.h"
-#include "utf8.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -310,17 +309,13 @@ void pull_ended(pull *p, trace_name name, fanin_status status, const fanin_error
         pull_log_whole(p, status, error);
     if (!trace_on())
         return;
-    trace_span span = {.began_ns = p->started_ns,
-                       .ended_ns = clock_ns(),
-                       .bytes = p->bytes,
-                       .step = p->identity.step,
-                       .name = name,
-                       .rank = -1,
-                       .place = p->client->place,
-                       .outcome = status};
-    utf8_copy(span.about, sizeof span.about, p->options->publication);
+    trace_span span =
+        trace_span_of(name, p->started_ns, status, p->options->publication);
+    span.place = p->client->place;
+    span.bytes = p->bytes;
+    span.step = p->identity.step;
     trace_add(&span);
-    trace_settle(status != FANIN_OK);
+    trace_settle(status);
 }
 
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,

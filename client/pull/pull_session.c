@@ -189,7 +189,7 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
     if (status == FANIN_OK)
         status = pull_complete(p, error);
     pull_log_whole(p, status, error);
-    trace_settle(status != FANIN_OK);
+    trace_settle(status);
     if (status == FANIN_OK && result_out) {
         *result_out = p->result;
         p->result = NULL;

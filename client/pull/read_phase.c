@@ -181,15 +181,12 @@ static void trace_read(const phase *w, uint64_t scattered_before, fanin_status s
 {
     if (!trace_on())
         return;
-    trace_add(
-        &(trace_span){.began_ns = w->of->first_ns,
-                      .ended_ns = w->of->last_ns,
-                      .bytes = status == FANIN_OK ? w->of->part->plan.plan->bytes : 0,
-                      .scatter_ns = w->of->result->info.scatter_ns - scattered_before,
-                      .name = TRACE_READ,
-                      .rank = -1,
-                      .place = w->of->client->place,
-                      .outcome = status});
+    trace_span span = trace_span_of(TRACE_READ, w->of->first_ns, status, NULL);
+    span.ended_ns = w->of->last_ns;
+    span.bytes = status == FANIN_OK ? w->of->part->plan.plan->bytes : 0;
+    span.scatter_ns = w->of->result->info.scatter_ns - scattered_before;
+    span.place = w->of->client->place;
+    trace_add(&span);
     trace_ranks(w, status);
 }
 

@@ -5,11 +5,10 @@
  * ui.perfetto.dev and chrome://tracing open (the trace event format, JSON). A row a thread, and one a
  * rank that the thread pulls from.
  *
- * One trace a process. Its memory is taken when it starts (less than 1 MiB); what finds no room is
- * counted (an event "lost"); of its 1024 rows none is given back, so that what yet another thread does is
- * lost until the trace ends. The file is written when calls end, not while they read, and is whole
- * JSON after each write: at the latest a second after the last call that ended, at once for one
- * that failed. It ends at 64 MiB.
+ * One trace a process. Its memory is taken when it starts (less than 1 MiB, and as it grows 24 bytes for each row of the
+ * picture); what finds no room is counted (an event "lost"). A thread of its own writes the file, so that calls wait for no
+ * file system: it is whole JSON after each write, within a second after a call, at once for one
+ * that failed, and when a client or server is destroyed, which waits a second for it at most. It ends at 64 MiB.
  *
  * With FANIN_TRACE=DIR in the environment the first client or server of a process starts one in a
  * new file DIR/fanin-PID-TIME.json, mode 0600; if it cannot, a log line says why (event "trace"). DIR
@@ -28,12 +27,14 @@ extern "C" {
 
 /**
  * Starts the trace in @p file, which is made, mode 0600, and must not be there. Calls that are
- * under way are not in it, or in part. Thread: any. Blocks for as long as making a file does.
+ * under way are not in it, or in part. Thread: any. Blocks for as long as making a file does, 5 s at most.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: @p file is NULL or "".
  * - FANIN_ERR_STATE: this process has a trace already, perhaps by FANIN_TRACE. Stop it first.
- * - FANIN_ERR_IO: the file is there already, or cannot be made; sys_errno says why.
+ * - FANIN_ERR_IO: the file is there already, or cannot be made; sys_errno says why (ETIMEDOUT: the file
+ *   system has not answered).
+ * - FANIN_ERR_LIMIT: no thread can be had.
  * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API fanin_status fanin_trace_start(const char *file,
@@ -41,11 +42,11 @@ FANIN_API fanin_status fanin_trace_start(const char *file,
 
 /**
  * Writes what is left and ends the trace; without one it does nothing. At the process's exit the
- * library does so itself. Thread: any. Blocks for as long as writing less than 2 MiB does.
+ * library does so itself. Thread: any. Blocks for as long as writing less than 2 MiB does, 5 s at most.
  *
  * Errors:
- * - FANIN_ERR_IO: not all could be written, now or before (sys_errno says why), or the file has
- *   reached its limit of 64 MiB (EFBIG). What was written before is whole.
+ * - FANIN_ERR_IO: not all could be written, now or before (sys_errno says why; ETIMEDOUT: not yet, what is missing
+ *   comes when the file system answers again), or the file has reached its limit of 64 MiB (EFBIG). What was written before is whole.
  */
 FANIN_API fanin_status fanin_trace_stop(fanin_error *error);
 
