@@ -2,9 +2,24 @@
 #include "catalog/tables.h"
 
 #include "error_set.h"
+#include "net/spans.h"
 #include <stdio.h>
 
 static void ask(fetch *f);
+
+/* The rank has answered in full, or is not waited for any longer. */
+static void asked_until_now(fetch *f, fanin_status outcome)
+{
+    span_of_rank(f->client, f->peer, TRACE_CATALOG, f->asked_ns, clock_ns(),
+                 f->data.size, outcome);
+    f->asked_ns = 0;
+}
+
+static void ended(fetch *f)
+{
+    asked_until_now(f, f->error.status);
+    --*f->left;
+}
 
 static void fail(fetch *f, fanin_status status, const char *what)
 {
@@ -14,7 +29,7 @@ static void fail(fetch *f, fanin_status status, const char *what)
         place.remedy = "raise max_catalog in the client's configuration";
     error_set(&f->error, status, &place, "rank %u at %s %s", connection_peer(c)->rank,
               connection_text(c), what);
-    --*f->left;
+    ended(f);
 }
 
 /* A rank that gives no part of its boxes is asked for all of them. */
@@ -38,7 +53,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
             ask(f);
             return;
         }
-        --*f->left;
+        ended(f);
         return;
     }
     if (decode_blob_page(b, &page) != FANIN_OK) {
@@ -67,7 +82,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     }
     if (!f->data.failed && f->decoders)
         crew_begin(f->decoders, f->part);
-    --*f->left;
+    ended(f);
 }
 
 static void ask(fetch *f)
@@ -75,7 +90,7 @@ static void ask(fetch *f)
     connection *c = f->client->peers[f->peer].control;
     if (connection_get_state(c) != CONNECTION_READY) {
         connection_reply_error(c, "catalog", 0, NULL, &f->error);
-        --*f->left;
+        ended(f);
         return;
     }
     uint64_t request = connection_next_request(c);
@@ -91,12 +106,15 @@ fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline 
     for (size_t i = 0; i < n; i++) {
         fetches[i].client = client;
         fetches[i].left = &left;
+        fetches[i].asked_ns = clock_ns();
         fetches[i].error = (fanin_error)FANIN_ERROR_INIT;
         ask(&fetches[i]);
     }
     fanin_status status = client_run(client, &left, at, "catalog", error);
     for (size_t i = 0; i < n; i++) {
         connection_forget(client->peers[fetches[i].peer].control, &fetches[i]);
+        if (fetches[i].asked_ns > 0)
+            asked_until_now(&fetches[i], status);
         if (status == FANIN_OK && fetches[i].error.status != FANIN_OK)
             status = error_copy(error, &fetches[i].error);
     }

@@ -98,6 +98,7 @@ typedef struct fetch {
     size_t part;
     fanin_client *client;
     size_t *left;
+    uint64_t asked_ns; /**< 0: it has an end */
     fanin_error error; /**< its status is the fetch's */
 } fetch;
 

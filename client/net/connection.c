@@ -273,6 +273,9 @@ void connection_encode_data_hello(const connection *c, buffer *out, framing *in)
 void connection_fail(connection *c, const fanin_error *fault)
 {
     bool was_up = c->state != CONNECTION_DOWN;
+    if (was_up && c->state != CONNECTION_READY)
+        span_of_connection(c, c->shared->place, TRACE_CONNECT, c->started_ns,
+                           fault->status);
     close_socket(c);
     c->pinged = false;
     if (was_up || !c->known)

@@ -15,8 +15,8 @@ static trace_span of_connection(const connection *c, const trace_place *place,
                                 trace_name name, uint64_t began, fanin_status outcome)
 {
     trace_span span = trace_span_of(name, began, outcome, connection_text(c));
-    if (connection_known(c))
-        span.rank = (int32_t)connection_peer(c)->rank;
+    span.rank = connection_known(c) ? (int32_t)connection_peer(c)->rank
+                                    : trace_unknown_rank(connection_text(c));
     span.place = *place;
     return span;
 }

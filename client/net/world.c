@@ -9,6 +9,7 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
+#include "net/spans.h"
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -246,7 +247,8 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
                                   fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    deadline half = clock_ns() + deadline_left_ns(at) / 2;
+    const uint64_t began = clock_ns();
+    deadline half = began + deadline_left_ns(at) / 2;
     bool enough;
     for (size_t i = 0; i < client->n_peers; i++)
         connection_start(client->peers[i].control);
@@ -262,8 +264,12 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
             break; /* what did not answer yet counts as missing */
         client_tick(client);
     }
-    for (size_t i = 0; i < client->n_peers && whom != ONE; i++)
+    for (size_t i = 0; i < client->n_peers && whom != ONE; i++) {
         client->peers[i].slow = is_connecting(&client->peers[i]);
+        if (client->peers[i].slow)
+            span_of_rank(client, i, TRACE_CONNECT, began, clock_ns(), 0,
+                         FANIN_ERR_TIMEOUT);
+    }
     admit(client);
     return FANIN_OK;
 }

@@ -20,7 +20,7 @@ typedef struct turn {
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
     bool seen;           /* the rank's word says that the lease stands */
     const fanin_client *client;
-    uint64_t asked_ns;
+    uint64_t asked_ns; /* 0: it has answered */
     fanin_error error;
 } turn;
 
@@ -57,17 +57,27 @@ void lease_give_back(fanin_client *client, size_t peer, reader_lease *lease)
     lease->held = false;
 }
 
+/* The rank has answered, or is not waited for any longer. */
+static void asked_until_now(turn *t, const connection *c, trace_name name,
+                            fanin_status outcome)
+{
+    span_of_connection(c, &t->client->place, name, t->asked_ns, outcome);
+    t->asked_ns = 0;
+}
+
 /* Frees the turns. A lease that nobody waits for any longer is given back before it is there: the
    rank's next update must not wait for it, and this client may never be called again. */
 static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
-                        const char *phase, fanin_error *error)
+                        trace_name name, fanin_error *error)
 {
-    fanin_status status = client_run(client, left, at, phase, error);
+    fanin_status status = client_run(client, left, at, trace_name_text(name), error);
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!turns[i].lease)
             continue;
         connection *c = client->peers[i].control;
         connection_forget(c, &turns[i]);
+        if (turns[i].asked_ns > 0)
+            asked_until_now(&turns[i], c, name, status);
         if (turns[i].begin && peer_ready(&client->peers[i]))
             lease_refuse_begun(c, turns[i].begin);
         if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
@@ -110,7 +120,7 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     --*t->left;
     t->begin = 0;
     take_begun(t, c, type, b);
-    span_of_connection(c, &t->client->place, TRACE_BEGIN, t->asked_ns, t->error.status);
+    asked_until_now(t, c, TRACE_BEGIN, t->error.status);
 }
 
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
@@ -141,7 +151,7 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    return run(client, turns, &left, at, "begin", error);
+    return run(client, turns, &left, at, TRACE_BEGIN, error);
 }
 
 /* --------------------------------------------------------------------- end */
@@ -163,7 +173,7 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
                   "(it is at step %" PRIu64 " now)",
                   connection_peer(c)->rank, connection_text(c), m.step);
     }
-    span_of_connection(c, &t->client->place, TRACE_END, t->asked_ns, t->error.status);
+    asked_until_now(t, c, TRACE_END, t->error.status);
 }
 
 /* By stream a lease may be void while its epoch stands, and rdma is another host's path. */
@@ -242,7 +252,7 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
     }
     if (late)
         late_sends_go(client->shared.late);
-    return run(client, turns, &left, at, "end", error);
+    return run(client, turns, &left, at, TRACE_END, error);
 }
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)

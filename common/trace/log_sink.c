@@ -23,6 +23,7 @@ struct log_sink {
     pthread_mutex_t lock; /* of what follows; never held while anything is written */
     pthread_cond_t turn;
     bool left; /* the thread's word */
+    bool is_joined;
 };
 
 /* Every signal is blocked here: a reader that has gone kills nobody by SIGPIPE. One write a line: those of
@@ -112,12 +113,17 @@ void log_sink_close(log_sink *s)
     pthread_mutex_lock(&s->lock);
     while (!s->left && condition_wait(&s->turn, &s->lock, until))
         ;
+    bool left = s->left;
     pthread_mutex_unlock(&s->lock);
+    if (left)
+        pthread_join(s->thread, NULL);
+    s->is_joined = left;
 }
 
 void log_sink_free(log_sink *s)
 {
     fanin_log_ring_close(s->ring);
-    pthread_join(s->thread, NULL);
+    if (!s->is_joined)
+        pthread_join(s->thread, NULL);
     release(s);
 }

@@ -43,7 +43,7 @@ typedef struct trace_span {
     uint64_t bytes, step;        /**< 0: not told */
     uint64_t scatter_ns;         /**< of a read: what copying cost, of all threads */
     trace_name name;
-    int32_t rank;            /**< -1: of no rank */
+    int32_t rank;            /**< -1: of no rank; below: trace_unknown_rank()'s */
     trace_place place;       /**< zero: of no pull */
     fanin_status outcome;    /**< FANIN_OK, or why it ended otherwise */
     char about[TRACE_ABOUT]; /**< publication, address, ...; "": nothing */
@@ -66,6 +66,8 @@ uint32_t trace_next_pull(void);
     NULL. */
 trace_span trace_span_of(trace_name name, uint64_t began, fanin_status outcome,
                          const char *about);
+/** In the place of a rank that has not said which it is: @p address has a row, too. The span's about is @p address. */
+int32_t trace_unknown_rank(const char *address);
 /** Keeps a copy of @p span as the calling thread's, or counts it if there is no room. Never allocates
     or writes; a lock is held for the copy. Thread: any. */
 void trace_add(const trace_span *span);

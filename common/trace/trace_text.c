@@ -8,12 +8,15 @@
 #define FIRST_ROW (UINT32_C(1) << 23)
 
 static void tell_row(trace_file *f, pid_t pid, const trace_thread *t,
-                     const trace_row *row, uint32_t shown)
+                     const trace_row *row, uint32_t shown, const char *about)
 {
-    char thread[40], who[96];
+    char thread[40], address[2 * TRACE_ABOUT], who[2 * TRACE_ABOUT + 16];
     trace_escape(thread, sizeof thread, t->name);
-    if (row->rank < 0)
+    trace_escape(address, sizeof address, about);
+    if (row->rank == -1)
         snprintf(who, sizeof who, "%s %u", thread, t->tid);
+    else if (row->rank < 0)
+        snprintf(who, sizeof who, "rank ? at %s", address);
     else if (t->tid == (uint32_t)pid)
         snprintf(who, sizeof who, "rank %d", (int)row->rank);
     else
@@ -44,6 +47,8 @@ static void put_arguments(trace_file *f, const trace_span *s)
     }
     if (s->rank >= 0)
         put_member(f, ",\"rank\":", (uint64_t)s->rank);
+    else if (s->rank < -1)
+        trace_file_text(f, ",\"rank\":null");
     if (s->step > 0)
         put_member(f, ",\"step\":", s->step);
     if (s->bytes > 0)
@@ -73,9 +78,9 @@ bool trace_text_span(trace_file *f, trace_rows *rows, pid_t pid,
     const trace_row *row = trace_rows_find(rows, thread->number, s->rank, &is_new);
     if (!row)
         return false;
-    uint32_t shown = s->rank < 0 ? thread->tid : FIRST_ROW + row->number;
+    uint32_t shown = s->rank == -1 ? thread->tid : FIRST_ROW + row->number;
     if (is_new)
-        tell_row(f, pid, thread, row, shown);
+        tell_row(f, pid, thread, row, shown, s->about);
     trace_file_begin(f);
     trace_file_text(f, "{\"ph\":\"X\",\"name\":\"");
     trace_file_text(f, trace_name_text(s->name));

@@ -76,6 +76,7 @@ def test_a_pull_rank_by_rank(ranks: list[fanin.Server], tmp_path: Path) -> None:
     assert of_ranks(parts, "wait") == {0, 1, 2}
     first = [e for e in spans if e["args"].get("pull") == pulls[0]["args"]["pull"]]
     assert "publish" in {e["name"] for e in first}
+    assert of_ranks(first, "catalog") == {0, 1, 2}
     assert {"resolve", "connect"} <= {e["name"] for e in spans}
     # The trainer's calls lie beside it, on the same clock.
     assert of_ranks(spans, "begin_update") == of_ranks(spans, "commit") == {0, 1, 2}

@@ -189,11 +189,14 @@ static void tell_text(const trace_options *o)
         char note[64];
         snprintf(note, sizeof note, "%s%s%s", row->slowest ? "slowest" : "",
                  row->slowest && row->bad > 0 ? ", " : "", bad);
-        output_row(
-            table, NULL, row->rank < 0 ? "-" : output_number((uint64_t)row->rank).s,
-            row->name, output_number(row->count).s,
-            output_duration(row->figure.median).s, output_duration(row->figure.p90).s,
-            output_duration(row->figure.most).s, note);
+        output_row(table, NULL,
+                   row->rank == TRACE_RANK_UNKNOWN ? "?"
+                   : row->rank < 0                 ? "-"
+                                   : output_number((uint64_t)row->rank).s,
+                   row->name, output_number(row->count).s,
+                   output_duration(row->figure.median).s,
+                   output_duration(row->figure.p90).s,
+                   output_duration(row->figure.most).s, note);
     }
     output_print(table);
     if (o->events.lost > 0) {
@@ -306,7 +309,8 @@ const command cmd_trace = {
         "\n"
         "FILE is what --trace or FANIN_TRACE has written. A row for each phase of the "
         "calls (-)\n"
-        "and of each rank, with the slowest rank of a phase marked. Files of several "
+        "and of each rank (?: one that has not said which it is), with the slowest "
+        "rank of a phase marked. Files of several "
         "processes\n"
         "are laid on one clock: that of the host, or of other hosts by the time of "
         "day.",

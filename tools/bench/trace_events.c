@@ -72,8 +72,10 @@ static bool add_span(trace_events *e, const json_t *span, size_t file)
         !json_is_number(json_object_get(span, "ts"))) {
         return false;
     }
-    if (json_is_integer(rank) && json_integer_value(rank) >= 0 &&
-        json_integer_value(rank) < 65536) {
+    if (json_is_null(rank)) {
+        one.rank = TRACE_RANK_UNKNOWN;
+    } else if (json_is_integer(rank) && json_integer_value(rank) >= 0 &&
+               json_integer_value(rank) < 65536) {
         one.rank = (int)json_integer_value(rank);
     }
     e->all = output_room(e->all, e->count, &e->capacity, sizeof *e->all);

@@ -8,6 +8,9 @@
 #include <stdint.h>
 #include <stdio.h>
 
+/** Of a span of a rank that has not said which it is. */
+#define TRACE_RANK_UNKNOWN (-2)
+
 /** A span; texts belong to the files that were read. */
 typedef struct trace_event {
     const char *name;
@@ -16,7 +19,7 @@ typedef struct trace_event {
     double began_us, took_us;
     json_int_t pull; /**< 0: of none */
     json_int_t bytes;
-    int rank;     /**< -1: of none */
+    int rank;     /**< -1: of none; TRACE_RANK_UNKNOWN */
     bool trainer; /**< a call of a trainer's */
     size_t file,
         n; /**< which file; the number of the pull over all files, 0: of none */
