@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""trace_cost.py [--pairs N] [--pulls N] [--shape NAME] [--world-size N]
+"""trace_cost.py [--turns N] [--pulls N] [--shape NAME] [--world-size N]
 
-What a trace costs pulls into memory: blocks of pulls without and with one take turns. A block's
-time holds all that the trace does, the writing of its file too. Medians of a pull's mean CPU time
-(wall clock says little of it beside others), the median ratio of neighbours and its quartiles.
-Needs the package and nixl-fetch, whose ranks serve the tensors.
+What a trace costs pulls into memory: short blocks of pulls without (A) and with one (B), in turns of
+ABBA, so that what drifts falls on both alike. A block's time holds all that the trace does, also the
+thread that writes its file. CPU time, user and system, and wall clock of a pull: medians, and the mean
+logarithm of the turns' ratios, a tenth of them cut off at either end, with its standard error. Needs the
+package and nixl-fetch, whose ranks serve the tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import statistics
@@ -25,41 +27,59 @@ import numpy as np
 from fanin.info import addresses_of
 
 
-def block(client: fanin.Client, into: fanin.PackedTensors, pulls: int, trace: Path | None) -> float:
-    """Seconds of CPU time a pull."""
-    begin = time.process_time()
+def block(
+    client: fanin.Client, into: fanin.PackedTensors, pulls: int, trace: Path | None
+) -> tuple[float, float]:
+    """Seconds of CPU time and of the clock, a pull."""
+    cpu, clock = time.process_time(), time.perf_counter()
     with fanin.trace(trace) if trace else contextlib.nullcontext():
         for _ in range(pulls):
             client.pull_into(0, into)
-    return (time.process_time() - begin) / pulls
+    return (time.process_time() - cpu) / pulls, (time.perf_counter() - clock) / pulls
+
+
+def tell(what: str, off: list[float], on: list[float]) -> None:
+    """*off* and *on*: seconds of each turn's two blocks together."""
+    logs = sorted(math.log(b / a) for a, b in zip(off, on, strict=True))
+    cut = len(logs) // 10
+    kept = logs[cut : len(logs) - cut]
+    mean, error = statistics.mean(kept), statistics.stdev(kept) / math.sqrt(len(kept))
+    print(
+        f"{what}: without {statistics.median(off) * 5e5:.1f} us, with "
+        f"{statistics.median(on) * 5e5:.1f} us, ratio {math.exp(mean):.4f} +- {error:.4f}"
+    )
 
 
 def measure(addresses: tuple[str, ...], options: argparse.Namespace, folder: Path) -> None:
-    off, on = [], []
+    totals: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
     with fanin.Client(addresses) as client:
         into = fanin.pack(
             fanin.shard_of(e.name, np.empty(e.shape, np.uint16), dtype="BF16")
             for e in client.catalog(0)
         )
         block(client, into, options.pulls, None)
-        for pair in range(options.pairs):
-            files = [(None, off), (folder / f"{pair}.json", on)]
-            for trace, times in files if pair % 2 else files[::-1]:
-                times.append(block(client, into, options.pulls, trace))
-    ratios = [b / a for a, b in zip(off, on, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    spans = (folder / "0.json").read_text().count('"ph":"X"') / options.pulls
+        for turn in range(options.turns):
+            sums = [[0.0, 0.0], [0.0, 0.0]]
+            for number, traced in enumerate((False, True, True, False)):
+                file = folder / f"{turn}-{number}.json"
+                took = block(client, into, options.pulls, file if traced else None)
+                sums[traced] = [a + b for a, b in zip(sums[traced], took, strict=True)]
+            for kind, lists in enumerate(totals):
+                lists[0].append(sums[False][kind])
+                lists[1].append(sums[True][kind])
+    spans = (folder / "0-1.json").read_text().count('"ph":"X"') / options.pulls
+    tell("CPU", *totals[0])
+    tell("clock", *totals[1])
     print(
-        f"without {statistics.median(off) * 1e6:.1f} us, with {statistics.median(on) * 1e6:.1f} us"
+        f"{options.turns} turns of 4 blocks of {options.pulls} pulls, {spans:.0f} spans a pull, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
-    print(f"ratio {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}")
-    print(f"{spans:.0f} spans a pull, load {os.getloadavg()[0]:.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--pulls", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--pulls", type=int, default=20)
     parser.add_argument("--shape", default="small")
     parser.add_argument("--world-size", type=int, default=8)
     options = parser.parse_args()
