@@ -3,15 +3,12 @@
 
 #include "error_set.h"
 #include "recorder.h"
-#include "utf8.h"
 #include <stdlib.h>
 
 /* How long starting and stopping a trace wait for its file. */
 #define PATIENCE_MS 5000
 /* And the end of a client or server, behind which the process may be gone without a word. */
 #define FLUSH_MS 1000
-
-atomic_bool trace_recording;
 
 static _Atomic uint32_t pulls;
 /* Held for the copy of a span, and across every fork; never while anything is written. Nothing is taken under it. */
@@ -27,51 +24,11 @@ static _Thread_local struct {
     trace_thread thread;
 } own;
 
-static const char *const names[TRACE_NAMES] = {
-    [TRACE_PULL] = "pull",       [TRACE_OPEN] = "open",
-    [TRACE_ATTEMPT] = "attempt", [TRACE_RESOLVE] = "resolve",
-    [TRACE_CONNECT] = "connect", [TRACE_WAIT] = "wait",
-    [TRACE_CATALOG] = "catalog", [TRACE_PLAN] = "plan",
-    [TRACE_PATHS] = "paths",     [TRACE_MAP] = "map",
-    [TRACE_BEGIN] = "begin",     [TRACE_READ] = "read",
-    [TRACE_READER] = "reader",   [TRACE_DIGEST] = "digest",
-    [TRACE_END] = "end",         [TRACE_WRITE] = "write",
-    [TRACE_PUBLISH] = "publish", [TRACE_BEGIN_UPDATE] = "begin_update",
-    [TRACE_COMMIT] = "commit",
-};
-
-const char *trace_name_text(trace_name name)
-{
-    return names[name];
-}
-
 /* ----------------------------------------------------------------- recording */
 
 uint32_t trace_next_pull(void)
 {
     return atomic_fetch_add_explicit(&pulls, 1, memory_order_relaxed) + 1;
-}
-
-trace_span trace_span_of(trace_name name, uint64_t began, fanin_status outcome,
-                         const char *about)
-{
-    trace_span span = {.began_ns = began,
-                       .ended_ns = clock_ns(),
-                       .name = name,
-                       .rank = -1,
-                       .outcome = outcome};
-    if (about)
-        utf8_copy(span.about, sizeof span.about, about);
-    return span;
-}
-
-/* Two that share one share a row. */
-int32_t trace_unknown_rank(const char *address)
-{
-    uint32_t hash = 2166136261;
-    for (; *address; address++)
-        hash = (hash ^ (unsigned char)*address) * 16777619;
-    return -2 - (int32_t)(hash & 0xffffff);
 }
 
 void trace_add(const trace_span *span)
