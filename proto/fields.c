@@ -137,7 +137,10 @@ TABLE(fields_stats, COUNT(1, msg_stats_ok, pulls_good),
       DRAINS(15, 2), DRAINS(16, 3), DRAINS(17, 4), DRAINS(18, 5), DRAINS(19, 6),
       DRAINS(20, 7), DRAINS(21, 8), DRAINS(22, 9), DRAINS(23, 10), DRAINS(24, 11),
       DRAINS(25, 12), COUNT(26, msg_stats_ok, drain_wait_ns_total),
-      COUNT(27, msg_stats_ok, cpu_ns), COUNT(28, msg_stats_ok, sends_waiting));
+      COUNT(27, msg_stats_ok, cpu_ns), COUNT(28, msg_stats_ok, sends_waiting),
+      COUNT(29, msg_stats_ok, bytes_tls), COUNT(30, msg_stats_ok, bytes_cma),
+      COUNT(31, msg_stats_ok, bytes_rdma), COUNT(32, msg_stats_ok, bytes_cuda_ipc),
+      COUNT(33, msg_stats_ok, data_cpu_ns));
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),
@@ -194,7 +197,8 @@ CHECKED_TABLE(fields_digest_ok, check_digest_ok,
 TABLE(fields_end, ID(1, msg_end, token),
       OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1),
       OPTIONAL_NUMBER(3, FIELD_U64, msg_end, begin, UINT64_MAX),
-      OPTIONAL_NUMBER(4, FIELD_BOOL, msg_end, quiet, 1));
+      OPTIONAL_NUMBER(4, FIELD_BOOL, msg_end, quiet, 1), COUNT(5, msg_end, bytes_cma),
+      COUNT(6, msg_end, bytes_rdma), COUNT(7, msg_end, bytes_cuda_ipc));
 TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
 
 TABLE(fields_watch, NAME(1, msg_watch, publication));

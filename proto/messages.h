@@ -182,6 +182,8 @@ typedef struct msg_end {
         not come; the token says nothing */
     uint64_t begin;
     bool quiet; /**< no end_ok is wanted */
+    uint64_t bytes_cma, bytes_rdma,
+        bytes_cuda_ipc; /**< that were read under the lease */
 } msg_end;
 
 typedef struct msg_end_ok {
@@ -231,6 +233,9 @@ typedef struct msg_stats_ok {
     uint64_t cpu_ns; /**< of the control thread */
     uint64_t
         sends_waiting; /**< now: connections whose peer, or the network, takes no more */
+    uint64_t bytes_tls; /**< of bytes_streamed, those inside TLS */
+    uint64_t bytes_cma, bytes_rdma, bytes_cuda_ipc; /**< as readers have told */
+    uint64_t data_cpu_ns;                           /**< of the data threads */
     stats_entry *entries;
     stats_holder *holders;
     uint32_t n_entries, n_holders;

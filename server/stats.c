@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
+#include "control/control.h"
 #include "publish/drain.h"
+#include "stream/stream.h"
 #include "text.h"
 #include "versioned.h"
 
@@ -27,6 +29,8 @@ static void collect(fanin_server *s, fanin_server_stats *out)
     out->requests_delayed = atomic_load(&s->rests);
     out->log_lines_left_out = atomic_load(&s->unsaid);
     out->ipc_mappers = atomic_load(&s->registrar.n_mappers);
+    out->control_cpu_ns = control_cpu_ns(s);
+    out->data_cpu_ns = stream_cpu_ns(s);
 }
 
 fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *stats)
@@ -66,7 +70,7 @@ static const metric metrics[] = {
      "Read requests on data connections, by result."},
     {"fanin_reads_total", "result=\"refused\"", AT(reads_refused), NULL},
     {"fanin_streamed_bytes_total", NULL, AT(bytes_streamed),
-     "Tensor bytes sent on data connections; one-sided reads are not seen."},
+     "Tensor bytes sent on data connections."},
     {"fanin_updates_total", NULL, AT(updates), "Updates that began."},
     {"fanin_commits_total", NULL, AT(commits), "Steps committed."},
     {"fanin_commits_withdrawn_total", NULL, AT(commits_withdrawn),
@@ -93,6 +97,10 @@ static const metric metrics[] = {
      "Lines that peers caused, and that were counted instead of written."},
     {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
      "Messages that the protocol does not allow."},
+    {"fanin_control_cpu_seconds_total", NULL, AT(control_cpu_ns),
+     "CPU time of the thread that serves control connections."},
+    {"fanin_data_cpu_seconds_total", NULL, AT(data_cpu_ns),
+     "CPU time of the threads that send tensors on data connections."},
     {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},
     {"fanin_sends_waiting", NULL, AT(sends_waiting),
      "Data connections now with bytes that the peer, or the network, does not take "
@@ -137,6 +145,25 @@ static void add_metrics(text *t, const fanin_server_stats *s)
         text_add(t, m->label ? "%s{%s}" : "%s", m->name, m->label);
         add_value(t, m->name, value);
     }
+}
+
+static void add_reads(text *t, const fanin_server_stats *s)
+{
+    static const char name[] = "fanin_read_bytes_total";
+    const struct {
+        const char *path;
+        uint64_t bytes;
+    } reads[] = {{"stream", s->bytes_streamed - s->bytes_tls},
+                 {"tls", s->bytes_tls},
+                 {"cma", s->bytes_cma},
+                 {"rdma", s->bytes_rdma},
+                 {"cuda_ipc", s->bytes_cuda_ipc}};
+    head(t, name,
+         "Tensor bytes read, by path; stream and tls as sent, the others as readers "
+         "told.");
+    for (size_t i = 0; i < sizeof reads / sizeof *reads; i++)
+        text_add(t, "%s{path=\"%s\"} %" PRIu64 "\n", name, reads[i].path,
+                 reads[i].bytes);
 }
 
 /* Cumulative, as histograms are there. */
@@ -239,9 +266,11 @@ static void add_publications(text *t, const fanin_server *s, const row *rows,
             text_add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
                      rows[i].state == (publication_state)state);
         }
-    add_numbers(t, s, rows, count, "fanin_publication_commit_timestamp_seconds",
-                offsetof(row, committed_unix_ns),
-                "When the last step was committed, in seconds since 1970.");
+    add_numbers(
+        t, s, rows, count, "fanin_publication_commit_timestamp_seconds",
+        offsetof(row, committed_unix_ns),
+        "When the last step was committed, in seconds since 1970 by this host's "
+        "clock.");
 }
 
 fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t capacity,
@@ -261,6 +290,7 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
     collect(server, &now);
     text t = text_in(out, capacity);
     add_metrics(&t, &now);
+    add_reads(&t, &now);
     add_held_up(&t, &now);
     add_drain_waits(&t, &now);
     add_publications(&t, server, rows, count);

@@ -31,6 +31,11 @@ static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
     out->drain_wait_ns_total = m->drain_wait_ns_total;
     out->cpu_ns = m->cpu_ns;
     out->sends_waiting = m->sends_waiting;
+    out->bytes_tls = m->bytes_tls;
+    out->bytes_cma = m->bytes_cma;
+    out->bytes_rdma = m->bytes_rdma;
+    out->bytes_cuda_ipc = m->bytes_cuda_ipc;
+    out->data_cpu_ns = m->data_cpu_ns;
     for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
         out->drain_waits[i] = m->drain_waits[i];
 }

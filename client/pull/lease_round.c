@@ -222,8 +222,21 @@ static void tell_end(connection *c, msg_end *m, bool late)
     connection_tell(c, late);
 }
 
+/* A rank sees nothing of one-sided reads unless it is told. */
+static msg_end end_of(const publication *p, size_t peer, const reader_lease *lease,
+                      const served *served)
+{
+    fanin_path path = path_taken(p, peer)->path;
+    msg_end m = {.bytes_cma = path == FANIN_PATH_CMA ? served->bytes : 0,
+                 .bytes_rdma = path == FANIN_PATH_RDMA ? served->bytes : 0,
+                 .bytes_cuda_ipc = path == FANIN_PATH_CUDA_IPC ? served->bytes : 0};
+    memcpy(m.token, lease->token, sizeof m.token);
+    return m;
+}
+
 fanin_status lease_round_end(fanin_client *client, const publication *p,
-                             reader_lease *leases, deadline at, fanin_error *error)
+                             reader_lease *leases, const served *served, deadline at,
+                             fanin_error *error)
 {
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
@@ -235,8 +248,7 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
-        msg_end m = {0};
-        memcpy(m.token, leases[i].token, sizeof m.token);
+        msg_end m = end_of(p, i, &leases[i], &served[i]);
         if (turns[i].seen) {
             tell_end(c, &m, late);
             leases[i].held = false;

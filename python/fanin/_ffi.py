@@ -236,6 +236,12 @@ class ServerStats(Structure):
         ("held_up_by", c_char * 64),
         ("drain_waits", c_uint64 * DRAIN_BUCKETS),
         ("sends_waiting", c_uint64),
+        ("bytes_tls", c_uint64),
+        ("bytes_cma", c_uint64),
+        ("bytes_rdma", c_uint64),
+        ("bytes_cuda_ipc", c_uint64),
+        ("control_cpu_ns", c_uint64),
+        ("data_cpu_ns", c_uint64),
     ]
 
 

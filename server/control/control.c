@@ -282,6 +282,11 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     return status;
 }
 
+uint64_t control_cpu_ns(const fanin_server *s)
+{
+    return thread_cpu_ns_of(s->control->thread);
+}
+
 void control_destroy(fanin_server *s)
 {
     struct control *c = s->control;

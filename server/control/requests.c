@@ -244,6 +244,23 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     return FANIN_OK;
 }
 
+/* What a reader says that it has read where this process saw nothing of it: no more, of any path that the
+   session may use, than there is. */
+static void count_one_sided(session *s, const lease *l, const msg_end *m)
+{
+    fanin_server_stats *stats = &s->control->server->stats;
+    const struct {
+        int32_t path;
+        uint64_t told, *count;
+    } paths[] = {{WIRE_PATH_CMA, m->bytes_cma, &stats->bytes_cma},
+                 {WIRE_PATH_RDMA, m->bytes_rdma, &stats->bytes_rdma},
+                 {WIRE_PATH_CUDA_IPC, m->bytes_cuda_ipc, &stats->bytes_cuda_ipc}};
+    uint64_t most = l->catalog->bytes;
+    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
+        if (paths[i].told > 0 && has_path(s, paths[i].path))
+            *paths[i].count += paths[i].told < most ? paths[i].told : most;
+}
+
 fanin_status handle_end(session *s, uint64_t request, body *in)
 {
     fanin_server *server = s->control->server;
@@ -259,6 +276,8 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
     const publication *p = l ? l->of : lease_find_void(s->reader, m.token);
     reply.good = l || !RULE(RULE_END_CHECK);
     reply.step = p ? p->step : 0;
+    if (l && !m.abandon)
+        count_one_sided(s, l, &m);
     if (l)
         lease_drop(server, l);
     if (p && !m.abandon) {

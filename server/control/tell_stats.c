@@ -4,6 +4,7 @@
 #include "control/reply.h"
 #include "control/requests.h"
 #include "core/peer_work.h"
+#include "stream/stream.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -92,7 +93,12 @@ static void add_counters(const fanin_server *server, msg_stats_ok *m)
     m->drain_wait_ns_max = s->drain_wait_ns_max;
     m->drain_wait_ns_total = s->drain_wait_ns_total;
     m->cpu_ns = thread_cpu_ns();
+    m->data_cpu_ns = stream_cpu_ns(server);
     m->sends_waiting = s->sends_waiting;
+    m->bytes_tls = s->bytes_tls;
+    m->bytes_cma = s->bytes_cma;
+    m->bytes_rdma = s->bytes_rdma;
+    m->bytes_cuda_ipc = s->bytes_cuda_ipc;
     memcpy(m->drain_waits, s->drain_waits, sizeof m->drain_waits);
 }
 

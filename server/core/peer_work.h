@@ -21,6 +21,8 @@
 
 /** CPU time of the calling thread. */
 uint64_t thread_cpu_ns(void);
+/** That of another thread, which has not been joined; 0: not known. */
+uint64_t thread_cpu_ns_of(pthread_t thread);
 /** Whether its work is counted: the own user's is not. */
 static inline bool peer_is_counted(const fanin_server *s, const peer_share *of)
 {

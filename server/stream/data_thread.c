@@ -116,6 +116,11 @@ unsigned data_thread_load(const data_thread *t)
     return atomic_load(&t->load);
 }
 
+uint64_t data_thread_cpu_ns(const data_thread *t)
+{
+    return thread_cpu_ns_of(t->thread);
+}
+
 void data_thread_look(data_thread *t)
 {
     if (data_thread_load(t) > 0)

@@ -11,6 +11,8 @@ typedef struct data_thread data_thread;
 fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *error);
 /** Connections that it has, those on their way included. */
 unsigned data_thread_load(const data_thread *t);
+/** CPU time that it has taken, without that of threads that help it with checksums. Any thread. */
+uint64_t data_thread_cpu_ns(const data_thread *t);
 /** See stream_adopt(). */
 bool data_thread_adopt(data_thread *t, const handover *h);
 /** Makes it look for closed readers, if it has connections. */

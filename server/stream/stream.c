@@ -52,6 +52,14 @@ void stream_wake(fanin_server *s)
         data_thread_look(s->stream->threads[i]);
 }
 
+uint64_t stream_cpu_ns(const fanin_server *s)
+{
+    uint64_t all = 0;
+    for (unsigned i = 0; i < s->stream->n; i++)
+        all += data_thread_cpu_ns(s->stream->threads[i]);
+    return all;
+}
+
 fanin_status stream_create(fanin_server *s, fanin_error *error)
 {
     s->stream = calloc(1, sizeof *s->stream + s->data_threads * sizeof(data_thread *));

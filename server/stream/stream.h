@@ -18,6 +18,8 @@ unsigned stream_threads_for(unsigned cpus, uint64_t max_memory);
 fanin_status stream_create(fanin_server *s, fanin_error *error);
 /** Makes the data threads look for closed readers. Any thread, lock held or not. */
 void stream_wake(fanin_server *s);
+/** CPU time that the data threads have taken. Any thread, lock held or not. */
+uint64_t stream_cpu_ns(const fanin_server *s);
 /** Joins; closes all data connections. After it nothing reads the shards' memory. */
 void stream_destroy(fanin_server *s);
 

@@ -9,12 +9,24 @@ import resource
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import fanin
+import numpy as np
 import pytest
-from local_world import PATIENCE, PUBLICATION, addresses, nixl_fetch, run_script, servers
+from local_world import (
+    PATIENCE,
+    PUBLICATION,
+    ROWS,
+    addresses,
+    nixl_fetch,
+    publish,
+    run_script,
+    servers,
+    weights,
+)
 from prometheus import MONITORING, tool
 
 SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="[^"\\\n]*"(?:,[a-z]+="[^"\\\n]*")*\})? (\d+(?:\.\d+)?)')
@@ -62,14 +74,10 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-@pytest.fixture
-def exporting(ranks: list[fanin.Server]) -> Iterator[tuple[str, int]]:
+@contextmanager
+def exported(command: list[str]) -> Iterator[tuple[str, int]]:
     """Where it listens, and its process; it ends by SIGTERM with exit status 0."""
-    process = subprocess.Popen(
-        [nixl_fetch(), "exporter", ",".join(addresses(ranks)), "--listen", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         port = process.stdout.readline().split("port ")[1].split(":")[0]
@@ -81,6 +89,13 @@ def exporting(ranks: list[fanin.Server]) -> Iterator[tuple[str, int]]:
         process.wait(PATIENCE)
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.fixture
+def exporting(ranks: list[fanin.Server]) -> Iterator[tuple[str, int]]:
+    target = ",".join(addresses(ranks))
+    with exported([nixl_fetch(), "exporter", target, "--listen", "127.0.0.1:0"]) as found:
+        yield found
 
 
 @pytest.fixture
@@ -265,12 +280,60 @@ def test_a_rank_tells_of_itself(ranks: list[fanin.Server]) -> None:
         ranks[0].serve_metrics()
 
 
+def told_alike(text: str) -> dict[str, str]:
+    """What the page says each metric is."""
+    return dict(re.findall(r"# HELP (\w+) (.*)", text)) | {
+        f"{name} is a": kind for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text)
+    }
+
+
+def test_both_pages_call_the_same_by_one_name(ranks: list[fanin.Server], exporter: str) -> None:
+    of_run, of_rank = told_alike(ask(exporter)[1]), told_alike(ranks[0].prometheus())
+    both = of_run.keys() & of_rank.keys()
+    assert len(both) > 20
+    assert {name: of_run[name] for name in both} == {name: of_rank[name] for name in both}
+
+
+@pytest.mark.parametrize("way", ["stream", "tls", "cma"])
+def test_bytes_by_path(way: str, tmp_path: Path) -> None:
+    """On both pages, and what the reader itself says."""
+    options: dict[str, Any] = {}
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("ab" * 32)
+    reads: dict[str, Any] = {"path": "cma" if way == "cma" else "stream"}
+    if way == "tls":
+        options["secret_file"] = reads["secret_file"] = secret
+        reads["use_unix"] = False
+    with servers(lease=1.0, **options) as ranks:
+        publish(ranks, 1)
+        with fanin.Client(addresses(ranks), use_ucx=False, **reads) as client:
+            got = {name: np.zeros_like(value) for name, value in weights(1).items()}
+            result = client.pull_into("0", got, timeout=PATIENCE)
+        by_rank = [2 * (last - first) * 8 * 4 for first, last in ROWS]
+        assert sum(by_rank) == result.bytes > 0
+        command = [nixl_fetch(), "exporter", ",".join(addresses(ranks)), "--listen", "127.0.0.1:0"]
+        more = ["--secret-file", str(secret)] if way == "tls" else []
+        with exported([*command, *more]) as (address, _):
+            run = samples(ask(address)[1])
+        for rank, server in enumerate(ranks):
+            told = samples(server.prometheus())
+            for path in ("stream", "tls", "cma", "rdma", "cuda_ipc"):
+                wanted = by_rank[rank] if path == way else 0
+                assert told[f'fanin_read_bytes_total{{path="{path}"}}'] == wanted
+                of = f'publication="{PUBLICATION}",rank="{rank}",path="{path}"'
+                assert run[f"fanin_read_bytes_total{{{of}}}"] == wanted
+            if way == "stream" and by_rank[rank]:
+                assert told["fanin_data_cpu_seconds_total"] > 0
+            assert told["fanin_control_cpu_seconds_total"] > 0
+
+
 def test_rules_and_dashboard_ask_for_what_there_is(
     ranks: list[fanin.Server], exporter: str
 ) -> None:
     there = set(re.findall(r"# TYPE (\w+)", ask(exporter)[1] + ranks[0].prometheus()))
     for name in ("alerts.yml", "dashboard.json"):
         text = (MONITORING / name).read_text()
-        wanted = set(re.findall(r"\bfanin_\w+", text))
+        wanted = set(re.findall(r"\bfanin_(?!pull_)\w+", text))  # those are engines'
         assert len(wanted) > 4
         assert {re.sub("_bucket$", "", metric) for metric in wanted} <= there

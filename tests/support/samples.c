@@ -124,6 +124,11 @@ static void add_stats(samples *s)
                       .drain_wait_ns_total = 93000000,
                       .cpu_ns = 5000000,
                       .sends_waiting = 1,
+                      .bytes_tls = 1 << 20,
+                      .bytes_cma = UINT64_C(1) << 41,
+                      .bytes_rdma = 1,
+                      .bytes_cuda_ipc = UINT64_C(1) << 42,
+                      .data_cpu_ns = 7000000,
                       .entries = entries,
                       .holders = holders,
                       .n_entries = 2,
@@ -221,11 +226,16 @@ static void add_reads(samples *s)
     encode_read_ok(add(s, "read_ok"), SAMPLE_REQUEST, 1000000);
 
     msg_end end = {.abandon = false}, abandon = {.abandon = true},
-            quiet = {.quiet = true};
+            quiet = {.quiet = true},
+            told = {.bytes_cma = 48,
+                    .bytes_rdma = 1 << 20,
+                    .bytes_cuda_ipc = UINT64_C(1) << 40};
     fill(end.token, 0x60);
     fill(abandon.token, 0x60);
     fill(quiet.token, 0x60);
+    fill(told.token, 0x60);
     encode_end(add(s, "end"), SAMPLE_REQUEST, &end);
+    encode_end(add(s, "end_told"), SAMPLE_REQUEST, &told);
     encode_end(add(s, "end_abandon"), SAMPLE_REQUEST, &abandon);
     encode_end(add(s, "end_begun"), SAMPLE_REQUEST,
                &(msg_end){.abandon = true, .begin = SAMPLE_REQUEST - 1});

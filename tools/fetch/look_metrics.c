@@ -70,11 +70,13 @@ static const counter counters[] = {
      "Requests for a lease, by result."},
     {"fanin_begins_total", "refused", AT(begins_refused), NULL},
     {"fanin_streamed_bytes_total", NULL, AT(bytes_streamed),
-     "Tensor bytes sent on data connections; one-sided reads are not seen."},
+     "Tensor bytes sent on data connections."},
     {"fanin_updates_total", NULL, AT(updates), "Updates that began."},
     {"fanin_commits_total", NULL, AT(commits), "Steps committed."},
     {"fanin_control_cpu_seconds_total", NULL, AT(cpu_ns),
      "CPU time of the thread that serves control connections."},
+    {"fanin_data_cpu_seconds_total", NULL, AT(data_cpu_ns),
+     "CPU time of the threads that send tensors on data connections."},
     {"fanin_leases", NULL, AT(leases), "Leases that readers hold now."},
     {"fanin_control_sessions", NULL, AT(sessions), "Control connections now."},
     {"fanin_sends_waiting", NULL, AT(sends_waiting),
@@ -106,6 +108,31 @@ static void add_counters(const page *g)
                 }
                 value(g, c->name, number);
             }
+        }
+    }
+}
+
+static void add_reads(const page *g)
+{
+    static const char name[] = "fanin_read_bytes_total";
+    head(g, name, "counter",
+         "Tensor bytes read, by path; stream and tls as sent, the others as readers "
+         "told.");
+    for (uint32_t k = 0; k < g->look->count; k++) {
+        const look_rank *r = &g->look->ranks[k];
+        const fanin_rank_stats *s = &r->stats;
+        const struct {
+            const char *path;
+            uint64_t bytes;
+        } reads[] = {{"stream", s->bytes_streamed - s->bytes_tls},
+                     {"tls", s->bytes_tls},
+                     {"cma", s->bytes_cma},
+                     {"rdma", s->bytes_rdma},
+                     {"cuda_ipc", s->bytes_cuda_ipc}};
+        for (size_t i = 0; counted(r) && i < sizeof reads / sizeof *reads; i++) {
+            begin(g, name, r);
+            label(g, "path", reads[i].path);
+            value(g, name, reads[i].bytes);
         }
     }
 }
@@ -251,6 +278,7 @@ char *look_metrics(const session *s, const look *l, const problems *p)
     add_states(&g);
     add_leases(&g);
     add_counters(&g);
+    add_reads(&g);
     add_drains(&g);
     add_problems(&g, p);
     if (fclose(g.out) != 0) {

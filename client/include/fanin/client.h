@@ -843,7 +843,7 @@ typedef struct fanin_rank_stats {
     uint64_t begins_granted, begins_refused;
     uint64_t updates, commits;
     uint64_t sessions, leases; /**< now */
-    uint64_t bytes_streamed;   /**< one-sided reads are not seen */
+    uint64_t bytes_streamed;   /**< on data connections */
     uint64_t drain_wait_ns_max;
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS]; /**< fanin/types.h */
     uint64_t
@@ -857,6 +857,8 @@ typedef struct fanin_rank_stats {
     uint64_t drain_wait_ns_total;
     uint64_t cpu_ns; /**< CPU time of the thread that serves control connections */
     uint64_t sends_waiting; /**< now: as in fanin_server_stats */
+    uint64_t bytes_tls, bytes_cma, bytes_rdma, bytes_cuda_ipc; /**< likewise */
+    uint64_t data_cpu_ns; /**< CPU time of the threads that send tensors */
 } fanin_rank_stats;
 
 /** @p stats is NULL if the rank gave no answer: @p rank says why. */

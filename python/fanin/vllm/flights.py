@@ -239,6 +239,8 @@ class Flights:
             run=adapter.run,
             step=adapter.step,
             size=0 if adapter.reused else adapter.bytes,
+            path=adapter.transport,
+            phases=adapter.phases,
         )
         self._counters.landed(adapter.landing)
         self._lines.tell(adapter)

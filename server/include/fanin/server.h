@@ -448,9 +448,7 @@ typedef struct fanin_server_stats {
     uint64_t pulls_stale;     /**< ends or reads whose epoch had gone */
     uint64_t pulls_abandoned; /**< leases whose session closed before an end */
     uint64_t begins_granted, begins_refused;
-    /** sent on data connections; one-sided reads cost this
-        process nothing and are not seen */
-    uint64_t bytes_streamed;
+    uint64_t bytes_streamed; /**< sent on data connections */
     uint64_t reads_streamed, reads_refused;
     uint64_t updates, commits, aborts;
     uint64_t commits_withdrawn; /**< never published: see fanin_server_commit() */
@@ -474,6 +472,13 @@ typedef struct fanin_server_stats {
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
     /** data connections now with bytes to send that the peer, or the network, does not take yet */
     uint64_t sends_waiting;
+    uint64_t bytes_tls; /**< of bytes_streamed, those inside TLS */
+    /** read by one-sided paths, which this process does not see: as readers told when their pulls had ended
+        good, with gaps that were read along, at most the rank's whole publication for each; older releases
+        do not tell */
+    uint64_t bytes_cma, bytes_rdma, bytes_cuda_ipc;
+    /** CPU time of the thread that serves control connections, and of those that send tensors */
+    uint64_t control_cpu_ns, data_cpu_ns;
 } fanin_server_stats;
 
 /**

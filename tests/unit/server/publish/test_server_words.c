@@ -324,6 +324,45 @@ static void a_quiet_end_is_taken_and_not_answered(void **state)
     assert_int_equal(server_stats(s).pulls_good, 1);
 }
 
+/* ------------------------------------------------------------------ what ends tell */
+
+static void end_with(peer *p, const grant *g, msg_end m)
+{
+    buffer b = {0};
+    memcpy(m.token, g->token, sizeof m.token);
+    encode_end(&b, ++p->request, &m);
+    peer_send(p, &b);
+    peer_ping(p); /* its answer comes after the end's, if there is one */
+}
+
+static void what_was_read_one_sided_is_counted_within_bounds(void **state)
+{
+    fanin_server *s = start(false);
+    reader_here r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_rdma = 7});
+    fanin_server_stats now = server_stats(s);
+    assert_int_equal(now.bytes_cma, 5);
+    assert_int_equal(now.bytes_rdma, 0); /* this session has no such path */
+    assert_int_equal(now.bytes_streamed, 0);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = 5}); /* no lease */
+    assert_int_equal(server_stats(s).bytes_cma, 5);
+
+    r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .abandon = true, .bytes_cma = 5});
+    assert_int_equal(server_stats(s).bytes_cma, 5);
+
+    r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = UINT64_MAX});
+    uint64_t all = server_stats(s).bytes_cma - 5;
+    assert_in_range(all, 1, 1 << 20); /* what there is */
+
+    peer tcp = peer_open(s);
+    grant g = peer_lease(&tcp);
+    end_with(&tcp, &g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_cuda_ipc = 5});
+    assert_int_equal(server_stats(s).bytes_cma, all + 5);
+    assert_int_equal(server_stats(s).bytes_cuda_ipc, 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -336,6 +375,7 @@ int main(void)
         server_test(words_say_what_an_end_says),
         server_test(words_turn_before_anything_is_written),
         server_test(a_quiet_end_is_taken_and_not_answered),
+        server_test(what_was_read_one_sided_is_counted_within_bounds),
     };
     return cmocka_run_group_tests_name("words", tests, NULL, NULL);
 }
