@@ -110,6 +110,8 @@ static bool read_place(box_reader *r, const key_entry *key, const block *b,
             return cursor_fail(c, "a region is named again");
         if (parts != 2 && (parts != 2 + b->n_dims || b->n_dims == 0))
             return cursor_fail(c, "a place has a wrong number of parts");
+        if (parts > 2 && r->table->rule == BOXES_CHUNK)
+            return cursor_fail(c, "strides under a chunk rule, whose boxes are packed");
     }
     if (!read_distance(r, out->region, &out->offset))
         return false;

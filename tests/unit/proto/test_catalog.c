@@ -654,6 +654,8 @@ static void other_forms_are_refused(void **state)
          {{1, 0, 0, 2, 1, ARRAY(3), 0, 0, 2}, 9}},
         {"box 0: strides of a packed box",
          {{0, 0, 1, 0, ARRAY(4), 0, 0, 10, 6, ARRAY(4), 0, 0, 12, 2}, 14}},
+        {"box 0: strides under a chunk rule, whose boxes are packed",
+         {{1, 3, 1, 2, 1, ARRAY(4), 0, 5, 14, 2}, 10}},
         {"box 0: a box does not fit its region or its dtype",
          {{0, 0, 1, 0, ARRAY(4), 0, 0, 10, 6, ARRAY(4), 0, 0, -12, 2}, 14}},
         {"box 0: a box does not fit its region or its dtype",
