@@ -43,6 +43,7 @@ class Place:
     def serve(self, stack: contextlib.ExitStack) -> Place:
         environment = {
             "VLLM_SERVER_DEV_MODE": "1",  # TRL asks /server_info
+            "FANIN_ALLOW_TRAINERS": "127.0.0.1",
             "NIXL_LORA_CACHE_DIR": str(self.scratch / "cache"),
         }
         engine = VllmServer(
