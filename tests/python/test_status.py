@@ -352,6 +352,21 @@ def test_top_draws_what_is_wrong_first(ranks: list[fanin.Server], target: str) -
         assert screen.end() == 0
 
 
+def test_top_tells_by_which_path_readers_get_how_much(
+    ranks: list[fanin.Server], target: str
+) -> None:
+    with top(target, 200, 24, "--interval", "100ms") as screen:
+        assert screen.until("nothing is wrong")[1].split()[-2:] == ["SENDS", "PATH"]
+        with client_of(ranks, use_ucx=False, path="stream") as client:
+            client.pull_into(0, packed())
+        drawn = screen.until("stream")
+        assert any(re.search(r" \S+ [kMG]?B/s +stream$", line) for line in drawn[2:])
+    _, report = told(target)
+    read = [rank["bytes_read"] for rank in report["ranks"]]
+    assert sum(rank["stream"] for rank in read) == sum(w.nbytes for w in weights(1).values())
+    assert {rank[path] for rank in read for path in ("tls", "cma", "rdma", "cuda_ipc")} == {0}
+
+
 def test_top_ends_by_ctrl_c_and_gives_the_terminal_back(target: str) -> None:
     with top(target, 80, 24, "--interval", "1h") as screen:
         screen.until("nothing is wrong")
@@ -378,7 +393,7 @@ def test_top_without_a_terminal(ranks: list[fanin.Server], target: str) -> None:
     assert done.returncode == 12  # as status, by the last look
     assert done.stdout.count("rank 1 is paused for ") == 2
     assert "\x1b" not in done.stdout
-    ends = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("   2 ")]
+    ends = [line.split()[-2] for line in done.stdout.splitlines() if line.startswith("   2 ")]
     assert ends == ["-", "0"]  # what it sends is known from the second look on
     done = subprocess.run(
         [nixl_fetch(), "top", target, "--json", *options],

@@ -113,6 +113,18 @@ uint64_t look_drain_bound_after(size_t i, uint64_t bound)
     return i % 2 == 0 ? bound * 3 : bound / 3 * 10;
 }
 
+void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS])
+{
+    uint64_t plain =
+        s->bytes_streamed > s->bytes_tls ? s->bytes_streamed - s->bytes_tls : 0;
+    const look_read reads[LOOK_PATHS] = {{"stream", plain},
+                                         {"tls", s->bytes_tls},
+                                         {"cma", s->bytes_cma},
+                                         {"rdma", s->bytes_rdma},
+                                         {"cuda_ipc", s->bytes_cuda_ipc}};
+    memcpy(out, reads, sizeof reads);
+}
+
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
 {
     uint64_t all = 0, seen = 0, bound = 100000;

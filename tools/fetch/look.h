@@ -64,6 +64,17 @@ bool problem_is_of(const problem *p, const look_rank *r);
 /** All of it as an object. */
 json_t *look_json(const session *s, const look *l, const problems *p);
 
+enum { LOOK_PATHS = 5 };
+
+/** Of a path: the tensor bytes that readers got of a rank by it since it was started. */
+typedef struct look_read {
+    const char *path;
+    uint64_t bytes;
+} look_read;
+
+/** By stream and tls as the rank sent them, by the others as readers have told. In the same order always. */
+void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS]);
+
 /** The bound of drain_waits[@p i + 1], that of [@p i] being @p bound; of the first 100 us. */
 uint64_t look_drain_bound_after(size_t i, uint64_t bound);
 /** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */

@@ -19,7 +19,12 @@ static json_t *rank_json(const look_rank *r)
                    output_string(r->reason), NULL);
     }
     if (look_answered(r) && r->stats.counted) {
-        json_t *holders = json_array();
+        json_t *holders = json_array(), *read = json_object();
+        look_read reads[LOOK_PATHS];
+        look_reads(&r->stats, reads);
+        for (size_t i = 0; i < LOOK_PATHS; i++) {
+            json_object_set_new(read, reads[i].path, output_u64(reads[i].bytes));
+        }
         for (size_t i = 0; i < r->n_holders; i++) {
             json_array_append_new(
                 holders,
@@ -31,9 +36,9 @@ static json_t *rank_json(const look_rank *r)
                    output_u64(r->stats.sessions), "pulls_good",
                    output_u64(r->stats.pulls_good), "pulls_stale",
                    output_u64(r->stats.pulls_stale), "bytes_streamed",
-                   output_u64(r->stats.bytes_streamed), "drain_p50_ns",
-                   output_u64(look_drain_ns(&r->stats, 50)), "drain_p99_ns",
-                   output_u64(look_drain_ns(&r->stats, 99)), "cpu_ns",
+                   output_u64(r->stats.bytes_streamed), "bytes_read", read,
+                   "drain_p50_ns", output_u64(look_drain_ns(&r->stats, 50)),
+                   "drain_p99_ns", output_u64(look_drain_ns(&r->stats, 99)), "cpu_ns",
                    output_u64(r->stats.cpu_ns), "sends_waiting",
                    output_u64(r->stats.sends_waiting), "rtt_ns",
                    output_u64(r->stats.rtt_ns), NULL);

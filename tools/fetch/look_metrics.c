@@ -120,16 +120,9 @@ static void add_reads(const page *g)
          "told.");
     for (uint32_t k = 0; k < g->look->count; k++) {
         const look_rank *r = &g->look->ranks[k];
-        const fanin_rank_stats *s = &r->stats;
-        const struct {
-            const char *path;
-            uint64_t bytes;
-        } reads[] = {{"stream", s->bytes_streamed - s->bytes_tls},
-                     {"tls", s->bytes_tls},
-                     {"cma", s->bytes_cma},
-                     {"rdma", s->bytes_rdma},
-                     {"cuda_ipc", s->bytes_cuda_ipc}};
-        for (size_t i = 0; counted(r) && i < sizeof reads / sizeof *reads; i++) {
+        look_read reads[LOOK_PATHS];
+        look_reads(&r->stats, reads);
+        for (size_t i = 0; i < LOOK_PATHS && counted(r); i++) {
             begin(g, name, r);
             label(g, "path", reads[i].path);
             value(g, name, reads[i].bytes);

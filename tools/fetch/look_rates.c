@@ -14,15 +14,37 @@ static uint64_t pulls_of(const look_rank *r)
 /* What counts backwards is another process. */
 static look_rate rate_of(const look_before *b, const look_rank *r, uint64_t now_ns)
 {
-    look_rate rate = {0};
-    if (look_answered(r) && r->stats.counted && b->known && now_ns > b->at_ns &&
-        strcmp(b->address, r->at.address) == 0 && r->stats.bytes_streamed >= b->bytes &&
-        pulls_of(r) >= b->pulls) {
-        rate = (look_rate){.known = true,
-                           .bytes = r->stats.bytes_streamed - b->bytes,
-                           .ns = now_ns - b->at_ns};
+    look_rate rate = {.ns = now_ns - b->at_ns};
+    look_read reads[LOOK_PATHS];
+    uint64_t most = 0;
+    if (!look_answered(r) || !r->stats.counted || !b->known || now_ns <= b->at_ns ||
+        strcmp(b->address, r->at.address) != 0 || pulls_of(r) < b->pulls) {
+        return (look_rate){0};
     }
+    look_reads(&r->stats, reads);
+    for (size_t i = 0; i < LOOK_PATHS; i++) {
+        if (reads[i].bytes < b->bytes[i]) {
+            return (look_rate){0};
+        }
+        uint64_t more = reads[i].bytes - b->bytes[i];
+        rate.bytes += more;
+        rate.path = more > most ? reads[i].path : rate.path;
+        most = more > most ? more : most;
+    }
+    rate.known = true;
     return rate;
+}
+
+static void remember(look_before *b, const look_rank *r, uint64_t now_ns)
+{
+    look_read reads[LOOK_PATHS];
+    *b =
+        (look_before){.known = r->stats.counted, .pulls = pulls_of(r), .at_ns = now_ns};
+    look_reads(&r->stats, reads);
+    for (size_t i = 0; i < LOOK_PATHS; i++) {
+        b->bytes[i] = reads[i].bytes;
+    }
+    snprintf(b->address, sizeof b->address, "%s", r->at.address);
 }
 
 void look_rates_take(look_rates *r, const look *l, uint64_t now_ns)
@@ -37,12 +59,7 @@ void look_rates_take(look_rates *r, const look *l, uint64_t now_ns)
         const look_rank *rank = &l->ranks[i];
         r->list[i] = rate_of(&r->before[i], rank, now_ns);
         if (look_answered(rank)) {
-            r->before[i] = (look_before){.known = rank->stats.counted,
-                                         .bytes = rank->stats.bytes_streamed,
-                                         .pulls = pulls_of(rank),
-                                         .at_ns = now_ns};
-            snprintf(r->before[i].address, sizeof r->before[i].address, "%s",
-                     rank->at.address);
+            remember(&r->before[i], rank, now_ns);
         }
     }
 }

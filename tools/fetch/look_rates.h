@@ -8,13 +8,14 @@
 /** Of one rank. */
 typedef struct look_rate {
     bool known;         /**< it answered both, and is still the process that it was */
-    uint64_t bytes, ns; /**< that it sent, and the time in between */
+    uint64_t bytes, ns; /**< that readers got of it, and the time in between */
+    const char *path;   /**< by which most of them went; NULL: there were none */
 } look_rate;
 
 typedef struct look_before {
     bool known;
     char address[MISSING_ADDRESS];
-    uint64_t bytes, pulls, at_ns;
+    uint64_t bytes[LOOK_PATHS], pulls, at_ns;
 } look_before;
 
 typedef struct look_rates {

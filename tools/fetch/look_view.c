@@ -136,6 +136,7 @@ typedef enum cell {
     DRAIN50,
     DRAIN99,
     RATE,
+    PATH,
     CELLS
 } cell;
 
@@ -150,6 +151,7 @@ static const struct {
     [LEASES] = {"LEASES", true, 9},   [SESSIONS] = {"SESSIONS", true, 10},
     [STALE] = {"STALE", true, 6},     [DRAIN50] = {"DRAIN50", true, 11},
     [DRAIN99] = {"DRAIN99", true, 8}, [RATE] = {"SENDS", true, 5},
+    [PATH] = {"PATH", false, 12},
 };
 
 static output_text holder_of(const look_rank *r)
@@ -185,6 +187,15 @@ static output_text state_cell(const look_rank *r, cell which)
     return text;
 }
 
+static output_text path_cell(const look_rate *rate)
+{
+    output_text text = {"-"};
+    if (rate->path != NULL) {
+        snprintf(text.s, sizeof text.s, "%s", rate->path);
+    }
+    return text;
+}
+
 static output_text cell_of(const look_rank *r, const look_rate *rate, cell which)
 {
     const output_text none = {"-"};
@@ -210,6 +221,8 @@ static output_text cell_of(const look_rank *r, const look_rate *rate, cell which
         return !rate->known       ? none
                : rate->bytes == 0 ? output_number(0)
                                   : output_rate(rate->bytes, rate->ns);
+    case PATH:
+        return path_cell(rate);
     default:
         return drain > 0 ? output_duration(drain) : none;
     }
@@ -282,6 +295,10 @@ static void put_row(drawing *d, const row *r, const int widths[CELLS],
             output_append(line, sizeof line, "%*s%*s", which > 0 ? GAP : 0, "",
                           cells[which].right ? widths[which] : -widths[which], text.s);
         }
+    }
+    size_t end = strlen(line);
+    while (end > 0 && line[end - 1] == ' ') {
+        line[--end] = '\0';
     }
     put_line(d, style, line);
 }
