@@ -160,6 +160,31 @@ class Processes:
         return [process.exitcode for process in self.processes]
 
 
+@contextmanager
+def served(world: int) -> Iterator[tuple[str, list[int]]]:
+    """*world* ranks of `nixl-fetch serve`: their target, their processes."""
+    serve = subprocess.Popen(
+        [nixl_fetch(), "serve", "--adapter-shape", "small", "--world-size", str(world)]
+        + ["--keep-going"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serve.stdout is not None
+        ready = serve.stdout.readline()
+        children = subprocess.run(
+            ["pgrep", "-P", str(serve.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        by_name = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in children}
+        yield (
+            ready.split("target ")[1].strip(),
+            [by_name[f"nixl-rank-{rank}"] for rank in range(world)],
+        )
+    finally:
+        serve.terminate()
+        serve.wait(PATIENCE)
+
+
 # ---------------------------------------------------------------------------------- scripts
 
 

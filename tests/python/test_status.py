@@ -35,6 +35,7 @@ from local_world import (
     nixl_fetch,
     publish,
     publish_rank,
+    served,
     servers,
     stop,
     weights,
@@ -164,29 +165,8 @@ def test_readers_that_are_always_stale(ranks: list[fanin.Server], target: str) -
     assert "6 of 6 pulls were overtaken by an update" in text_of(report, "stale")
 
 
-@contextmanager
-def another_process() -> Iterator[tuple[str, list[int]]]:
-    """Two ranks of `nixl-fetch serve`: their target, their processes."""
-    serve = subprocess.Popen(
-        [nixl_fetch(), "serve", "--adapter-shape", "small", "--world-size", "2", "--keep-going"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert serve.stdout is not None
-        ready = serve.stdout.readline()
-        children = subprocess.run(
-            ["pgrep", "-P", str(serve.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-        by_name = {open(f"/proc/{pid}/comm").read().strip(): int(pid) for pid in children}
-        yield ready.split("target ")[1].strip(), [by_name["nixl-rank-0"], by_name["nixl-rank-1"]]
-    finally:
-        serve.terminate()
-        serve.wait(PATIENCE)
-
-
 def test_a_rank_that_is_stopped_or_dead() -> None:
-    with another_process() as (target, processes):
+    with served(2) as (target, processes):
         assert told(target)[0] == 0
         stop(processes[1])
         try:
