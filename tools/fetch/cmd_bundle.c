@@ -103,29 +103,62 @@ static void add_text(const bundler *b, const char *name, text *t, const char *wh
 
 /* ----------------------------------------------------------------------- the parts */
 
+/* Where a pull writes its trace: in a folder that is this user's alone. */
+typedef struct trace_place {
+    char folder[256], file[272];
+} trace_place;
+
+static bool make_place(trace_place *t)
+{
+    const char *temporary = getenv("TMPDIR");
+    snprintf(t->folder, sizeof t->folder, "%.200s/nixl-fetch-XXXXXX",
+             temporary != NULL && temporary[0] == '/' ? temporary : "/tmp");
+    bool good = mkdtemp(t->folder) != NULL;
+    snprintf(t->file, sizeof t->file, "%s/trace", t->folder);
+    return good;
+}
+
+/* What the pull left there, also where it failed; then it is gone. */
+static void take_trace(const bundler *b, const trace_place *t)
+{
+    static const char name[] = "pull.trace.json";
+    struct stat st;
+    int file = open(t->file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    size_t most = file >= 0 && fstat(file, &st) == 0 && st.st_size <= CHILD_OUTPUT
+                      ? (size_t)st.st_size
+                      : 0;
+    char *bytes = output_require(malloc(most + 1));
+    ssize_t n = most > 0 ? pread(file, bytes, most, 0) : 0;
+    if (n > 0) {
+        add_file(b, name, bytes, (size_t)n);
+        tell_part(b, name, -1, "for ui.perfetto.dev and nixl-fetch trace", 0,
+                  (size_t)n);
+    } else {
+        tell_part(b, name, -1, "the pull wrote none", 0, 0);
+    }
+    free(bytes);
+    if (file >= 0) {
+        close(file);
+    }
+    unlink(t->file);
+    rmdir(t->folder);
+}
+
 /* The first line of what it said on its standard error. */
 static void first_line(const char *err, char *out, size_t size)
 {
     snprintf(out, size, "%.*s", (int)strcspn(err, "\n"), err);
 }
 
-static void run_part(const bundler *b, const part *p)
+/* The part's command line; @p trace "": it writes none. */
+static void put_words(const bundler *b, const part *p, const char *limit,
+                      const char *trace, const char *words[MAX_WORDS + 16])
 {
-    const char *words[MAX_WORDS + 16] = {"nixl-fetch"};
-    char limit[32], name[64], why[160];
-    size_t count = 1;
-    child c;
-    uint32_t left = progress_left_ms(b->end_ns);
-    uint32_t patience = left < PART_MS + GRACE_MS ? left : PART_MS + GRACE_MS;
-    if (left == 0) {
-        tell_part(b, p->name, -1, "left out: --timeout is over", 0, 0);
-        return;
-    }
+    size_t count = 0;
+    words[count++] = "nixl-fetch";
     for (size_t i = 0; p->words[i] != NULL; i++) {
         words[count++] = p->words[i];
     }
-    snprintf(limit, sizeof limit, "%ums",
-             patience > 2 * GRACE_MS ? patience - GRACE_MS : (patience + 1) / 2);
     if (p->asks) {
         words[count++] = b->target;
         for (size_t i = 0; i < b->n_words; i++) {
@@ -140,22 +173,54 @@ static void run_part(const bundler *b, const part *p)
         words[count++] = "--run";
         words[count++] = b->publication;
     }
-    child_run(words, patience, &c);
-    snprintf(why, sizeof why, "%s", c.why);
-    if (why[0] == '\0' && c.status != 0 && c.err != NULL) {
-        first_line(c.err, why, sizeof why);
+    if (trace[0] != '\0') {
+        words[count++] = "--trace";
+        words[count++] = trace;
     }
-    if (why[0] == '\0' && c.status != 0) {
+    words[count] = NULL;
+}
+
+static void tell_child(const bundler *b, const part *p, const child *c)
+{
+    char name[64], why[160];
+    snprintf(why, sizeof why, "%s", c->why);
+    if (why[0] == '\0' && c->status != 0 && c->err != NULL) {
+        first_line(c->err, why, sizeof why);
+    }
+    if (why[0] == '\0' && c->status != 0) {
         snprintf(why, sizeof why, "see %s.json", p->name);
     }
-    tell_part(b, p->name, c.status, why, c.ns, c.out_size);
+    tell_part(b, p->name, c->status, why, c->ns, c->out_size);
     snprintf(name, sizeof name, "%s.%s", p->name, p->asks ? "json" : "txt");
-    add_file(b, name, c.out, c.out_size);
-    if (c.err_size > 0) {
+    add_file(b, name, c->out, c->out_size);
+    if (c->err_size > 0) {
         snprintf(name, sizeof name, "%s.stderr.txt", p->name);
-        add_file(b, name, c.err, c.err_size);
+        add_file(b, name, c->err, c->err_size);
     }
+}
+
+static void run_part(const bundler *b, const part *p)
+{
+    const char *words[MAX_WORDS + 16];
+    char limit[32];
+    trace_place trace;
+    child c;
+    uint32_t left = progress_left_ms(b->end_ns);
+    uint32_t patience = left < PART_MS + GRACE_MS ? left : PART_MS + GRACE_MS;
+    if (left == 0) {
+        tell_part(b, p->name, -1, "left out: --timeout is over", 0, 0);
+        return;
+    }
+    snprintf(limit, sizeof limit, "%ums",
+             patience > 2 * GRACE_MS ? patience - GRACE_MS : (patience + 1) / 2);
+    bool traced = p->pulls && make_place(&trace);
+    put_words(b, p, limit, traced ? trace.file : "", words);
+    child_run(words, patience, &c);
+    tell_child(b, p, &c);
     child_free(&c);
+    if (traced) {
+        take_trace(b, &trace);
+    }
 }
 
 /* Why a part is left out; NULL: it is not. */
@@ -395,7 +460,7 @@ const command cmd_bundle = {
         "  nixl-fetch bundle nixl_info.json --run 0 --log engine.log -o trouble.tar\n"
         "\n"
         "A tar of what version, doctor, status, ping, list and one pull to memory say, "
-        "of "
+        "the pull's trace, "
         "variables\n"
         "of the environment (FANIN_*, NIXL_*, UCX_*, NCCL_*, CUDA_VISIBLE_DEVICES) and "
         "the "
