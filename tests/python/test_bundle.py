@@ -144,6 +144,16 @@ def test_a_rank_that_says_nothing_costs_no_more_than_the_timeout(
     assert part(told, "status")["exit_status"] != 0
 
 
+def test_a_pull_whose_trace_has_no_place(ranks: list[fanin.Server], tmp_path: Path) -> None:
+    out, nowhere = tmp_path / "b.tar", str(tmp_path / "nowhere")
+    done = bundle(",".join(addresses(ranks)), "--json", "-o", out, TMPDIR=nowhere)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert part(told, "pull")["exit_status"] == 0
+    assert "TMPDIR" in part(told, TRACE)["why"]
+    assert TRACE not in contents(out)
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [

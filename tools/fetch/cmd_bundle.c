@@ -103,6 +103,8 @@ static void add_text(const bundler *b, const char *name, text *t, const char *wh
 
 /* ----------------------------------------------------------------------- the parts */
 
+#define TRACE_PART "pull.trace.json"
+
 /* Where a pull writes its trace: in a folder that is this user's alone. */
 typedef struct trace_place {
     char folder[256], file[272];
@@ -121,7 +123,6 @@ static bool make_place(trace_place *t)
 /* What the pull left there, also where it failed; then it is gone. */
 static void take_trace(const bundler *b, const trace_place *t)
 {
-    static const char name[] = "pull.trace.json";
     struct stat st;
     int file = open(t->file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     size_t most = file >= 0 && fstat(file, &st) == 0 && st.st_size <= CHILD_OUTPUT
@@ -130,11 +131,11 @@ static void take_trace(const bundler *b, const trace_place *t)
     char *bytes = output_require(malloc(most + 1));
     ssize_t n = most > 0 ? pread(file, bytes, most, 0) : 0;
     if (n > 0) {
-        add_file(b, name, bytes, (size_t)n);
-        tell_part(b, name, -1, "for ui.perfetto.dev and nixl-fetch trace", 0,
+        add_file(b, TRACE_PART, bytes, (size_t)n);
+        tell_part(b, TRACE_PART, -1, "for ui.perfetto.dev and nixl-fetch trace", 0,
                   (size_t)n);
     } else {
-        tell_part(b, name, -1, "the pull wrote none", 0, 0);
+        tell_part(b, TRACE_PART, -1, "the pull wrote none", 0, 0);
     }
     free(bytes);
     if (file >= 0) {
@@ -220,6 +221,9 @@ static void run_part(const bundler *b, const part *p)
     child_free(&c);
     if (traced) {
         take_trace(b, &trace);
+    } else if (p->pulls) {
+        tell_part(b, TRACE_PART, -1, "left out: no folder could be made in TMPDIR", 0,
+                  0);
     }
 }
 
