@@ -49,12 +49,15 @@ static void close_data(stream_link *link, data_connection *d)
 fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error)
 {
+    if (connection_get_state(control) != CONNECTION_READY)
+        return error_copy(error, connection_fault(control));
     stream_link *link = calloc(1, sizeof *link);
     if (!link)
         return error_set_memory(error);
     link->client = client;
     link->loop = &client->loop;
     link->control = control;
+    link->end = connection_tls(control);
     link->sealed = connection_is_sealed(control);
     bool is_unix = connection_address(control)->storage.ss_family == AF_UNIX;
     link->reads = connection_is_local(control) && !is_unix ? LOCAL_READS : QUEUE;
@@ -646,11 +649,12 @@ static void on_readable(data_connection *d)
         data_want(d);
 }
 
-/* As the control connection is. False: it goes on later, or the connection is gone. */
+/* As the control connection was when this one was begun: that may be lost since. False: it goes on later, or the
+   connection is gone. */
 static bool is_secured(data_connection *d)
 {
     secure_fault why;
-    const tls_end *end = connection_tls(d->link->control);
+    const tls_end *end = d->link->end;
     if (!end)
         return true;
     if (!d->tls && !(d->tls = tls_new(end, d->source.fd))) {

@@ -44,7 +44,8 @@ struct stream_link {
     fanin_client *client;
     loop *loop; /* of who reads it */
     const connection *control;
-    stream_work *work; /* NULL: idle */
+    const tls_end *end; /* as the control connection was secured; NULL: it was not */
+    stream_work *work;  /* NULL: idle */
     data_connection *connections;
     unsigned n;
     unsigned reads; /* under way on one connection; of digests QUEUE */

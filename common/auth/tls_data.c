@@ -167,8 +167,8 @@ static ssize_t receive_some(tls *t, uint8_t *to, size_t room)
 {
     if (tls_left(&t->left) > 0)
         return (ssize_t)take_left(t, to, room);
-    if (t->fault != TLS_FINE || t->closed) {
-        errno = t->fault != TLS_FINE ? EBADMSG : 0;
+    if (t->fault != TLS_FINE || t->closed || !t->up) {
+        errno = t->fault == TLS_FINE && t->up ? 0 : EBADMSG;
         return -1;
     }
     int why;
@@ -303,7 +303,7 @@ ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n)
                                  .msg_iovlen = (size_t)n};
         return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
-    int failed = t->fault != TLS_FINE ? EBADMSG : tls_flush(t);
+    int failed = t->fault != TLS_FINE || !t->up ? EBADMSG : tls_flush(t);
     if (failed || tls_left(&t->out) > 0) {
         errno = failed ? failed : EAGAIN;
         return -1;

@@ -11,15 +11,16 @@
 
 void *array_large(size_t count, size_t size)
 {
+    void *array;
     if (size != 0 && count > (SIZE_MAX - HUGE) / size)
         return NULL;
     size_t bytes = count * size;
-    if (bytes < HUGE / 2)
+    if (bytes < HUGE)
         return malloc(bytes ? bytes : 1);
-    bytes = (bytes + HUGE - 1) / HUGE * HUGE;
-    void *array = aligned_alloc(HUGE, bytes);
-    if (array)
-        (void)madvise(array, bytes, MADV_HUGEPAGE); /* only makes it faster */
+    if (posix_memalign(&array, HUGE, bytes) != 0)
+        return NULL;
+    /* Whole ones only: what is not wanted takes no memory. It only makes it faster. */
+    (void)madvise(array, bytes / HUGE * HUGE, MADV_HUGEPAGE);
     return array;
 }
 

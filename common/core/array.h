@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/** Memory for @p count elements, like malloc()'s and for free(). From half a huge page on it lies on huge pages, where the
+/** Memory for @p count elements, like malloc()'s and for free(). From a huge page on it lies on whole huge pages, where the
     kernel has some for who asks (madvise(2), MADV_HUGEPAGE): touching ordinary ones for the first time costs more than most
     of what is done with them. NULL: no memory. */
 void *array_large(size_t count, size_t size);

@@ -247,12 +247,36 @@ static int tear_down(void **state)
     return 0;
 }
 
+/* Who forgets the handshake sends nothing that is not encrypted, and gets nothing. */
+static void before_the_handshake_nothing_goes(void **state)
+{
+    (void)state;
+    pair p;
+    uint8_t byte = 1;
+    const struct iovec iov = {bytes, 1};
+    start(&p, '1', '1');
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(tls_send(p.t[i], p.fds[i], &iov, 1), -1);
+        assert_int_equal(errno, EBADMSG);
+        assert_int_equal(tls_receive(p.t[i], p.fds[i], &byte, 1), -1);
+        assert_int_equal(errno, EBADMSG);
+        assert_int_equal(recv(p.fds[1 - i], &byte, 1, MSG_DONTWAIT), -1);
+    }
+    assert_int_equal(tls_handshake(p.t[1]), TLS_WAIT);
+    assert_int_equal(tls_send(p.t[1], p.fds[1], &iov, 1), -1);
+    shake_well(&p);
+    fill();
+    move(&p, 1, 4096);
+    stop(&p);
+}
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bytes_arrive),
+        cmocka_unit_test(before_the_handshake_nothing_goes),
         cmocka_unit_test(what_is_left_is_told),
         cmocka_unit_test(a_send_is_a_slice),
         cmocka_unit_test(a_part_of_a_record_is_nothing),
