@@ -44,7 +44,7 @@ static device_part *part_of(device_plan *d, int device)
 }
 
 /* How many parts, bases, pieces and entries there will be, and room for them. */
-static bool make_room(builder *b)
+static fanin_status make_room(builder *b, fanin_error *error)
 {
     device_plan *d = b->d;
     uint64_t devices = 0, bases = 0, pieces = 0;
@@ -54,12 +54,15 @@ static bool make_room(builder *b)
         bases += c ? c->n_regions : 0;
         pieces += c ? c->host.n : 0;
     }
+    if (bases > UINT32_MAX)
+        return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
     d->parts = calloc(devices + 1, sizeof *d->parts);
     b->lists = calloc(devices + 1, sizeof *b->lists);
     d->bases = calloc(bases + 1, sizeof *d->bases);
-    return d->parts && b->lists && d->bases &&
-           array_reserve(&b->host.pieces, &b->host.capacity, pieces,
-                         sizeof *b->host.pieces);
+    bool good = d->parts && b->lists && d->bases &&
+                array_reserve(&b->host.pieces, &b->host.capacity, pieces,
+                              sizeof *b->host.pieces);
+    return good ? FANIN_OK : error_set_memory(error);
 }
 
 static void add_parts(builder *b, const source_copies *c)
@@ -108,17 +111,14 @@ static bool join(builder *b, const source_copies *c, uint32_t base)
 static fanin_status join_all(builder *b, fanin_error *error)
 {
     device_plan *d = b->d;
-    uint64_t n_bases = 0;
-    if (!make_room(b))
-        return error_set_memory(error);
+    fanin_status status = make_room(b, error);
+    if (status != FANIN_OK)
+        return status;
     for (size_t i = 0; i < d->n_sources; i++) {
         const source_copies *c = copies_of(b, i);
-        n_bases += c ? c->n_regions : 0;
         if (c)
             add_parts(b, c);
     }
-    if (n_bases > UINT32_MAX)
-        return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
     for (size_t i = 0; i < d->n_parts; i++) {
         copy_list *list = &b->lists[i];
         if (!(list->entries = array_large(list->capacity, sizeof *list->entries)))
