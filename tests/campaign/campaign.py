@@ -49,6 +49,7 @@ from processes import (
     UPDATES,
     WRONG,
     Board,
+    Found,
     Limited,
     Reader,
     Trainer,
@@ -102,10 +103,8 @@ class Campaign:
         seed, programs = options.seed, options.programs
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
-        self.wedged: list[str] = []
-        self.hung: list[str] = []
+        self.found = Found()
         self._usual: dict[int, tuple[int, int]] = {}
-        self._leaks: list[str] = []
         self._slowness, self._mutant = 4 if options.sanitized else 1, options.mutant
         self._recovery = 20.0 if self._mutant else RECOVERY
         device = "-cuda" if options.cuda else ""
@@ -116,7 +115,7 @@ class Campaign:
         self.board, self._other_board = Board(place / "board"), Board(place / "other-board")
         port = free_ports(WORLD)
         trainer = programs / f"campaign-trainer{device}"
-        self.trainer = Trainer(trainer, self.board, WORLD, port, seed)
+        self.trainer = Trainer(trainer, self.board, self.found, WORLD, port, seed)
         self._strangers: list[subprocess.Popen[bytes]] = []
         self.links = Links([port + rank for rank in range(WORLD)], seed)
         self.readers = [self._reader(programs / reader, at) for at in range(len(self._specs))]
@@ -364,7 +363,8 @@ class Campaign:
         for reader in missing:
             silent = time.monotonic() - reader.heard
             told = f"reader {reader.index} ({reader.path}) after {after}"
-            (self.hung if silent * 1e3 > TIMEOUT + HUNG else self.wedged).append(told)
+            kind = self.found.hung if silent * 1e3 > TIMEOUT + HUNG else self.found.wedged
+            kind.append("\n  ".join([told, *reader.story()]))
         for reader in self.readers:
             if reader.limited is not None and not missing:
                 self._note_usual(reader)
@@ -372,7 +372,7 @@ class Campaign:
     def trainer_lives(self) -> None:
         for rank, which in enumerate(self.trainer.ranks):
             if which is not None and which.process.poll() not in (None, 0):
-                self.wedged.append(f"rank {rank} ended with {which.process.returncode}")
+                self.found.wedged.append(f"rank {rank} ended with {which.process.returncode}")
                 self.trainer.start(rank)
 
     def _has_recovered(self, reader: Reader, since: int) -> bool:
@@ -399,35 +399,36 @@ class Campaign:
                 least = (min(least[0], seen[0]), min(least[1], seen[1]))
                 time.sleep(0.01)
             if least[0] > usual[0] or least[1] > usual[1]:
-                self._leaks.append(f"reader {reader.index}: {least}, in the beginning {usual}")
+                self.found.leaked.append(
+                    f"reader {reader.index}: {least}, in the beginning {usual}"
+                )
 
     # ------------------------------------------------------------------------------ the end
 
     def broken(self) -> bool:
-        return bool(self.wedged or self.hung or any(reader.bad for reader in self.readers))
+        return bool(
+            self.found.wedged or self.found.hung or any(reader.bad for reader in self.readers)
+        )
 
     def wrong(self) -> int:
         """Results with a wrong byte or step."""
         return sum(reader.verdicts["wrong"] for reader in self.readers)
 
     def end(self) -> None:
+        """All is made whole first: who ends is left alone (Trainer.signal())."""
         self._end_strangers()
+        for process in [*self.trainer.ranks, *(reader.limited for reader in self.readers)]:
+            if process is not None:
+                process.heal()
         self.board.end()
         for reader in self.readers:
             if reader.limited is None:
                 continue
-            reader.limited.heal()
-            try:
-                code = reader.limited.process.wait(TIMEOUT / 1e3 + HUNG / 1e3)
-            except subprocess.TimeoutExpired:
-                self.hung.append(f"reader {reader.index} does not end")
-                reader.limited.process.kill()
-            else:
-                if code:
-                    self.wedged.append(f"reader {reader.index} ended with {code}")
-        for code in self.trainer.end():
+            who = f"reader {reader.index}"
+            code = reader.limited.ends((TIMEOUT + HUNG) / 1e3, who, self.found)
             if code:
-                self.wedged.append(f"a rank ended with {code}")
+                self.found.wedged.append(f"{who} ended with {code}")
+        self.trainer.end()
 
     def bad(self) -> dict[str, int]:
         """What must be 0."""
@@ -435,9 +436,9 @@ class Campaign:
         return {
             "wrong": self.wrong(),
             "written": verdicts["written"],
-            "hung": len(self.hung),
-            "wedged": len(self.wedged),
-            "leaked": len(self._leaks),
+            "hung": len(self.found.hung),
+            "wedged": len(self.found.wedged),
+            "leaked": len(self.found.leaked),
             "trainer's failed calls": self.board.total(WRONG),
             "late updates": self.board.total(LATE),
         }
@@ -458,7 +459,8 @@ class Campaign:
         )
 
     def complaints(self) -> Iterator[str]:
-        yield from self.wedged + self.hung + self._leaks + self.trainer.log
+        """What explains most comes last."""
+        yield from self.trainer.log
         for reader in self.readers:
             for call in reader.bad[:5]:
                 yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
@@ -467,6 +469,7 @@ class Campaign:
                 yield f"reader {reader.index} ({reader.path}): {count} {status}, last: {last}"
         longest = max(self.board.rank(rank, LONGEST) for rank in range(WORLD))
         yield f"longest update beyond its time: {longest} ns"
+        yield from self.found.leaked + self.found.wedged + self.found.hung
 
 
 def free_ports(count: int) -> int:

@@ -13,15 +13,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from stuck import doing
 
 BOARD_RANKS, RANK_WORDS = 16, 8
 BOARD_READERS, READER_WORDS = 32, 3
 LIFE, STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 0, 2, 3, 4, 5, 6, 7
 _RANKS_AT = 2
 _READERS_AT = _RANKS_AT + BOARD_RANKS * RANK_WORDS
+# Of ranks that are told to end: in order, before they serve, before they listen to signals.
+ORDERLY = (0, 3, -signal.SIGTERM)
+
+
+@dataclass
+class Found:
+    """What must not be, in sentences."""
+
+    wedged: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
 
 
 class Board:
@@ -76,6 +90,17 @@ class Limited:
                 resource.prlimit(self.process.pid, what, old)
         self._old.clear()
 
+    def ends(self, seconds: float, who: str, found: Found) -> int | None:
+        """Its exit status; None: it had to be killed, and what it did instead is told."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            lines = [f"{who}, process {self.process.pid}, does not end", *doing(self.process.pid)]
+            found.hung.append("\n  ".join(lines))
+        self.process.kill()
+        self.process.wait(30)
+        return None
+
     def descriptors(self) -> int:
         """Open now."""
         try:
@@ -105,8 +130,11 @@ def life_word(life: str) -> int:
 class Trainer:
     """Ranks on neighbouring ports, and launches of them."""
 
-    def __init__(self, program: Path, board: Board, world: int, port: int, seed: int) -> None:
+    def __init__(
+        self, program: Path, board: Board, found: Found, world: int, port: int, seed: int
+    ) -> None:
         self.world, self.port, self.life = world, port, ""
+        self._found = found
         self.lives: set[int] = set()
         self._program, self._board, self._seed = program, board, seed
         self._start = 0
@@ -154,17 +182,25 @@ class Trainer:
                 self.log = [*self.log[-200:], line.rstrip()]
 
     def signal(self, rank: int, number: int) -> None:
-        """Kills are waited for."""
+        """Ends are waited for.
+
+        Without memory or descriptors a rank does not get to its end, so it is healed first. After
+        SIGTERM it is left alone: a sanitizer stops all threads at the end to look for leaks, a
+        SIGCONT takes back what is to stop them, and then it waits for ever.
+        """
         which = self.ranks[rank]
         if which is None:
             return
         self._board.disturb_rank(rank)
+        if number == signal.SIGTERM:
+            which.heal()
         with contextlib.suppress(ProcessLookupError):
             which.process.send_signal(number)
-            if number in (signal.SIGKILL, signal.SIGTERM):
-                which.heal()  # without memory or descriptors it does not get to its end
-                which.process.wait(30)
-                self.ranks[rank] = None
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            status = which.ends(30, f"rank {rank}", self._found)
+            if number == signal.SIGTERM and status not in (None, *ORDERLY):
+                self._found.wedged.append(f"rank {rank} ended with {status} when it was told to")
+            self.ranks[rank] = None
 
     def heal(self) -> None:
         """All ranks run, and are of the launch that was drawn last."""
@@ -175,14 +211,12 @@ class Trainer:
             if which is None or which.process.poll() is not None:
                 self.start(rank)
 
-    def end(self) -> list[int]:
-        """Exit statuses."""
-        codes = []
-        for which in self.ranks:
-            if which is not None:
-                which.heal()
-                codes.append(which.process.wait(60))
-        return codes
+    def end(self) -> None:
+        """They were healed, and the board has said that it is over."""
+        for rank, which in enumerate(self.ranks):
+            status = which.ends(60, f"rank {rank}", self._found) if which is not None else 0
+            if status:
+                self._found.wedged.append(f"rank {rank} ended with {status}")
 
 
 @dataclass
@@ -219,6 +253,7 @@ class Reader:
         self.statuses: Counter[str] = Counter()
         self.texts: dict[str, str] = {}  # by status, the last one
         self.bad: list[Call] = []
+        self.latest: deque[Call] = deque(maxlen=6)
         self.overrun = 0
         self.heard = time.monotonic()
         self.limited: Limited | None = None
@@ -245,6 +280,7 @@ class Reader:
 
     def _take(self, call: Call) -> None:
         self.heard = time.monotonic()
+        self.latest.append(call)
         self.verdicts[call.verdict] += 1
         self.statuses[call.status] += 1
         self.texts[call.status] = call.text
@@ -266,3 +302,11 @@ class Reader:
 
     def heal(self) -> None:
         self.disturb().heal()
+
+    def story(self) -> Iterator[str]:
+        """Its latest calls, and what it does now."""
+        for call in self.latest:
+            ago = (time.monotonic_ns() - call.began) / 1e9
+            yield f"{ago:.1f} s ago, for {call.took} ms: {call.verdict} {call.status} {call.text}"
+        if self.limited is not None:
+            yield from doing(self.limited.process.pid)

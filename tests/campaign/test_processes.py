@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How a campaign ends its processes, and what it tells of those that do not end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from processes import Board, Found, Limited, Trainer
+
+ENDS = "import signal as s; print(flush=True); s.pause()"
+STAYS = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
+FAILS = "import signal as s; s.signal(s.SIGTERM, lambda *_: exit(23)); print(flush=True); s.pause()"
+
+
+class Recorded:
+    """In a process's place: what is done to it."""
+
+    def __init__(self) -> None:
+        self.pid, self.signals = os.getpid(), []
+        self.files: list[int] = []  # its limit of descriptors, at each signal
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.files.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    def wait(self, _: float) -> int:
+        return 0
+
+
+class Ends(unittest.TestCase):
+    def setUp(self) -> None:
+        place = self.enterContext(tempfile.TemporaryDirectory())
+        self.found = Found()
+        self.trainer = Trainer(Path(), Board(Path(place) / "board"), self.found, 1, 0, 1)
+
+    def listening(self, program: str) -> subprocess.Popen[str]:
+        """Has come so far that it minds signals."""
+        words = [sys.executable, "-c", program]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.addCleanup(process.communicate)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    def rank(self, process: object) -> Limited:
+        self.trainer.ranks[0] = limited = Limited(process)
+        return limited
+
+    def test_nothing_comes_after_sigterm(self) -> None:
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        process = Recorded()
+        self.rank(process).limit(resource.RLIMIT_NOFILE, 64)
+        self.trainer.signal(0, signal.SIGTERM)
+        self.assertEqual(process.signals, [signal.SIGCONT, signal.SIGTERM])
+        self.assertEqual(process.files[1], usual)
+
+    def test_who_does_not_end_is_told_with_its_threads(self) -> None:
+        process = self.listening(STAYS)
+        limited = self.rank(process)
+        process.send_signal(signal.SIGTERM)
+        self.assertIsNone(limited.ends(0, "rank 0", self.found))
+        told = self.found.hung[0].splitlines()
+        self.assertIn(f"rank 0, process {process.pid}, does not end", told[0])
+        self.assertRegex(told[1], rf"^  {process.pid} python.*: State [A-Z]")
+        self.assertEqual(process.returncode, -signal.SIGKILL)
+
+    def test_a_rank_that_ends_badly_is_told(self) -> None:
+        self.rank(self.listening(FAILS))
+        self.trainer.signal(0, signal.SIGTERM)
+        self.assertEqual(self.found.wedged, ["rank 0 ended with 23 when it was told to"])
+        self.rank(self.listening(ENDS))
+        self.trainer.signal(0, signal.SIGTERM)
+        self.assertEqual(len(self.found.wedged), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
