@@ -185,6 +185,16 @@ static void on_accept(rank_proxy *p, pair *pairs, bool is_unix)
                 .number = number};
 }
 
+static void on_wake(rank_proxy *p, pair *pairs)
+{
+    uint64_t count;
+    (void)!read(p->wake, &count, sizeof count);
+    for (int i = 0; i < MAX_PAIRS; i++)
+        if (pairs[i].client >= 0 && !pairs[i].is_unix &&
+            pairs[i].number + 1 == atomic_load(&p->cut))
+            close_pair(&pairs[i]);
+}
+
 static void *run(void *cookie)
 {
     rank_proxy *p = cookie;
@@ -192,15 +202,17 @@ static void *run(void *cookie)
     for (int i = 0; i < MAX_PAIRS; i++)
         pairs[i] = (pair){.client = -1, .rank = -1};
     for (;;) {
-        struct pollfd polled[3 + 2 * MAX_PAIRS] = {{p->wake, POLLIN, 0},
-                                                   {p->listeners[0], POLLIN, 0},
-                                                   {p->listeners[1], POLLIN, 0}};
+        bool holds = atomic_load(&p->holds);
+        struct pollfd polled[3 + 2 * MAX_PAIRS] = {
+            {p->wake, POLLIN, 0},
+            {holds ? -1 : p->listeners[0], POLLIN, 0},
+            {holds ? -1 : p->listeners[1], POLLIN, 0}};
         for (int i = 0; i < MAX_PAIRS; i++) {
             polled[3 + 2 * i] = (struct pollfd){pairs[i].client, POLLIN, 0};
             polled[4 + 2 * i] = (struct pollfd){pairs[i].rank, POLLIN, 0};
         }
         (void)poll(polled, 3 + 2 * MAX_PAIRS, -1);
-        if (polled[0].revents)
+        if (atomic_load(&p->ends))
             break;
         for (int i = 0; i < MAX_PAIRS; i++) {
             pair *c = &pairs[i];
@@ -209,9 +221,11 @@ static void *run(void *cookie)
                 close_pair(c);
         }
         for (int i = 0; i < 2; i++) {
-            if (polled[1 + i].revents)
+            if (polled[1 + i].revents && !atomic_load(&p->holds))
                 on_accept(p, pairs, i == 1);
         }
+        if (polled[0].revents)
+            on_wake(p, pairs);
     }
     for (int i = 0; i < MAX_PAIRS; i++) {
         if (pairs[i].client >= 0)
@@ -250,10 +264,34 @@ void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f)
     start(p);
 }
 
-void rank_proxy_stop(rank_proxy *p)
+static void wake(rank_proxy *p)
 {
     uint64_t one = 1;
     assert_int_equal(write(p->wake, &one, sizeof one), sizeof one);
+}
+
+void rank_proxy_hold(rank_proxy *p)
+{
+    atomic_store(&p->holds, true);
+    wake(p);
+}
+
+void rank_proxy_let_go(rank_proxy *p)
+{
+    atomic_store(&p->holds, false);
+    wake(p);
+}
+
+void rank_proxy_cut(rank_proxy *p, unsigned connection)
+{
+    atomic_store(&p->cut, connection + 1);
+    wake(p);
+}
+
+void rank_proxy_stop(rank_proxy *p)
+{
+    atomic_store(&p->ends, true);
+    wake(p);
     pthread_join(p->thread, NULL);
     close(p->listeners[0]);
     if (p->listeners[1] >= 0)

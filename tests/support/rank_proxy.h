@@ -6,7 +6,7 @@
  * of one type goes through. On the Unix name it says its own address instead of the rank's, as
  * whoever really listened there would. Or a link that alters one bit: over TCP alone, it passes
  * everything on and flips a bit of one byte of one direction of one connection, counted in the
- * order in which they come.
+ * order in which they come. Both can keep new connections waiting, and cut one.
  */
 #ifndef RANK_PROXY_H
 #define RANK_PROXY_H
@@ -39,6 +39,9 @@ typedef struct rank_proxy {
     atomic_bool triggered;
     atomic_bool keeps_address; /**< the rank's address is said on the Unix name, too */
     atomic_uint accepted[2];   /**< connections over TCP, over the Unix name */
+    atomic_bool holds;
+    atomic_uint cut; /**< one more than the connection's number; 0: none */
+    atomic_bool ends;
     int listeners[2], wake;
     pthread_t thread;
 } rank_proxy;
@@ -48,6 +51,12 @@ void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
                       void (*trigger)(void *), void *cookie);
 /** The link that alters what @p f, which outlives it, says. */
 void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f);
+/** Connections that come from now on wait until rank_proxy_let_go(): their clients have them, and nobody
+    hears what they say. */
+void rank_proxy_hold(rank_proxy *p);
+void rank_proxy_let_go(rank_proxy *p);
+/** Closes the connection over TCP that has come as number @p connection, from 0, soon. */
+void rank_proxy_cut(rank_proxy *p, unsigned connection);
 void rank_proxy_stop(rank_proxy *p);
 
 #endif
