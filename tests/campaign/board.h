@@ -33,6 +33,8 @@ typedef struct board_reader {
 typedef struct board {
     _Atomic uint64_t over;
     _Atomic uint64_t names_silent; /**< names.h */
+    _Atomic uint64_t
+        calm_ns; /**< after the step of this time the trainer rests; 0: never */
     board_rank ranks[BOARD_RANKS];
     board_reader readers[BOARD_READERS];
 } board;

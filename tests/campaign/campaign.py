@@ -10,16 +10,17 @@ a wrong byte or step, memory that was written after a failed call had returned, 
 their time by 10 s (hung), readers that did not recover within a minute (wedged), descriptors and
 threads that stayed (leaked), calls of the trainer that failed although nothing had been done to it,
 and updates that readers held up for longer than their lease. One line of figures on standard
-output; exit status 1 if one of them is not 0. After each 500 faults the figures so far go to
-standard error.
+output; exit status 1 if one of these is not 0. On a busy machine, a load of more than four for each
+CPU, readers have another minute, in which the trainer rests, and are no fault but told (starved).
+After each 500 faults the figures so far go to standard error.
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
-secret, so that TCP is TLS. --cuda: the weights lie in memory of devices; LIBRARY is the build's
-stand-in for the driver. --mutant: with programs that are wrong in one way, and exit status 0 only
-if it was found: unchecked (readers do not ask the ranks at the end), byte, write, hang, wedge,
-leak, late. With the right to mount, the adapters of one reader lie on a file system that a fault
-fills.
+secret, so that TCP is TLS. --cuda: the weights lie in memory of devices 0 and 1, or of one, by the
+driver LIBRARY, libcuda.so.1 or the build's stand-in for it; exit status 77 if it has none.
+--mutant: with programs that are wrong in one way, and exit status 0 only if it was found: unchecked
+(readers do not ask the ranks at the end), byte, write, hang, wedge, leak, late, starve. With the
+right to mount, the adapters of one reader lie on a file system that a fault fills.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from processes import (
     ACTS,
     LATE,
     LONGEST,
+    PATIENCE,
     UPDATES,
     WRONG,
     Board,
@@ -60,6 +62,10 @@ WORLD = 3
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
 RECOVERY = 60.0
+TURN = 1.0  # s, the most that a look at all takes on a machine that gives it a CPU
+STORIES = 2  # a round; each takes half a minute at worst
+BUSY = 4  # so many that want to run for each CPU; this takes two
+REST = 10**9  # ns until a trainer that is to rest does
 # Path, whether over the bad links, whether into adapters.
 READERS = (
     ("stream-unix", False, False),
@@ -89,8 +95,10 @@ FOUND = {
     "wedge": "wedged",
     "leak": "leaked",
     "late": "late updates",
+    "starve": "starved",
 }
 PROGRESS = 500  # faults
+SKIPPED = 77
 SPACE = 1 << 20  # bytes that a limit leaves
 DISK = 8 << 20
 CLAIMS: list[socket.socket] = []  # of ports, as long as this process lives
@@ -283,7 +291,7 @@ class Campaign:
         reader = self._any_reader()
         process = reader.disturb().process
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
         self._start_reader(reader)
 
     def _reader_descriptors(self) -> None:
@@ -349,25 +357,50 @@ class Campaign:
     def _end_strangers(self) -> None:
         for process in self._strangers:
             process.kill()
-            process.wait(30)
+            process.wait(PATIENCE)
         self._strangers.clear()
 
     def _recover(self, after: str) -> None:
-        """Every reader has pulled from this launch, from now on."""
-        now, until = time.monotonic_ns(), time.monotonic() + self._recovery
-        missing = list(self.readers)
-        while missing and time.monotonic() < until:
-            time.sleep(0.005)
-            self.trainer_lives()
-            missing = [reader for reader in missing if not self._has_recovered(reader, now)]
+        """Every reader has pulled from this launch, from now on.
+
+        Where the machine is so busy that the trainer may overtake a reader all the time, the
+        trainer rests for those that are left: they were starved, and are wedged if they cannot
+        pull from a trainer at rest.
+        """
+        missing = self._await(list(self.readers))
+        if missing and self._is_busy():
+            self.board.calm(time.monotonic_ns() + REST)
+            left = self._await(missing)
+            self.board.calm(0)
+            starved = [reader for reader in missing if reader not in left]
+            self.found.starved += [f"reader {reader.index} after {after}" for reader in starved]
+            missing = left
         for reader in missing:
             silent = time.monotonic() - reader.heard
-            told = f"reader {reader.index} ({reader.path}) after {after}"
+            told = [f"reader {reader.index} ({reader.path}) after {after}"]
+            if not self._mutant and reader in missing[:STORIES]:
+                told += reader.story()
             kind = self.found.hung if silent * 1e3 > TIMEOUT + HUNG else self.found.wedged
-            kind.append("\n  ".join([told, *reader.story()]))
+            kind.append("\n  ".join(told))
         for reader in self.readers:
             if reader.limited is not None and not missing:
                 self._note_usual(reader)
+
+    def _is_busy(self) -> bool:
+        load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        return load > BUSY * cpus or self._mutant == "starve"
+
+    def _await(self, missing: list[Reader]) -> list[Reader]:
+        """Those that have not pulled in time, which stands still while this process does."""
+        began = time.monotonic_ns()
+        left, seen = self._recovery, time.monotonic()
+        while missing and left > 0:
+            time.sleep(0.005)
+            now = time.monotonic()
+            left, seen = left - min(now - seen, TURN), now
+            self.trainer_lives()
+            missing = [reader for reader in missing if not self._has_recovered(reader, began)]
+        return missing
 
     def trainer_lives(self) -> None:
         for rank, which in enumerate(self.trainer.ranks):
@@ -406,9 +439,9 @@ class Campaign:
     # ------------------------------------------------------------------------------ the end
 
     def broken(self) -> bool:
-        return bool(
-            self.found.wedged or self.found.hung or any(reader.bad for reader in self.readers)
-        )
+        found = self.found.wedged + self.found.hung
+        found += self.found.starved if self._mutant else []
+        return bool(found or any(reader.bad for reader in self.readers))
 
     def wrong(self) -> int:
         """Results with a wrong byte or step."""
@@ -425,7 +458,8 @@ class Campaign:
             if reader.limited is None:
                 continue
             who = f"reader {reader.index}"
-            code = reader.limited.ends((TIMEOUT + HUNG) / 1e3, who, self.found)
+            patience = 1 if self._mutant == "hang" else (TIMEOUT + HUNG) / 1e3
+            code = reader.limited.ends(patience, who, self.found)
             if code:
                 self.found.wedged.append(f"{who} ended with {code}")
         self.trainer.end()
@@ -454,7 +488,7 @@ class Campaign:
             f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
             f" updates, {self.board.total(ACTS)} acts of the trainer,"
             f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
-            f" ({kinds}); {figures}; worst overrun {overrun} ms",
+            f" ({kinds}); {figures}; starved {len(self.found.starved)}, worst overrun {overrun} ms",
             not any(bad.values()) and overrun < HUNG,
         )
 
@@ -469,7 +503,7 @@ class Campaign:
                 yield f"reader {reader.index} ({reader.path}): {count} {status}, last: {last}"
         longest = max(self.board.rank(rank, LONGEST) for rank in range(WORLD))
         yield f"longest update beyond its time: {longest} ns"
-        yield from self.found.leaked + self.found.wedged + self.found.hung
+        yield from self.found.starved + self.found.leaked + self.found.wedged + self.found.hung
 
 
 def free_ports(count: int) -> int:
@@ -523,7 +557,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--sanitized", action="store_true")
-    parser.add_argument("--cuda", type=Path)
+    parser.add_argument("--cuda")
     parser.add_argument("--mutant", choices=FOUND)
     parser.add_argument("--secret", action="store_true")
     options = parser.parse_args()
@@ -533,7 +567,10 @@ def main() -> int:
     os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
     os.environ["CAMPAIGN_MUTANT"] = options.mutant or ""
     if options.cuda:
-        os.environ["FANIN_CUDA_LIBRARY"] = str(options.cuda)
+        os.environ["FANIN_CUDA_LIBRARY"] = options.cuda
+        if subprocess.run([options.programs / "campaign-trainer-cuda"]).returncode == SKIPPED:
+            print(f"skipped: {options.cuda} has no device")
+            return SKIPPED
     try:
         with small_disk(place):
             campaign = Campaign(options, place)
@@ -543,7 +580,8 @@ def main() -> int:
                 campaign.end()
             line, good = campaign.line()
             if options.mutant:
-                good = campaign.bad()[FOUND[options.mutant]] > 0
+                figures = campaign.bad() | {"starved": len(campaign.found.starved)}
+                good = figures[FOUND[options.mutant]] > 0
             for complaint in () if good else campaign.complaints():
                 print(complaint, file=sys.stderr)
             print(f"seed {options.seed}: {line}")

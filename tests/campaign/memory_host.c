@@ -40,6 +40,23 @@ void *memory_bytes(void *memory)
     return memory;
 }
 
+void memory_send(void *memory, size_t size)
+{
+    (void)memory;
+    (void)size;
+}
+
+void memory_fetch(void *memory, size_t size)
+{
+    (void)memory;
+    (void)size;
+}
+
+bool memory_there(void)
+{
+    return true;
+}
+
 /* Its end is at the second guard. */
 void *memory_guarded(size_t size, unsigned device)
 {

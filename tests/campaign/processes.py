@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stuck import doing
+from stuck import cpu_time, doing, is_ready
 
 BOARD_RANKS, RANK_WORDS = 16, 8
 BOARD_READERS, READER_WORDS = 32, 3
 LIFE, STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 0, 2, 3, 4, 5, 6, 7
-_RANKS_AT = 2
+_RANKS_AT = 3
 _READERS_AT = _RANKS_AT + BOARD_RANKS * RANK_WORDS
+PATIENCE = 300  # s, for who gets no CPU, to end or to die
+STARVED = 0.1  # s of CPU in a second
 # Of ranks that are told to end: in order, before they serve, before they listen to signals.
 ORDERLY = (0, 3, -signal.SIGTERM)
 
@@ -36,6 +38,7 @@ class Found:
     wedged: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
+    starved: list[str] = field(default_factory=list)  # which may be
 
 
 class Board:
@@ -66,6 +69,10 @@ class Board:
     def silence_names(self, silent: bool) -> None:
         self._words[1] = silent
 
+    def calm(self, ns: int) -> None:
+        """After the step of that time the trainer rests; 0: it goes on."""
+        self._words[2] = ns
+
     def end(self) -> None:
         self._words[0] = 1
 
@@ -91,14 +98,25 @@ class Limited:
         self._old.clear()
 
     def ends(self, seconds: float, who: str, found: Found) -> int | None:
-        """Its exit status; None: it had to be killed, and what it did instead is told."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            lines = [f"{who}, process {self.process.pid}, does not end", *doing(self.process.pid)]
-            found.hung.append("\n  ".join(lines))
+        """Its exit status; None: it had to be killed, and what it did instead is told.
+
+        Seconds in which it was ready to run and hardly got a CPU do not count: a busy machine
+        starves a process for as long as a minute.
+        """
+        pid, until = self.process.pid, time.monotonic() + PATIENCE
+        left, ran = seconds, cpu_time(pid)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(min(left, 1.0))
+            before, ran = ran, cpu_time(pid)
+            if not is_ready(pid) or ran - before > STARVED or time.monotonic() > until:
+                left -= 1.0
+            if left <= 0:
+                break
+        lines = [f"{who}, process {pid}, does not end", *doing(pid)]
+        found.hung.append("\n  ".join(lines))
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
         return None
 
     def descriptors(self) -> int:

@@ -6,21 +6,23 @@
  * DIRECTORY is not "-", into adapters there, and judges each result by itself. PATH: stream-unix,
  * stream-tcp, or a path's name. A line on standard output for each call:
  *
- *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
+ *   VERDICT STATUS TOOK_MS ALLOWED_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
  * VERDICT: good; failed (an error, which is allowed); wrong (bytes, or a step that was not asked
- * for); written (memory changed after a failed call had returned). DISTURBED: 1 if this process
- * was stopped or limited meanwhile, whose time means nothing.
+ * for); written (memory changed after a failed call had returned). ALLOWED: its timeout, and how long
+ * its threads waited for a CPU meanwhile (cpu_wait.h). DISTURBED: 1 if this process was stopped or
+ * limited meanwhile, whose time means nothing.
  *
  * Now and then something stands in the way of its adapters (obstacles.h).
  *
  * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each; "write"
- * changes memory after a failed one; "wedge" fails for ever.
+ * changes memory after a failed one; "wedge" fails for ever; "starve" as long as the trainer trains.
  *
  * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end, which
  * the campaign must notice.
  */
 #include "board.h"
+#include "cpu_wait.h"
 #include "memory.h"
 #include "mutant.h"
 #include "names.h"
@@ -84,6 +86,18 @@ static void get_memory(reader *r)
     r->bytes = memory_bytes(r->memory);
 }
 
+static void scribble(reader *r)
+{
+    weights_scribble(r->bytes, r->size);
+    memory_send(r->memory, r->size);
+}
+
+static bool is_touched(reader *r)
+{
+    memory_fetch(r->memory, r->size);
+    return !weights_scribbled(r->bytes, r->size);
+}
+
 static void describe(reader *r)
 {
     char *at = r->memory;
@@ -119,6 +133,7 @@ static expectation expect(const reader *r)
 
 static bool check_memory(const reader *r, outcome *o)
 {
+    memory_fetch(r->memory, r->size);
     for (size_t i = 0; i < N_TENSORS; i++)
         if (!weights_check(o->life, o->step, i,
                            r->bytes + ((char *)r->boxes[i].address - r->memory),
@@ -235,7 +250,7 @@ static fanin_status call(reader *r, fanin_pull_options *options, const char *dir
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
     }
     r->untouched = false;
-    weights_scribble(r->bytes, r->size);
+    scribble(r);
     options->verify = board_random(&r->random) % 8 == 0;
     if (board_random(&r->random) % 4 == 0)
         return read_in_parts(r, options, result, error);
@@ -246,7 +261,8 @@ static void choose_rule(reader *r, const expectation *before,
                         fanin_pull_options *options)
 {
     uint64_t ahead = board_random(&r->random) % 3;
-    switch (before->life ? board_random(&r->random) % 6 : 5) {
+    bool goes_on = before->life && !atomic_load(&r->board->calm_ns);
+    switch (goes_on ? board_random(&r->random) % 6 : 5) {
     case 0:
         options->rule = FANIN_STEP_AT_LEAST;
         options->step = before->step + ahead;
@@ -288,7 +304,7 @@ static void pull(reader *r, outcome *o)
         o->verdict = good ? "good" : "wrong";
     } else {
         snprintf(o->text, sizeof o->text, "%s: %s", error.phase, error.message);
-        weights_scribble(r->bytes, r->size);
+        scribble(r);
         r->untouched = true;
     }
     fanin_result_free(&result);
@@ -298,16 +314,19 @@ static void pull(reader *r, outcome *o)
 
 /* ------------------------------------------------------------------------ life */
 
-static void tell(const outcome *o, const reader *r, uint64_t began, bool disturbed)
+/* waited: for a CPU. */
+static void tell(const outcome *o, const reader *r, uint64_t began, uint64_t waited,
+                 bool disturbed)
 {
     char text[sizeof o->text];
     size_t n = 0;
     for (const char *c = o->text; *c; c++)
         text[n++] = *c == '\n' ? ' ' : *c;
     text[n] = 0;
-    printf("%s %s %" PRIu64 " %u %" PRIu64 " %016" PRIx64 " %" PRIu64 " %d|%s\n",
+    printf("%s %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %016" PRIx64 " %" PRIu64
+           " %d|%s\n",
            o->verdict, fanin_status_name(o->status), (board_now() - began) / MS,
-           r->timeout_ms, o->step, o->life, began, disturbed, text);
+           r->timeout_ms + waited / MS, o->step, o->life, began, disturbed, text);
     fflush(stdout);
 }
 
@@ -319,24 +338,30 @@ static bool be_wrong(reader *r)
         board_sleep(UINT64_C(1000000) * MS);
     if (mutant_is("leak"))
         (void)!open("/dev/null", O_RDONLY | O_CLOEXEC);
-    if (mutant_is("write") && r->untouched)
+    if (mutant_is("write") && r->untouched) {
         r->bytes[r->size / 2] ^= 1;
-    return mutant_is("wedge") && calls >= 20;
+        memory_send(r->memory, r->size);
+    }
+    bool starves = mutant_is("starve") && !atomic_load(&r->board->calm_ns);
+    return (mutant_is("wedge") || starves) && calls >= 20;
 }
 
 static void once(reader *r)
 {
     uint64_t began = board_now(), stops = atomic_load(&r->told->stops);
+    uint64_t waited = cpu_wait_ns();
     outcome o = {.verdict = "failed"};
     if (be_wrong(r))
         o.status = FANIN_ERR_INTERNAL;
-    else if (r->untouched && !weights_scribbled(r->bytes, r->size))
+    else if (r->untouched && is_touched(r))
         o.verdict = "written";
     else if (r->client || make_client(r, &o))
         pull(r, &o);
     r->untouched = r->untouched && strcmp(o.verdict, "written") != 0;
     atomic_fetch_add(&r->told->pulls, 1);
-    tell(&o, r, began, stops != atomic_load(&r->told->stops));
+    uint64_t after = cpu_wait_ns(); /* less, if threads have ended meanwhile */
+    tell(&o, r, began, after > waited ? after - waited : 0,
+         stops != atomic_load(&r->told->stops));
     if (board_random(&r->random) % 100 < NEW_CLIENT_PERCENT)
         fanin_client_destroy(&r->client);
     if (o.status != FANIN_OK)

@@ -23,7 +23,7 @@ def _frames(pid: int) -> dict[int, str]:
     """By thread, the innermost first; nothing where there is no gdb, or another tracer."""
     command = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all backtrace 24"]
     try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
     found: dict[int, str] = {}
@@ -39,6 +39,18 @@ def _thread(task: Path, frames: str) -> str:
     told = ", ".join(f"{name} {status.get(name, '?')}" for name in _STATUS)
     kernel = re.findall(r"\] ([^+]+)\+", _read(task / "stack"))
     return f"{task.name} {_read(task / 'comm')}: {told}; {' < '.join(kernel)}; {frames}"
+
+
+def cpu_time(pid: int) -> float:
+    """Seconds of all its threads."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int((_read(task) or "0").split()[0]) for task in tasks) / 1e9
+
+
+def is_ready(pid: int) -> bool:
+    """Whether a thread of it runs, or would if it got a CPU."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return any(") R " in _read(task) for task in tasks)
 
 
 def doing(pid: int) -> Iterator[str]:

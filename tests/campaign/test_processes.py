@@ -12,6 +12,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 from processes import Board, Found, Limited, Trainer
 
@@ -30,6 +31,9 @@ class Recorded:
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
         self.files.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
 
     def wait(self, _: float) -> int:
         return 0
@@ -71,6 +75,22 @@ class Ends(unittest.TestCase):
         self.assertIn(f"rank 0, process {process.pid}, does not end", told[0])
         self.assertRegex(told[1], rf"^  {process.pid} python.*: State [A-Z]")
         self.assertEqual(process.returncode, -signal.SIGKILL)
+
+    def test_seconds_without_a_cpu_do_not_count(self) -> None:
+        process, late = Recorded(), subprocess.TimeoutExpired("", 1)
+        process.wait = Mock(side_effect=[late, late, late, 0])
+        with (
+            patch("processes.is_ready", return_value=True),
+            patch("processes.cpu_time", side_effect=[0.0, 0.01, 0.02, 0.5]),
+        ):
+            self.assertEqual(self.rank(process).ends(2, "rank 0", self.found), 0)
+        with (
+            patch("processes.is_ready", return_value=False),
+            patch("processes.cpu_time", return_value=0.0),
+            patch("processes.doing", return_value=[]),
+        ):
+            process.wait = Mock(side_effect=[late, late, 0])
+            self.assertIsNone(self.rank(process).ends(2, "rank 0", self.found))
 
     def test_a_rank_that_ends_badly_is_told(self) -> None:
         self.rank(self.listening(FAILS))

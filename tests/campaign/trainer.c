@@ -6,7 +6,7 @@
  * reference or snapshot. Now and then it does what a trainer may do and readers must survive: an
  * update is taken back over scribbled memory, the run is removed and put again, shards move and
  * their old memory is unmapped, the run is paused and scribbled on. PORT: of rank 0. LIFE: the
- * world id, in hexadecimal.
+ * world id, in hexadecimal. Without arguments: exit status 77 if it cannot run here, for want of devices.
  *
  * Mutants (mutant.h): "liar" serves bytes of no launch; "byte" has one wrong byte in each fiftieth
  * step; "late" begins updates too late.
@@ -30,6 +30,7 @@
 #define PEER_CPU 500
 
 typedef struct rank {
+    const board *board;
     board_rank *told;
     fanin_server *server;
     uint64_t life, random, start_ns, period_ns, lease_ns, step;
@@ -69,20 +70,30 @@ static size_t shard_bytes(const rank *r, size_t i)
     return (r->end[i] - r->first[i]) * weights_shape(i).columns * sizeof(float);
 }
 
+static void get_memory(rank *r)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        r->memory[i] = memory_get(shard_bytes(r, i), r->rank);
+}
+
 /* What it writes is of no launch, if it lies. */
 static void fill(rank *r, uint64_t step)
 {
     uint64_t life = r->life ^ (mutant_is("liar") ? UINT64_C(0x11a5) : 0);
-    for (size_t i = 0; i < N_TENSORS; i++)
+    for (size_t i = 0; i < N_TENSORS; i++) {
         weights_fill(life, step, i, r->first[i], r->end[i], memory_bytes(r->memory[i]));
-    if (mutant_is("byte") && step % 50 == 0 && r->rank == 1)
-        *(uint8_t *)memory_bytes(r->memory[0]) ^= 1;
+        if (mutant_is("byte") && step % 50 == 0 && r->rank == 1 && i == 0)
+            *(uint8_t *)memory_bytes(r->memory[i]) ^= 1;
+        memory_send(r->memory[i], shard_bytes(r, i));
+    }
 }
 
-static void scribble(rank *r)
+static void scribble(rank *r, void *const *memory)
 {
-    for (size_t i = 0; i < N_TENSORS; i++)
-        weights_scribble(memory_bytes(r->memory[i]), shard_bytes(r, i));
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        weights_scribble(memory_bytes(memory[i]), shard_bytes(r, i));
+        memory_send(memory[i], shard_bytes(r, i));
+    }
 }
 
 static bool put(rank *r, bool replace)
@@ -133,9 +144,16 @@ static bool begin(rank *r)
     return done;
 }
 
-static uint64_t step_now(const rank *r)
+static uint64_t step_at(const rank *r, uint64_t ns)
 {
-    return 1 + (board_now() - r->start_ns) / r->period_ns;
+    return ns < r->start_ns ? 1 : 1 + (ns - r->start_ns) / r->period_ns;
+}
+
+/* The last before all ranks rest. */
+static uint64_t last_step(const rank *r)
+{
+    uint64_t calm_ns = atomic_load(&r->board->calm_ns);
+    return calm_ns ? step_at(r, calm_ns) : UINT64_MAX;
 }
 
 static void commit(rank *r)
@@ -144,7 +162,8 @@ static void commit(rank *r)
     fanin_commit_options options;
     fanin_commit_options_init(&options, sizeof options);
     options.flags = r->snapshot ? FANIN_COMMIT_SNAPSHOT : 0;
-    uint64_t step = step_now(r);
+    uint64_t step = step_at(r, board_now()), last = last_step(r);
+    step = step < last ? step : last;
     if (step <= r->step)
         step = r->step + 1;
     fill(r, step);
@@ -168,7 +187,7 @@ static void take_back(rank *r)
     fanin_error error = FANIN_ERROR_INIT;
     if (!begin(r))
         return;
-    scribble(r);
+    scribble(r, r->memory);
     (void)TRY(r, "abort_update", fanin_server_abort_update(r->server, RUN, &error));
     board_sleep(board_random(&r->random) % (3 * MS));
     train(r);
@@ -196,7 +215,7 @@ static void remove_and_put(rank *r)
     fanin_error error = FANIN_ERROR_INIT;
     if (!TRY(r, "remove", fanin_server_remove(r->server, RUN, NULL, &error)))
         return;
-    scribble(r);
+    scribble(r, r->memory);
     board_sleep(board_random(&r->random) % (3 * MS));
     publish(r);
 }
@@ -204,17 +223,16 @@ static void remove_and_put(rank *r)
 /* The old pages are gone as soon as the put has returned; or the new ones, if it has failed. */
 static void move(rank *r)
 {
-    void *old[N_TENSORS];
+    void *old[N_TENSORS], *fresh[N_TENSORS];
     memcpy(old, r->memory, sizeof old);
-    for (size_t i = 0; i < N_TENSORS; i++)
-        r->memory[i] = memory_get(shard_bytes(r, i), r->rank);
+    get_memory(r);
+    memcpy(fresh, r->memory, sizeof fresh);
     bool moved = put(r, true);
-    for (size_t i = 0; i < N_TENSORS; i++) {
-        void *gone = moved ? old[i] : r->memory[i];
-        r->memory[i] = moved ? r->memory[i] : old[i];
-        weights_scribble(memory_bytes(gone), shard_bytes(r, i));
-        memory_free(gone, shard_bytes(r, i));
-    }
+    void **gone = moved ? old : fresh;
+    memcpy(r->memory, moved ? fresh : old, sizeof old);
+    scribble(r, gone);
+    for (size_t i = 0; i < N_TENSORS; i++)
+        memory_free(gone[i], shard_bytes(r, i));
     train(r);
 }
 
@@ -231,7 +249,7 @@ static void pause_and_scribble(rank *r)
     if (!TRY(r, "pause", fanin_server_pause(r->server, RUN, "campaign", &error)))
         return;
     judge_wait(r, stops, began);
-    scribble(r);
+    scribble(r, r->memory);
     board_sleep(board_random(&r->random) % (8 * MS));
     fill(r, r->step);
     resume(r);
@@ -279,7 +297,6 @@ static void share_out(rank *r)
         uint64_t part = of == 1 ? (r->rank == 1 || r->world == 1 ? 0 : 1) : r->rank;
         r->first[i] = part < of ? rows * part / of : rows;
         r->end[i] = part < of ? rows * (part + 1) / of : rows;
-        r->memory[i] = memory_get(shard_bytes(r, i), r->rank);
     }
 }
 
@@ -299,14 +316,22 @@ static bool parse(rank *r, char **v)
     return r->rank < r->world && r->world <= BOARD_RANKS && r->period_ns > 0;
 }
 
-static void live(rank *r, const board *b)
+/* False: it is not time for a step yet, or the ranks rest. */
+static bool is_due(const rank *r)
 {
-    while (!ended && !atomic_load(&b->over)) {
-        uint64_t next = r->start_ns + r->step * r->period_ns, now = board_now();
-        if (now < next) {
-            board_sleep(next - now < 20 * MS ? next - now : 20 * MS);
+    uint64_t next = r->start_ns + r->step * r->period_ns, now = board_now();
+    bool rests = r->step >= last_step(r) && r->published && !r->paused;
+    if (now >= next && !rests)
+        return true;
+    board_sleep(now < next && next - now < 20 * MS ? next - now : 20 * MS);
+    return false;
+}
+
+static void live(rank *r)
+{
+    while (!ended && !atomic_load(&r->board->over)) {
+        if (!is_due(r))
             continue;
-        }
         if (r->paused)
             resume(r);
         else if (!r->published)
@@ -321,17 +346,21 @@ static void live(rank *r, const board *b)
 int main(int argc, char **argv)
 {
     rank r = {0};
+    if (argc == 1)
+        return memory_there() ? 0 : 77;
     if (argc != 11 || !parse(&r, argv))
         return 2;
     board *b = board_open(argv[1]);
+    r.board = b;
     r.told = &b->ranks[r.rank];
     signal(SIGTERM, on_end);
     share_out(&r);
+    get_memory(&r);
     atomic_store(&r.told->step, 0);
     if (!create(&r, (uint16_t)strtoul(argv[4], NULL, 10)))
         return 3;
     atomic_store(&r.told->life, r.life);
-    live(&r, b);
+    live(&r);
     fanin_server_destroy(&r.server, 200);
     for (size_t i = 0; i < N_TENSORS; i++)
         memory_free(r.memory[i], shard_bytes(&r, i));
