@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """long_run.py BUILD KEPT: all fuzz targets of a build with -Dfuzzing=libfuzzer, in turns, until
-each has had its share of --cpu-hours. What was found and what it has cost so far is kept in KEPT,
-also between runs, so that hours add up. Prints a line a target; exit status 1 if one failed, whose
-input lies in KEPT then."""
+each has had its share of --cpu-hours; whoever has had least goes first. What was found and what it
+has cost so far is kept in KEPT, also between runs, so that hours add up. Prints a line a target;
+exit status 1 if one failed, whose input lies in KEPT then."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 CORPORA = Path(__file__).parent / "corpus"
@@ -59,11 +60,6 @@ class Target:
         unfinished.write_text(json.dumps(self.had))
         unfinished.replace(self.count)
 
-    def fill(self, seconds: float, turn: int) -> None:
-        """Turns until it has had so much, or fails."""
-        while self.had["cpu_seconds"] < seconds and not self.had["failures"]:
-            self.take_turn(turn)
-
     def line(self) -> str:
         """What it has had."""
         new = sum(1 for _ in self.corpus.iterdir())
@@ -71,6 +67,32 @@ class Target:
             f"{self.name:12} {self.had['cpu_seconds'] / 3600:6.2f} CPU hours,"
             f" {self.had['executed']:12,} inputs, {new:6,} kept, {self.had['failures']} failures"
         )
+
+
+class Turns:
+    """Deals turns to who has had least and is not at one."""
+
+    def __init__(self, targets: list[Target], share: float) -> None:
+        self.waiting = list(targets)
+        self.share = share
+        self.lock = threading.Lock()
+
+    def next(self) -> Target | None:
+        """Whose turn it is; None when those that wait have had their share, or have failed."""
+        with self.lock:
+            self.waiting.sort(key=lambda t: t.had["cpu_seconds"])
+            for target in self.waiting:
+                if target.had["cpu_seconds"] < self.share and not target.had["failures"]:
+                    self.waiting.remove(target)
+                    return target
+        return None
+
+    def deal(self, seconds: int) -> None:
+        """One turn of so many seconds after the other."""
+        while target := self.next():
+            target.take_turn(seconds)
+            with self.lock:
+                self.waiting.append(target)
 
 
 def main() -> int:
@@ -86,10 +108,10 @@ def main() -> int:
     if not programs:
         parser.error(f"no fuzz targets in {asked.build}: configure it with -Dfuzzing=libfuzzer")
     targets = [Target(p.resolve(), asked.kept.resolve()) for p in programs]
-    share = asked.cpu_hours * 3600 / len(targets)
+    turns = Turns(targets, asked.cpu_hours * 3600 / len(targets))
     try:
         with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-            for done in [pool.submit(t.fill, share, asked.turn) for t in targets]:
+            for done in [pool.submit(turns.deal, asked.turn) for _ in range(asked.jobs)]:
                 done.result()
     finally:
         print("\n".join(t.line() for t in targets))
