@@ -158,6 +158,12 @@ static void load_ucx(fanin_server *s)
                !(s->flags & FANIN_SERVER_TRUSTED_NETWORK)) {
         snprintf(s->ucx_why, sizeof s->ucx_why,
                  "an open server offers networks the stream path only");
+    } else if ((s->flags & FANIN_SERVER_OPEN) && !s->tls) {
+        snprintf(s->ucx_why, sizeof s->ucx_why,
+                 "without the launch's secret or certificates an open server offers "
+                 "networks the stream path only");
+        log_write(&s->log, FANIN_LOG_WARNING, "ucx-missing", "no path rdma: %s",
+                  s->ucx_why);
     } else if (ucx_load(&s->log, &s->ucx, &error) != FANIN_OK) {
         s->ucx = NULL;
         s->ucx_failed = true;

@@ -369,7 +369,8 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_error *error)
 /* Whether UCX could be tried with a rank; if not, *why says why. */
 static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON])
 {
-    const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
+    const connection *c = client->peers[peer].control;
+    const msg_hello_ok *hello = connection_peer(c);
     const ucx_end *end = client->one_sided;
     if (!end->ucx)
         snprintf(why, PATH_REASON, "%.250s", end->missing);
@@ -378,6 +379,10 @@ static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON
     else if (!ucx_versions_match(ucx_version(end->ucx), hello->ucx_version))
         snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
                  ucx_version(end->ucx), hello->ucx_version);
+    else if (!connection_is_unix(c) && !connection_tls(c))
+        snprintf(why, PATH_REASON,
+                 "nobody proves who is at the other end of this connection: rdma needs "
+                 "the launch's secret, or certificates");
     else if (!path_is_offered(client, peer, FANIN_PATH_RDMA))
         snprintf(why, PATH_REASON, "%s",
                  path_not_offered(client, peer,

@@ -117,8 +117,8 @@ class Server(ClosableHandle):
     :param allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
     :param base_port: listens on base_port + rank; 0: on a port that the system chooses.
     :param open: listen on a network address; serves networks by streams only, unless
-    :param trusted_network: everybody in the allowed networks may read and, with RDMA, write the
-        registered memory.
+    :param trusted_network: the allowed networks are no strangers, and who has the launch's secret
+        or a certificate there may read by RDMA, with which it can also write registered memory.
     :param use_ucx: False: never load UCX, which the path "rdma" needs.
     :param insecure: an open server may do without the launch's secret and allow networks that are
         wider than any private one; also ``FANIN_INSECURE=1``.

@@ -55,19 +55,25 @@ static fanin_status may_open_cma(const session *s, fanin_error *error)
         "server's own user");
 }
 
-/* Over the network everybody, if the trainer calls that trusted. */
+/* Over the network whoever has proven itself, if the trainer calls that network trusted: remote keys of verbs
+   write, and who is on the way could put an address of its own into a plain message. */
 static fanin_status may_have_keys(const session *s, fanin_error *error)
 {
+    const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect",
                          .remedy = "connect on the same host as the same user, or "
                                    "declare the network trusted in the trainer's "
                                    "configuration"};
-    if (s->control->server->flags & FANIN_SERVER_TRUSTED_NETWORK)
-        return FANIN_OK;
     if (s->is_unix)
         return s->differs & NO_RDMA ? refuse_stranger(s, NO_RDMA, error) : FANIN_OK;
+    if (!(server->flags & FANIN_SERVER_TRUSTED_NETWORK))
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "one-sided paths are for the server's own user");
+    if (server->tls)
+        return FANIN_OK;
+    place.remedy = "give ranks and workers the launch's secret, or certificates";
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                     "one-sided paths are for the server's own user");
+                     "remote keys are given to those alone who prove who they are");
 }
 
 static fanin_status may_open_rdma(const session *s, fanin_error *error)

@@ -59,8 +59,8 @@ class AdapterServer(Publisher):
     :param advertise: the address that engines are told; default: ``bind``.
     :param allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything
         but 127.x.
-    :param trusted_network: also offer RDMA to the networks allowed, whose remote keys permit
-        writing.
+    :param trusted_network: also offer RDMA to who has the secret or a certificate in the networks
+        allowed; its remote keys permit writing.
     :param lease: seconds that readers can delay an update, at most.
     :param data_threads: threads that each rank sends tensors to readers with, 1 to 16, so many
         readers of a rank at the same time; None: a quarter of its CPUs, at most 4.

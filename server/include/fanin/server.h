@@ -40,8 +40,9 @@ enum {
     /** Listen on a network address. Needs bind (no wildcard), allow and a secret; serves networks
         by the stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
     FANIN_SERVER_OPEN = 1,
-    /** Everybody in the allowed networks may read and, with RDMA, write registered memory:
-        remote keys of verbs are writable whatever is asked for. */
+    /** Whoever is in the allowed networks is no stranger, whose time is counted, and, having proven itself by
+        the launch's secret or a certificate, is offered RDMA, with which it may also write registered
+        memory: remote keys of verbs are writable whatever is asked for. */
     FANIN_SERVER_TRUSTED_NETWORK = 2,
     /** Never load UCX: no rdma. */
     FANIN_SERVER_NO_UCX = 4,

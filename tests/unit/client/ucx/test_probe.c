@@ -6,8 +6,10 @@
  */
 #include "local_world.h"
 #include "path/reader.h"
+#include "secrets.h"
 #include "testing.h"
 #include "ucx.h"
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -19,6 +21,7 @@ static struct {
     bool deaf;      /* ... and no later one does anything */
     bool undrained; /* endpoints close, but their reads are not recalled */
     bool slow_keys; /* to unpack a remote key takes long */
+    bool offered;   /* ranks offer rdma to everybody */
     unsigned closed, destroyed, unpacked;
 } ucx_does;
 
@@ -99,6 +102,13 @@ fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
 {
     assert_int_equal(path, UCX_PATH_RDMA);
     return __real_ucx_server_create(u, UCX_PATH_HOST, log, out, error);
+}
+
+bool __real_path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
+bool __wrap_path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
+bool __wrap_path_is_offered(const fanin_client *client, size_t peer, fanin_path path)
+{
+    return ucx_does.offered || __real_path_is_offered(client, peer, path);
 }
 
 /* Nothing but UCX is to be tried. */
@@ -231,6 +241,39 @@ static void every_cut_comes(void **state)
     }
 }
 
+/* A pull by rdma over TCP from a network that the trainer calls trusted; "" for secret: there is none. */
+static fanin_status pull_over_tcp(const char *secret, fanin_error *error)
+{
+    fixture f = {.world.flags = FANIN_SERVER_TRUSTED_NETWORK};
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.path = FANIN_PATH_RDMA;
+    config.no_unix = true;
+    setenv("FANIN_SECRET_FILE", secret, 1);
+    world_begin(&f.world, RANKS, CUT_CHUNK0, 1);
+    f.client = world_client_with(&f.world, &config);
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status = world_pull(&f.world, f.client, NULL, NULL, error);
+    unsetenv("FANIN_SECRET_FILE");
+    tear_down(&f);
+    return status;
+}
+
+/* Remote keys write, whatever was asked for, and UCX believes the addresses that it is given. */
+static void over_tcp_keys_are_for_those_who_prove_themselves(void **state)
+{
+    fanin_error error;
+    if (!has_reads() || openssl_is_missing())
+        skip();
+    assert_ok(pull_over_tcp(secret_of('1'), &error), error);
+    for (int offered = 0; offered < 2; offered++) {
+        ucx_does.offered = offered;
+        assert_int_equal(pull_over_tcp("", &error), FANIN_ERR_UNSUPPORTED);
+        assert_says(error.message, "secret");
+    }
+    secrets_remove();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -239,6 +282,7 @@ int main(void)
         cmocka_unit_test(keys_are_read_until_the_deadline),
         cmocka_unit_test(an_answer_after_the_verdict_changes_nothing),
         cmocka_unit_test(a_read_that_cannot_be_recalled_closes_ucx),
+        cmocka_unit_test(over_tcp_keys_are_for_those_who_prove_themselves),
     };
     return cmocka_run_group_tests_name("probe", tests, NULL, NULL);
 }

@@ -132,6 +132,23 @@ static void open_servers_offer_no_rdma(void **state)
     expect_refused(&p, WIRE_PATH_RDMA, "stream path only");
 }
 
+/* With a secret they are told: client/ucx/test_probe.c. */
+static void a_trusted_network_has_to_prove_itself(void **state)
+{
+    if (!version[0])
+        skip();
+    fanin_server *s = start(FANIN_SERVER_TRUSTED_NETWORK);
+    uint32_t paths;
+    peer p = hello(s, false, version, &paths);
+    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    expect_refused(&p, WIRE_PATH_RDMA, "prove who they are");
+    grant g = peer_newest(&p);
+    peer_request_regions(&p, &g, WIRE_PATH_RDMA);
+    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
+    p = hello(s, true, version, &paths);
+    assert_true(paths & (1u << WIRE_PATH_RDMA));
+}
+
 /* Where its own incarnation lies, and addresses without keys. */
 static void the_own_user_may_read_the_process(void **state)
 {
@@ -292,6 +309,7 @@ int main(void)
         server_test(without_ucx_nothing_of_ucx_is_offered),
         server_test(strangers_get_stream_only),
         server_test(open_servers_offer_no_rdma),
+        server_test(a_trusted_network_has_to_prove_itself),
         server_test(the_own_user_may_read_the_process),
         server_test(the_own_user_gets_remote_keys),
         server_test(keys_end_with_the_memory),
