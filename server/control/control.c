@@ -2,7 +2,7 @@
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
 #include "control/control.h"
 #include "control/dispatch.h"
-#include "control/evict.h"
+#include "control/listeners.h"
 #include "control/open_path.h"
 #include "control/rest.h"
 #include "control/waits.h"
@@ -20,115 +20,11 @@
 #include <unistd.h>
 
 #define EVENTS 64
-#define ACCEPTS 64                            /**< connections taken in one go */
-#define ACCEPT_WINDOW_NS UINT64_C(2000000000) /**< as WORK_WINDOW_NS */
-#define NO_ACCEPTS_MS 100                     /**< after running out of descriptors */
 
-/* -1 is no descriptor, and fine. */
-static bool watch_fd(struct control *c, int fd, void *data)
+/* What was begun may end, and nothing new begins. */
+static void stop_listening(struct control *c)
 {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = data};
-    return fd < 0 || epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
-}
-
-static void stop_watching(struct control *c, int fd)
-{
-    if (fd >= 0)
-        epoll_ctl(c->epoll, EPOLL_CTL_DEL, fd, NULL);
-}
-
-/* --------------------------------------------------------------- accepting */
-
-static void accept_one(struct control *c, int fd, const socket_address *peer)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    newcomer from;
-    uint64_t began = thread_cpu_ns();
-    socket_tune(fd);
-    fanin_status status = admit(c->server, fd, peer, &from, &error);
-    if (status == FANIN_ERR_LIMIT && evict_idle(c, from.share, from.room))
-        status = admit(c->server, fd, peer, &from, &error);
-    if (status != FANIN_OK)
-        session_refuse(c, fd, peer, from.share, &error);
-    else
-        session_open(c, fd, peer, &from);
-    if (from.share)
-        peer_charge(c->server, from.share, thread_cpu_ns() - began);
-    if (c->sessions) /* the newest */
-        session_note_due(c->sessions);
-}
-
-/* Out of descriptors or memory: the listeners rest, else epoll would return at once. */
-static void pause_accepting(struct control *c, int code)
-{
-    log_write(&c->server->log, FANIN_LOG_ERROR, "accept-failed",
-              "cannot accept connections (errno %d); see `ulimit -n`", code);
-    stop_watching(c, c->tcp);
-    stop_watching(c, c->unix_fd);
-    c->paused = true;
-    c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
-}
-
-static void resume_accepting(struct control *c)
-{
-    c->paused = false;
-    if (c->tcp_until == UINT64_MAX)
-        watch_fd(c, c->tcp, &c->tcp);
-    watch_fd(c, c->unix_fd, &c->unix_fd);
-}
-
-static void accept_from(struct control *c, int listener)
-{
-    for (int i = 0; i < ACCEPTS && c->listening && !c->paused; i++) {
-        socket_address peer;
-        int fd = socket_accept(listener, &peer);
-        if (fd >= 0)
-            accept_one(c, fd, &peer);
-        else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
-                 errno == ENOMEM)
-            pause_accepting(c, errno);
-        else if (errno == EAGAIN)
-            return;
-    }
-}
-
-/* Accepting by TCP may take as much CPU time as one peer's requests, however many peers come; beyond
-   that they wait in the kernel's queue. Those by the Unix socket do not. */
-static void accept_all(struct control *c, int listener)
-{
-    const fanin_server *s = c->server;
-    if (listener != c->tcp || s->peer_cpu == 0) {
-        accept_from(c, listener);
-        return;
-    }
-    uint64_t began = thread_cpu_ns();
-    accept_from(c, listener);
-    bucket_take(&c->accepts, clock_ns(),
-                (thread_cpu_ns() - began) * 1000 / s->peer_cpu);
-    if (bucket_ready(&c->accepts, ACCEPT_WINDOW_NS) <= clock_ns() || c->paused ||
-        c->tcp < 0)
-        return;
-    stop_watching(c, c->tcp);
-    c->tcp_until = bucket_ready(&c->accepts, ACCEPT_WINDOW_NS);
-    atomic_fetch_add(&c->server->rests, 1);
-}
-
-static void close_listener(struct control *c, int *fd)
-{
-    if (*fd < 0)
-        return;
-    /* Children of a fork hold copies of the socket: shutting it down frees the port. */
-    stop_watching(c, *fd);
-    shutdown(*fd, SHUT_RDWR);
-    close(*fd);
-    *fd = -1;
-}
-
-static void close_listeners(struct control *c)
-{
-    c->listening = c->paused = false;
-    close_listener(c, &c->tcp);
-    close_listener(c, &c->unix_fd);
+    listeners_close(c);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
         waits_cancel(s);
@@ -157,7 +53,7 @@ static void notify(struct control *c)
         }
     }
     if (c->listening && atomic_load(&c->stop_listening))
-        close_listeners(c);
+        stop_listening(c);
 }
 
 static void dispatch(struct control *c, const struct epoll_event *event)
@@ -165,8 +61,8 @@ static void dispatch(struct control *c, const struct epoll_event *event)
     void *data = event->data.ptr;
     if (data == &c->server->wake)
         notify(c);
-    else if (data == &c->tcp || data == &c->unix_fd)
-        accept_all(c, *(int *)data);
+    else if (data == &c->tcp || data == &c->local)
+        listener_accept(c, data);
     else if (data == &c->ucx_again)
         c->ucx_again = true;
     else
@@ -184,8 +80,7 @@ static void free_dead(struct control *c)
 
 static deadline next_due(const struct control *c)
 {
-    deadline at = c->paused ? c->resume_at : UINT64_MAX;
-    at = deadline_sooner(at, deadline_sooner(c->tcp_until, c->rest_until));
+    deadline at = deadline_sooner(listeners_due(c), c->rest_until);
     return deadline_sooner(deadline_sooner(at, c->due), peer_log_due(c->server));
 }
 
@@ -203,13 +98,7 @@ static void expire_sessions(struct control *c)
 
 static void tick(struct control *c)
 {
-    if (c->paused && deadline_passed(c->resume_at))
-        resume_accepting(c);
-    if (deadline_passed(c->tcp_until)) {
-        c->tcp_until = UINT64_MAX;
-        if (!c->paused && c->listening)
-            watch_fd(c, c->tcp, &c->tcp);
-    }
+    listeners_resume(c);
     if (deadline_passed(peer_log_due(c->server)))
         peer_log_tell(c->server);
     if (deadline_passed(c->rest_until))
@@ -235,7 +124,7 @@ static void *run(void *cookie)
             c->ucx_again = progress_ucx(c);
         free_dead(c);
     }
-    close_listeners(c);
+    listeners_close(c);
     while (c->sessions)
         session_close(c->sessions, NULL);
     free_dead(c);
@@ -262,15 +151,13 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     if (!c)
         return error_set_memory(error);
     c->server = s;
-    c->tcp = tcp_fd;
-    c->unix_fd = unix_fd;
-    c->listening = true;
-    c->due = c->rest_until = c->tcp_until = UINT64_MAX;
+    c->due = c->rest_until = UINT64_MAX;
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
     fanin_status status;
     s->control = c;
-    if (c->epoll < 0 || !watch_fd(c, s->wake, &s->wake) ||
-        !watch_fd(c, c->tcp, &c->tcp) || !watch_fd(c, c->unix_fd, &c->unix_fd))
+    struct epoll_event woken = {.events = EPOLLIN, .data.ptr = &s->wake};
+    if (c->epoll < 0 || epoll_ctl(c->epoll, EPOLL_CTL_ADD, s->wake, &woken) != 0 ||
+        !listeners_start(c, tcp_fd, unix_fd))
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up the control thread");
     else

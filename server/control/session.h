@@ -5,6 +5,7 @@
 
 #include "control/changes.h"
 #include "core/admission.h"
+#include "core/bucket.h"
 #include "core/peer_turns.h"
 #include "framing.h"
 #include "outgoing.h"
@@ -74,10 +75,18 @@ typedef struct session {
     watch watches[SESSION_WATCHES];
 } session;
 
+/** Where connections come (listeners.h). */
+typedef struct listener {
+    int fd;               /**< -1: none */
+    bucket accepts;       /**< CPU time of accepting strangers */
+    deadline rests_until; /**< nothing is accepted before; UINT64_MAX: it is */
+} listener;
+
 struct control {
     fanin_server *server;
     pthread_t thread;
-    int epoll, tcp, unix_fd;
+    int epoll;
+    listener tcp, local; /**< local: the Unix socket */
     atomic_bool quit, stop_listening;
     bool listening, paused; /**< paused: no descriptors left, until resume_at */
     deadline resume_at;
@@ -88,8 +97,6 @@ struct control {
     deadline due;        /**< no session has one before */
     deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
     uint64_t mark;       /**< CPU time at work_begin() */
-    bucket accepts;      /**< CPU time of what comes by TCP */
-    deadline tcp_until;  /**< until then nothing is accepted there; UINT64_MAX: it is */
     session *sessions, *dead;
     peer_turns resting;    /**< sessions: rest.h */
     bool crowded;          /**< ... and all strangers together have had their share */

@@ -10,11 +10,14 @@
 #include "server_peer.h"
 #include "testing.h"
 #include <arpa/inet.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 /* Time passes when a test says so. */
@@ -578,6 +581,51 @@ static void without_a_limit_nobody_waits(void **state)
     assert_int_equal(server_stats(s).requests_delayed, 0);
 }
 
+/* --------------------------------------------------------- the Unix socket */
+
+/* Connects as another user and hears why not, again and again, until it is killed. */
+static pid_t connect_as_another(fanin_server *s)
+{
+    socket_address a, tcp;
+    char where[32];
+    snprintf(where, sizeof where, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    assert_int_equal(socket_resolve(where, &tcp, NULL), FANIN_OK);
+    socket_unix_address(0, &tcp, &a);
+    pid_t child = fork();
+    if (child != 0)
+        return child;
+    if (setuid(65534) != 0 || prctl(PR_SET_PDEATHSIG, SIGKILL) != 0)
+        _exit(1);
+    for (;;) {
+        char heard;
+        int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+        if (connect(fd, (struct sockaddr *)&a.storage, a.length) == 0)
+            (void)!recv(fd, &heard, 1, 0);
+        close(fd);
+    }
+}
+
+/* They wait like the connections of a network; the own user's, among them, do not count. */
+static void other_users_on_the_unix_socket_wait(void **state)
+{
+    if (geteuid() != 0)
+        skip();
+    fanin_server *s = start_with_cpu(1);
+    for (unsigned i = 0; i < BATCH; i++) {
+        peer p = peer_connect_unix(s);
+        peer_close(&p);
+    }
+    assert_int_equal(server_stats(s).requests_delayed, 0);
+    pid_t child = connect_as_another(s);
+    deadline by = deadline_in_ms(20000);
+    while (server_stats(s).requests_delayed < 3 && !deadline_passed(by))
+        pull_by_own_user(s);
+    kill(child, SIGKILL);
+    assert_int_equal(waitpid(child, NULL, 0), child);
+    assert_true(server_stats(s).requests_delayed >= 3);
+    pull_by_own_user(s);
+}
+
 /* ------------------------------------------------------------------- the log */
 
 #define GARBAGE 200
@@ -622,6 +670,7 @@ int main(void)
         cmocka_unit_test_teardown(many_connections_have_one_turn, end),
         cmocka_unit_test_teardown(who_waits_may_leave, end),
         cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
+        cmocka_unit_test_teardown(other_users_on_the_unix_socket_wait, end),
         cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),
     };
     return cmocka_run_group_tests_name("server_peers", tests, NULL, NULL);

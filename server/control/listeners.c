@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "control/listeners.h"
+#include "control/dispatch.h"
+#include "control/evict.h"
+#include "core/peer_work.h"
+
+#include <errno.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#define ACCEPTS 64                            /**< connections taken in one go */
+#define ACCEPT_WINDOW_NS UINT64_C(2000000000) /**< as WORK_WINDOW_NS */
+#define NO_ACCEPTS_MS 100                     /**< after running out of descriptors */
+
+static listener *next_of(struct control *c, const listener *l)
+{
+    return l == &c->tcp ? &c->local : NULL;
+}
+
+/* No descriptor is fine. */
+static bool watch_it(struct control *c, listener *l)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = l};
+    return l->fd < 0 || epoll_ctl(c->epoll, EPOLL_CTL_ADD, l->fd, &event) == 0;
+}
+
+static void stop_watching(struct control *c, const listener *l)
+{
+    if (l->fd >= 0)
+        epoll_ctl(c->epoll, EPOLL_CTL_DEL, l->fd, NULL);
+}
+
+bool listeners_start(struct control *c, int tcp_fd, int unix_fd)
+{
+    c->tcp = (listener){.fd = tcp_fd, .rests_until = UINT64_MAX};
+    c->local = (listener){.fd = unix_fd, .rests_until = UINT64_MAX};
+    c->listening = true;
+    return watch_it(c, &c->tcp) && watch_it(c, &c->local);
+}
+
+/* Out of descriptors or memory: the listeners rest, else epoll would return at once. */
+static void pause_all(struct control *c, int code)
+{
+    log_write(&c->server->log, FANIN_LOG_ERROR, "accept-failed",
+              "cannot accept connections (errno %d); see `ulimit -n`", code);
+    for (listener *l = &c->tcp; l; l = next_of(c, l))
+        stop_watching(c, l);
+    c->paused = true;
+    c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
+}
+
+/* Whose it is; NULL: there was no memory for that. */
+static peer_share *take(struct control *c, int fd, const socket_address *peer)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    newcomer from;
+    socket_tune(fd);
+    fanin_status status = admit(c->server, fd, peer, &from, &error);
+    if (status == FANIN_ERR_LIMIT && evict_idle(c, from.share, from.room))
+        status = admit(c->server, fd, peer, &from, &error);
+    if (status != FANIN_OK)
+        session_refuse(c, fd, peer, from.share, &error);
+    else
+        session_open(c, fd, peer, &from);
+    if (c->sessions) /* the newest */
+        session_note_due(c->sessions);
+    return from.share;
+}
+
+/* The CPU time that strangers took. */
+static uint64_t take_some(struct control *c, const listener *l)
+{
+    uint64_t all = 0, began = thread_cpu_ns();
+    for (int i = 0; i < ACCEPTS && c->listening && !c->paused; i++) {
+        socket_address peer;
+        int fd = socket_accept(l->fd, &peer);
+        if (fd < 0 && errno == EAGAIN)
+            break;
+        if (fd < 0) {
+            if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
+                errno == ENOMEM)
+                pause_all(c, errno);
+            continue;
+        }
+        peer_share *from = take(c, fd, &peer);
+        uint64_t now = thread_cpu_ns(), cpu_ns = now - began;
+        began = now;
+        if (from)
+            peer_charge(c->server, from, cpu_ns);
+        all += from && from->is_own ? 0 : cpu_ns;
+    }
+    return all;
+}
+
+/* As much as one peer's requests, however many peers come. On the Unix socket those are other users of this host,
+   whom nobody but this process can turn away, and whose queue is the own user's too. */
+void listener_accept(struct control *c, listener *l)
+{
+    const fanin_server *s = c->server;
+    uint64_t cpu_ns = take_some(c, l);
+    if (s->peer_cpu == 0)
+        return;
+    bucket_take(&l->accepts, clock_ns(), cpu_ns * 1000 / s->peer_cpu);
+    if (bucket_ready(&l->accepts, ACCEPT_WINDOW_NS) <= clock_ns() || c->paused ||
+        l->fd < 0)
+        return;
+    stop_watching(c, l);
+    l->rests_until = bucket_ready(&l->accepts, ACCEPT_WINDOW_NS);
+    atomic_fetch_add(&c->server->rests, 1);
+}
+
+deadline listeners_due(const struct control *c)
+{
+    deadline at = c->paused ? c->resume_at : UINT64_MAX;
+    return deadline_sooner(at,
+                           deadline_sooner(c->tcp.rests_until, c->local.rests_until));
+}
+
+void listeners_resume(struct control *c)
+{
+    bool resumed = c->paused && deadline_passed(c->resume_at);
+    c->paused = c->paused && !resumed;
+    for (listener *l = &c->tcp; l; l = next_of(c, l)) {
+        bool rested = deadline_passed(l->rests_until);
+        if (rested)
+            l->rests_until = UINT64_MAX;
+        if (c->listening && !c->paused && (rested || resumed) &&
+            l->rests_until == UINT64_MAX)
+            watch_it(c, l);
+    }
+}
+
+static void close_one(struct control *c, listener *l)
+{
+    if (l->fd < 0)
+        return;
+    /* Children of a fork hold copies of the socket: shutting it down frees the port. */
+    stop_watching(c, l);
+    shutdown(l->fd, SHUT_RDWR);
+    close(l->fd);
+    l->fd = -1;
+}
+
+void listeners_close(struct control *c)
+{
+    c->listening = c->paused = false;
+    for (listener *l = &c->tcp; l; l = next_of(c, l))
+        close_one(c, l);
+}
