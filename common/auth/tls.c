@@ -41,23 +41,53 @@ static bool is_tls(tls *t)
     return t->heard;
 }
 
+/* As OpenSSL would: a fatal alert, decode_error. */
+static void refuse_hello(tls *t)
+{
+    static const uint8_t alert[TLS_ALERT_SIZE] = {0x15, 3, 3, 0, 2, 2, 50};
+    t->fault = TLS_BROKEN;
+    t->why = TLS_HELLO_ODD;
+    if (!tls_reserve(&t->out, sizeof alert))
+        return;
+    memcpy(t->out.data + t->out.size, alert, sizeof alert);
+    t->out.size += sizeof alert;
+}
+
+/* How many bytes of what has come OpenSSL may have; 0: more have to come first; -1: none, ever. */
+static ssize_t allowed(tls *t)
+{
+    size_t left = tls_left(&t->in);
+    if (left == 0)
+        return 0;
+    if (!is_tls(t))
+        return -1;
+    if (!t->end->is_rank)
+        return (ssize_t)left;
+    ssize_t n = hello_guard_pass(&t->guard, t->in.data + t->in.used, left);
+    if (n < 0)
+        refuse_hello(t);
+    return n;
+}
+
 static int bio_read(BIO *bio, char *to, int room)
 {
     const openssl *o = openssl_of_callback();
     tls *t = o->BIO_get_data(bio);
+    ssize_t step;
     o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
-    if (tls_left(&t->in) == 0) {
-        ssize_t n = t->fault == TLS_PLAIN ? -1 : tls_refill(t, 0);
+    while ((step = allowed(t)) == 0) {
+        ssize_t n = tls_refill(t, 0);
         if (n < 0 && t->sys_errno == EAGAIN)
             o->BIO_set_flags(bio, BIO_READ_AGAIN);
         if (n <= 0)
             return (int)n;
     }
-    if (!is_tls(t))
+    if (step < 0)
         return -1;
-    size_t step = tls_left(&t->in) < (size_t)room ? tls_left(&t->in) : (size_t)room;
-    memcpy(to, t->in.data + t->in.used, step);
-    t->in.used += step;
+    step = step < room ? step : room;
+    memcpy(to, t->in.data + t->in.used, (size_t)step);
+    t->in.used += (size_t)step;
+    t->guard.left -= t->end->is_rank ? (size_t)step : 0;
     return (int)step;
 }
 

@@ -9,12 +9,14 @@
 #define TLS1_3 0x0304
 #define CTRL_MODE 33
 #define CTRL_SESSION_CACHE 44
+#define CTRL_MOST_CERTIFICATES 51
 #define CTRL_MIN_VERSION 123
 #define CTRL_MAX_VERSION 124
 #define MODE_RELEASE_BUFFERS 0x10L
 #define OP_NO_TICKET (UINT64_C(1) << 14)
 #define OP_OWN_ORDER (UINT64_C(1) << 22) /* of ciphers, not the client's */
 
+#define CERTIFICATES_MOST 32768 /* bytes of the other's chain: several long ones */
 #define CIPHERS "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
 
 /* OpenSSL tells them as lines of text: a name, the connection, and the secret. */
@@ -46,6 +48,7 @@ SSL_CTX *tls_context_new(const openssl *o)
     o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
     o->SSL_CTX_set_keylog_callback(c, take_secret);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
+    o->SSL_CTX_ctrl(c, CTRL_MOST_CERTIFICATES, CERTIFICATES_MOST, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);
     return c;
 }

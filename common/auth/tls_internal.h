@@ -4,6 +4,7 @@
 #define TLS_INTERNAL_H
 
 #include "tls.h"
+#include "tls_hello.h"
 #include "tls_records.h"
 
 struct tls_end {
@@ -38,9 +39,10 @@ struct tls {
     uint8_t secrets[2][KEY_SIZE]; /**< what it begins with: the reader's, the rank's */
     unsigned told;                /**< a bit for each */
     bool up, closed;
-    bool heard;    /**< something has come */
-    bool unknown;  /**< the identity that a reader named */
-    int sys_errno; /**< of the socket */
+    hello_guard guard; /**< a rank's, until it is up */
+    bool heard;        /**< something has come */
+    bool unknown;      /**< the identity that a reader named */
+    int sys_errno;     /**< of the socket */
     tls_fault fault;
     const char *why;
     char *found; /**< TLS_NAMES bytes, once the other's certificate was refused */

@@ -3,6 +3,7 @@
 #include "secrets.h"
 #include "testing.h"
 #include "tls.h"
+#include "tls_hello.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -270,6 +271,41 @@ static void before_the_handshake_nothing_goes(void **state)
     stop(&p);
 }
 
+/* What a rank makes of these bytes of a reader's, which are all that have come. */
+static tls_step hear_hello(const void *data, size_t size, tls_fault expected)
+{
+    pair p;
+    start(&p, '1', '1');
+    tls_free(&p.t[1]);
+    assert_int_equal(send(p.fds[1], data, size, 0), size);
+    tls_step step = tls_handshake(p.t[0]);
+    assert_int_equal(tls_failed(p.t[0]), expected);
+    if (step == TLS_FAILED)
+        assert_string_equal(tls_why(p.t[0]), TLS_HELLO_ODD);
+    stop(&p);
+    return step;
+}
+
+/* OpenSSL makes room for what the beginning says. */
+static void a_hello_is_short(void **state)
+{
+    static const uint8_t honest[] = {0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc};
+    static const uint8_t longest[] = {0x16, 3, 1, 0x20, 0, 1, 0, 0x1f, 0xfc};
+    static const uint8_t bad[][9] = {
+        {0x16, 3, 1, 0x20, 1, 1, 0, 0x1f, 0xfd}, /* a byte longer than may be */
+        {0x16, 3, 1, 0x40, 0, 1, 2, 0, 0},       /* 128 KiB, of which this is a part */
+        {0x16, 3, 1, 2, 0, 1, 0, 1, 0xfb},       /* something else behind it */
+        {0x16, 3, 1, 0, 1, 1, 0x16, 3, 1},       /* byte by byte */
+        {0x16, 3, 1, 2, 0, 2, 0, 1, 0xfc},       /* no ClientHello */
+    };
+    assert_int_equal(hear_hello(honest, sizeof honest, TLS_FINE), TLS_WAIT);
+    assert_int_equal(hear_hello(longest, sizeof longest, TLS_FINE), TLS_WAIT);
+    for (size_t i = 1; i < sizeof honest; i++)
+        assert_int_equal(hear_hello(honest, i, TLS_FINE), TLS_WAIT);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        assert_int_equal(hear_hello(bad[i], sizeof bad[i], TLS_BROKEN), TLS_FAILED);
+}
+
 int main(void)
 {
     if (openssl_is_missing())
@@ -277,6 +313,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bytes_arrive),
         cmocka_unit_test(before_the_handshake_nothing_goes),
+        cmocka_unit_test(a_hello_is_short),
         cmocka_unit_test(what_is_left_is_told),
         cmocka_unit_test(a_send_is_a_slice),
         cmocka_unit_test(a_part_of_a_record_is_nothing),
