@@ -55,7 +55,8 @@ class HttpServer:
     host: numeric address. port: 0: one that the system chooses. most: connections at a time; for
     one more, the one makes room that has been silent longest, and if all wait for answers the new
     one is closed. seconds: that a request may take to come, and its answer to be taken. keep: a
-    connection may ask again. largest: bytes of a request's body. Raises OSError, and OverflowError
+    connection may ask again. largest: bytes of a request's body. rate: connections a second that
+    are taken, after twice as many at once; the others wait. Raises OSError, and OverflowError
     for what is no port. A forked child has none of its sockets.
     """
 
@@ -70,9 +71,10 @@ class HttpServer:
         seconds: float,
         keep: bool,
         largest: int = 0,
+        rate: float = 1e9,
     ) -> None:
         self._pid = os.getpid()
-        self._listener = _Listener(host, port, answering, most, seconds, keep, largest)
+        self._listener = _Listener(host, port, answering, most, seconds, keep, largest, rate)
         self._thread = threading.Thread(target=self._listener.run, name=name, daemon=True)
         try:
             self._thread.start()
@@ -123,11 +125,13 @@ class _Listener(socketserver.TCPServer):
         seconds: float,
         keep: bool,
         largest: int,
+        rate: float,
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.request_queue_size = most
         self.answering, self.seconds, self.keep, self.largest = answering, seconds, keep, largest
         self._most = most
+        self._rate, self._left, self._counted = rate, 2 * rate, time.monotonic()
         self._ended = threading.Event()
         self._lock = threading.Lock()
         # Since when each connection has been silent; None: it waits for an answer.
@@ -136,11 +140,21 @@ class _Listener(socketserver.TCPServer):
 
     def run(self) -> None:
         while not self._ended.is_set():
+            if rest := self._rest():
+                self._ended.wait(rest)
+                continue
             try:
                 self.handle_request()
             except OSError:  # not even that it may wait for
                 self._ended.wait(_DEAF)
         self.server_close()
+
+    def _rest(self) -> float:
+        """Seconds until one more may be taken: who asks without end does not get all the time."""
+        now = time.monotonic()
+        self._left = min(2 * self._rate, self._left + (now - self._counted) * self._rate)
+        self._counted = now
+        return max(0.0, (1 - self._left) / self._rate)
 
     def end(self) -> None:
         self._ended.set()
@@ -162,6 +176,7 @@ class _Listener(socketserver.TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        self._left -= 1
         with self._lock:
             if len(self._open) >= self._most:
                 since = {peer: at for peer, at in self._open.items() if at is not None}

@@ -13,6 +13,7 @@ from fanin.errors import FaninError
 __all__ = ["MetricsPage"]
 
 _MOST, _SECONDS, _FRESH = 16, 5.0, 1.0
+_RATE = 50.0  # connections a second: each takes a thread and the interpreter from the trainer
 _KIND = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -34,6 +35,7 @@ class MetricsPage:
             most=_MOST,
             seconds=_SECONDS,
             keep=False,
+            rate=_RATE,
         )
         self.address = self._server.address
 

@@ -33,11 +33,19 @@ class Desk:
 
 @contextmanager
 def serving(
-    *, most: int = 4, seconds: float = PATIENCE, keep: bool = True
+    *, most: int = 4, seconds: float = PATIENCE, keep: bool = True, rate: float = 1e9
 ) -> Iterator[tuple[HttpServer, Desk]]:
     desk = Desk()
     server = HttpServer(
-        desk, "127.0.0.1", 0, name="test", most=most, seconds=seconds, keep=keep, largest=8
+        desk,
+        "127.0.0.1",
+        0,
+        name="test",
+        most=most,
+        seconds=seconds,
+        keep=keep,
+        largest=8,
+        rate=rate,
     )
     try:
         yield server, desk
@@ -133,3 +141,16 @@ def test_the_end_drops_who_is_silent_and_answers_who_waits() -> None:
             socket.create_connection(("127.0.0.1", server.port), PATIENCE)
         desk.release.set()
         assert waiting.getresponse().read() == b"GET /held "
+
+
+def test_who_asks_without_end_waits() -> None:
+    """Each connection takes a thread and the interpreter from the program."""
+    with serving(rate=1.5, keep=False) as (server, _):  # three at once
+        for _ in range(3):
+            with closing(connected(server)) as one:
+                assert told(one, "GET", "/a") == "200 GET /a "
+    with serving(rate=0.001 * 1.5, keep=False) as (server, desk), closing(connected(server)) as one:
+        one.sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            told(one, "GET", "/a")
+        assert not desk.asked.acquire(blocking=False)
