@@ -127,6 +127,40 @@ derive()
     run -0 "$NIXL_FETCH" ping "$info" --no-unix
 }
 
+@test "OpenSSL's client finds nothing weaker than TLS 1.3 with a fresh exchange of keys" {
+    openssl version | grep -q '^OpenSSL 3' || skip "needs the command openssl"
+    start_ranks --adapter-shape small --world-size 1 --secret-file one
+    address=$("$NIXL_FETCH" ping "$info" --no-unix --json | jq -r '.ranks[0].address')
+    key=$(derive one fanin/1/reader)
+    # look OPTION...: what OpenSSL tells of a connection by the right key.
+    look()
+    {
+        output=$(timeout 10 openssl s_client -connect "$address" -ign_eof -psk "$key" -psk_identity fanin/1/reader "$@" \
+            <<<'no frame, but 24 bytes..' 2>&1 | tr -d '\0')
+    }
+    for version in -tls1 -tls1_1 -tls1_2 -no_tls1_3; do
+        look "$version" -cipher ALL:PSK:eNULL@SECLEVEL=0
+        [[ $output != *FAN1* ]]
+        [[ $output == *alert* || $output == *"no protocols available"* || $output == *"no ciphers available"* ]]
+    done
+    for suite in TLS_AES_256_GCM_SHA384 TLS_AES_128_CCM_SHA256 TLS_AES_128_CCM_8_SHA256; do
+        look -tls1_3 -ciphersuites "$suite"
+        [[ $output != *FAN1* ]]
+    done
+    for suite in TLS_AES_128_GCM_SHA256 TLS_CHACHA20_POLY1305_SHA256; do
+        look -tls1_3 -ciphersuites "$suite"
+        [[ $output == *"$suite"*FAN1* ]]
+    done
+    # Who would do without an exchange of keys has one all the same; nothing of it can be taken up again.
+    look -tls1_3 -allow_no_dhe_kex
+    [[ $output == *"Server Temp Key: "*FAN1* ]]
+    [[ $output != *"New Session Ticket"* ]]
+    [[ $output == *"Early data was not sent"* && $output == *"Max Early Data: 0"* || $output != *"Max Early Data"* ]]
+    [[ $output == *"Compression: NONE"* && $output == *"Expansion: NONE"* ]]
+    [[ $output == *"No ALPN negotiated"* ]]
+    run -0 "$NIXL_FETCH" ping "$info" --no-unix
+}
+
 @test "a reader speaks TLS with OpenSSL's server, and takes it for no rank" {
     openssl version | grep -q '^OpenSSL 3' || skip "needs the command openssl"
     mkfifo input

@@ -242,19 +242,23 @@ as_user()
     as_user test -x "$NIXL_FETCH" || skip "another user cannot reach the build"
     theirs=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
     chmod 0777 "$theirs"
-    exec {ranks_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups \
-        "$NIXL_FETCH" serve --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
-    ranks_pid=$!
-    read -r -t 120 <&"$ranks_out"
-    run -13 --separate-stderr timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out refused --json
-    [ "$(field error status)" = FANIN_ERR_AUTH ]
-    [[ $(field error message) == *"process of uid 1234, and this one is of uid 0"* ]]
-    [[ $(field error remedy) == *--trust-other-users* ]]
-    [ ! -e refused ]
-    run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out told --trust-other-users
-    FANIN_TRUST_OTHER_USERS=1 run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out variable
-    run -0 as_user timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out "$theirs/own"
-    stop_ranks
+    binds=(127.0.0.1)
+    ! grep -q '^0\{31\}1 ' /proc/net/if_inet6 || binds+=(::1)
+    for bind in "${binds[@]}"; do
+        exec {ranks_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups \
+            "$NIXL_FETCH" serve --info "$theirs/info" --bind "$bind" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
+        ranks_pid=$!
+        read -r -t 120 <&"$ranks_out"
+        run -13 --separate-stderr timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out refused --json
+        [ "$(field error status)" = FANIN_ERR_AUTH ]
+        [[ $(field error message) == *"process of uid 1234, and this one is of uid 0"* ]]
+        [[ $(field error remedy) == *--trust-other-users* ]]
+        [ ! -e refused ]
+        run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out "told $bind" --trust-other-users
+        FANIN_TRUST_OTHER_USERS=1 run -0 timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out "variable $bind"
+        run -0 as_user timeout 60 "$NIXL_FETCH" pull "$theirs/info" --out "$theirs/own $bind"
+        stop_ranks
+    done
     start_ranks --adapter-shape small --world-size 2
     cp "$info" "$theirs/root"
     chmod 0644 "$theirs/root"

@@ -4,6 +4,7 @@
 #include "ends.h"
 #include "rank_proxy.h"
 #include "secrets.h"
+#include "secured_peer.h"
 #include "server_peer.h"
 #include "testing.h"
 #include "tls.h"
@@ -196,6 +197,58 @@ static void unfinished_handshakes_end(void **state)
     fanin_server_destroy(&server, 0);
 }
 
+static peer speak(fanin_server *server, const tls_end *end, role as,
+                  const uint8_t session[16])
+{
+    peer p = secured_peer(server, end);
+    peer_hello(&p, as, session);
+    return p;
+}
+
+/* Each has the launch's key, and none attaches to another's session or reads by another's lease: the id of a
+   session is told to its own control connection alone, and no connection without TLS is heard. */
+static void sessions_are_their_own(void **state)
+{
+    static uint8_t memory[64];
+    const uint8_t guess[16] = {1};
+    const read_entry all = {.box = 0, .length = sizeof memory};
+    tls_end *reader;
+    uint8_t got[sizeof memory];
+    fanin_server_config config = server_config();
+    config.secret_file = secret_of('1');
+    fanin_server *server = server_publish(&config, memory, sizeof memory);
+    assert_ok(tls_end_of_reader(secret_of('1'), &reader, &error), error);
+    peer one = speak(server, reader, ROLE_CONTROL, guess);
+    peer other = speak(server, reader, ROLE_CONTROL, guess);
+    assert_memory_not_equal(one.session, other.session, sizeof one.session);
+    peer data = speak(server, reader, ROLE_DATA, one.session);
+    peer theirs = speak(server, reader, ROLE_DATA, other.session);
+    grant g = peer_lease(&one);
+    peer_read(&data, &g, &all, 1, got, sizeof got);
+    /* By its own connection and the other's lease, and by a session that it has thought up. */
+    peer_request_read(&theirs, g.token, sizeof memory, &all, 1);
+    peer_expect_error(&theirs, FANIN_ERR_STALE);
+    peer stranger = secured_peer(server, reader);
+    peer_request_hello(&stranger, &(msg_hello){.version_min = VERSION_MIN,
+                                               .version_max = VERSION_MAX,
+                                               .role = ROLE_DATA,
+                                               .id = {1}});
+    assert_says(peer_expect_error(&stranger, FANIN_ERR_CLOSED).message, "is gone");
+    /* Outside of TLS the right id is of no use. */
+    stranger = peer_connect(server);
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_DATA};
+    memcpy(hello.id, one.session, sizeof hello.id);
+    peer_request_hello(&stranger, &hello);
+    stranger.request = 0;
+    peer_expect_error(&stranger, FANIN_ERR_AUTH);
+    peer_read(&data, &g, &all, 1, got, sizeof got);
+    server_close_peers();
+    secured_peers_end();
+    tls_end_free(&reader);
+    server_stop(&server, 0);
+}
+
 static void bad_files_are_told(void **state)
 {
     fanin_client *client = NULL;
@@ -227,6 +280,7 @@ int main(void)
         cmocka_unit_test(ranks_that_prove_nothing_are_refused),
         cmocka_unit_test(no_altered_bit_arrives),
         cmocka_unit_test(unfinished_handshakes_end),
+        cmocka_unit_test(sessions_are_their_own),
         cmocka_unit_test(bad_files_are_told),
     };
     return cmocka_run_group_tests_name("secured", tests, NULL, tear_down);

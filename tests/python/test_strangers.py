@@ -6,13 +6,12 @@ are small, so that they are had at once."""
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import run_alone
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "support")]
@@ -71,21 +70,7 @@ def test_what_a_stranger_takes(name: str) -> None:
 def test_a_crowd_of_addresses_leaves_everybody_a_turn() -> None:
     """52 addresses, of IPv4 and of IPv6: what is common to all of them goes from peer to peer, not
     from connection to connection."""
-    alone = ["unshare", "--map-root-user", "--net"]
-    if not shutil.which("unshare") or not shutil.which("ip"):
-        pytest.skip("needs unshare and ip")
-    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("no network namespaces here")
-    script = str(TESTS / "support" / "crowd.py")
-    told = subprocess.run(
-        [*alone, sys.executable, "-B", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert told.returncode == 0, told.stderr
-    families = [line.split() for line in told.stdout.splitlines()]
+    families = [line.split() for line in run_alone("crowd.py").splitlines()]
     assert [name for name, _, _ in families] == ["IPv4", "IPv6"]
     for name, last, others in families:
         # From connection to connection each of the others would have four times as much.
