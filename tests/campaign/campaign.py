@@ -12,7 +12,8 @@ threads that stayed (leaked), calls of the trainer that failed although nothing 
 and updates that readers held up for longer than their lease. One line of figures on standard
 output; exit status 1 if one of these is not 0. On a busy machine, a load of more than four for each
 CPU, readers have another minute, in which the trainer rests, and are no fault but told (starved).
-After each 500 faults the figures so far go to standard error.
+Time in which a CPU of the machine stood does not count. After each 500 faults the figures so far go
+to standard error.
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
@@ -62,7 +63,6 @@ WORLD = 3
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
 RECOVERY = 60.0
-TURN = 1.0  # s, the most that a look at all takes on a machine that gives it a CPU
 STORIES = 2  # a round; each takes half a minute at worst
 BUSY = 4  # so many that want to run for each CPU; this takes two
 REST = 10**9  # ns until a trainer that is to rest does
@@ -321,6 +321,7 @@ class Campaign:
     # ------------------------------------------------------------------------------ rounds
 
     def run(self, most: int, seconds: float) -> None:
+        self.found.pulse.start()
         self._draw()
         for rank in range(WORLD):
             self.trainer.start(rank)
@@ -376,7 +377,8 @@ class Campaign:
             self.found.starved += [f"reader {reader.index} after {after}" for reader in starved]
             missing = left
         for reader in missing:
-            silent = time.monotonic() - reader.heard
+            heard = int(reader.heard * 1e9)
+            silent = (time.monotonic_ns() - heard - self._stood(heard)) / 1e9
             told = [f"reader {reader.index} ({reader.path}) after {after}"]
             if not self._mutant and reader in missing[:STORIES]:
                 told += reader.story()
@@ -391,16 +393,17 @@ class Campaign:
         return load > BUSY * cpus or self._mutant == "starve"
 
     def _await(self, missing: list[Reader]) -> list[Reader]:
-        """Those that have not pulled in time, which stands still while this process does."""
-        began = time.monotonic_ns()
-        left, seen = self._recovery, time.monotonic()
-        while missing and left > 0:
+        """Those that have not pulled in time; while the machine stands, that does too."""
+        began = now = time.monotonic_ns()
+        while missing and now - began - self._stood(began) < self._recovery * 1e9:
             time.sleep(0.005)
-            now = time.monotonic()
-            left, seen = left - min(now - seen, TURN), now
+            now = time.monotonic_ns()
             self.trainer_lives()
             missing = [reader for reader in missing if not self._has_recovered(reader, began)]
         return missing
+
+    def _stood(self, since: int) -> int:
+        return self.found.pulse.stood(since, time.monotonic_ns())
 
     def trainer_lives(self) -> None:
         for rank, which in enumerate(self.trainer.ranks):
@@ -483,12 +486,13 @@ class Campaign:
         bad = self.bad()
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         figures = ", ".join(f"{what} {count}" for what, count in bad.items())
-        overrun = max(0, *(reader.overrun for reader in self.readers))
+        overrun = max(reader.overrun(self.found.pulse) for reader in self.readers)
         return (
             f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
             f" updates, {self.board.total(ACTS)} acts of the trainer,"
             f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
-            f" ({kinds}); {figures}; starved {len(self.found.starved)}, worst overrun {overrun} ms",
+            f" ({kinds}); {figures}; starved {len(self.found.starved)}, {self.found.pulse.told()};"
+            f" worst overrun {overrun} ms",
             not any(bad.values()) and overrun < HUNG,
         )
 

@@ -18,23 +18,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stuck import cpu_time, doing, is_ready
+from pulse import Pulse
+from stuck import doing
 
 BOARD_RANKS, RANK_WORDS = 16, 8
 BOARD_READERS, READER_WORDS = 32, 3
 LIFE, STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 0, 2, 3, 4, 5, 6, 7
 _RANKS_AT = 3
 _READERS_AT = _RANKS_AT + BOARD_RANKS * RANK_WORDS
-PATIENCE = 300  # s, for who gets no CPU, to end or to die
-STARVED = 0.1  # s of CPU in a second
+PATIENCE = 300  # s, for who was killed
 # Of ranks that are told to end: in order, before they serve, before they listen to signals.
 ORDERLY = (0, 3, -signal.SIGTERM)
 
 
 @dataclass
 class Found:
-    """What must not be, in sentences."""
+    """What must not be, in sentences; and when it may."""
 
+    pulse: Pulse = field(default_factory=Pulse)
     wedged: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
@@ -98,22 +99,16 @@ class Limited:
         self._old.clear()
 
     def ends(self, seconds: float, who: str, found: Found) -> int | None:
-        """Its exit status; None: it had to be killed, and what it did instead is told.
-
-        Seconds in which it was ready to run and hardly got a CPU do not count: a busy machine
-        starves a process for as long as a minute.
-        """
-        pid, until = self.process.pid, time.monotonic() + PATIENCE
-        left, ran = seconds, cpu_time(pid)
+        """Its exit status; None: it had to be killed, and what it did instead is told."""
+        began, left = time.monotonic_ns(), seconds
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(min(left, 1.0))
-            before, ran = ran, cpu_time(pid)
-            if not is_ready(pid) or ran - before > STARVED or time.monotonic() > until:
-                left -= 1.0
+            now = time.monotonic_ns()
+            left = seconds - (now - began - found.pulse.stood(began, now)) / 1e9
             if left <= 0:
                 break
-        lines = [f"{who}, process {pid}, does not end", *doing(pid)]
+        lines = [f"{who}, process {self.process.pid}, does not end", *doing(self.process.pid)]
         found.hung.append("\n  ".join(lines))
         self.process.kill()
         self.process.wait(PATIENCE)
@@ -272,7 +267,7 @@ class Reader:
         self.texts: dict[str, str] = {}  # by status, the last one
         self.bad: list[Call] = []
         self.latest: deque[Call] = deque(maxlen=6)
-        self.overrun = 0
+        self.long: list[Call] = []  # that overran their time
         self.heard = time.monotonic()
         self.limited: Limited | None = None
 
@@ -310,8 +305,17 @@ class Reader:
             self.last_good = call
         elif call.verdict != "failed":
             self.bad.append(call)
-        if not call.disturbed:
-            self.overrun = max(self.overrun, call.took - call.allowed)
+        if not call.disturbed and call.took > call.allowed:
+            self.long.append(call)
+
+    def overrun(self, pulse: Pulse) -> int:
+        """Milliseconds, without those in which the machine stood."""
+        worst = 0
+        for call in self.long:
+            end = call.began + call.took * 10**6
+            over = call.took - call.allowed - pulse.stood(call.began, end) // 10**6
+            worst = max(worst, over)
+        return worst
 
     def disturb(self) -> Limited:
         assert self.limited is not None

@@ -6,12 +6,11 @@
  * DIRECTORY is not "-", into adapters there, and judges each result by itself. PATH: stream-unix,
  * stream-tcp, or a path's name. A line on standard output for each call:
  *
- *   VERDICT STATUS TOOK_MS ALLOWED_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
+ *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
  * VERDICT: good; failed (an error, which is allowed); wrong (bytes, or a step that was not asked
- * for); written (memory changed after a failed call had returned). ALLOWED: its timeout, and how long
- * its threads waited for a CPU meanwhile (cpu_wait.h). DISTURBED: 1 if this process was stopped or
- * limited meanwhile, whose time means nothing.
+ * for); written (memory changed after a failed call had returned). DISTURBED: 1 if this process
+ * was stopped or limited meanwhile, whose time means nothing.
  *
  * Now and then something stands in the way of its adapters (obstacles.h).
  *
@@ -22,7 +21,6 @@
  * the campaign must notice.
  */
 #include "board.h"
-#include "cpu_wait.h"
 #include "memory.h"
 #include "mutant.h"
 #include "names.h"
@@ -314,19 +312,16 @@ static void pull(reader *r, outcome *o)
 
 /* ------------------------------------------------------------------------ life */
 
-/* waited: for a CPU. */
-static void tell(const outcome *o, const reader *r, uint64_t began, uint64_t waited,
-                 bool disturbed)
+static void tell(const outcome *o, const reader *r, uint64_t began, bool disturbed)
 {
     char text[sizeof o->text];
     size_t n = 0;
     for (const char *c = o->text; *c; c++)
         text[n++] = *c == '\n' ? ' ' : *c;
     text[n] = 0;
-    printf("%s %s %" PRIu64 " %" PRIu64 " %" PRIu64 " %016" PRIx64 " %" PRIu64
-           " %d|%s\n",
+    printf("%s %s %" PRIu64 " %u %" PRIu64 " %016" PRIx64 " %" PRIu64 " %d|%s\n",
            o->verdict, fanin_status_name(o->status), (board_now() - began) / MS,
-           r->timeout_ms + waited / MS, o->step, o->life, began, disturbed, text);
+           r->timeout_ms, o->step, o->life, began, disturbed, text);
     fflush(stdout);
 }
 
@@ -349,7 +344,6 @@ static bool be_wrong(reader *r)
 static void once(reader *r)
 {
     uint64_t began = board_now(), stops = atomic_load(&r->told->stops);
-    uint64_t waited = cpu_wait_ns();
     outcome o = {.verdict = "failed"};
     if (be_wrong(r))
         o.status = FANIN_ERR_INTERNAL;
@@ -359,9 +353,7 @@ static void once(reader *r)
         pull(r, &o);
     r->untouched = r->untouched && strcmp(o.verdict, "written") != 0;
     atomic_fetch_add(&r->told->pulls, 1);
-    uint64_t after = cpu_wait_ns(); /* less, if threads have ended meanwhile */
-    tell(&o, r, began, after > waited ? after - waited : 0,
-         stops != atomic_load(&r->told->stops));
+    tell(&o, r, began, stops != atomic_load(&r->told->stops));
     if (board_random(&r->random) % 100 < NEW_CLIENT_PERCENT)
         fanin_client_destroy(&r->client);
     if (o.status != FANIN_OK)

@@ -41,18 +41,6 @@ def _thread(task: Path, frames: str) -> str:
     return f"{task.name} {_read(task / 'comm')}: {told}; {' < '.join(kernel)}; {frames}"
 
 
-def cpu_time(pid: int) -> float:
-    """Seconds of all its threads."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int((_read(task) or "0").split()[0]) for task in tasks) / 1e9
-
-
-def is_ready(pid: int) -> bool:
-    """Whether a thread of it runs, or would if it got a CPU."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-    return any(") R " in _read(task) for task in tasks)
-
-
 def doing(pid: int) -> Iterator[str]:
     """A line a thread, and the same of who traces it."""
     tracers = set()

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 from processes import Board, Found, Limited, Trainer
+from pulse import Pulse
 
 ENDS = "import signal as s; print(flush=True); s.pause()"
 STAYS = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
@@ -76,21 +77,29 @@ class Ends(unittest.TestCase):
         self.assertRegex(told[1], rf"^  {process.pid} python.*: State [A-Z]")
         self.assertEqual(process.returncode, -signal.SIGKILL)
 
-    def test_seconds_without_a_cpu_do_not_count(self) -> None:
+    def test_time_in_which_the_machine_stands_does_not_count(self) -> None:
         process, late = Recorded(), subprocess.TimeoutExpired("", 1)
-        process.wait = Mock(side_effect=[late, late, late, 0])
-        with (
-            patch("processes.is_ready", return_value=True),
-            patch("processes.cpu_time", side_effect=[0.0, 0.01, 0.02, 0.5]),
+        for stood, status in ((10**12, 0), (0, None)):
+            process.wait = Mock(side_effect=[late, 0])
+            self.found.pulse.stood = Mock(return_value=stood)
+            with patch("processes.doing", return_value=[]):
+                self.assertIs(self.rank(process).ends(0, "rank 0", self.found), status)
+
+    def test_a_machine_stands_while_one_cpu_does(self) -> None:
+        pulse, second = Pulse(), 10**9
+        for cpu, at in ((0, 1), (1, 1), (0, 1.5), (1, 5), (0, 6), (1, 5.5), (0, 6.5), (1, 9)):
+            pulse.beat(cpu, int(at * second))  # 1 stood from 1 to 5 and to 9, 0 from 1.5 to 6
+        for begin, end, stood in (
+            (0, 1, 0),
+            (0, 3, 2),
+            (2, 6, 4),
+            (5.5, 7, 1.5),
+            (9, 10, 1),
+            (0, 10, 9),
         ):
-            self.assertEqual(self.rank(process).ends(2, "rank 0", self.found), 0)
-        with (
-            patch("processes.is_ready", return_value=False),
-            patch("processes.cpu_time", return_value=0.0),
-            patch("processes.doing", return_value=[]),
-        ):
-            process.wait = Mock(side_effect=[late, late, 0])
-            self.assertIsNone(self.rank(process).ends(2, "rank 0", self.found))
+            told = pulse.stood(int(begin * second), int(end * second))
+            self.assertEqual(told, int(stood * second), (begin, end))
+        self.assertIn("stood 3 times, 4500 ms", pulse.told())
 
     def test_a_rank_that_ends_badly_is_told(self) -> None:
         self.rank(self.listening(FAILS))
