@@ -12,8 +12,8 @@ threads that stayed (leaked), calls of the trainer that failed although nothing 
 and updates that readers held up for longer than their lease. One line of figures on standard
 output; exit status 1 if one of these is not 0. On a busy machine, a load of more than four for each
 CPU, readers have another minute, in which the trainer rests, and are no fault but told (starved).
-Time in which a CPU of the machine stood does not count. After each 500 faults the figures so far go
-to standard error.
+Time in which the machine stood does not count: one of its CPUs, or one of these processes, which
+was ready and got none. After each 500 faults the figures so far go to standard error.
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
@@ -101,6 +101,7 @@ PROGRESS = 500  # faults
 SKIPPED = 77
 SPACE = 1 << 20  # bytes that a limit leaves
 DISK = 8 << 20
+SHM = "/dev/shm"
 CLAIMS: list[socket.socket] = []  # of ports, as long as this process lives
 
 
@@ -169,6 +170,11 @@ class Campaign:
             ports = [link.port for link in self.links.links]
         hosts = [f"rank{r}.campaign" if at == NAMED else "127.0.0.1" for r in range(WORLD)]
         return [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+
+    def _processes(self) -> list[int]:
+        """Numbers of ranks and readers that may be running."""
+        every = [*self.trainer.ranks, *(reader.limited for reader in self.readers)]
+        return [limited.process.pid for limited in every if limited is not None]
 
     def _start_reader(self, reader: Reader) -> None:
         seed = self.random.randrange(1, 1 << 48)
@@ -321,7 +327,7 @@ class Campaign:
     # ------------------------------------------------------------------------------ rounds
 
     def run(self, most: int, seconds: float) -> None:
-        self.found.pulse.start()
+        self.found.pulse.start(self._processes)
         self._draw()
         for rank in range(WORLD):
             self.trainer.start(rank)
@@ -567,7 +573,8 @@ def main() -> int:
     options = parser.parse_args()
     most = options.faults or (1 << 40 if options.seconds else 40)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    place = Path(tempfile.mkdtemp(prefix="campaign"))
+    memory = SHM if os.access(SHM, os.W_OK) else None  # no disk that others keep busy
+    place = Path(tempfile.mkdtemp(prefix="campaign", dir=memory))
     os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
     os.environ["CAMPAIGN_MUTANT"] = options.mutant or ""
     if options.cuda:

@@ -26,7 +26,7 @@ BOARD_READERS, READER_WORDS = 32, 3
 LIFE, STOPS, UPDATES, ACTS, WRONG, LATE, LONGEST = 0, 2, 3, 4, 5, 6, 7
 _RANKS_AT = 3
 _READERS_AT = _RANKS_AT + BOARD_RANKS * RANK_WORDS
-PATIENCE = 300  # s, for who was killed
+PATIENCE = 300  # s, for who was killed, and for a machine that stands
 # Of ranks that are told to end: in order, before they serve, before they listen to signals.
 ORDERLY = (0, 3, -signal.SIGTERM)
 
@@ -105,7 +105,8 @@ class Limited:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(min(left, 1.0))
             now = time.monotonic_ns()
-            left = seconds - (now - began - found.pulse.stood(began, now)) / 1e9
+            stood = min(found.pulse.stood(began, now) / 1e9, PATIENCE)
+            left = seconds + stood - (now - began) / 1e9
             if left <= 0:
                 break
         lines = [f"{who}, process {self.process.pid}, does not end", *doing(self.process.pid)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 from processes import Board, Found, Limited, Trainer
-from pulse import Pulse
+from pulse import Pulse, state_of
 
 ENDS = "import signal as s; print(flush=True); s.pause()"
 STAYS = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
@@ -99,7 +99,22 @@ class Ends(unittest.TestCase):
         ):
             told = pulse.stood(int(begin * second), int(end * second))
             self.assertEqual(told, int(stood * second), (begin, end))
-        self.assertIn("stood 3 times, 4500 ms", pulse.told())
+
+    def test_who_is_ready_and_gets_no_cpu_is_starved(self) -> None:
+        pulse, second = Pulse(), 10**9
+        looks = [
+            (True, 0.0),
+            (True, 0.001),
+            (False, 0.002),
+            (True, 0.003),
+            (True, 0.2),
+            (True, 0.21),
+        ]
+        for at, state in enumerate(looks):
+            pulse.look({7: state, 8: (False, 0.0), 9: (True, float(at))}, at * second)
+        for end, stood in ((1, 1), (4, 1), (5, 2)):
+            self.assertEqual(pulse.stood(0, end * second), stood * second)
+        self.assertEqual(state_of(os.getpid())[0], True)
 
     def test_a_rank_that_ends_badly_is_told(self) -> None:
         self.rank(self.listening(FAILS))
