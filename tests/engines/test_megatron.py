@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """names=megatron(...) against the names and shapes of Megatron-Core's own GPTModel, on the CPU.
 
-Only where megatron-core is installed, which tools/check-engines does not do (run with 0.16.1).
+Skipped where megatron-core is not installed.
 """
 
 from __future__ import annotations
