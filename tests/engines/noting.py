@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a worker of vLLM ran each step, and what it waited for: `--worker-extension-cls`."""
+"""When a worker of vLLM ran each step, and what held it up: `--worker-extension-cls`."""
 
 from __future__ import annotations
 
 import gc
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 
-def run_delay() -> float:
-    """Seconds that this thread has waited for a processor."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-
-
 class Notes:
-    """Of each step: when it began (time.monotonic), and until then the seconds that its thread had
-    waited for a processor and that Python's collector had run, and the pages that the process had
-    waited for to come from files."""
+    """Of each step: when it began (time.monotonic), and until then the seconds that Python's
+    collector had run and the pages that the process had waited for to come from files.
+
+    Not what its thread waited for a processor: vLLM's worker looks for the next step by
+    sched_yield(), all of which the kernel counts as such."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float, float, int]] = []
+        self.steps: list[tuple[float, float, int]] = []
         self._collecting = self._collected = 0.0
         gc.callbacks.append(self._collect)
 
@@ -34,7 +30,7 @@ class Notes:
 
     def note(self) -> None:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        self.steps.append((time.monotonic(), run_delay(), self._collected, faults))
+        self.steps.append((time.monotonic(), self._collected, faults))
 
 
 class Noting:
@@ -51,7 +47,7 @@ class Noting:
         self.execute_model = noted
         return True
 
-    def noted(self) -> list[tuple[float, float, float, int]]:
+    def noted(self) -> list[tuple[float, float, int]]:
         """What was noted since the last call."""
         steps, self.notes.steps = self.notes.steps, []
         return steps

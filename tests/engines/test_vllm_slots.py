@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -26,6 +27,7 @@ from fanin.vllm import worker
 from fanin.vllm.images import Image
 from fanin.vllm.pulls import catalog_digest, version_of
 from fanin.vllm.seats import Seats
+from fanin.vllm.slot_memory import SlotMemory, stacks_of
 from fanin.vllm.slots import Layout, Slots, file_name, prove
 from slots_engine import Engine
 
@@ -259,19 +261,54 @@ def test_a_slot_is_filled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     bring(slots, e, 1, layouts)
     image = slots.image("/nowhere/1")
     assert image is not None
-    modules = len(slots.manager.modules)
-    pieces = list(image.pieces(slots.manager, 0))
-    assert len(pieces) == modules + 1
+    memory = SlotMemory(slots.manager)
+    pieces = [*memory.clearing(0), *image.pieces(slots.manager, 0)]
+    assert len(pieces) == 2
     for piece in pieces:
         piece()
     expected = slots_engine.slot_bytes(slots.loader, 0)
     monkeypatch.setattr("fanin.vllm.images._PIECE", 1)
-    pieces = list(image.pieces(slots.manager, 1))
-    assert len(pieces) == modules + len(layouts[0].parts)
+    monkeypatch.setattr("fanin.vllm.slot_memory._PIECE", 1)
+    tensors = sum(len(stacks_of(module)) for module in slots.manager.modules.values())
+    pieces = [*memory.clearing(1), *image.pieces(slots.manager, 1)]
+    assert len(pieces) == tensors + len(layouts[0].parts)
     for piece in pieces:
         piece()
     found = slots_engine.slot_bytes(slots.loader, 1)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_slot_is_cleared_as_vllm_clears_it(kind: str) -> None:
+    theirs, mine = (slots_engine.loader(ENGINES[kind]) for _ in range(2))
+    for module in theirs._adapter_manager.modules.values():
+        module.reset_lora(1)
+    for loader in (theirs, mine):
+        for module in loader._adapter_manager.modules.values():
+            if hasattr(module, "adapter_enabled"):
+                module.adapter_enabled[0] = 1
+    for piece in SlotMemory(mine._adapter_manager).clearing(1):
+        piece()
+    for slot in (0, 1):
+        same_slots(mine, theirs, slot)
+
+
+@pytest.mark.parametrize("how", ["as it was", "other tensors", "other memory", "another shape"])
+def test_memory_that_is_another_is_noticed(how: str) -> None:
+    manager = slots_engine.loader(Engine("experts"))._adapter_manager
+    memory = SlotMemory(manager)
+    module = next(iter(manager.modules.values()))
+    if how == "other tensors":
+        module.w2_lora_a_stacked = (module.w2_lora_a_stacked[0].clone(),)
+    elif how == "other memory":
+        module.w2_lora_a_stacked[0].data = module.w2_lora_a_stacked[0].clone()
+    elif how == "another shape":
+        module.w2_lora_a_stacked[0].data = module.w2_lora_a_stacked[0][:, :, :4]
+    assert memory.stands(manager) is (how == "as it was")
+    same = SlotMemory(manager).signature == memory.signature
+    assert same is (how != "another shape")
+    manager.modules["another"] = copy.copy(module)
+    assert not memory.stands(manager)
 
 
 def test_a_copy_that_fails_leaves_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,6 +667,10 @@ def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
     assert 5 not in loader.list_adapters()
     worker.fanin_drop_adapter(mine, str(tmp_path / "by path"), "", [4, 6])
     assert loader.list_adapters() == set()
+    deadline = time.monotonic() + 60
+    while worker._deletions.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]
     assert error is not None and 7 not in loader.list_adapters()
 

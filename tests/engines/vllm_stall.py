@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""vllm_stall.py [--adapters N]
+"""vllm_stall.py [--adapters N] [--wait]
 
 How long a request that runs in a real vLLM waits for its next step while new adapters come.
 
 Live FSDP2 trainers (2 ranks), one engine with two slots, and a request that streams tokens by an
 adapter. In turns nothing happens; the trainers train and commit a step; the engine brings what they
-have committed straight into a slot; it brings another by a directory. Of each turn the longest time
-from one step of the engine to the next, noted in its worker, less the median of the turns in which
-nothing happens: median, p99 and longest, in milliseconds. The longest of all are listed with the
-part in which the worker's thread waited for a processor and in which Python collected garbage, and
-with the pages that the worker waited for to come from files: those of libraries that the kernel has
-let go of.
+have committed straight into a slot; nothing happens for as long; it brings the step by a directory.
+Of each turn the longest time from one step of the engine to the next, noted in its worker: of the
+longest of all turns of a kind median, p90, p99 and longest, in milliseconds, and how much these are
+beyond those of the turns in which nothing happens. The longest of all are listed with the part in
+which Python collected garbage, and with the pages that the worker waited for to come from files:
+those of libraries that the kernel has let go of.
+
+--wait: says "ready", and begins when a line comes, so that the machine need be quiet for the turns
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import tempfile
 import time
@@ -32,7 +34,6 @@ from vllm_measure import learn_the_slots
 from vllm_server import TokenStream, VllmServer, save_model
 
 PROMPT = [5, 9, 13, 17, 21]
-QUIET = 0.04  # seconds of a turn in which nothing happens, about as long as the others take
 
 
 class Turn(NamedTuple):
@@ -42,11 +43,9 @@ class Turn(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """From one step to the next: seconds, of these waiting for a processor and collecting, and
-    pages that were read."""
+    """From one step to the next: seconds, of these collecting, and pages that were read."""
 
     whole: float
-    delayed: float
     collected: float
     faults: float
 
@@ -70,13 +69,13 @@ class Place:
 
     def turns(self, count: int) -> tuple[list[Turn], list[list[float]]]:
         ways: dict[str, Callable[[], Any]] = {
-            "nothing": lambda: time.sleep(QUIET),
             "a commit": self.commit,
             "slot": lambda: self.bring("slot"),
+            "nothing": lambda: time.sleep(found[-1].ended - found[-1].begun),
             "directory": lambda: self.bring("directory"),
         }
         name = f"slot-run0-step{self.trainer.published}"
-        found = []
+        found: list[Turn] = []
         with TokenStream(self.engine, name, PROMPT, 60000) as stream:
             stream.wait_for(200)  # what is slow at first is not what is asked here
             self.notes("start_noting")
@@ -102,30 +101,36 @@ def longest(turn: Turn, steps: list[list[float]]) -> Gap:
     return max(gaps)
 
 
+def of(values: list[float], part: float) -> float:
+    """The value that this part of the sorted ones does not exceed."""
+    return values[math.ceil(len(values) * part) - 1]
+
+
 def show(turns: list[Turn], steps: list[list[float]]) -> None:
     found: dict[str, list[Gap]] = defaultdict(list)
     for turn in turns:
         found[turn.what].append(longest(turn, steps))
-    plain = statistics.median(gap.whole for gap in found["nothing"])
-    print(f"\nlongest step of a turn without anything, median: {plain * 1e3:.1f} ms; beyond it:")
-    for what, gaps in found.items():
-        beyond = sorted((gap.whole - plain) * 1e3 for gap in gaps)
-        p99 = beyond[math.ceil(len(beyond) * 0.99) - 1]
-        print(
-            f"{what:>10}: median {statistics.median(beyond):6.1f}, p99 {p99:6.1f}, "
-            f"longest {beyond[-1]:6.1f}  ({len(gaps)} turns)"
+    parts = {"median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
+    sorted_ = {what: sorted(gap.whole * 1e3 for gap in gaps) for what, gaps in found.items()}
+    plain = sorted_["nothing"]
+    print(f"\nlongest step of a turn, ms, of {len(plain)} turns; and beyond that without anything:")
+    for what, values in sorted_.items():
+        cells = (
+            f"{name} {of(values, part):6.1f} ({of(values, part) - of(plain, part):+5.1f})"
+            for name, part in parts.items()
         )
-    print("\nthe longest, ms: whole, waiting for a processor, collecting garbage; pages read")
+        print(f"{what:>10}: {', '.join(cells)}")
+    print("\nthe longest, ms: whole, collecting garbage; pages read")
     everything = sorted(((gap, what) for what, gaps in found.items() for gap in gaps), reverse=True)
     for gap, what in everything[:12]:
-        parts = ", ".join(f"{part * 1e3:7.1f}" for part in gap[:3])
-        print(f"{what:>10}: {parts}; {gap.faults:.0f}")
+        print(f"{what:>10}: {gap.whole * 1e3:7.1f}, {gap.collected * 1e3:7.1f}; {gap.faults:.0f}")
     sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
     parser.add_argument("--adapters", type=int, default=100, help="of each way")
+    parser.add_argument("--wait", action="store_true", help="for a line before the turns")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fanin-stall-", dir="/dev/shm") as folder:
         scratch = Path(folder)
@@ -148,6 +153,9 @@ def main() -> None:
             for way in ("slot", "directory", "slot"):
                 place.commit()
                 place.bring(way)
+            if options.wait:
+                print("ready", flush=True)
+                sys.stdin.readline()
             show(*place.turns(options.adapters))
 
 

@@ -23,12 +23,21 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
+from fanin.vllm.threads import Hands
 
 
 async def until(condition: Callable[[], object]) -> None:
     """Lets others have their turn until *condition*; a test has a minute."""
     while not condition():
         await asyncio.sleep(0.001)
+
+
+def at_rest(*hands: Hands) -> None:
+    """Waits until all that they were given is done."""
+    deadline = time.monotonic() + 60
+    while any(each.busy for each in hands):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 WORLD = "0123456789abcdef" * 2

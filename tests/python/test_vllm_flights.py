@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run, until
+from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run, at_rest, until
 from fanin import errors
 from fanin.config import inference_config
 from fanin.vllm import worker
@@ -602,9 +602,7 @@ async def test_a_pull_that_fails_takes_no_other_along(
     flight = _Flight(bench.wanted(1, lora_alpha=16.0))
     with pytest.raises(errors.HostError, match="disk full"):
         await state.flights._pull_on_workers(engine.call_workers, flight)
-    for thread in threading.enumerate():
-        if thread.name == "fanin-delete":
-            thread.join(10)
+    at_rest(worker._deletions)
     assert adapter.path == plan.path and adapter.path.exists()
 
 
@@ -652,9 +650,7 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert worker.fanin_drop_adapter(None, str(path), "j") is True
     assert worker.fanin_poll_pull(None, "j")["state"] == "failed"
     bench.trainer.commit(2)
-    for thread in threading.enumerate():
-        if thread.name in ("fanin-pull", "fanin-delete", "fanin-sweep"):
-            thread.join(10)
+    at_rest(worker._pulls, worker._deletions)
     assert len(bench.trainer.pulls) == 1 and not path.exists()
 
 

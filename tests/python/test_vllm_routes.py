@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_trainer import OTHER_WORLD, WORLD, until
+from fake_trainer import OTHER_WORLD, WORLD, at_rest, until
 from fanin import errors
 from fanin._allowed import check_by_environment
 from fanin.config import ConfigError
@@ -546,9 +545,7 @@ def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEn
     with pytest.raises(errors.StateError):
         one.add_lora_from_nixl("mine", 1)
     desk.trainer.commit(2)
-    for thread in threading.enumerate():
-        if thread.name == "fanin-pull":
-            thread.join(10)
+    at_rest(worker._pulls)
     assert one.poll_lora_from_nixl("mine")["state"] == "done"
     assert one.add_lora_from_nixl("mine", 1)
 
@@ -590,31 +587,26 @@ async def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
 ) -> None:
     """An engine that re-reads a directory which is gone dies."""
 
-    def delete() -> None:
-        for thread in threading.enumerate():
-            if thread.name == "fanin-delete":
-                thread.join(10)
-
     (one,) = extended.workers
     first = Path((await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)).lora_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one, "add_lora", lambda request: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-        delete()
+        at_rest(worker._deletions)
         assert first.exists() and set(one.loras) == {5}, "it was the same one"
         desk.trainer.restart(OTHER_WORLD, 1)
         with pytest.raises(ZeroDivisionError):
             await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-        delete()
+        at_rest(worker._deletions)
     assert first.exists() and not list(first.parents[2].glob(f"{OTHER_WORLD}/0/policy*"))
     desk.trainer.restart(OTHER_WORLD, 9)
     with pytest.raises(errors.SupersededError):
         await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-    delete()
+    at_rest(worker._deletions)
     assert first.exists() and one.add_lora_from_nixl(NAME, 7)
     await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
-    delete()
+    at_rest(worker._deletions)
     assert not first.exists()
 
 

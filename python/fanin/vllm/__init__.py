@@ -39,7 +39,7 @@ def register() -> None:
     """
     from vllm.lora.resolver import LoRAResolverRegistry
 
-    from fanin.vllm import guard
+    from fanin.vllm import beside, guard
     from fanin.vllm.resolver import RESOLVER_NAME, make_resolver
     from fanin.vllm.worker import install
 
@@ -53,6 +53,7 @@ def register() -> None:
         )
     _register_backend()
     guard.install()
+    beside.install()
 
 
 def _register_backend() -> None:

@@ -245,9 +245,7 @@ class Image:
             self._copied.record()
 
     def pieces(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
-        """As clearing that slot and :meth:`put`, in host memory, in pieces of some milliseconds."""
-        for module in manager.modules.values():
-            yield functools.partial(module.reset_lora, slot)
+        """As :meth:`put`, in host memory, in pieces of some milliseconds."""
         with self._lock:
             ready, fills = self._ready, self._fills
         for copies in _fill_of(fills, manager, slot, ready).copies:

@@ -2,13 +2,15 @@
 """Adapters as they lie in vLLM's LoRA slots: where each published element goes, found out once, and
 which images (:mod:`fanin.vllm.images`) a worker has, which pulls fill and vLLM copies into slots.
 
-The one file that knows vLLM's LoRA classes. vLLM still decides which adapter has which slot, and
-when one leaves; it asks for an adapter as ever, and is given an image instead of a directory.
+This file and :mod:`fanin.vllm.slot_memory` alone know vLLM's LoRA classes. vLLM still decides which
+adapter has which slot, and when one leaves; it asks for an adapter as ever, and is given an image
+instead of a directory.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import re
 import threading
@@ -27,6 +29,7 @@ from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
 from fanin.vllm.images import Image
 from fanin.vllm.seats import Seat, Seats
+from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
 __all__ = ["Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
 
@@ -34,8 +37,6 @@ _log = logging.getLogger("vllm.fanin")
 
 #: Of vLLM, for which the names below are right.
 VERSIONS = ("0.32.",)
-_MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
-_PLAIN = ("lora_a_stacked", "lora_b_stacked")
 _SPARE = 2  # images that are kept for the next pull
 _ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
 
@@ -69,7 +70,7 @@ def unfit(worker: Any) -> str:
         return "pipeline parallelism"
     if getattr(parallel, "enable_elastic_ep", False):
         return "workers may come later (elastic expert parallelism)"
-    strange = [name for name, module in manager.modules.items() if not _tensors(module)]
+    strange = [name for name, module in manager.modules.items() if not stacks_of(module)]
     return f"the layer {strange[0]} keeps its adapters in an unknown way" if strange else ""
 
 
@@ -87,49 +88,17 @@ def _loader(worker: Any) -> Any:
     return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
 
-class _Stack(NamedTuple):
-    """One of a module's tensors that hold all slots; the first dimension is the slot."""
-
-    attribute: str
-    place: int | None
-    tensor: Any
-
-    @property
-    def leaf(self) -> str:
-        return self.attribute if self.place is None else f"{self.attribute}.{self.place}"
-
-
-def _tensors(module: Any) -> list[_Stack]:
-    found = []
-    for attribute in _MOE if hasattr(module, _MOE[0]) else _PLAIN:
-        value = getattr(module, attribute, None)
-        if isinstance(value, torch.Tensor):
-            found.append(_Stack(attribute, None, value))
-        elif isinstance(value, (tuple, list)):
-            found += [_Stack(attribute, i, tensor) for i, tensor in enumerate(value)]
-    return found
-
-
 def _twin(module: Any, dtype: Any = None) -> Any:
     """A module that does what *module* does to tensors of its own, of one slot, on the CPU."""
     twin = copy.copy(module)
     held: dict[str, Any] = {}
-    for attribute, index, tensor in _tensors(module):
+    for attribute, index, tensor in stacks_of(module):
         made = torch.zeros((1, *tensor.shape[1:]), dtype=dtype or tensor.dtype, device="cpu")
         held[attribute] = made if index is None else (*held.get(attribute, ()), made)
     if hasattr(module, "adapter_enabled"):
         held["adapter_enabled"] = torch.zeros(2, dtype=torch.int, device="cpu")
     twin.__dict__.update(held)
     return twin
-
-
-def _signature(manager: Any) -> tuple[Any, ...]:
-    """Of the memory that holds the slots; another one needs another layout."""
-    return tuple(
-        (path, stack.leaf, tuple(stack.tensor.shape), stack.tensor.dtype)
-        for path, module in manager.modules.items()
-        for stack in _tensors(module)
-    )
 
 
 def _mapper(manager: Any) -> Any:
@@ -285,7 +254,7 @@ class _Recorder:
             mapping,
             tuple(self._parts(mapping)),
             tuple(switched),
-            _signature(self._manager),
+            SlotMemory(self._manager).signature,
         )
 
     def _one(self, layer: str, names: dict[str, tuple[str, bool]], switched: list[str]) -> None:
@@ -325,14 +294,14 @@ class _Recorder:
         _unpinned(MethodType(type(part)._create_merged_loras_inplace, part))(lora)
         for path, twin in part.modules.items():
             _set(part, lora, path, twin)
-            for stack in _tensors(twin):
+            for stack in stacks_of(twin):
                 self._trace.found(path, type(twin).__name__, stack.leaf, stack.tensor[0])
             if hasattr(twin, "adapter_enabled") and int(twin.adapter_enabled[0]):
                 switched.append(path)
 
     def _parts(self, mapping: SlotMapping) -> Iterator[Part]:
         for module in mapping.modules:
-            stacks = {s.leaf: s for s in _tensors(self._manager.modules[module.path])}
+            stacks = {s.leaf: s for s in stacks_of(self._manager.modules[module.path])}
             for leaf in module.leaves:
                 stack = stacks[leaf.name]
                 scales = {self._scales[source.name] for source in leaf.sources}
@@ -371,7 +340,7 @@ def prove(loader: Any, image: Image, request: Any) -> None:
     for path, module in manager.modules.items():
         twin = _twin(module)
         _set(manager, lora, path, twin)
-        for stack in _tensors(twin):
+        for stack in stacks_of(twin):
             mine = image.slot_of(path, stack.leaf, stack.tensor[0])
             if not torch.equal(_bits(mine), _bits(stack.tensor[0])):
                 raise unfitting(f"vLLM's own load puts something else into {path}.{stack.leaf}")
@@ -398,6 +367,7 @@ class Slots:
         self._worker = worker
         self.loader = _loader(worker)
         self.manager = self.loader._adapter_manager
+        self._memory = SlotMemory(self.manager)
         self._seats = Seats()
         self._lock = threading.Lock()
         self._layouts: dict[str, Layout] = {}
@@ -417,11 +387,17 @@ class Slots:
         """The layout that was learnt under that key, if vLLM's memory is as it was."""
         with self._lock:
             layout = self._layouts.get(key)
-        if layout is not None and layout.signature != _signature(self.manager):
+        if layout is not None and layout.signature != self._memory_now().signature:
             with self._lock:
                 self._layouts.pop(key, None)
             return None
         return layout
+
+    def _memory_now(self) -> SlotMemory:
+        memory = self._memory
+        if not memory.stands(self.manager):
+            memory = self._memory = SlotMemory(self.manager)
+        return memory
 
     def keep(self, key: str, layout: Layout) -> None:
         with self._lock:
@@ -498,7 +474,10 @@ class Slots:
 
     def fill_seat(self, seat: Seat | None, image: Image) -> None:
         """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
-        if seat is not None and seat.fill(image.pieces(self.manager, seat.index)):
+        if seat is None:
+            return
+        clearing = self._memory_now().clearing(seat.index)
+        if seat.fill(itertools.chain(clearing, image.pieces(self.manager, seat.index))):
             image.seat = seat
 
     def let_go(self, seat: Seat | None) -> None:

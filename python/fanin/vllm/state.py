@@ -20,6 +20,7 @@ from typing import Any
 from fanin.config import InferenceConfig, inference_config
 from fanin.errors import StateError
 from fanin.names import parse
+from fanin.vllm import beside
 from fanin.vllm.adds import Adds
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
@@ -120,12 +121,11 @@ class Engine:
         """Calls *method* of every worker of every engine; all answers."""
         # With data parallelism collective_rpc calls all engines and answers for the first one.
         core = getattr(self.client, "engine_core", None)
-        call_all = getattr(core, "call_utility_all_async", None)
         parallel = getattr(self.config, "parallel_config", None)
-        if call_all is not None and getattr(parallel, "data_parallel_size", 1) > 1:
-            answers = await call_all("collective_rpc", method, None, args, None)
-            return [answer for of_engine in answers for answer in of_engine]
-        return list(await self.client.collective_rpc(method, args=args))
+        several = getattr(parallel, "data_parallel_size", 1) > 1
+        if several and hasattr(core, "call_utility_all_async"):
+            return await beside.call_all(core, method, args)
+        return await beside.call_one(self.client, method, args)
 
     # ------------------------------------------------------------- retirement
 

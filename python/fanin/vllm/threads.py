@@ -1,19 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that blocks, away from the event loop."""
+"""Work that blocks, away from the thread that asks for it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 from fanin._otel import carry
 
-__all__ = ["in_thread"]
+__all__ = ["Hands", "in_thread"]
 
+_log = logging.getLogger("vllm.fanin")
 _T = TypeVar("_T")
+Work: TypeAlias = Callable[[], Any]
+
+
+class Hands:
+    """Threads of one name that stand by for work; as many as there is work at a time.
+
+    Whoever begins a thread waits until it runs, and then for the interpreter, which a new thread
+    has until it first blocks: of an engine that is a part of its step. Giving work to a thread that
+    is there waits for nothing.
+
+    idle: threads that stay when there is no work.
+    """
+
+    def __init__(self, name: str, idle: int = 2) -> None:
+        self._name, self._most = name, idle
+        self._lock = threading.Lock()
+        self._idle = 0  # those that wait, less the work that they have been given
+        self._busy = 0
+        self._work: SimpleQueue[Work] = SimpleQueue()
+
+    def give(self, work: Work) -> None:
+        """Any thread, and at once. What *work* raises is logged. Raises RuntimeError if there can
+        be no thread."""
+        with self._lock:
+            there = self._idle > 0
+            self._idle -= there
+        if not there:
+            threading.Thread(target=self._stand, name=self._name, daemon=True).start()
+        with self._lock:
+            self._busy += 1
+        self._work.put(work)
+
+    @property
+    def busy(self) -> int:
+        """How much work is not done yet."""
+        return self._busy
+
+    def _stand(self) -> None:
+        while True:
+            self._do(self._work.get())
+            with self._lock:
+                self._busy -= 1
+                if self._idle >= self._most:
+                    return
+                self._idle += 1
+
+    def _do(self, work: Work) -> None:
+        try:
+            contextvars.Context().run(work)  # as in a new thread: nothing is left to the next
+        except Exception:
+            _log.exception("fanin: %s", self._name)
+
+
+_pulls = Hands("fanin-pull")
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
@@ -39,5 +97,5 @@ async def in_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, setter, value)
 
-    threading.Thread(target=carry(run), name="fanin-pull", daemon=True).start()
+    _pulls.give(carry(run))
     return await future

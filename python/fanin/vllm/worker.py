@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pulls in workers' processes, started and asked after by short calls.
 
-While a method runs that ``collective_rpc`` calls, the engine generates nothing. So no method here
-waits for the network (but for ten milliseconds, where that saves a call and no request runs):
-one starts a thread, others look how far it is.
+While a method runs that ``collective_rpc`` calls, the engine generates nothing; of those that
+:mod:`fanin.vllm.beside` calls, the workers' part. So no method here waits for the network (but for
+ten milliseconds, where that saves a call and no request runs): one gives a thread its work, others
+look how far it is.
 
 :func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
 without endpoint plugins there is :class:`WorkerExtension`, to be named with
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -33,6 +35,7 @@ from fanin.vllm.faults import from_wire, to_wire
 from fanin.vllm.pull_log import PullLog
 from fanin.vllm.pulls import PullService, Wanted, phases_of, which
 from fanin.vllm.spares import Spares
+from fanin.vllm.threads import Hands
 from fanin.vllm.weights_state import fanin_weights_state
 
 __all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
@@ -41,6 +44,7 @@ _log = logging.getLogger("vllm.fanin")
 
 _LOOK = 5.0
 _LINGER = 0.01
+_pulls, _deletions = Hands("fanin-pull"), Hands("fanin-delete")
 
 
 class Held(Protocol):
@@ -111,7 +115,7 @@ class Jobs:
                 return
             before = [] if old is None else [*old.before, *old.gain()]
             job = self._jobs[name] = _Job(name, before)
-        threading.Thread(target=self._run, args=(job, work), name="fanin-pull", daemon=True).start()
+        _pulls.give(functools.partial(self._run, job, work))
 
     def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], Done]) -> None:
         def progress(done: int, total: int) -> None:
@@ -218,7 +222,7 @@ class Jobs:
 def _release_all(results: list[Done]) -> None:
     for result in results:
         # Deleting gigabytes takes a while, and the engine stands still meanwhile.
-        threading.Thread(target=_release, args=(result,), name="fanin-delete", daemon=True).start()
+        _deletions.give(functools.partial(_release, result))
 
 
 def _release(done: Done) -> None:
@@ -234,13 +238,13 @@ _services: dict[str, PullService] = {}
 _services_lock = threading.Lock()
 
 
-def _service(root: str, path: str) -> PullService:
+def _service(root: str) -> PullService:
     """This process' service for adapters below *root*; sweeps it when it is made."""
     with _services_lock:
         service = _services.get(root)
         if service is None:
             config = _config()
-            pool = ClientPool(path=path, credentials=config.credentials)
+            pool = ClientPool(path=config.path, credentials=config.credentials)
             service = PullService(Places(root), pool, spares=Spares(config.spare_file))
             _services[root] = service
             threading.Thread(target=service.places.sweep, name="fanin-sweep", daemon=True).start()
@@ -270,7 +274,7 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
     """
 
     def work(progress: Callable[[int, int], None]) -> Done:
-        service = _service(job["root"], _config().path)
+        service = _service(job["root"])
         with within(job.get("trace")):
             result, lease = service.pull_to(job, progress)
         return Done(
@@ -298,7 +302,7 @@ def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
             from fanin.vllm.slots_worker import WorkerSlots
 
             worker.fanin_worker_slots = WorkerSlots(worker)
-        _slots_of(worker).start(job, lambda: _service(job["root"], _config().path))
+        _slots_of(worker).start(job, lambda: _service(job["root"]))
         seconds = 0.0 if job["learn"] else _LINGER
         return dict(_slots_of(worker).report(job["id"], seconds))
     except Exception as error:  # an exception here would be the engine's end
@@ -459,7 +463,7 @@ class WorkerExtension:
         old = _jobs.result(_extension_job(lora_name))
 
         def work(progress: Callable[[int, int], None]) -> Done:
-            shared = _service(str(config.cache_dir), config.path)
+            shared = _service(str(config.cache_dir))
             # A service of its own facts: one process may hold workers of several engines.
             service = PullService(shared.places, shared.pool, facts, shared.spares)
             if old is not None and _stands(service, old, wanted):
