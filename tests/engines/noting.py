@@ -6,19 +6,28 @@ from __future__ import annotations
 import gc
 import resource
 import time
+from pathlib import Path
 from typing import Any
+
+Step = tuple[float, float, float, int]
+
+
+def run_delay() -> float:
+    """Seconds that this thread has waited for a processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 class Notes:
-    """Of each step: when it began (time.monotonic), and until then the seconds that Python's
-    collector had run and the pages that the process had waited for to come from files.
+    """Of each step: when it began (time.monotonic), and until then the seconds that its thread had
+    waited for a processor and that Python's collector had run, and the pages that the process had
+    waited for to come from files.
 
-    Not what its thread waited for a processor: vLLM's worker looks for the next step by
-    sched_yield(), all of which the kernel counts as such."""
+    Waiting counts within steps alone: between them vLLM's worker looks for the next one by
+    sched_yield(), all of which the kernel counts as well."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float, int]] = []
-        self._collecting = self._collected = 0.0
+        self.steps: list[Step] = []
+        self._waited = self._collecting = self._collected = 0.0
         gc.callbacks.append(self._collect)
 
     def _collect(self, phase: str, info: Any) -> None:
@@ -28,9 +37,14 @@ class Notes:
         else:
             self._collected += now - self._collecting
 
-    def note(self) -> None:
+    def run(self, step: Any) -> Any:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        self.steps.append((time.monotonic(), self._collected, faults))
+        self.steps.append((time.monotonic(), self._waited, self._collected, faults))
+        before = run_delay()
+        try:
+            return step()
+        finally:
+            self._waited += run_delay() - before
 
 
 class Noting:
@@ -41,13 +55,12 @@ class Noting:
         execute = self.execute_model  # type: ignore[has-type]
 
         def noted(*args: Any, **options: Any) -> Any:
-            notes.note()
-            return execute(*args, **options)
+            return notes.run(lambda: execute(*args, **options))
 
         self.execute_model = noted
         return True
 
-    def noted(self) -> list[tuple[float, float, int]]:
+    def noted(self) -> list[Step]:
         """What was noted since the last call."""
         steps, self.notes.steps = self.notes.steps, []
         return steps

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""vllm_measure.py [--rounds N] [--engine | --moe]
+"""vllm_measure.py [--rounds N] [--engine [--wait] | --moe]
 
 From a trainer's commit to the first token of the new adapter, through fanin (straight into the
 layout of vLLM's slots, or by a directory) and through a file.
@@ -9,7 +9,8 @@ engine: live FSDP2 trainers (2 ranks) and a real vLLM on this machine; the adapt
     model's, small, so the figures are what each way costs at least. One round of either way after
     the other, twice: on an idle engine for the times, and beside a request that streams tokens for
     its stall (its longest wait for a token less its median one). "there already" is what no way can
-    do without: after a step of the trainers a token by an adapter that has its slot.
+    do without: after a step of the trainers a token by an adapter that has its slot. --wait: says
+    "ready", and begins when a line comes.
 moe: 9,216 tensors of per-expert LoRA and the same weights fused, in 2 ranks of another process,
     through a pull or through one file, and then through vLLM's own reading and packing (vLLM's CPU
     build cannot run such a model); or straight into the layout of vLLM's slots, and from there into
@@ -37,6 +38,7 @@ import fanin
 import moe_engine
 import slots_engine
 from live_trainer import LiveTrainer
+from pulse import Pulse
 from vllm_server import TokenStream, VllmServer, save_model
 from worlds import Child, Control
 
@@ -169,7 +171,7 @@ def through_a_file(
     return done["committed"], ended, times
 
 
-def measure_engine(rounds: int, scratch: Path) -> None:
+def measure_engine(rounds: int, scratch: Path, wait: bool) -> None:
     model = save_model(scratch / "model")
     files = scratch / "files"
     parts = ["commit to first token", "pull", "of it write", "gather, save", "vLLM's load"]
@@ -196,18 +198,23 @@ def measure_engine(rounds: int, scratch: Path) -> None:
             learn_the_slots(trainer, engine)
             for way in (*ways.values(), *ways.values()):
                 way()
-            for _ in range(rounds):
-                for name, way in ways.items():
-                    table.add(name, way()[2])
-                    if name == "slot":
-                        there = f"policy-run0-step{trainer.published}"
-                        table.add("there already", already_there(trainer, engine, there))
-                for name, way in ways.items():
-                    with TokenStream(engine, engine.base, PROMPT, 60000) as stream:
-                        stream.wait_for(50)
-                        begun, ended, _ = way()
-                        table.add(name, {"stall of others": stall(stream, begun, ended)})
+            if wait:
+                print("ready", flush=True)
+                sys.stdin.readline()
+            with Pulse() as pulse:
+                for _ in range(rounds):
+                    for name, way in ways.items():
+                        table.add(name, way()[2])
+                        if name == "slot":
+                            there = f"policy-run0-step{trainer.published}"
+                            table.add("there already", already_there(trainer, engine, there))
+                    for name, way in ways.items():
+                        with TokenStream(engine, engine.base, PROMPT, 60000) as stream:
+                            stream.wait_for(50)
+                            begun, ended, _ = way()
+                            table.add(name, {"stall of others": stall(stream, begun, ended)})
     table.print()
+    print(f"the longest that a CPU of the machine stood still: {pulse.longest * 1e3:.1f} ms")
 
 
 # --------------------------------------------------------------------- mixtures of experts
@@ -330,10 +337,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--engine", action="store_true", help="only the engine's part")
     parser.add_argument("--moe", action="store_true", help="only the mixtures of experts")
+    parser.add_argument("--wait", action="store_true", help="for a line before the engine's rounds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fanin-measure-", dir="/dev/shm") as scratch:
         if options.engine or not options.moe:
-            measure_engine(options.rounds, Path(scratch))
+            measure_engine(options.rounds, Path(scratch), options.wait)
         if options.moe or not options.engine:
             measure_moe(options.rounds, Path(scratch))
 

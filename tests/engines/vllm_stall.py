@@ -9,9 +9,10 @@ adapter. In turns nothing happens; the trainers train and commit a step; the eng
 have committed straight into a slot; nothing happens for as long; it brings the step by a directory.
 Of each turn the longest time from one step of the engine to the next, noted in its worker: of the
 longest of all turns of a kind median, p90, p99 and longest, in milliseconds, and how much these are
-beyond those of the turns in which nothing happens. The longest of all are listed with the part in
-which Python collected garbage, and with the pages that the worker waited for to come from files:
-those of libraries that the kernel has let go of.
+beyond those of the turns in which nothing happens. The longest of all are listed with what held
+them up: how long a CPU of the machine stood still (`pulse.py`), the part in which the worker's
+thread waited for a processor within its step and in which Python collected garbage, and the pages
+that the worker waited for to come from files: those of libraries that the kernel has let go of.
 
 --wait: says "ready", and begins when a line comes, so that the machine need be quiet for the turns
 alone.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from live_trainer import LiveTrainer
+from pulse import Pulse
 from vllm_measure import learn_the_slots
 from vllm_server import TokenStream, VllmServer, save_model
 
@@ -43,11 +45,14 @@ class Turn(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """From one step to the next: seconds, of these collecting, and pages that were read."""
+    """From one step to the next: seconds, of these waiting for a processor and collecting, and
+    pages that were read; and when it began."""
 
     whole: float
+    waited: float
     collected: float
     faults: float
+    begun: float
 
 
 class Place:
@@ -94,7 +99,7 @@ class Place:
 def longest(turn: Turn, steps: list[list[float]]) -> Gap:
     """The longest gap that overlaps the turn."""
     gaps = [
-        Gap(*(b - a for a, b in zip(one, two, strict=True)))
+        Gap(*(b - a for a, b in zip(one, two, strict=True)), begun=one[0])
         for one, two in zip(steps, steps[1:], strict=False)
         if two[0] > turn.begun and one[0] < turn.ended
     ]
@@ -106,7 +111,7 @@ def of(values: list[float], part: float) -> float:
     return values[math.ceil(len(values) * part) - 1]
 
 
-def show(turns: list[Turn], steps: list[list[float]]) -> None:
+def show(turns: list[Turn], steps: list[list[float]], pulse: Pulse) -> None:
     found: dict[str, list[Gap]] = defaultdict(list)
     for turn in turns:
         found[turn.what].append(longest(turn, steps))
@@ -120,10 +125,12 @@ def show(turns: list[Turn], steps: list[list[float]]) -> None:
             for name, part in parts.items()
         )
         print(f"{what:>10}: {', '.join(cells)}")
-    print("\nthe longest, ms: whole, collecting garbage; pages read")
+    print("\nthe longest, ms: whole, a CPU stood, waiting for one, collecting garbage; pages read")
     everything = sorted(((gap, what) for what, gaps in found.items() for gap in gaps), reverse=True)
     for gap, what in everything[:12]:
-        print(f"{what:>10}: {gap.whole * 1e3:7.1f}, {gap.collected * 1e3:7.1f}; {gap.faults:.0f}")
+        stood = pulse.within(gap.begun, gap.begun + gap.whole)
+        parts = (gap.whole, stood, gap.waited, gap.collected)
+        print(f"{what:>10}: {', '.join(f'{part * 1e3:7.1f}' for part in parts)}; {gap.faults:.0f}")
     sys.stdout.flush()
 
 
@@ -156,7 +163,9 @@ def main() -> None:
             if options.wait:
                 print("ready", flush=True)
                 sys.stdin.readline()
-            show(*place.turns(options.adapters))
+            with Pulse() as pulse:
+                turns, steps = place.turns(options.adapters)
+            show(turns, steps, pulse)
 
 
 if __name__ == "__main__":
