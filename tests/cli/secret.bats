@@ -155,7 +155,7 @@ derive()
     look -tls1_3 -allow_no_dhe_kex
     [[ $output == *"Server Temp Key: "*FAN1* ]]
     [[ $output != *"New Session Ticket"* ]]
-    [[ $output == *"Early data was not sent"* && $output == *"Max Early Data: 0"* || $output != *"Max Early Data"* ]]
+    [[ $output != *"Max Early Data"* ]]
     [[ $output == *"Compression: NONE"* && $output == *"Expansion: NONE"* ]]
     [[ $output == *"No ALPN negotiated"* ]]
     run -0 "$NIXL_FETCH" ping "$info" --no-unix
