@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Broken networks: trainer and worker in two network namespaces, joined by a link that is
- * cut and packets that are dropped in the middle of a read. Needs root.
+ * cut and packets that are dropped in the middle of a read or, by TLS, of a handshake. Needs root.
  */
 #include "clock.h"
 #include "ends.h"
 #include "lab.h"
+#include "secrets.h"
 #include "testing.h"
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +23,7 @@
 #define LONG_MS 3600000 /* nobody may wait for that */
 
 static bool separate; /* this process has a network namespace of its own */
+static bool has_openssl;
 
 typedef struct network_fault {
     lab lab;
@@ -34,6 +37,8 @@ typedef struct network_fault {
 
 static network_fault f;
 static fanin_error error;
+/* Run when one of this side's handshakes waits for the rank; NULL: nothing. */
+static const char *_Atomic in_handshake;
 
 static bool try_command(const char *command)
 {
@@ -45,6 +50,17 @@ static void run_command(const char *command)
 {
     if (!try_command(command))
         fail_msg("%s", command);
+}
+
+tls_step __real_tls_handshake(tls *t);
+tls_step __wrap_tls_handshake(tls *t);
+tls_step __wrap_tls_handshake(tls *t)
+{
+    tls_step step = __real_tls_handshake(t);
+    const char *command = atomic_exchange(&in_handshake, NULL);
+    if (command)
+        run_command(command);
+    return step;
 }
 
 static bool can_filter(void)
@@ -67,12 +83,15 @@ static void join_networks(const lab *l)
     run_command(command);
 }
 
-static void set_up(uint32_t replicate)
+static void set_up_with(uint32_t replicate, const char *secret)
 {
     f = (network_fault){.order = lab_order_of(RANKS)};
     f.order.replicate = replicate;
     f.order.base_port = 6000;
-    f.order.flags = FANIN_SERVER_OPEN | FANIN_SERVER_INSECURE;
+    f.order.flags = FANIN_SERVER_OPEN | (secret ? 0 : FANIN_SERVER_INSECURE);
+    if (secret)
+        snprintf(f.order.environment[0], sizeof f.order.environment[0],
+                 "FANIN_SECRET_FILE=%s", secret);
     strcpy(f.order.bind, HOST);
     strcpy(f.order.allow, "10.213.7.0/24");
     lab_open(&f.lab, true);
@@ -83,7 +102,19 @@ static void set_up(uint32_t replicate)
     config.no_ucx = false;
     config.connect_timeout_ms = config.lost_ms = SILENT_MS;
     config.max_inflight = 1 << 20;
+    config.secret_file = secret;
     f.client = make_client(&config);
+}
+
+static void set_up(uint32_t replicate)
+{
+    set_up_with(replicate, NULL);
+}
+
+/* All by TLS. */
+static void set_up_secured(void)
+{
+    set_up_with(1, secret_of('1'));
 }
 
 static int tear_down(void **state)
@@ -94,6 +125,8 @@ static int tear_down(void **state)
     landing_free(&f.landing);
     rank_world_free(&f.world);
     lab_close(&f.lab);
+    f.client = NULL;
+    in_handshake = NULL;
     return 0;
 }
 
@@ -156,15 +189,72 @@ static void expect_lost(fanin_status status)
 
 /* ------------------------------------------------------------------- tests */
 
+#define CUT "ip link set fanin0 down"
+#define JOIN "ip link set fanin0 up"
+
+static void cut_in_read(void)
+{
+    connect_all();
+    expect_lost(pull(CUT));
+    assert_true(error.rank >= 0);
+    run_command(JOIN);
+    expect_back();
+}
+
 static void test_link_cut(void **state)
 {
     if (!separate)
         skip();
     set_up(1);
+    cut_in_read();
+}
+
+/* In the middle of records. */
+static void test_secured_link_cut(void **state)
+{
+    if (!separate || !has_openssl)
+        skip();
+    set_up_secured();
+    cut_in_read();
+}
+
+/* What this side has said is on its way, and nothing comes back: on the first control connection. */
+static void test_link_cut_in_handshake(void **state)
+{
+    if (!separate || !has_openssl)
+        skip();
+    set_up_secured();
+    in_handshake = CUT;
+    error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status =
+        fanin_client_connect(f.client, f.world.address_list, RANKS, LONG_MS, &error);
+    assert_null(atomic_load(&in_handshake));
+    assert_int_equal(status, FANIN_ERR_UNREACHABLE);
+    assert_int_equal(strncmp(error.address, HOST ":600", strlen(HOST ":600")), 0);
+    assert_non_null(strstr(error.message, error.address));
+    assert_true(error.remedy[0]);
+    run_command(JOIN);
+    deadline at = deadline_in_ms(DEADLINE_MS);
+    do
+        status = fanin_client_connect(f.client, f.world.address_list, RANKS,
+                                      DEADLINE_MS, &error);
+    while (status == FANIN_ERR_UNREACHABLE && !deadline_passed(at));
+    assert_ok(status, error);
+    expect_back();
+}
+
+/* On the first data connection: the control connections have their secret. */
+static void test_link_cut_in_data_handshake(void **state)
+{
+    if (!separate || !has_openssl)
+        skip();
+    set_up_secured();
     connect_all();
-    expect_lost(pull("ip link set fanin0 down"));
+    in_handshake = CUT;
+    expect_lost(pull(NULL));
+    assert_null(atomic_load(&in_handshake));
     assert_true(error.rank >= 0);
-    run_command("ip link set fanin0 up");
+    run_command(JOIN);
     expect_back();
 }
 
@@ -210,6 +300,37 @@ static void test_dropped_before_connect(void **state)
     assert_ok(pull(NULL), error);
 }
 
+/* The rank takes the connection and hears the greeting, and what it answers is lost. */
+#define DROP_ANSWERS                                                                   \
+    "iptables -A INPUT -p tcp --sport 6001 -m length --length 120:65535 -j DROP"
+
+static void test_answers_dropped_in_handshake(void **state)
+{
+    if (!can_filter() || !has_openssl)
+        skip();
+    set_up_secured();
+    run_command(DROP_ANSWERS);
+    connect_all(); /* to the three others */
+    assert_int_equal(pull(NULL), FANIN_ERR_UNREACHABLE);
+    assert_string_equal(error.address, HOST ":6001");
+    assert_non_null(strstr(error.message, "accepted but did not answer in time"));
+    run_command("iptables -F INPUT");
+    expect_back();
+}
+
+static void test_secured_packets_dropped(void **state)
+{
+    if (!can_filter() || !has_openssl)
+        skip();
+    set_up_secured();
+    connect_all();
+    expect_lost(pull(DROP_VICTIM));
+    assert_int_equal(error.rank, VICTIM);
+    assert_string_equal(error.address, HOST ":6001");
+    run_command("iptables -F INPUT");
+    expect_back();
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -217,7 +338,14 @@ int main(int argc, char **argv)
         cmocka_unit_test_teardown(test_packets_dropped, tear_down),
         cmocka_unit_test_teardown(test_packets_dropped_replica, tear_down),
         cmocka_unit_test_teardown(test_dropped_before_connect, tear_down),
+        cmocka_unit_test_teardown(test_secured_link_cut, tear_down),
+        cmocka_unit_test_teardown(test_link_cut_in_handshake, tear_down),
+        cmocka_unit_test_teardown(test_link_cut_in_data_handshake, tear_down),
+        cmocka_unit_test_teardown(test_answers_dropped_in_handshake, tear_down),
+        cmocka_unit_test_teardown(test_secured_packets_dropped, tear_down),
     };
+    const openssl *o;
+    has_openssl = openssl_load(&o, NULL) == FANIN_OK;
     separate = geteuid() == 0 && unshare(CLONE_NEWNET) == 0;
     if (!separate)
         printf("# skipped: network namespaces need root\n");
@@ -225,5 +353,7 @@ int main(int argc, char **argv)
         printf("# partly skipped: there is no iptables\n");
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("network", tests, NULL, NULL);
+    int failed = cmocka_run_group_tests_name("network", tests, NULL, NULL);
+    secrets_remove();
+    return failed;
 }
