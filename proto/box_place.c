@@ -49,7 +49,11 @@ bool place_end(const key_entry *key, const block *b, const box_place *place,
     dtype_unit unit = dtype_get_unit(key->dtype);
     block in_units;
     uint64_t bytes;
-    if (place->offset > PLACE_END_MAX || !block_in_units(b, unit.elements, &in_units))
+    if (place->offset > PLACE_END_MAX)
+        return false;
+    /* Of nearly all dtypes elements are units, and nothing of a packed box is to be asked in them. */
+    bool as_it_is = unit.elements == 1 && place->packed;
+    if (!as_it_is && !block_in_units(b, unit.elements, &in_units))
         return false;
     if (!place->packed)
         return strided_end(unit, &in_units, place, end_out);

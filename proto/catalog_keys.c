@@ -67,6 +67,14 @@ static bool break_off(key_reader *r)
     return false;
 }
 
+/* How much of a valid text's first bytes are certainly whole characters: all before its last one. */
+static size_t whole_characters(const uint8_t *text, size_t size)
+{
+    while (size > 0 && (text[--size] & 0xc0) == 0x80)
+        continue;
+    return size;
+}
+
 /* Everything a name needs follows from one comparison: the tail's first byte is above the
    byte it replaces, so names ascend and the prefix is as long as can be. */
 static bool read_name(key_reader *r, size_t last, size_t *last_size)
@@ -91,7 +99,8 @@ static bool read_name(key_reader *r, size_t last, size_t *last_size)
     memcpy(name, before, (size_t)shared);
     memcpy(name + shared, tail.data, tail.size);
     name[size] = '\0';
-    if (!utf8_valid(name, size))
+    size_t known = whole_characters(name, (size_t)shared);
+    if (!utf8_valid(name + known, size - known))
         return cursor_fail(c, "a name is not UTF-8 or holds a NUL");
     r->text.size += size + 1;
     *last_size = size;

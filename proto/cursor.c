@@ -20,6 +20,11 @@ static bool next_head(cursor *c, scan_head *out)
     const char *why = NULL;
     if (c->why)
         return false;
+    if (c->at < c->end && *c->at < 0x80) { /* most of what tables hold */
+        *out = (scan_head){
+            .kind = SCAN_UINT, .size = 1, .value = *c->at++, .shortest = true};
+        return true;
+    }
     if (!scan_head_read(c->at, cursor_left(c), out, &why))
         return cursor_fail(c, why);
     if (c->canonical && !out->shortest)

@@ -96,24 +96,36 @@ static bool add_chunks(cover *c, const key_entry *e)
     return true;
 }
 
+/* Whether those words are what tells geometry @p id from others. */
+static bool is_geometry(const cover *c, uint32_t id, uint64_t n_id)
+{
+    const geometry *g = &c->geometries[id];
+    return g->n_id == n_id && memcmp(g->words, c->words, n_id * sizeof *g->words) == 0;
+}
+
 static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
 {
     const key_entry *e = &c->keys->entries[key];
     if (!add_shape(c, e) || (!c->by_shape && !add_boxes(c, key)))
         return plan_broken_off(c->stop, error);
     uint64_t n_id = c->n_words, probe = 0;
-    uint64_t hash = words_hash(c->words, n_id, c->stop);
-    for (uint32_t id; (id = intern_next(&c->index, hash, &probe)) != PLAN_NONE;) {
-        const geometry *g = &c->geometries[id];
-        if (g->n_id == n_id &&
-            memcmp(g->words, c->words, n_id * sizeof *g->words) == 0) {
-            c->of_key[key] = id;
+    uint32_t id, *out = &c->of_key[key];
+    for (uint32_t i = 0; (*out = recent_id(&c->recent, i)) != PLAN_NONE; i++)
+        if (is_geometry(c, *out, n_id))
             return FANIN_OK;
-        }
+    uint64_t hash = words_hash(c->words, n_id, c->stop);
+    while ((id = intern_next(&c->index, hash, &probe)) != PLAN_NONE) {
+        if (!is_geometry(c, id, n_id))
+            continue;
+        recent_add(&c->recent, *out = id);
+        return FANIN_OK;
     }
     if (work_stopped(c->stop) || (c->by_shape && !add_chunks(c, e)))
         return plan_broken_off(c->stop, error);
-    return geometry_make(c, key, n_id, hash, &c->of_key[key], error);
+    fanin_status status = geometry_make(c, key, n_id, hash, out, error);
+    if (status == FANIN_OK)
+        recent_add(&c->recent, *out);
+    return status;
 }
 
 /* Ordinals are counted, not looked up: right only if all boxes were met, in key order. */

@@ -128,6 +128,15 @@ bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
     return true;
 }
 
+/* Whether those words are what tells fill @p id from others. */
+static bool is_fill(const fill_set *set, uint32_t id, uint32_t geometry_id,
+                    const uint64_t *words, uint64_t n)
+{
+    const fill *f = &set->fills[id];
+    return f->geometry == geometry_id &&
+           memcmp(set->words + f->words, words, n * sizeof *words) == 0;
+}
+
 bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
                  const plan_target *target, uint32_t *id_out)
 {
@@ -142,14 +151,15 @@ bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert
         words[n++] = (uint64_t)target->stride[i];
         packed = packed && target->stride[i] == 0;
     }
+    for (uint32_t i = 0; (*id_out = recent_id(&set->recent, i)) != PLAN_NONE; i++)
+        if (is_fill(set, *id_out, geometry_id, words, n))
+            return true;
     uint64_t hash = words_hash(words, n, NULL);
     while ((id = intern_next(&set->index, hash, &probe)) != PLAN_NONE) {
-        const fill *f = &set->fills[id];
-        if (f->geometry == geometry_id &&
-            memcmp(set->words + f->words, words, n * sizeof *words) == 0) {
-            *id_out = id;
-            return true;
-        }
+        if (!is_fill(set, id, geometry_id, words, n))
+            continue;
+        recent_add(&set->recent, *id_out = id);
+        return true;
     }
     if (!array_reserve(&set->words, &set->word_capacity, set->n_words + n,
                        sizeof *set->words) ||
@@ -160,6 +170,7 @@ bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert
     memcpy(set->words + set->n_words, words, n * sizeof *words);
     set->fills[*id_out].words = set->n_words;
     set->n_words += n;
+    recent_add(&set->recent, *id_out);
     return true;
 }
 

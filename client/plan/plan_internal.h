@@ -29,6 +29,24 @@ typedef struct intern {
     uint64_t mask, used;
 } intern;
 
+/** Numbers that were looked up last: neighbouring keys have few shapes in turn, and to compare a few of them
+    costs less than a hash. */
+typedef struct recent {
+    uint32_t ids[8];
+    uint32_t n; /**< that there were */
+} recent;
+
+/** The @p i th of them; PLAN_NONE: there are no more. */
+static inline uint32_t recent_id(const recent *r, uint32_t i)
+{
+    const uint32_t most = sizeof r->ids / sizeof *r->ids;
+    return i < r->n && i < most ? r->ids[i] : PLAN_NONE;
+}
+static inline void recent_add(recent *r, uint32_t id)
+{
+    r->ids[r->n++ % (sizeof r->ids / sizeof *r->ids)] = id;
+}
+
 /** Numbers added with @p hash, one a call; *@p probe starts at 0. PLAN_NONE: no more. */
 uint32_t intern_next(const intern *t, uint64_t hash, uint64_t *probe);
 bool intern_add(intern *t, uint64_t hash, uint32_t id); /**< false: out of memory */
@@ -156,6 +174,7 @@ typedef struct cover {
     geometry *geometries;
     uint64_t n_geometries, geometry_capacity;
     intern index;
+    recent recent;
     holder_class *classes;
     uint64_t n_classes, class_capacity;
     uint32_t *class_sources; /**< of all classes, each ascending */
@@ -230,6 +249,7 @@ typedef struct fill_set {
     fill *fills;
     uint64_t n, capacity;
     intern index;
+    recent recent;
     uint64_t *words;
     uint64_t n_words, word_capacity;
     piece *templates; /**< box: unique of the geometry; to: relative */

@@ -121,6 +121,32 @@ static void names_have_one_form(void **state)
     }
 }
 
+/* What a name shares with the one before may end inside of a character. */
+static void names_are_cut_anywhere(void **state)
+{
+    static const struct {
+        uint64_t shared;
+        const char *tail;
+        bool good;
+    } rows[] = {
+        {2, "\xaa", true},          {1, "\xd0\xb0", true}, {3, "z", true},
+        {3, "\xc3\xa9", true},      {2, "\xc4", false},    {2, "\xf0\x9f", false},
+        {3, "\xa9", false},         {1, "\xc4", false},    {3, "\xe2\x82", false},
+        {1, "\xed\xa0\x80", false}, {0, "\xbf", false},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        buffer b = one_key(2, "a\xc3\xa9", 3);
+        more_key(&b, rows[i].shared, rows[i].tail);
+        if (rows[i].good) {
+            key_table *t = decode_keys(&b);
+            key_table_free(&t);
+        } else {
+            refuse_keys(&b, "key table, key 1: a name is not UTF-8 or holds a NUL");
+        }
+        buffer_free(&b);
+    }
+}
+
 static void names_have_limits(void **state)
 {
     char name[FANIN_MAX_NAME + 1];
@@ -773,6 +799,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(keys_come_back),
         cmocka_unit_test(names_have_one_form),
+        cmocka_unit_test(names_are_cut_anywhere),
         cmocka_unit_test(names_have_limits),
         cmocka_unit_test(shapes_are_checked),
         cmocka_unit_test(pairs_are_checked),
