@@ -80,8 +80,8 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
         ask(f);
         return;
     }
-    if (!f->data.failed && f->decoders)
-        crew_begin(f->decoders, f->part);
+    if (!f->data.failed && f->here)
+        f->here(f->cookie, f);
     ended(f);
 }
 
@@ -99,18 +99,21 @@ static void ask(fetch *f)
     connection_ask(c, request, on_page, f);
 }
 
-fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline at,
-                       fanin_error *error)
+void fetch_ask(fanin_client *client, fetch *fetches, size_t n, size_t *left)
 {
-    size_t left = n;
+    *left = n;
     for (size_t i = 0; i < n; i++) {
         fetches[i].client = client;
-        fetches[i].left = &left;
+        fetches[i].left = left;
         fetches[i].asked_ns = clock_ns();
         fetches[i].error = (fanin_error)FANIN_ERROR_INIT;
         ask(&fetches[i]);
     }
-    fanin_status status = client_run(client, &left, at, "catalog", error);
+}
+
+fanin_status fetch_settle(fanin_client *client, fetch *fetches, size_t n,
+                          fanin_status status, fanin_error *error)
+{
     for (size_t i = 0; i < n; i++) {
         connection_forget(client->peers[fetches[i].peer].control, &fetches[i]);
         if (fetches[i].asked_ns > 0)
@@ -119,6 +122,15 @@ fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline 
             status = error_copy(error, &fetches[i].error);
     }
     return status;
+}
+
+fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline at,
+                       fanin_error *error)
+{
+    size_t left;
+    fetch_ask(client, fetches, n, &left);
+    fanin_status status = client_run(client, &left, at, "catalog", error);
+    return fetch_settle(client, fetches, n, status, error);
 }
 
 void fetch_free(fetch *fetches, size_t n)

@@ -325,6 +325,7 @@ static fanin_status take_table(shard_table *s, fetch *f, box_table *boxes,
 
 /* The tables of the ranks that were asked, each decoded by its part of a crew while others come. */
 typedef struct box_fetches {
+    crew *decoders;
     const key_table *keys;
     fetch *fetches;
     box_table **boxes; /* one a fetch; NULL: not decoded, or taken */
@@ -338,6 +339,12 @@ static fanin_status decode_boxes(void *cookie, size_t part, work_stop *stop,
     const buffer *data = &b->fetches[part].data;
     return box_table_decode(data->data, data->size, b->keys, stop, &b->boxes[part],
                             error);
+}
+
+static void decode_fetched(void *cookie, fetch *f)
+{
+    const box_fetches *b = cookie;
+    crew_begin(b->decoders, (size_t)(f - b->fetches));
 }
 
 /* Those that could be decoded. */
@@ -373,23 +380,25 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
 {
     size_t failed = 0;
     bool worth = b->n > 1 && (uint64_t)key_set_count(&p->wanted) * b->n >= THREADS_FROM;
-    crew *decoders = crew_open(client, at, b->n, worth, decode_boxes, b);
-    if (!decoders)
+    b->decoders = crew_open(client, at, b->n, worth, decode_boxes, b);
+    if (!b->decoders)
         return error_set_memory(error);
     for (size_t i = 0; i < b->n; i++) {
-        b->fetches[i].decoders = decoders;
-        b->fetches[i].part = i;
+        b->fetches[i].here = decode_fetched;
+        b->fetches[i].cookie = b;
     }
     fanin_status status = fetch_all(client, b->fetches, b->n, at, error);
+    if (status == FANIN_OK && p->need && p->need->meanwhile)
+        p->need->meanwhile(p->need->cookie, p->keys);
     if (status == FANIN_OK) {
-        status = crew_finish(decoders, &failed, error);
+        status = crew_finish(b->decoders, &failed, error);
         if (status != FANIN_OK)
             status = add_rank(&client->peers[b->fetches[failed].peer], status, error);
         fanin_status taken =
             take_boxes(client, p, announced, b, status == FANIN_OK ? error : NULL);
         status = status == FANIN_OK ? taken : status;
     }
-    crew_close(&decoders); /* before anything goes that its threads may look at */
+    crew_close(&b->decoders); /* before anything goes that its threads may look at */
     return status;
 }
 

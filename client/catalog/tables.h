@@ -33,6 +33,8 @@ typedef struct key_need {
     digest (*name)(void *cookie);
     /** sets marks[key] of each key that is wanted */
     void (*mark)(void *cookie, const key_table *keys, bool *marks);
+    /** while threads decode boxes: what follows from the key table alone may be made. NULL: nothing */
+    void (*meanwhile)(void *cookie, const key_table *keys);
 } key_need;
 
 /** Of fewer keys than that all boxes are fetched. */
@@ -84,23 +86,29 @@ fanin_status tables_sync(fanin_client *client, publication *p,
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error);
 
-/** The caller sets peer, type, request and maybe decoders; the rest is the fetch's. */
-typedef struct fetch {
+/** The caller sets peer, type, request and maybe here; the rest is the fetch's. */
+typedef struct fetch fetch;
+struct fetch {
     size_t peer;
     message_type type; /**< MSG_KEYS, MSG_BOXES, MSG_REGIONS */
     msg_blob_request request;
     key_set
         keys; /**< of MSG_BOXES: what is asked for, empty: all; freed by fetch_free() */
-    buffer ranges; /**< as request.keys; likewise */
-    buffer data;   /**< the blob; likewise */
-    crew
-        *decoders; /**< begin with this part when the blob is here; NULL: nobody does */
-    size_t part;
+    buffer ranges;                        /**< as request.keys; likewise */
+    buffer data;                          /**< the blob; likewise */
+    void (*here)(void *cookie, fetch *f); /**< called when it is; may be NULL */
+    void *cookie;
     fanin_client *client;
     size_t *left;
     uint64_t asked_ns; /**< 0: it has an end */
     fanin_error error; /**< its status is the fetch's */
-} fetch;
+};
+
+/** Asks for all: *left is their number, and falls as they end while the loop runs. */
+void fetch_ask(fanin_client *client, fetch *fetches, size_t n, size_t *left);
+/** None is waited for any longer, for @p status says how the waiting ended; the first error in their order. */
+fanin_status fetch_settle(fanin_client *client, fetch *fetches, size_t n,
+                          fanin_status status, fanin_error *error);
 
 /** All at once; the first error in their order. Bounded by the client's max_catalog. */
 fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline at,

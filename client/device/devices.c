@@ -34,6 +34,14 @@ gpu *client_gpu(fanin_client *client)
     return d->g;
 }
 
+ipc_map *devices_map(fanin_client *client)
+{
+    devices *d = client->devices;
+    if (!d->map && client_gpu(client))
+        d->map = ipc_map_create(d->g);
+    return d->map;
+}
+
 void devices_disconnect(fanin_client *client)
 {
     devices *d = client->devices;

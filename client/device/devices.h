@@ -20,6 +20,8 @@ typedef struct devices {
 fanin_status devices_create(fanin_client *client, fanin_error *error);
 /** CUDA, loaded if need be; NULL: there is none, `missing` says why. */
 gpu *client_gpu(fanin_client *client);
+/** client->devices->map, made if need be. NULL: there is no CUDA, or no memory. */
+ipc_map *devices_map(fanin_client *client);
 /** Unmaps all memory of other processes, frees the own and ends the own streams, for which it waits
     5 s at most: what one may use is never freed then. After device_memory_close(). */
 void devices_disconnect(fanin_client *client);

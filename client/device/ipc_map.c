@@ -2,8 +2,10 @@
 #include "device/ipc_map.h"
 
 #include "array.h"
+#include "clock.h"
 #include "digest.h"
 #include "error_set.h"
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +20,7 @@ typedef struct identity {
 } identity;
 
 struct ipc_mapping {
+    ipc_map *of;
     identity id;
     uint64_t hash;
     void *base; /* NULL: not mapped */
@@ -30,12 +33,17 @@ struct ipc_mapping {
    up handles does not know the salt. */
 struct ipc_map {
     gpu *g;
+    pthread_mutex_t
+        lock; /* of all that follows: one thread may open what another takes */
+    pthread_cond_t changed;
     ipc_mapping **all; /* in the order in which they were taken first */
     size_t n, capacity;
     size_t *slots;  /* 1 + the number of a mapping, 0: free; at least half are */
     size_t n_slots; /* a power of two, or 0 */
     uint8_t salt[16];
-    bool behind; /* something may be held and not mapped */
+    bool behind;    /* something may be held and not mapped */
+    bool expecting; /* more will be taken: who opens waits for it */
+    uint64_t spent_ns;
     bool abandoned;
 };
 
@@ -45,6 +53,8 @@ ipc_map *ipc_map_create(gpu *g)
     if (!map)
         return NULL;
     map->g = g;
+    pthread_mutex_init(&map->lock, NULL);
+    pthread_cond_init(&map->changed, NULL);
     if (!random_bytes(map->salt, sizeof map->salt))
         ipc_map_destroy(&map);
     return map;
@@ -66,6 +76,8 @@ void ipc_map_destroy(ipc_map **map)
         unmap(*map, (*map)->all[i]);
     free((*map)->all);
     free((*map)->slots);
+    pthread_cond_destroy(&(*map)->changed);
+    pthread_mutex_destroy(&(*map)->lock);
     free(*map);
     *map = NULL;
 }
@@ -120,37 +132,55 @@ static bool make_room(ipc_map *map)
     return true;
 }
 
+/* The allocation's mapping, which is made if need be; NULL: no memory. */
+static ipc_mapping *find_or_add(ipc_map *map, const identity *id)
+{
+    if (!make_room(map))
+        return NULL;
+    uint64_t hash = hash_of(map, id);
+    size_t *slot = slot_of(map, id, hash);
+    if (*slot == 0) {
+        ipc_mapping *m = calloc(1, sizeof *m);
+        if (!m)
+            return NULL;
+        *m = (ipc_mapping){.of = map, .id = *id, .hash = hash};
+        map->all[map->n++] = m;
+        *slot = map->n;
+    }
+    return map->all[*slot - 1];
+}
+
 fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error)
 {
     identity id = {.length = key->length, .device = device};
     memcpy(id.handle, key->handle, sizeof id.handle);
     memcpy(id.incarnation, incarnation, sizeof id.incarnation);
-    if (!make_room(map))
-        return error_set_memory(error);
-    uint64_t hash = hash_of(map, &id);
-    size_t *slot = slot_of(map, &id, hash);
-    if (*slot == 0) {
-        ipc_mapping *m = calloc(1, sizeof *m);
-        if (!m)
-            return error_set_memory(error);
-        m->id = id;
-        m->hash = hash;
-        map->all[map->n++] = m;
-        *slot = map->n;
+    pthread_mutex_lock(&map->lock);
+    ipc_mapping *m = find_or_add(map, &id);
+    if (m) {
+        m->holders++;
+        map->behind = map->behind || !m->base;
     }
-    *out = map->all[*slot - 1];
-    (*out)->holders++;
-    map->behind = map->behind || !(*out)->base;
-    return FANIN_OK;
+    pthread_cond_signal(&map->changed);
+    pthread_mutex_unlock(&map->lock);
+    *out = m;
+    return m ? FANIN_OK : error_set_memory(error);
 }
 
 /* ------------------------------------------------------------------ opening */
 
-static void open_one(gpu *g, ipc_mapping *m)
+/* Lock held before and after: what is opened is held, so it stays. */
+static void open_one(ipc_map *map, ipc_mapping *m)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    bool ok = gpu_map(g, (int)m->id.device, m->id.handle, &m->base, &why) == FANIN_OK;
+    void *base = NULL;
+    uint64_t started = clock_ns();
+    pthread_mutex_unlock(&map->lock);
+    bool ok = gpu_map(map->g, (int)m->id.device, m->id.handle, &base, &why) == FANIN_OK;
+    pthread_mutex_lock(&map->lock);
+    map->spent_ns += clock_ns() - started;
+    m->base = base;
     free(m->why);
     m->why = ok ? NULL : malloc(sizeof *m->why);
     if (m->why)
@@ -162,46 +192,100 @@ static bool is_wanted(const ipc_mapping *m)
     return !m->base && m->holders > 0;
 }
 
-/* Those that are held and not mapped, until @p stop. */
-static void open_wanted(const ipc_map *map, work_stop *stop)
+/* The first from number *@p at on, which is then behind it; NULL: none. */
+static ipc_mapping *next_wanted(const ipc_map *map, size_t *at)
 {
-    for (size_t i = 0; i < map->n; i++) {
-        if (!is_wanted(map->all[i]))
-            continue;
-        if (work_stopped_after(stop, WORK_STEPS))
+    while (*at < map->n) {
+        ipc_mapping *m = map->all[(*at)++];
+        if (is_wanted(m))
+            return m;
+    }
+    return NULL;
+}
+
+/* Those that are held and not mapped, and those that are expected, until @p stop. Lock held. */
+static void open_wanted(ipc_map *map, work_stop *stop)
+{
+    for (size_t at = 0;;) {
+        ipc_mapping *m = next_wanted(map, &at);
+        if (m && work_stopped_after(stop, WORK_STEPS))
             return;
-        open_one(map->g, map->all[i]);
+        if (m)
+            open_one(map, m);
+        else if (map->expecting)
+            pthread_cond_wait(&map->changed, &map->lock);
+        else
+            return;
     }
 }
 
 static bool lacks_some(const ipc_map *map)
 {
-    for (size_t i = 0; i < map->n; i++) {
-        if (is_wanted(map->all[i]))
-            return true;
-    }
-    return false;
+    size_t at = 0;
+    return next_wanted(map, &at) != NULL;
 }
 
-bool ipc_map_is_behind(const ipc_map *map)
+bool ipc_map_is_behind(ipc_map *map)
 {
-    return map->behind;
+    pthread_mutex_lock(&map->lock);
+    bool behind = map->behind;
+    pthread_mutex_unlock(&map->lock);
+    return behind;
+}
+
+void ipc_map_expect(ipc_map *map, bool more)
+{
+    pthread_mutex_lock(&map->lock);
+    map->expecting = more;
+    pthread_cond_signal(&map->changed);
+    pthread_mutex_unlock(&map->lock);
+}
+
+/* Lock held. */
+static void sweep(ipc_map *map)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < map->n; i++) {
+        if (map->all[i]->holders > 0)
+            map->all[kept++] = map->all[i];
+        else
+            unmap(map, map->all[i]);
+    }
+    if (kept < map->n) {
+        map->n = kept;
+        fill_slots(map);
+    }
+}
+
+void ipc_map_sweep(ipc_map *map)
+{
+    pthread_mutex_lock(&map->lock);
+    sweep(map);
+    pthread_mutex_unlock(&map->lock);
 }
 
 fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error)
 {
-    if (!map->behind) /* a warm pull of a model looks at none of its thousands */
-        return FANIN_OK;
+    pthread_mutex_lock(&map->lock);
     open_wanted(map, stop);
     if (!(stop && stop->stopped) && lacks_some(map)) {
         /* Older memory of the same addresses of its owner may be in the way. */
-        ipc_map_sweep(map);
+        sweep(map);
         open_wanted(map, stop);
     }
     map->behind = lacks_some(map);
+    pthread_mutex_unlock(&map->lock);
     return stop && stop->stopped
                ? work_broken_off(stop, "connect", "memory was mapped", error)
                : FANIN_OK;
+}
+
+uint64_t ipc_map_spent_ns(ipc_map *map)
+{
+    pthread_mutex_lock(&map->lock);
+    uint64_t spent = map->spent_ns;
+    pthread_mutex_unlock(&map->lock);
+    return spent;
 }
 
 fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error)
@@ -220,24 +304,13 @@ uint64_t ipc_mapping_base(const ipc_mapping *mapping)
 
 void ipc_mapping_release(ipc_mapping **mapping)
 {
-    if (*mapping)
-        (*mapping)->holders--;
+    ipc_mapping *m = *mapping;
     *mapping = NULL;
-}
-
-void ipc_map_sweep(ipc_map *map)
-{
-    size_t kept = 0;
-    for (size_t i = 0; i < map->n; i++) {
-        if (map->all[i]->holders > 0)
-            map->all[kept++] = map->all[i];
-        else
-            unmap(map, map->all[i]);
-    }
-    if (kept < map->n) {
-        map->n = kept;
-        fill_slots(map);
-    }
+    if (!m)
+        return;
+    pthread_mutex_lock(&m->of->lock);
+    m->holders--;
+    pthread_mutex_unlock(&m->of->lock);
 }
 
 void ipc_map_abandon(ipc_map *map)
@@ -245,10 +318,12 @@ void ipc_map_abandon(ipc_map *map)
     map->abandoned = true;
 }
 
-size_t ipc_map_count(const ipc_map *map)
+size_t ipc_map_count(ipc_map *map)
 {
     size_t mapped = 0;
+    pthread_mutex_lock(&map->lock);
     for (size_t i = 0; i < map->n; i++)
         mapped += map->all[i]->base != NULL;
+    pthread_mutex_unlock(&map->lock);
     return mapped;
 }

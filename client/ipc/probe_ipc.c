@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The path cuda_ipc: other processes' allocations mapped for the devices that read them. */
+#include "ipc/map_ahead.h"
+#include "ipc/mapped_regions.h"
 #include "ipc/reader_ipc.h"
 
-#include "array.h"
 #include "device/devices.h"
 #include "error_set.h"
 #include "net/crew.h"
@@ -13,188 +14,6 @@
 /* A kernel on a healthy path takes microseconds. */
 #define PROBE_MS 3000
 
-/* Kernels of one device that are to read one rank's regions. */
-typedef struct reading {
-    path_round *round;
-    size_t index;
-    ipc_regions *shard;
-    uint32_t rank;
-    int device;
-    bool fresh; /* the rank's path is not decided yet */
-} reading;
-
-/* -------------------------------------------------------------- remote keys */
-
-/* What is kept of the peer's regions; NULL: nothing yet. */
-static ipc_regions *kept_of(const path_round *r, size_t peer)
-{
-    return (ipc_regions *)path_taken(r->publication, peer)->hold;
-}
-
-static fanin_status decode_keys(const region_table *regions, uint32_t rank,
-                                ipc_key *keys, fanin_error *error)
-{
-    for (uint32_t i = 0; i < regions->count; i++) {
-        const region_entry *r = &regions->entries[i];
-        if (r->memory == FANIN_MEMORY_CUDA &&
-            ipc_key_decode(r->rkey, r->rkey_size, r->length, &keys[i]))
-            continue;
-        if (r->rkey_size == 0)
-            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                             "rank %u's GPU memory has no IPC handle (memory of "
-                             "PyTorch's expandable_segments or of cudaMallocAsync has "
-                             "none; use cudaMalloc's)",
-                             rank);
-        return error_set(error, FANIN_ERR_PROTOCOL, NULL,
-                         "rank %u sent an IPC key that does not fit its region", rank);
-    }
-    return FANIN_OK;
-}
-
-static fanin_status make_hold(path_state *s, uint32_t rank, fanin_error *error)
-{
-    if (s->hold)
-        return FANIN_OK;
-    ipc_regions *kept = calloc(1, sizeof *kept);
-    ipc_key *keys = calloc((size_t)s->regions->count + 1, sizeof *keys);
-    fanin_status status = kept && keys ? decode_keys(s->regions, rank, keys, error)
-                                       : error_set_memory(error);
-    if (status != FANIN_OK) {
-        free(kept);
-        free(keys);
-        return status;
-    }
-    *kept =
-        (ipc_regions){.hold = {ipc_regions_drop}, .regions = s->regions, .keys = keys};
-    s->hold = &kept->hold;
-    return FANIN_OK;
-}
-
-/* ------------------------------------------------------------------ devices */
-
-/* Whether @p device may read all GPUs that the rank's regions are on. */
-static fanin_status check_reach(const reading *r, fanin_error *error)
-{
-    const gpu *g = r->round->client->devices->g;
-    const uint8_t *checked = NULL;
-    for (uint32_t i = 0; i < r->shard->regions->count; i++) {
-        const uint8_t *uuid = r->shard->keys[i].uuid;
-        if (checked && memcmp(checked, uuid, GPU_UUID_SIZE) == 0)
-            continue;
-        checked = uuid;
-        int owner = gpu_device_of_uuid(g, uuid);
-        if (owner < 0)
-            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                             "GPU %02x%02x%02x%02x... of rank %u is not visible to "
-                             "this process (CUDA_VISIBLE_DEVICES, or the container's "
-                             "devices)",
-                             uuid[0], uuid[1], uuid[2], uuid[3], r->rank);
-        if (!gpu_can_access(g, r->device, owner))
-            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                             "GPU %d cannot read GPU %d, which holds rank %u's memory "
-                             "(no NVLink or PCIe peer access)",
-                             r->device, owner, r->rank);
-    }
-    return FANIN_OK;
-}
-
-/* ------------------------------------------------------------------ mapping */
-
-/* Marks the regions of the first arena that the plan reads from the peer. */
-static void mark_read(const path_plan *p, size_t peer, bool *marks)
-{
-    size_t s = 0;
-    while (s < p->n_sources && p->peer_of[s] != peer)
-        s++;
-    for (uint64_t i = 0; s < p->n_sources && i < p->plan->ranks[s].n_pieces; i++) {
-        const piece *pieces = p->plan->ranks[s].pieces;
-        box_place place;
-        if (i > 0 && pieces[i].box == pieces[i - 1].box)
-            continue;
-        box_table_get(p->sources[s].boxes, pieces[i].box, NULL, NULL, &place);
-        marks[place.region] = true;
-    }
-}
-
-static ipc_view *view_for(const reading *r)
-{
-    return (ipc_view *)ipc_view_of(r->shard, r->device);
-}
-
-static digest plan_id(const path_round *r)
-{
-    return r->goal->plan ? r->goal->plan->id : (digest){0};
-}
-
-/* Whether all is mapped that the plan reads. */
-static bool is_covered(const reading *r)
-{
-    const ipc_view *view = ipc_view_of(r->shard, r->device);
-    digest id = plan_id(r->round);
-    return view && view->whole && digest_equal(&view->covers, &id);
-}
-
-static fanin_status need_view(const reading *r, fanin_error *error)
-{
-    ipc_regions *s = r->shard;
-    if (view_for(r))
-        return FANIN_OK;
-    ipc_view view = {.device = r->device};
-    if (!array_reserve(&s->views, &s->view_capacity, s->n_views + 1, sizeof *s->views))
-        return error_set_memory(error);
-    view.mappings = calloc((size_t)s->regions->count + 1, sizeof *view.mappings);
-    if (!view.mappings)
-        return error_set_memory(error);
-    s->views[s->n_views++] = view;
-    return FANIN_OK;
-}
-
-/* Takes those of the rank's regions that the plan reads, in any arena that a lease may name. */
-static fanin_status take_regions(const reading *r, fanin_error *error)
-{
-    fanin_client *client = r->round->client;
-    const ipc_regions *s = r->shard;
-    const path_plan *plan = r->round->goal->plan;
-    const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
-    uint32_t n = box_table_regions(r->round->publication->shards[r->index].boxes);
-    fanin_status status = need_view(r, error);
-    if (status != FANIN_OK)
-        return status;
-    ipc_view *view = view_for(r);
-    bool *read = calloc((size_t)n + 1, sizeof *read);
-    if (!read)
-        return error_set_memory(error);
-    if (plan)
-        mark_read(plan, r->index, read);
-    for (uint32_t i = 0; i < s->regions->count && status == FANIN_OK; i++) {
-        bool wanted = !plan || (n > 0 && read[i % n]);
-        if (wanted && !view->mappings[i])
-            status = ipc_map_take(client->devices->map, r->device, hello->incarnation,
-                                  &s->keys[i], &view->mappings[i], error);
-    }
-    free(read);
-    return status;
-}
-
-/* The path is given up: what was taken for the device is let go. */
-static void drop_view(const reading *r)
-{
-    ipc_regions *s = r->shard;
-    ipc_view *view = view_for(r);
-    if (!view)
-        return;
-    ipc_view_drop(view, s->regions->count);
-    *view = s->views[--s->n_views];
-}
-
-static fanin_status take(const reading *r, fanin_error *error)
-{
-    if (is_covered(r))
-        return FANIN_OK;
-    fanin_status status = check_reach(r, error);
-    return status == FANIN_OK ? take_regions(r, error) : status;
-}
-
 void ipc_leave_to_device(fanin_client *client)
 {
     devices *d = client->devices;
@@ -203,7 +22,7 @@ void ipc_leave_to_device(fanin_client *client)
 }
 
 /* Reads a few bytes from a region; no lease is needed, they are thrown away. */
-static fanin_status probe(const reading *r, fanin_error *error)
+static fanin_status probe(const regions_use *r, fanin_error *error)
 {
     device_memory *memory = r->round->client->devices->memory;
     const ipc_regions *s = r->shard;
@@ -236,20 +55,25 @@ static fanin_status probe(const reading *r, fanin_error *error)
 }
 
 /* After the opening: whether all that was taken is mapped, and can be read. */
-static fanin_status confirm(const reading *r, fanin_error *error)
+static fanin_status confirm(const regions_use *r, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
-    if (is_covered(r))
+    if (regions_covered(r))
         return status;
-    ipc_view *view = view_for(r);
+    ipc_view *view = regions_view(r);
     for (uint32_t i = 0; i < r->shard->regions->count && status == FANIN_OK; i++) {
-        if (view->mappings[i])
-            status = ipc_mapping_check(view->mappings[i], error);
+        if (!view->mappings[i])
+            continue;
+        status = ipc_mapping_check(view->mappings[i], error);
+        if (status != FANIN_OK && !regions_needed(r, i)) {
+            ipc_mapping_release(&view->mappings[i]); /* taken before there was a plan */
+            status = FANIN_OK;
+        }
     }
     if (status == FANIN_OK && r->fresh)
         status = probe(r, error);
     view->whole = status == FANIN_OK;
-    view->covers = plan_id(r->round);
+    view->covers = regions_plan_id(r->round);
     return status;
 }
 
@@ -258,10 +82,11 @@ static void drop_gatherer(path_round *r, size_t at)
 {
     gather_set *set = &r->goal->gather;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        reading one = {.round = r, .shard = kept_of(r, i), .device = set->device[at]};
+        regions_use one = {
+            .round = r, .shard = regions_kept(r, i), .device = set->device[at]};
         const path_state *s = path_taken(r->publication, i);
         if (s->hold && s->hold->drop == ipc_regions_drop)
-            drop_view(&one);
+            regions_let_go(&one);
     }
     memmove(&set->device[at], &set->device[at + 1],
             (--set->n - at) * sizeof set->device[0]);
@@ -269,8 +94,9 @@ static void drop_gatherer(path_round *r, size_t at)
 }
 
 /* The first device that gathers is needed; what another one cannot do, the others do. */
-static fanin_status for_gatherers(reading *one,
-                                  fanin_status (*what)(const reading *, fanin_error *),
+static fanin_status for_gatherers(regions_use *one,
+                                  fanin_status (*what)(const regions_use *,
+                                                       fanin_error *),
                                   fanin_error *error)
 {
     path_round *r = one->round;
@@ -280,7 +106,7 @@ static fanin_status for_gatherers(reading *one,
         if (what(one, &local) == FANIN_OK) {
             i++;
         } else if (i == 0) {
-            drop_view(one);
+            regions_let_go(one);
             return error_copy(error, &local);
         } else {
             log_write(&r->client->log, FANIN_LOG_INFO, "gather-device",
@@ -294,21 +120,22 @@ static fanin_status for_gatherers(reading *one,
 
 /* For all devices that the goal needs to read one rank. */
 static fanin_status for_devices(path_round *r, size_t index,
-                                fanin_status (*what)(const reading *, fanin_error *),
+                                fanin_status (*what)(const regions_use *,
+                                                     fanin_error *),
                                 fanin_error *error)
 {
-    reading one = {.round = r,
-                   .index = index,
-                   .shard = kept_of(r, index),
-                   .rank = connection_peer(r->client->peers[index].control)->rank,
-                   .fresh =
-                       path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC};
+    regions_use one = {.round = r,
+                       .index = index,
+                       .shard = regions_kept(r, index),
+                       .rank = connection_peer(r->client->peers[index].control)->rank,
+                       .fresh = path_taken(r->publication, index)->path !=
+                                FANIN_PATH_CUDA_IPC};
     fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->n_devices && status == FANIN_OK; i++) {
-        one.device = r->devices[i];
+    for (size_t i = 0; i < r->devices.n && status == FANIN_OK; i++) {
+        one.device = r->devices.device[i];
         status = what(&one, error);
         if (status != FANIN_OK)
-            drop_view(&one);
+            regions_let_go(&one);
     }
     return status == FANIN_OK && r->host ? for_gatherers(&one, what, error) : status;
 }
@@ -323,7 +150,7 @@ static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
     uint64_t own = 0;
     *all = true;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        const ipc_regions *s = mask[i] ? kept_of(r, i) : NULL;
+        const ipc_regions *s = mask[i] ? regions_kept(r, i) : NULL;
         for (uint32_t j = 0; s && j < s->regions->count; j++) {
             int owner = gpu_device_of_uuid(g, s->keys[j].uuid);
             own += owner == device ? s->regions->entries[j].length : 0;
@@ -361,7 +188,7 @@ static uint64_t bytes_of_all(const path_round *r, const bool *mask)
 {
     uint64_t bytes = 0;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        const ipc_regions *s = mask[i] ? kept_of(r, i) : NULL;
+        const ipc_regions *s = mask[i] ? regions_kept(r, i) : NULL;
         for (uint32_t j = 0; s && j < s->regions->count; j++)
             bytes += s->regions->entries[j].length;
     }
@@ -389,7 +216,7 @@ static void find_gatherers(path_round *r, const bool *mask)
     bool mapped = set->n > 0;
     for (size_t i = 0; i < r->client->n_peers; i++) {
         for (size_t k = 0; k < set->n && mapped && mask[i]; k++)
-            mapped = ipc_view_of(kept_of(r, i), set->device[k]) != NULL;
+            mapped = ipc_view_of(regions_kept(r, i), set->device[k]) != NULL;
     }
     if (!mapped)
         *set = choose_gatherers(r, mask);
@@ -484,11 +311,9 @@ static fanin_status need_cuda(path_round *r, fanin_error *error)
     r->lacks = !client_gpu(r->client);
     if (r->lacks)
         return error_set(error, FANIN_ERR_UNSUPPORTED, NULL, "%.250s", d->missing);
-    if (!d->map)
-        d->map = ipc_map_create(d->g);
     if (!d->memory)
         d->memory = device_memory_create(d->g);
-    return d->map && d->memory ? FANIN_OK : error_set_memory(error);
+    return devices_map(r->client) && d->memory ? FANIN_OK : error_set_memory(error);
 }
 
 /* Drops from @p mask whoever's memory cannot be mapped at all. */
@@ -498,8 +323,8 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
         uint32_t rank = connection_peer(r->client->peers[i].control)->rank;
-        if (!mask[i] || make_hold(path_state_of(r->client, r->publication, i), rank,
-                                  &why) == FANIN_OK)
+        if (!mask[i] || regions_hold(path_state_of(r->client, r->publication, i), rank,
+                                     &why) == FANIN_OK)
             continue;
         mask[i] = false;
         status = path_give_up(r, i, why.message, error);
@@ -507,36 +332,16 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
     return status;
 }
 
-typedef struct opening {
-    const fanin_client *client;
-    ipc_map *map;
-    uint64_t spent_ns;
-} opening;
-
-static fanin_status open_map(void *cookie, size_t part, work_stop *stop,
-                             fanin_error *error)
-{
-    opening *o = cookie;
-    (void)part;
-    uint64_t started = clock_ns();
-    fanin_status status = ipc_map_open(o->map, stop, error);
-    o->spent_ns = clock_ns() - started;
-    span_of_call(o->client, TRACE_MAP, started, status, NULL);
-    return status;
-}
-
-/* All ranks' mappings. The driver takes its time, so another thread waits for it; it opens one at a time
-   (tests/bench/bench_ipc_map.c), so no more of them do. */
+/* All ranks' mappings, while what they are read by is made. */
 static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *error)
 {
-    opening o = {.client = r->client, .map = r->client->devices->map};
     path_goal *goal = r->goal;
-    if (!ipc_map_is_behind(o.map))
+    ipc_map *map = r->client->devices->map;
+    map_opener own = {0}, *opener = map_ahead_opener(goal->ahead);
+    if (!opener && !ipc_map_is_behind(map))
         return FANIN_OK;
-    crew *c = crew_open(r->client, r->at, 1, goal->meanwhile != NULL, open_map, &o);
-    if (!c)
+    if (!opener && !map_opener_start(&own, r->client, r->at, goal->meanwhile != NULL))
         return error_set_memory(error);
-    crew_begin(c, 0);
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = goal->meanwhile
                               ? goal->meanwhile(goal->cookie, &ipc_reader, mask, &why)
@@ -544,9 +349,8 @@ static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *err
     if (status == FANIN_ERR_CANCELLED)
         error_copy(error, &why);
     else
-        status = crew_finish(c, NULL, error);
-    crew_close(&c);
-    goal->map_ns += o.spent_ns;
+        status = map_opener_finish(opener ? opener : &own, &goal->map_ns, error);
+    map_opener_close(&own);
     return status;
 }
 
@@ -567,7 +371,7 @@ static fanin_status take_all(path_round *r, bool *mask, fanin_error *error)
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
-        if (!mask[i] || for_devices(r, i, take, &why) == FANIN_OK)
+        if (!mask[i] || for_devices(r, i, regions_take, &why) == FANIN_OK)
             continue;
         mask[i] = false;
         status = path_give_up(r, i, why.message, error);
@@ -601,9 +405,11 @@ fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error)
     bool *mine = calloc(r->client->n_peers, sizeof *mine);
     if (!mine)
         return error_set_memory(error);
+    map_ahead_settle(r->goal->ahead);
     fanin_status status = sort_out(r, open, mine, error);
     if (status == FANIN_OK)
         status = try_all(r, mine, error);
+    map_ahead_close(r->goal->ahead); /* nothing is swept that is being opened */
     if (r->client->devices->map)
         ipc_map_sweep(r->client->devices->map); /* what newer tables do not list */
     free(mine);

@@ -3,6 +3,7 @@
 
 #include "device/devices.h"
 #include "error_set.h"
+#include "ipc/map_ahead.h"
 #include <stdlib.h>
 
 /* How long a kernel is waited for before connections are looked at. */
@@ -251,6 +252,8 @@ static bool finish(void *reading)
 
 const path_reader ipc_reader = {
     .paths = 1 << FANIN_PATH_CUDA_IPC,
+    .begin_ahead = map_ahead_begin,
+    .end_ahead = map_ahead_free,
     .probe = ipc_probe,
     .unmap = ipc_unmap,
     .plan = list_copies,

@@ -68,17 +68,31 @@ static struct path_peer *look_at(fanin_client *client, size_t peer)
     return p;
 }
 
-path_state *path_state_of(fanin_client *client, publication *p, size_t peer)
+static path_state *state_for(fanin_client *client, publication *p, size_t peer,
+                             uint64_t generation, uint64_t version)
 {
     path_state *s = &p->paths->peers[peer];
-    uint64_t serial = look_at(client, peer)->serial, tables = p->shards[peer].serial;
-    if (s->tables != tables)
+    uint64_t serial = look_at(client, peer)->serial;
+    if (s->generation != generation || s->version != version)
         drop_regions(client, s, peer); /* other regions may be other memory */
     else if (s->serial != serial)
         path_state_drop(client, s, peer);
-    s->tables = tables;
+    s->generation = generation;
+    s->version = version;
     s->serial = serial;
     return s;
+}
+
+path_state *path_state_of(fanin_client *client, publication *p, size_t peer)
+{
+    const shard_table *tables = &p->shards[peer];
+    return state_for(client, p, peer, tables->generation, tables->version);
+}
+
+path_state *path_state_ahead(fanin_client *client, publication *p, size_t peer,
+                             uint64_t version)
+{
+    return state_for(client, p, peer, client->peers[peer].generation, version);
 }
 
 const path_state *path_taken(const publication *p, size_t peer)
@@ -137,22 +151,46 @@ static fanin_status drop_refused(const fanin_client *client, const fetch *fetche
     return FANIN_OK;
 }
 
-static fanin_status take_regions(const peer *owner, const shard_table *tables,
-                                 path_state *s, const buffer *data, client_work *work,
-                                 fanin_error *error)
+/* Of a table that is here, maybe since before the boxes were. */
+static fanin_status check_regions(const peer *owner, const shard_table *tables,
+                                  const path_state *s, fanin_error *error)
 {
-    fanin_status status =
-        region_table_decode(data->data, data->size, &work->stop, &s->regions, error);
-    if (status != FANIN_OK)
-        return tables_end_decoding(work, owner, status, error);
     if (box_table_regions(tables->boxes) <= s->regions->count)
         return FANIN_OK;
-    region_table_free(&s->regions);
     error_place place = connection_place(owner->control, "catalog");
     return error_set(error, FANIN_ERR_PROTOCOL, &place,
                      "rank %u at %s has boxes in a region that its table does not list",
                      connection_peer(owner->control)->rank,
                      connection_text(owner->control));
+}
+
+void path_regions_request(const publication *p, size_t peer, uint64_t version,
+                          fanin_path path, fetch *f)
+{
+    *f = (fetch){.peer = peer, .type = MSG_REGIONS};
+    snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
+    f->request.catalog_version = version;
+    f->request.path = path;
+}
+
+/* Those that came. */
+static fanin_status take_regions(fanin_client *client, publication *p,
+                                 const fetch *fetches, size_t n, fanin_path path,
+                                 client_work *work, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        const fetch *f = &fetches[i];
+        path_state *s = &p->paths->peers[f->peer];
+        if (f->error.status != FANIN_OK)
+            continue;
+        status = region_table_decode(f->data.data, f->data.size, &work->stop,
+                                     &s->regions, error);
+        if (status != FANIN_OK)
+            status = tables_end_decoding(work, &client->peers[f->peer], status, error);
+        s->regions_path = path;
+    }
+    return status;
 }
 
 fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
@@ -168,24 +206,20 @@ fanin_status path_state_regions(fanin_client *client, publication *p, const bool
         if (!s || !p->shards[i].boxes || (s->regions && s->regions_path == path))
             continue;
         drop_regions(client, s, i);
-        fetch *f = &fetches[n++];
-        *f = (fetch){.peer = i, .type = MSG_REGIONS};
-        snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
-        f->request.catalog_version = p->shards[i].version;
-        f->request.path = path;
+        path_regions_request(p, i, p->shards[i].version, path, &fetches[n++]);
     }
     client_work work;
     client_work_start(&work, client, at);
     fanin_status status = fetch_all(client, fetches, n, at, error);
     status = drop_refused(client, fetches, n, status, refused, error);
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        size_t peer = fetches[i].peer;
-        path_state *s = &p->paths->peers[peer];
-        if (fetches[i].error.status != FANIN_OK)
-            continue;
-        status = take_regions(&client->peers[peer], &p->shards[peer], s,
-                              &fetches[i].data, &work, error);
-        s->regions_path = path;
+    if (status == FANIN_OK)
+        status = take_regions(client, p, fetches, n, path, &work, error);
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        path_state *s = &p->paths->peers[i];
+        if (want[i] && s->regions && p->shards[i].boxes)
+            status = check_regions(&client->peers[i], &p->shards[i], s, error);
+        if (status != FANIN_OK)
+            drop_regions(client, s, i);
     }
     fetch_free(fetches, n);
     free(fetches);

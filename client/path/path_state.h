@@ -19,9 +19,9 @@ typedef struct path_hold {
 
 /** One rank's path for one publication. */
 typedef struct path_state {
-    uint64_t serial,
-        tables;      /**< of the rank's paths, of its tables: that it was made for */
-    fanin_path path; /**< FANIN_PATH_AUTO: not decided */
+    uint64_t serial;              /**< of the rank's paths: that it was made for */
+    uint64_t generation, version; /**< of the connection and the catalog: likewise */
+    fanin_path path;              /**< FANIN_PATH_AUTO: not decided */
     char reason[PATH_REASON];
     region_table *regions; /**< NULL until the choice of a path needs them */
     fanin_path regions_path;
@@ -40,6 +40,9 @@ void path_states_free(fanin_client *client);
 
 /** The peer's state, as far as it still holds. */
 path_state *path_state_of(fanin_client *client, publication *p, size_t peer);
+/** The same for tables that are not here yet: of the catalog @p version of the present connection. */
+path_state *path_state_ahead(fanin_client *client, publication *p, size_t peer,
+                             uint64_t version);
 /** The path that was taken last, and why; never NULL. */
 const path_state *path_taken(const publication *p, size_t peer);
 /** Lets go of what the path keeps of the regions; the path is to be decided anew. */
@@ -52,6 +55,10 @@ void path_void(fanin_client *client, size_t peer);
 void path_avoid(fanin_client *client, size_t peer, const char *why);
 /** Why the peer has to be read by stream; NULL: it need not be. */
 const char *path_avoided(fanin_client *client, size_t peer);
+
+/** Asks for the peer's regions by @p path, whose catalog is @p version; f->here and its cookie are the caller's. */
+void path_regions_request(const publication *p, size_t peer, uint64_t version,
+                          fanin_path path, fetch *f);
 
 /** Brings the region tables of peers with want[i] to @p path. @p refused, one a peer: a rank that is
     there and gives none gets its error there, and the others go on. Errors as of tables_sync(). */

@@ -17,6 +17,37 @@ typedef struct path_reader path_reader;
 
 /* -------------------------------------------------------------- choosing */
 
+/** Zeroed: none. */
+typedef struct device_set {
+    int device[GPU_MAX_DEVICES];
+    size_t n;
+} device_set;
+
+/** @p device below 0 is none. */
+static inline void device_set_add(device_set *set, int device)
+{
+    bool known = device < 0;
+    for (size_t i = 0; i < set->n && !known; i++)
+        known = set->device[i] == device;
+    if (!known && set->n < GPU_MAX_DEVICES)
+        set->device[set->n++] = device;
+}
+
+/** Where the bytes are to go, as far as it is known before there is a plan. */
+typedef struct path_outline {
+    uint64_t bytes;
+    device_set devices;
+} path_outline;
+
+/** What is known when ranks have announced a step, and of some no table is here. */
+typedef struct path_foresight {
+    const announcement *announced; /**< one a peer */
+    const bool *use;               /**< likewise: that are to be read */
+    /** looks at each tensor; NULL: nothing of the destination is on a device */
+    void (*outline)(void *cookie, path_outline *out);
+    void *cookie;
+} path_foresight;
+
 /** Where the bytes are to go, and what that led to. */
 typedef struct path_goal {
     const memory_range *ranges;
@@ -31,6 +62,7 @@ typedef struct path_goal {
     fanin_status (*meanwhile)(void *cookie, const path_reader *reader, const bool *mask,
                               fanin_error *error);
     void *cookie;
+    void *ahead; /**< what begin_ahead() of a path began; NULL: nothing */
 } path_goal;
 
 /** One choice of paths, of all ranks at once. */
@@ -40,9 +72,8 @@ typedef struct path_round {
     const bool *want;
     path_goal *goal;
     deadline at;
-    int devices[GPU_MAX_DEVICES]; /**< that the destination is on */
-    size_t n_devices;
-    bool host;  /**< some of the destination is host memory */
+    device_set devices; /**< that the destination is on */
+    bool host;          /**< some of the destination is host memory */
     bool lacks; /**< a path found that this host lacks what it needs: no rank's fault */
 } path_round;
 
@@ -118,6 +149,11 @@ struct path_reader {
     uint32_t paths; /**< that it is: 1 << fanin_path each */
     bool asks; /**< asks for destination memory part by part, not for all at once */
     bool uses_sink; /**< brings to devices by way of a device_sink */
+    /** Begins what takes its time and needs no plan, and goes on beside all that is done until probe(). It fails
+        silently: then probe() has more to do. NULL: nothing is begun. */
+    void *(*begin_ahead)(fanin_client *client, publication *p,
+                         const path_foresight *known, deadline at);
+    void (*end_ahead)(void *ahead); /**< stops it where it is; NULL is fine */
     /** Of the peers with open[i], those that are for this path are tried and decided, and not open
         any more; those that are on it get what the round's devices need besides. An error ends the
         pull; what does not work goes to path_give_up(). */

@@ -66,6 +66,17 @@ static fanin_status blame_silent(pull *p, fanin_error *error)
     return pull_blame(client->peers[silent].control, p->lost.key, error);
 }
 
+/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that follows. */
+static void begin_ahead(pull *p)
+{
+    const destination *d = p->destination;
+    p->known = (path_foresight){.announced = p->announced,
+                                .use = p->use,
+                                .outline = d->outline,
+                                .cookie = d->cookie};
+    path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
+}
+
 /* Connected, agreed, catalogs and plan at hand. */
 static fanin_status make_ready(pull *p, fanin_error *error)
 {
@@ -93,6 +104,8 @@ static fanin_status make_ready(pull *p, fanin_error *error)
         tables_forget(p->publication);
     }
     info->wait_ns += part_ended(p, TRACE_WAIT, status, &clock);
+    if (status == FANIN_OK)
+        begin_ahead(p);
     if (status == FANIN_OK)
         status =
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
@@ -237,6 +250,7 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
             path_prepare(client, p->publication, p->needed, &p->goal, p->at, error);
     info->connect_ns += part_ended(p, TRACE_PATHS, status, &clock);
     info->map_ns += p->goal.map_ns;
+    info->table_ns += p->goal.table_ns;
     if (status == FANIN_OK)
         status = need_whole(p, error);
     return status;
@@ -274,7 +288,7 @@ static void start_counting(pull *p)
     p->result->info.fixed_ns = 0; /* reads; turned into the rest at the end */
 }
 
-fanin_status attempt_begin(pull *p, bool *skip_out, fanin_error *error)
+static fanin_status begin(pull *p, bool *skip_out, fanin_error *error)
 {
     destination *d = p->destination;
     p->refused = true;
@@ -291,6 +305,13 @@ fanin_status attempt_begin(pull *p, bool *skip_out, fanin_error *error)
     p->result->info.write_ns += part_ended(p, TRACE_WRITE, status, &clock);
     if (status == FANIN_OK && !*skip_out)
         status = take_leases(p, error);
+    return status;
+}
+
+fanin_status attempt_begin(pull *p, bool *skip_out, fanin_error *error)
+{
+    fanin_status status = begin(p, skip_out, error);
+    path_end_ahead(&p->goal);
     return status;
 }
 

@@ -28,7 +28,8 @@ typedef struct pull {
     early_begin early; /* of the attempt's agreement */
     adapter_identity identity;
     uint8_t *base;
-    path_goal goal; /* its ranges: the destination's */
+    path_goal goal;       /* its ranges: the destination's */
+    path_foresight known; /* of the attempt's agreement */
     read_progress progress;
     uint64_t bytes, tensors; /* read */
     bool open_only;          /* the attempt is good when it has its leases */

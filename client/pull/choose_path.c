@@ -25,16 +25,34 @@ const path_reader *path_reader_of(fanin_path path)
     return NULL;
 }
 
+/* There is one that maps. */
+static const path_reader *reader_ahead(void)
+{
+    size_t i = 0;
+    while (!path_readers[i]->begin_ahead)
+        i++;
+    return path_readers[i];
+}
+
+void path_begin_ahead(fanin_client *client, publication *p, const path_foresight *known,
+                      path_goal *goal, deadline at)
+{
+    path_end_ahead(goal);
+    goal->ahead = reader_ahead()->begin_ahead(client, p, known, at);
+}
+
+void path_end_ahead(path_goal *goal)
+{
+    reader_ahead()->end_ahead(goal->ahead);
+    goal->ahead = NULL;
+}
+
 static void learn_goal(path_round *r)
 {
     for (size_t i = 0; i < r->goal->n_ranges; i++) {
         int device = r->goal->ranges[i].device;
-        bool known = device < 0;
-        for (size_t j = 0; j < r->n_devices && !known; j++)
-            known = r->devices[j] == device;
         r->host = r->host || device < 0;
-        if (!known && r->n_devices < GPU_MAX_DEVICES)
-            r->devices[r->n_devices++] = device;
+        device_set_add(&r->devices, device);
     }
 }
 

@@ -11,6 +11,12 @@ extern const path_reader *const path_readers[PATH_READERS];
 /** That carries @p path. */
 const path_reader *path_reader_of(fanin_path path);
 
+/** Begins what can be begun before there is a plan, if some rank's tables are not here; goal->ahead is to be ended,
+    after path_prepare() or instead of it. @p known is to outlive that. */
+void path_begin_ahead(fanin_client *client, publication *p, const path_foresight *known,
+                      path_goal *goal, deadline at);
+void path_end_ahead(path_goal *goal);
+
 /**
  * Decides the path of every peer with want[i] that has none yet for this publication and sets it
  * up (endpoint, regions, remote keys, mappings); for those that have one, brings keys and

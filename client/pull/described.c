@@ -270,10 +270,11 @@ static digest layout_of(const described *d, gpu_finder *f, const int32_t *device
 
 /* -------------------------------------------------------------------- whole */
 
-static fanin_status keep_allocations(const gpu_finder *f, bool on_devices, places *out,
+static fanin_status keep_allocations(const gpu_finder *f, places *out,
                                      fanin_error *error)
 {
-    out->too_many = on_devices && (f->n_known == 0 || f->n_known == GPU_FINDER_KNOWN);
+    out->too_many =
+        out->on_devices && (f->n_known == 0 || f->n_known == GPU_FINDER_KNOWN);
     if (f->n_known == 0 || out->too_many)
         return FANIN_OK;
     out->allocations = malloc(f->n_known * sizeof *out->allocations);
@@ -287,7 +288,6 @@ static fanin_status keep_allocations(const gpu_finder *f, bool on_devices, place
 fanin_status places_find(const described *d, gpu_finder *f, places *out,
                          fanin_error *error)
 {
-    bool on_devices = false;
     out->device = calloc(d->count, sizeof *out->device);
     if (!out->device)
         return error_set_memory(error);
@@ -296,10 +296,10 @@ fanin_status places_find(const described *d, gpu_finder *f, places *out,
             find_device(f, described_at(d, i), &out->device[i], error);
         if (status != FANIN_OK)
             return status;
-        on_devices = on_devices || out->device[i] >= 0;
+        out->on_devices = out->on_devices || out->device[i] >= 0;
     }
     out->layout = layout_of(d, f, out->device);
-    return keep_allocations(f, on_devices, out, error);
+    return keep_allocations(f, out, error);
 }
 
 bool places_stand(const places *p, gpu *g)

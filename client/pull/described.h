@@ -15,6 +15,7 @@ typedef struct described {
 
 /** Where their boxes are. Immutable once found. */
 typedef struct places {
+    bool on_devices; /**< some of them are */
     unsigned users;  /**< its owner's count */
     int32_t *device; /**< of each tensor, -1: host memory */
     /** of names, shapes, boxes, devices and allocations */

@@ -10,6 +10,7 @@
 #include "adapter/adapter.h"
 #include "array.h"
 #include "catalog/tables.h"
+#include "path/reader.h"
 #include "plan/plan.h"
 #include "pull/result.h"
 
@@ -44,6 +45,8 @@ typedef struct destination {
         FANIN_ERR_MEMORY. */
     fanin_status (*ranges)(void *cookie, const memory_range **ranges, size_t *n,
                            fanin_error *error);
+    /** Before it is known what there is. NULL: none of it is on devices */
+    void (*outline)(void *cookie, path_outline *out);
     bool lasting_ranges; /**< they follow from layout() alone */
     bool quick; /**< agreed() takes no time: leases may be had before it is called */
     fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */

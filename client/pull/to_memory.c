@@ -18,6 +18,7 @@ typedef struct memory_destination {
     int64_t *
         keys; /* of each tensor in the key table `matched`, -1: none; NULL: not looked up */
     digest matched;
+    digest prepared; /* the key table that targets, if there are any, are of */
     plan_target *targets;
     size_t n_targets;
     memory_range *ranges;
@@ -115,16 +116,15 @@ static fanin_status add_targets(memory_destination *m, size_t index, fanin_error
     return FANIN_OK;
 }
 
-static fanin_status prepare(void *cookie, const key_table *keys,
-                            const plan_target **targets, size_t *n_targets,
-                            const uint64_t **to_of_key, fanin_error *error)
+static fanin_status make_targets(memory_destination *m, const key_table *keys,
+                                 fanin_error *error)
 {
-    memory_destination *m = cookie;
     size_t boxes = 0;
     for (size_t i = 0; i < m->all->count; i++)
         boxes += described_at(m->all, i)->n_boxes;
     free(m->targets);
     m->n_targets = 0;
+    m->prepared = (digest){0};
     m->targets = array_large(boxes + 1, sizeof *m->targets);
     if (!m->targets || !find_keys(m, keys))
         return error_set_memory(error);
@@ -135,6 +135,20 @@ static fanin_status prepare(void *cookie, const key_table *keys,
         if (status != FANIN_OK)
             return status;
     }
+    m->prepared = keys->id;
+    return FANIN_OK;
+}
+
+static fanin_status prepare(void *cookie, const key_table *keys,
+                            const plan_target **targets, size_t *n_targets,
+                            const uint64_t **to_of_key, fanin_error *error)
+{
+    memory_destination *m = cookie;
+    fanin_status status = m->targets && digest_equal(&m->prepared, &keys->id)
+                              ? FANIN_OK
+                              : make_targets(m, keys, error);
+    if (status != FANIN_OK)
+        return status;
     if (m->n_targets == 0) {
         /* An empty plan would mean "everything". */
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "all boxes are empty");
@@ -143,6 +157,20 @@ static fanin_status prepare(void *cookie, const key_table *keys,
     *n_targets = m->n_targets;
     *to_of_key = NULL;
     return FANIN_OK;
+}
+
+static void outline(void *cookie, path_outline *out)
+{
+    const memory_destination *m = cookie;
+    for (size_t i = 0; i < m->all->count; i++) {
+        const fanin_tensor *t = described_at(m->all, i);
+        uint64_t bytes = 0;
+        for (size_t j = 0; j < t->n_boxes; j++) {
+            if (dtype_bytes(t->dtype, t->n_dims, t->boxes[j].extent, &bytes))
+                out->bytes += bytes;
+        }
+        device_set_add(&out->devices, m->places->device[i]);
+    }
 }
 
 static fanin_status agreed(void *cookie, const key_table *keys,
@@ -251,26 +279,43 @@ static fanin_status collect(memory_destination *m, stretch *all, size_t *n_out,
     return FANIN_OK;
 }
 
+static fanin_status find_ranges(memory_destination *m, fanin_error *error)
+{
+    size_t boxes = 0, n = 0;
+    for (size_t i = 0; i < m->all->count; i++)
+        boxes += described_at(m->all, i)->n_boxes;
+    stretch *all = array_large(boxes + 1, sizeof *all);
+    fanin_status status = all ? collect(m, all, &n, error) : error_set_memory(error);
+    memory_range *found = NULL;
+    if (status == FANIN_OK && !(found = malloc((n + 1) * sizeof *found)))
+        status = error_set_memory(error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++)
+        found[i] = all[i].range;
+    m->ranges = found;
+    m->n_ranges = status == FANIN_OK ? n : 0;
+    free(all);
+    return status;
+}
+
 static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
                            fanin_error *error)
 {
     memory_destination *m = cookie;
     fanin_status status = FANIN_OK;
-    if (!m->ranges) {
-        size_t boxes = 0;
-        for (size_t i = 0; i < m->all->count; i++)
-            boxes += described_at(m->all, i)->n_boxes;
-        stretch *all = calloc(boxes + 1, sizeof *all);
-        m->ranges = calloc(boxes + 1, sizeof *m->ranges);
-        status = all && m->ranges ? collect(m, all, &m->n_ranges, error)
-                                  : error_set_memory(error);
-        for (size_t i = 0; i < m->n_ranges && status == FANIN_OK; i++)
-            m->ranges[i] = all[i].range;
-        free(all);
-    }
+    if (!m->ranges)
+        status = find_ranges(m, error);
     *out = m->ranges;
     *n = m->n_ranges;
     return status;
+}
+
+/* Who needs them finds out again what failed. */
+static void meanwhile(void *cookie, const key_table *keys)
+{
+    memory_destination *m = cookie;
+    if (!m->ranges)
+        (void)find_ranges(m, NULL);
+    (void)make_targets(m, keys, NULL);
 }
 
 /* -------------------------------------------------------------------- whole */
@@ -285,16 +330,18 @@ static void close_memory(memory_destination *m)
 
 static destination as_destination(memory_destination *m, uint64_t started_ns)
 {
-    return (destination){.cookie = m,
-                         .wants = {.cookie = m, .name = layout, .mark = mark},
-                         .layout = layout,
-                         .prepare = prepare,
-                         .agreed = agreed,
-                         .ranges = ranges,
-                         .lasting_ranges = true,
-                         .quick = true,
-                         .dtype = m->dtype,
-                         .started_ns = started_ns};
+    return (destination){
+        .cookie = m,
+        .wants = {.cookie = m, .name = layout, .mark = mark, .meanwhile = meanwhile},
+        .layout = layout,
+        .prepare = prepare,
+        .agreed = agreed,
+        .ranges = ranges,
+        .outline = m->places->on_devices ? outline : NULL,
+        .lasting_ranges = true,
+        .quick = true,
+        .dtype = m->dtype,
+        .started_ns = started_ns};
 }
 
 /* What is done with the destination: a pull that ends here, or a session that begins. */

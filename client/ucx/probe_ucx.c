@@ -71,8 +71,8 @@ static fanin_status open_client(const path_round *r, fanin_error *error)
         return error_set_memory(error);
     if (end->client)
         return FANIN_OK;
-    if (r->n_devices > 0 && g &&
-        gpu_device_get(g, r->devices[0], &device, NULL) == FANIN_OK)
+    if (r->devices.n > 0 && g &&
+        gpu_device_get(g, r->devices.device[0], &device, NULL) == FANIN_OK)
         pci = device.pci;
     return ucx_client_create(end->ucx, UCX_PATH_RDMA, pci, &client->log, &end->client,
                              error);

@@ -4,11 +4,15 @@
  * have mapped, workers that die while they read. Trainer and workers are processes, forked from
  * this one, which does not use the driver itself.
  */
+#include "catalog.h"
 #include "ends.h"
+#include "error_set.h"
 #include "fake_cuda.h"
+#include "gpu.h"
 #include "testing.h"
 #include <fanin/fanin.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -17,6 +21,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SHARDS 40
@@ -254,7 +259,7 @@ typedef struct worker {
     int device;
     uint32_t timeout_ms; /* of a pull; 0: enough */
     uint8_t *memory;
-    uint64_t step; /* of the last pull */
+    uint64_t step, table_ns; /* of the last pull */
     fanin_path path;
 } worker;
 
@@ -282,6 +287,7 @@ static fanin_status pull_some(worker *w, size_t first, size_t count)
         snprintf(failure.message, sizeof failure.message, "%s", info.path_reason);
     }
     w->step = info.step;
+    w->table_ns = info.table_ns;
     w->path = info.path;
     fanin_result_free(&result);
     return status;
@@ -646,8 +652,166 @@ static void test_overtaken_reader(void **state)
     }
 }
 
+/* ------------------------------------------------------------ mapped beside catalogs */
+
+/* What happens when the key table has come and is not decoded yet; NULL: nothing. */
+static fanin_status (*at_key_table)(void);
+static sem_t mapped; /* posted for each mapping */
+static worker *at_work;
+
+fanin_status __real_key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                                     key_table **out, fanin_error *error);
+fanin_status __wrap_key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                                     key_table **out, fanin_error *error);
+fanin_status __wrap_key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                                     key_table **out, fanin_error *error)
+{
+    fanin_status status = at_key_table ? at_key_table() : FANIN_OK;
+    if (status != FANIN_OK)
+        return error_set(error, status, NULL, "the test says so");
+    return __real_key_table_decode(blob, size, stop, out, error);
+}
+
+fanin_status __real_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
+                            void **base_out, fanin_error *error);
+fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
+                            void **base_out, fanin_error *error);
+fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
+                            void **base_out, fanin_error *error)
+{
+    fanin_status status = __real_gpu_map(g, device, handle, base_out, error);
+    sem_post(&mapped);
+    return status;
+}
+
+/* Until something is mapped; 20 s: nothing is. */
+static fanin_status wait_for_mapping(void)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 20;
+    return sem_timedwait(&mapped, &until) == 0 ? FANIN_OK : FANIN_ERR_INTERNAL;
+}
+
+static fanin_status refuse_mapped(void)
+{
+    fanin_status status = wait_for_mapping();
+    return status == FANIN_OK ? FANIN_ERR_PROTOCOL : status;
+}
+
+static fanin_status cancel_mapped(void)
+{
+    fanin_status status = wait_for_mapping();
+    fanin_client_cancel(at_work->client);
+    return status;
+}
+
+static fanin_status lose_mapped(void)
+{
+    fanin_status status = wait_for_mapping();
+    return meet() ? status : FANIN_ERR_INTERNAL; /* the parent kills the rank */
+}
+
+static fanin_status find_unmapped(void)
+{
+    return open_mappings() == 0 ? FANIN_OK : FANIN_ERR_INTERNAL;
+}
+
+/* The rank's memory is mapped while the key table is still awaited. */
+static int map_ahead_well(void)
+{
+    worker w = {.device = 1};
+    CHECK(join(&w) == PASSED);
+    at_key_table = wait_for_mapping;
+    CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+    CHECK(open_mappings() == 1 && w.table_ns > 0);
+    CHECK(pull(&w) == FANIN_OK && is_right(&w) && open_mappings() == 1);
+    return end(&w);
+}
+
+/* What is mapped when the catalog turns out bad, or the pull is cancelled, is used by the next pull. */
+static int map_ahead_in_vain(void)
+{
+    static const struct {
+        fanin_status (*how)(void);
+        fanin_status status;
+    } ends[] = {{refuse_mapped, FANIN_ERR_PROTOCOL},
+                {cancel_mapped, FANIN_ERR_CANCELLED}};
+    for (size_t i = 0; i < 2; i++) {
+        worker w = {.device = (int)i};
+        at_work = &w;
+        CHECK(join(&w) == PASSED);
+        at_key_table = ends[i].how;
+        CHECK(pull(&w) == ends[i].status && open_mappings() == 1);
+        at_key_table = NULL;
+        CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+        CHECK(open_mappings() == 1);
+        CHECK(end(&w) == PASSED);
+    }
+    return PASSED;
+}
+
+static void test_mapped_beside_catalogs(void **state)
+{
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, map_ahead_well);
+    assert_int_equal(finish(&w), PASSED);
+    w = start_worker(&t, map_ahead_in_vain);
+    assert_int_equal(finish(&w), PASSED);
+    assert_int_equal(ask(&t, MAPPED), 0);
+    stop(&t);
+}
+
+/* The rank dies when its memory is mapped and its boxes are still to come. */
+static int lose_rank_when_mapped(void)
+{
+    worker w = {.device = 1, .timeout_ms = 3000};
+    CHECK(join(&w) == PASSED);
+    at_key_table = lose_mapped;
+    CHECK(pull(&w) != FANIN_OK && failure.rank == 0);
+    CHECK(failure.status == FANIN_ERR_UNREACHABLE ||
+          failure.status == FANIN_ERR_TIMEOUT);
+    return end(&w);
+}
+
+static void test_rank_lost_when_mapped(void **state)
+{
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, lose_rank_when_mapped);
+    await(&w);
+    assert_int_equal(kill(t.pid, SIGKILL), 0);
+    assert_int_equal(ended(t.pid), -SIGKILL);
+    go_on(&w);
+    assert_int_equal(finish(&w), PASSED);
+    close(t.channel);
+}
+
+/* Who wants half of the shards waits for the plan to know which memory that is. */
+static int map_nothing_ahead(void)
+{
+    worker w = {.device = 1};
+    CHECK(join(&w) == PASSED);
+    at_key_table = find_unmapped;
+    CHECK(pull_some(&w, 0, SHARDS / 2) == FANIN_OK && are_right(&w, 0, SHARDS / 2));
+    CHECK(w.path == FANIN_PATH_CUDA_IPC && open_mappings() == 1);
+    return end(&w);
+}
+
+static void test_little_is_not_mapped_ahead(void **state)
+{
+    trainer t;
+    start(&t);
+    assert_int_equal(ask(&t, SPLIT), 0);
+    started w = start_worker(&t, map_nothing_ahead);
+    assert_int_equal(finish(&w), PASSED);
+    stop(&t);
+}
+
 int main(int argc, char **argv)
 {
+    sem_init(&mapped, 0, 0);
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     const struct CMUnitTest tests[] = {
@@ -658,6 +822,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_paused_shards),
         cmocka_unit_test(test_killed_worker),
         cmocka_unit_test(test_overtaken_reader),
+        cmocka_unit_test(test_mapped_beside_catalogs),
+        cmocka_unit_test(test_rank_lost_when_mapped),
+        cmocka_unit_test(test_little_is_not_mapped_ahead),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

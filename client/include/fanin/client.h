@@ -603,8 +603,10 @@ typedef struct fanin_result_info {
         rank's last byte in place; on cuda_ipc one kernel reads all ranks), connections, checksums
         (true, false, or "local") */
     const char *ranks_json;
-    uint64_t map_ns; /**< opening other processes' CUDA memory; part of connect_ns */
-    /** making copy tables on devices; part of plan_ns. What was made while memory was mapped does not count */
+    /** opening other processes' CUDA memory, in a thread: beside catalog and plan of a first pull, else part of
+        connect_ns */
+    uint64_t map_ns;
+    /** making copy tables on devices; part of connect_ns where memory is mapped meanwhile, else of plan_ns */
     uint64_t table_ns;
     fanin_checksums transport_checksums; /**< of what was read; reused: NONE */
     bool verified;      /**< the ranks' digests are those of what has landed */
