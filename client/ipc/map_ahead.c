@@ -136,6 +136,18 @@ static void take_regions(void *cookie, fetch *f)
 }
 
 /* Of all that are to be read, or of none: what is wanted of some cannot be told. */
+static bool all_due(fanin_client *client, const publication *p,
+                    const path_foresight *known)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (known->use[i] && !is_due(client, p, known, i))
+            return false;
+        n += known->use[i];
+    }
+    return n > 0;
+}
+
 static bool list_regions(map_ahead *a)
 {
     fanin_client *client = a->round.client;
@@ -144,31 +156,30 @@ static bool list_regions(map_ahead *a)
     for (size_t i = 0; a->fetches && i < client->n_peers; i++) {
         if (!a->known->use[i])
             continue;
-        if (!is_due(client, p, a->known, i))
-            return false;
         fetch *f = &a->fetches[a->n++];
         path_regions_request(p, i, a->known->announced[i].version, FANIN_PATH_CUDA_IPC,
                              f);
         f->here = take_regions;
         f->cookie = a;
     }
-    return a->n > 0;
+    return a->fetches != NULL;
 }
 
 void *map_ahead_begin(fanin_client *client, publication *p, const path_foresight *known,
                       deadline at)
 {
-    map_ahead *a = known->outline ? calloc(1, sizeof *a) : NULL;
+    if (!known->outline || path_states_open(client, p, NULL) != FANIN_OK ||
+        !all_due(client, p, known) || !devices_map(client))
+        return NULL;
+    map_ahead *a = calloc(1, sizeof *a);
     if (!a)
         return NULL;
     a->known = known;
     a->round = (path_round){
         .client = client, .publication = p, .want = known->use, .goal = &a->goal};
     client_work_start(&a->work, client, at);
-    if (path_states_open(client, p, NULL) != FANIN_OK || !list_regions(a) ||
-        !devices_map(client)) {
-        a->n = 0; /* nobody has been asked */
-        map_ahead_free(a);
+    if (!list_regions(a)) {
+        free(a);
         return NULL;
     }
     ipc_map_expect(client->devices->map, true);
