@@ -66,6 +66,12 @@ uint64_t copy_units_cut(const copy_entry *entry, copy_entry *out)
 {
     if (entry->run == 0 || entry->runs == 0)
         return 0;
+    /* As most are: nothing is to be cut. */
+    if (entry->runs == 1 && entry->run <= COPY_UNIT_BYTES) {
+        if (out)
+            *out = *entry;
+        return 1;
+    }
     return entry->run > COPY_UNIT_BYTES ? cut_long_runs(entry, out)
                                         : cut_short_runs(entry, out);
 }
