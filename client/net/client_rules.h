@@ -13,6 +13,8 @@ enum {
     CLIENT_RULE_WORLD_AGAIN = 1 << 2, /**< ... compared again after every reconnect */
     CLIENT_RULE_INCARNATION = 1 << 3, /**< nothing of an old incarnation is used */
     CLIENT_RULE_WORLD_ASK = 1 << 4, /**< worlds differ only if their ranks still live */
+    CLIENT_RULE_AHEAD =
+        1 << 5, /**< what was read before the leases counts under those epochs only */
 };
 
 #ifdef FANIN_TEST_HOOKS

@@ -371,10 +371,17 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
     return needed < n ? needed : first;
 }
 
+static void let_go(const agreement *g)
+{
+    if (g->need && g->need->let_go)
+        g->need->let_go(g->need->cookie);
+}
+
 /* Whether the marked ranks hold everything; needs their box tables. */
 static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
 {
     *enough = false;
+    let_go(g);
     fanin_status status =
         tables_sync(g->client, g->publication, g->announced, g->use, g->at, error);
     if (status != FANIN_OK)
@@ -421,6 +428,7 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
     announcement *now = calloc(client->n_peers, sizeof *now);
     bool *use = calloc(client->n_peers, sizeof *use);
     bool vain = false;
+    let_go(g);
     fanin_status status =
         now && use ? standing_ask(client, g->publication->name,
                                   deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),

@@ -8,6 +8,7 @@
 #include "pull/lease_round.h"
 #include "pull/plan_detail.h"
 #include "pull/pull_log.h"
+#include "pull/read_ahead.h"
 #include <inttypes.h>
 #include <string.h>
 
@@ -28,133 +29,7 @@ static uint64_t part_ended(const pull *p, trace_name name, fanin_status status,
     return passed;
 }
 
-/* ------------------------------------------------------------------- ready */
-
-static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
-                                 fanin_error *error)
-{
-    const pull *p = cookie;
-    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
-                                          p->destination, p->at, error);
-    *vain = p->cache->lacks_rank;
-    return status;
-}
-
-/* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
-static void look_for_more(pull *p, size_t there)
-{
-    bool coming = !p->patient && client_expects_more(p->client);
-    p->patient = p->patient || coming;
-    p->missing = client_count_ready(p->client) == there && !coming;
-}
-
-/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
-   those that were to be asked next. */
-static fanin_status blame_silent(pull *p, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (connection_get_state(c) != CONNECTION_READY)
-            connection_give_up(c);
-        p->use[i] = peer_ready(&client->peers[i]) && tables_at_hand(p->publication, i);
-    }
-    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
-    if (silent == client->n_peers)
-        return FANIN_OK;
-    p->missing = true;
-    return pull_blame(client->peers[silent].control, p->lost.key, error);
-}
-
-/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that follows. */
-static void begin_ahead(pull *p)
-{
-    const destination *d = p->destination;
-    p->known = (path_foresight){.announced = p->announced,
-                                .use = p->use,
-                                .outline = d->outline,
-                                .cookie = d->cookie};
-    path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
-}
-
-/* Connected, agreed, catalogs and plan at hand. */
-static fanin_status make_ready(pull *p, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    fanin_result_info *info = &p->result->info;
-    const agree_need need = {.without = plan_without, .cookie = p};
-    p->cache->lacks_rank = false;
-    uint64_t clock = clock_ns();
-    fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
-    info->connect_ns += part_ended(p, TRACE_CONNECT, status, &clock);
-    p->missing = status != FANIN_OK;
-    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
-        status = blame_silent(p, error);
-    if (status != FANIN_OK)
-        return status;
-    size_t there = client_count_ready(client);
-    status = agree(client, p->publication, p->options, &need, early_lease_ask(p), p->at,
-                   p->announced, p->use, error);
-    early_lease_keep(p);
-    /* Its owner may want to free memory that is mapped here. */
-    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
-        path_unmap(client, p->publication);
-    if (status == FANIN_ERR_NOT_FOUND) {
-        plan_cache_drop(p->publication);
-        tables_forget(p->publication);
-    }
-    info->wait_ns += part_ended(p, TRACE_WAIT, status, &clock);
-    if (status == FANIN_OK)
-        begin_ahead(p);
-    if (status == FANIN_OK)
-        status =
-            tables_sync(client, p->publication, p->announced, p->use, p->at, error);
-    info->catalog_ns += part_ended(p, TRACE_CATALOG, status, &clock);
-    if (status == FANIN_OK)
-        status = plan_cache_make(p->cache, client, p->publication, p->use,
-                                 p->destination, p->at, error);
-    if (p->cache->lacks_rank)
-        look_for_more(p, there);
-    info->plan_ns += part_ended(p, TRACE_PLAN, status, &clock);
-    return status;
-}
-
-static fanin_status get_ready(pull *p, fanin_error *error)
-{
-    const destination *d = p->destination;
-    p->publication->need = d->wants.mark ? &d->wants : &need_all;
-    fanin_status status = make_ready(p, error);
-    p->publication->need = NULL;
-    return status;
-}
-
-/* Without an F32 tensor the conversion changes nothing. */
-static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
-{
-    for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
-        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
-            return dtype;
-    }
-    return 0;
-}
-
-static void identify(pull *p)
-{
-    for (size_t i = 0; i < p->client->n_peers; i++) {
-        if (!p->use[i])
-            continue;
-        memcpy(p->identity.world_id,
-               connection_peer(p->client->peers[i].control)->world_id,
-               sizeof p->identity.world_id);
-        p->identity.step = p->announced[i].step;
-        break;
-    }
-    p->identity.publication = p->publication->name;
-    p->identity.key_table = p->publication->keys->id;
-    p->identity.dtype = pull_dtype(p->publication->keys, p->options->dtype);
-}
-
-/* ------------------------------------------------------------------- begin */
+/* ----------------------------------------------------------------- prepare */
 
 /* Destinations on devices need CUDA, whatever the paths. */
 static fanin_status look_at_ranges(pull *p, fanin_error *error)
@@ -228,7 +103,7 @@ static fanin_status detail_ahead(void *cookie, const path_reader *reader,
 }
 
 /* Paths and what they need. */
-static fanin_status prepare_paths(pull *p, fanin_error *error)
+static fanin_status find_paths(pull *p, fanin_error *error)
 {
     fanin_client *client = p->client;
     const path_plan *plan = &p->cache->whole.plan;
@@ -256,12 +131,206 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
     return status;
 }
 
+/* Paths, and what the whole is read by, unless only parts are read. */
+static fanin_status prepare(pull *p, fanin_error *error)
+{
+    fanin_status status = find_paths(p, error);
+    return status == FANIN_OK && !p->open_only ? detail_plan(p, &p->cache->whole, error)
+                                               : status;
+}
+
+static void start_counting(pull *p)
+{
+    memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
+    p->progress = (read_progress){.whole = &p->cache->whole.plan,
+                                  .total = p->cache->whole.plan.plan->bytes};
+    p->bytes = p->tensors = 0;
+    p->result->info.fixed_ns = 0; /* reads; turned into the rest at the end */
+}
+
+/* ------------------------------------------------------------------- ready */
+
+static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
+                                 fanin_error *error)
+{
+    const pull *p = cookie;
+    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
+                                          p->destination, p->at, error);
+    *vain = p->cache->lacks_rank;
+    return status;
+}
+
+/* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
+static void look_for_more(pull *p, size_t there)
+{
+    bool coming = !p->patient && client_expects_more(p->client);
+    p->patient = p->patient || coming;
+    p->missing = client_count_ready(p->client) == there && !coming;
+}
+
+/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
+   those that were to be asked next. */
+static fanin_status blame_silent(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (connection_get_state(c) != CONNECTION_READY)
+            connection_give_up(c);
+        p->use[i] = peer_ready(&client->peers[i]) && tables_at_hand(p->publication, i);
+    }
+    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
+    if (silent == client->n_peers)
+        return FANIN_OK;
+    p->missing = true;
+    return pull_blame(client->peers[silent].control, p->lost.key, error);
+}
+
+static read_phase phase_of(pull *p, plan_part *part)
+{
+    bool whole = part == &p->cache->whole;
+    return (read_phase){.client = p->client,
+                        .publication = p->publication,
+                        .part = part,
+                        .leases = p->leases,
+                        .destination = p->destination,
+                        .base = p->base,
+                        .ranges = whole ? p->goal.ranges : part->ranges,
+                        .n_ranges = whole ? p->goal.n_ranges : part->n_ranges,
+                        .options = p->options,
+                        .progress = &p->progress,
+                        .result = p->result};
+}
+
+static void read_ahead(pull *p)
+{
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    bool may = read_ahead_may(p);
+    info->begin_ns += lap(&clock);
+    if (!may)
+        return;
+    start_counting(p);
+    p->base = NULL;
+    fanin_status status = prepare(p, NULL);
+    clock = clock_ns();
+    if (status == FANIN_OK)
+        read_ahead_begin(p, phase_of(p, &p->cache->whole));
+    info->begin_ns += lap(&clock);
+}
+
+static void let_go(void *cookie)
+{
+    read_ahead_drop(cookie);
+}
+
+/* What is read meanwhile goes on only if nothing is left to do but to take the leases. */
+static fanin_status agree_on_step(pull *p, uint64_t *clock, fanin_error *error)
+{
+    const agree_need need = {.without = plan_without, .let_go = let_go, .cookie = p};
+    early_begin *early = early_lease_ask(p);
+    if (early)
+        read_ahead(p);
+    *clock = clock_ns();
+    fanin_status status = agree(p->client, p->publication, p->options, &need, early,
+                                p->at, p->announced, p->use, error);
+    early_lease_keep(p);
+    if (status != FANIN_OK || p->early.since_ns == 0)
+        read_ahead_drop(p);
+    return status == FANIN_OK ? read_ahead_gone(p, error) : status;
+}
+
+/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that follows. */
+static void map_ahead(pull *p)
+{
+    const destination *d = p->destination;
+    p->known = (path_foresight){.announced = p->announced,
+                                .use = p->use,
+                                .outline = d->outline,
+                                .cookie = d->cookie};
+    path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
+}
+
+/* Connected, agreed, catalogs and plan at hand. */
+static fanin_status make_ready(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    fanin_result_info *info = &p->result->info;
+    p->cache->lacks_rank = false;
+    uint64_t clock = clock_ns();
+    fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
+    info->connect_ns += part_ended(p, TRACE_CONNECT, status, &clock);
+    p->missing = status != FANIN_OK;
+    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
+        status = blame_silent(p, error);
+    if (status != FANIN_OK)
+        return status;
+    size_t there = client_count_ready(client);
+    status = agree_on_step(p, &clock, error);
+    /* Its owner may want to free memory that is mapped here. */
+    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
+        path_unmap(client, p->publication);
+    if (status == FANIN_ERR_NOT_FOUND) {
+        plan_cache_drop(p->publication);
+        tables_forget(p->publication);
+    }
+    info->wait_ns += part_ended(p, TRACE_WAIT, status, &clock);
+    if (status == FANIN_OK && !p->ahead.phase)
+        map_ahead(p);
+    if (status == FANIN_OK)
+        status =
+            tables_sync(client, p->publication, p->announced, p->use, p->at, error);
+    info->catalog_ns += part_ended(p, TRACE_CATALOG, status, &clock);
+    if (status == FANIN_OK)
+        status = plan_cache_make(p->cache, client, p->publication, p->use,
+                                 p->destination, p->at, error);
+    if (p->cache->lacks_rank)
+        look_for_more(p, there);
+    info->plan_ns += part_ended(p, TRACE_PLAN, status, &clock);
+    return status;
+}
+
+static fanin_status get_ready(pull *p, fanin_error *error)
+{
+    const destination *d = p->destination;
+    p->publication->need = d->wants.mark ? &d->wants : &need_all;
+    fanin_status status = make_ready(p, error);
+    p->publication->need = NULL;
+    return status;
+}
+
+/* Without an F32 tensor the conversion changes nothing. */
+static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
+{
+    for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
+        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
+            return dtype;
+    }
+    return 0;
+}
+
+static void identify(pull *p)
+{
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        if (!p->use[i])
+            continue;
+        memcpy(p->identity.world_id,
+               connection_peer(p->client->peers[i].control)->world_id,
+               sizeof p->identity.world_id);
+        p->identity.step = p->announced[i].step;
+        break;
+    }
+    p->identity.publication = p->publication->name;
+    p->identity.key_table = p->publication->keys->id;
+    p->identity.dtype = pull_dtype(p->publication->keys, p->options->dtype);
+}
+
+/* ------------------------------------------------------------------- begin */
+
 /* Nothing slow happens under a lease but reads; only parts are not known before they are read. */
 static fanin_status take_leases(pull *p, fanin_error *error)
 {
-    fanin_status status = prepare_paths(p, error);
-    if (status == FANIN_OK && !p->open_only)
-        status = detail_plan(p, &p->cache->whole, error);
+    fanin_status status = p->ahead.phase ? FANIN_OK : prepare(p, error);
     if (status != FANIN_OK)
         return status;
     uint64_t clock = clock_ns();
@@ -277,15 +346,6 @@ static fanin_status take_leases(pull *p, fanin_error *error)
         if (p->leases[i].held && p->leases[i].lease_ms > p->lease_ms)
             p->lease_ms = p->leases[i].lease_ms;
     return status;
-}
-
-static void start_counting(pull *p)
-{
-    memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
-    p->progress = (read_progress){.whole = &p->cache->whole.plan,
-                                  .total = p->cache->whole.plan.plan->bytes};
-    p->bytes = p->tensors = 0;
-    p->result->info.fixed_ns = 0; /* reads; turned into the rest at the end */
 }
 
 static fanin_status begin(pull *p, bool *skip_out, fanin_error *error)
@@ -331,30 +391,23 @@ static fanin_status verify(pull *p, read_phase *r, fanin_error *error)
 fanin_status attempt_read(pull *p, plan_part *part, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
-    bool whole = part == &p->cache->whole;
-    read_phase r = {.client = p->client,
-                    .publication = p->publication,
-                    .part = part,
-                    .leases = p->leases,
-                    .destination = p->destination,
-                    .base = p->base,
-                    .ranges = whole ? p->goal.ranges : part->ranges,
-                    .n_ranges = whole ? p->goal.n_ranges : part->n_ranges,
-                    .options = p->options,
-                    .progress = &p->progress,
-                    .result = p->result};
+    uint64_t began = clock_ns();
+    read_phase here = phase_of(p, part), *ahead = read_ahead_take(p),
+               *r = ahead ? ahead : &here;
     /* The whole's were made before there was a lease. */
-    fanin_status status = whole ? FANIN_OK : detail_plan(p, part, error);
+    fanin_status status = part == &p->cache->whole ? read_ahead_gone(p, error)
+                                                   : detail_plan(p, part, error);
     if (status != FANIN_OK)
         return status;
     p->refused = false;
-    status = read_phase_run(&r, p->at, error);
-    p->final = r.final;
-    info->read_ns += r.last_ns - r.first_ns;
-    pull_log_part(p, TRACE_READ, status, r.last_ns - r.first_ns);
-    info->fixed_ns += r.last_ns - r.first_ns;
+    status = read_phase_run(r, p->at, error);
+    p->final = r->final;
+    uint64_t waited = r->last_ns - (ahead ? began : r->first_ns);
+    info->read_ns += waited;
+    pull_log_part(p, TRACE_READ, status, waited);
+    info->fixed_ns += r->last_ns - r->first_ns;
     if (status == FANIN_OK && p->options->verify)
-        status = verify(p, &r, error);
+        status = verify(p, r, error);
     if (status != FANIN_OK)
         return status;
     p->bytes += part->plan.plan->bytes;

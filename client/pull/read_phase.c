@@ -48,7 +48,6 @@ static fanin_status start(phase *w, fanin_error *error)
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         for (size_t j = 0; j < PATH_READERS; j++)
             used[j] = used[j] || r->plan->reader_of[i] == path_readers[j];
-        connection_set_owing(path_source(r, i), r->plan->reader_of[i] != NULL);
     }
     fanin_status status = make_sink(w, error);
     for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++) {
@@ -60,6 +59,14 @@ static fanin_status start(phase *w, fanin_error *error)
 }
 
 /* ------------------------------------------------------------------- running */
+
+/* From now on who is silent holds this up. */
+static void set_owing(const phase *w)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; i < r->plan->n_sources; i++)
+        connection_set_owing(path_source(r, i), r->plan->reader_of[i] != NULL);
+}
 
 static void *reading_of(const phase *w, size_t source)
 {
@@ -226,37 +233,77 @@ static void finish(phase *w, fanin_status status)
     free(r->done_ns);
 }
 
-fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
+/* last_ns is set. */
+static void end(phase *w, fanin_status status)
 {
-    const destination *d = r->destination;
-    phase w = {.of = r,
-               .reading = {.client = r->client,
-                           .publication = r->publication,
-                           .plan = &r->part->plan,
-                           .leases = r->leases,
-                           .base = r->base,
-                           .ranges = r->ranges,
-                           .n_ranges = r->n_ranges,
-                           .need = d->need,
-                           .landed = d->landed,
-                           .digested = d->digested,
-                           .cookie = d->cookie,
-                           .pinned = d->pinned,
-                           .after = &r->options->stream,
-                           .served = r->result->served}};
-    r->first_ns = clock_ns();
-    uint64_t took = r->part->took_ns;
-    w.reading.turn = took >= SLEEPY_NS ? r->first_ns + took - AHEAD_NS : UINT64_MAX;
-    fanin_status status = start(&w, error);
-    if (status == FANIN_OK)
-        status = run(&w, at, error);
-    r->last_ns = clock_ns();
+    read_phase *r = w->of;
     uint64_t scattered = r->result->info.scatter_ns;
     if (status == FANIN_OK) {
-        account(&w);
+        account(w);
         r->part->took_ns = r->last_ns - r->first_ns;
     }
-    trace_read(&w, scattered, status);
-    finish(&w, status);
+    trace_read(w, scattered, status);
+    finish(w, status);
+    r->phase = NULL;
+    free(w);
+}
+
+static path_reading reading_for(const read_phase *r)
+{
+    const destination *d = r->destination;
+    return (path_reading){.client = r->client,
+                          .publication = r->publication,
+                          .plan = &r->part->plan,
+                          .leases = r->leases,
+                          .base = r->base,
+                          .ranges = r->ranges,
+                          .n_ranges = r->n_ranges,
+                          .need = d->need,
+                          .landed = d->landed,
+                          .digested = d->digested,
+                          .cookie = d->cookie,
+                          .pinned = d->pinned,
+                          .after = &r->options->stream,
+                          .served = r->result->served};
+}
+
+fanin_status read_phase_begin(read_phase *r, fanin_error *error)
+{
+    phase *w = calloc(1, sizeof *w);
+    r->first_ns = r->last_ns = clock_ns();
+    if (!w)
+        return error_set_memory(error);
+    w->of = r;
+    w->reading = reading_for(r);
+    r->phase = w;
+    uint64_t took = r->part->took_ns;
+    w->reading.turn = took >= SLEEPY_NS ? r->first_ns + took - AHEAD_NS : UINT64_MAX;
+    fanin_status status = start(w, error);
+    if (status == FANIN_OK)
+        return status;
+    r->last_ns = clock_ns();
+    end(w, status);
+    return status;
+}
+
+void read_phase_drop(read_phase *r)
+{
+    if (!r->phase)
+        return;
+    r->last_ns = clock_ns();
+    end(r->phase, FANIN_ERR_STALE);
+}
+
+fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
+{
+    fanin_status status = r->phase ? FANIN_OK : read_phase_begin(r, error);
+    if (status != FANIN_OK)
+        return status;
+    phase *w = r->phase;
+    w->reading.leases = r->leases;
+    set_owing(w);
+    status = run(w, at, error);
+    r->last_ns = clock_ns();
+    end(w, status);
     return status;
 }

@@ -318,7 +318,8 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
  * unless the tensor says them). @p count 0 is an error; tensors that are not named are not
  * read.
  *
- * On success all boxes hold the bytes of one step. On failure their content is undefined.
+ * On success all boxes hold the bytes of one step. On failure their content is undefined, also if no step was agreed
+ * upon: a pull whose ranks hold something that will probably do may begin to read before they have said so.
  * Nothing writes them after the return. The memory stays the caller's. *@p result_out (may be
  * NULL) is to be freed with fanin_result_free().
  *
@@ -595,7 +596,8 @@ typedef struct fanin_result_info {
     bool reused;             /**< the directory was there already; no rank was read */
     fanin_path path;         /**< of most bytes */
     const char *path_reason; /**< why this path */
-    /* nanoseconds; total is the whole call */
+    /* nanoseconds; total is the whole call. Where a warm pull by cuda_ipc reads ahead of its leases: beginning that is
+       begin's, and read is what is left of it when they are held */
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
