@@ -206,11 +206,12 @@ class _Listener(socketserver.TCPServer):
             self._forget(request)
             self.shutdown_request(request)
 
-    def silent(self, request: socket.socket, since: float | None) -> None:
-        """Notes since when it says nothing; None: it has asked."""
+    def silent(self, request: socket.socket, since: float | None) -> bool:
+        """Notes since when it says nothing; None: it has asked. Whether it may ask."""
         with self._lock:
             if request in self._open:
                 self._open[request] = since
+            return not self._ended.is_set()
 
     def _forget(self, request: socket.socket) -> None:
         with self._lock:
@@ -235,8 +236,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         now = time.monotonic()
         self._incoming.deadline = now + self.server.seconds
-        self.server.silent(self.connection, now)
-        super().handle_one_request()
+        if self.server.silent(self.connection, now):
+            super().handle_one_request()
+        else:
+            self.close_connection = True
 
     def do_GET(self) -> None:
         self._answer(b"")

@@ -127,7 +127,7 @@ def test_a_fault_closes_only_its_connection(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_end_drops_who_is_silent_and_answers_who_waits() -> None:
-    with serving() as (server, desk), closing(connected(server)) as waiting:
+    with serving(seconds=2 * PATIENCE) as (server, desk), closing(connected(server)) as waiting:
         silent = connected(server)
         assert told(silent, "GET", "/") == "200 GET / "
         assert desk.asked.acquire(timeout=PATIENCE)
@@ -141,6 +141,8 @@ def test_the_end_drops_who_is_silent_and_answers_who_waits() -> None:
             socket.create_connection(("127.0.0.1", server.port), PATIENCE)
         desk.release.set()
         assert waiting.getresponse().read() == b"GET /held "
+        # Answered after the end, and silent since.
+        assert waiting.sock.recv(1) == b""
 
 
 def test_who_asks_without_end_waits() -> None:
