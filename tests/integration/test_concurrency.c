@@ -212,14 +212,21 @@ static void test_unchecked_sessions(void **state)
 /* ---------------------------------------------------------- many at a time */
 
 #define CLIENTS 32
+#define MOST_PULLS 5000
 
 typedef struct puller {
     const rank_world *world;
     pthread_t thread;
     unsigned good;
+    uint64_t first, last; /* steps that it got */
     fanin_status status;
     fanin_error error;
 } puller;
+
+static bool has_seen_enough(const puller *p)
+{
+    return p->good >= 20 && p->last >= p->first + 5;
+}
 
 static void *pull_some(void *cookie)
 {
@@ -227,19 +234,23 @@ static void *pull_some(void *cookie)
     fanin_client *client = client_of_test(p->world);
     landing l;
     landing_make(p->world, &l);
-    for (int i = 0; i < 20 && p->status == FANIN_OK; i++) {
+    for (int i = 0; i < MOST_PULLS && p->status == FANIN_OK && !has_seen_enough(p);
+         i++) {
         fanin_result_info info;
         p->error = (fanin_error)FANIN_ERROR_INIT;
         p->status = rank_world_pull(p->world, client, NULL, &l, &info, &p->error);
-        if (p->status == FANIN_OK && landing_is_step(p->world, &l, info.step))
-            p->good++;
+        if (p->status == FANIN_OK && landing_is_step(p->world, &l, info.step)) {
+            p->first = p->good++ ? p->first : info.step;
+            p->last = info.step;
+        }
     }
     landing_free(&l);
     fanin_client_destroy(&client);
     return NULL;
 }
 
-/* However many readers come, begin_update waits no longer than the lease. */
+/* However many readers come, updates go on: whoever reads is waited for, and who comes meanwhile waits.
+   The lease is one that no busy machine outlasts. */
 static void test_many(void **state)
 {
     if (cannot_run())
@@ -247,7 +258,7 @@ static void test_many(void **state)
     rank_world w;
     make_world(&w);
     w.options.update_every_ms = 50;
-    w.options.lease_ms = 1000;
+    w.options.lease_ms = 60000;
     rank_world_start(&w);
     static puller pullers[CLIENTS];
     for (int i = 0; i < CLIENTS; i++) {
@@ -258,7 +269,7 @@ static void test_many(void **state)
     for (int i = 0; i < CLIENTS; i++) {
         pthread_join(pullers[i].thread, NULL);
         assert_ok(pullers[i].status, pullers[i].error);
-        assert_int_equal(pullers[i].good, 20);
+        assert_true(has_seen_enough(&pullers[i]));
     }
     rank_world_stop(&w);
     for (uint32_t i = 0; i < WORLD; i++) {
@@ -267,8 +278,6 @@ static void test_many(void **state)
         assert_true(s->updates > 0);
         printf("# rank %u: %llu updates, longest wait %.1f ms\n", i,
                (unsigned long long)s->updates, (double)s->drain_wait_ns_max / 1e6);
-        /* The wait ends at the lease; what is above it is the scheduler's. */
-        assert_true(s->drain_wait_ns_max < (uint64_t)1000 * 1000000 + 500000000);
     }
     rank_world_free(&w);
 }

@@ -502,7 +502,7 @@ static int lose(void)
     worker w = {.device = 1};
     CHECK(begin(&w) == PASSED);
     CHECK(meet());
-    w.timeout_ms = 300; /* a run that is not there may come yet */
+    w.timeout_ms = 2000; /* a run that is not there may come yet */
     CHECK(pull(&w) == FANIN_ERR_NOT_FOUND);
     CHECK(open_mappings() == 0);
     CHECK(meet());

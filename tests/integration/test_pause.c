@@ -133,7 +133,7 @@ static void test_paused_meanwhile(void **state)
     static const message_type when[] = {MSG_WAIT, MSG_PING};
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
-    config.lost_ms = 400;
+    config.lost_ms = 1500;
     world_begin(&w, 2, CUT_CHUNK0, 1);
     for (size_t i = 0; i < 2; i++) {
         rank_proxy proxy;
