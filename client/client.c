@@ -49,10 +49,10 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
     if (!fanin_path_name(config->path))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "unknown path %d",
                          (int)config->path);
-    if (config->streams_per_rank > 16)
+    if (config->streams_per_rank > STREAMS_MOST)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "%u data connections a rank are more than 16",
-                         config->streams_per_rank);
+                         "%u data connections a rank are more than %d",
+                         config->streams_per_rank, STREAMS_MOST);
     if (config->threads > READING_THREADS_MOST)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "%u reading threads are more than %d", config->threads,

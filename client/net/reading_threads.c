@@ -232,6 +232,7 @@ unsigned reading_threads_for(const reading_size *size)
         n = limited(size->cpus / 2, size->bytes / BYTES_A_THREAD);
         room /= 2;
     }
+    n = limited(n, READING_THREADS_MOST);
     return (unsigned)limited(limited(n, room), size->sources);
 }
 
@@ -248,24 +249,44 @@ static int larger_first(const void *a, const void *b)
     return x->source < y->source ? -1 : x->source > y->source;
 }
 
-/* The largest one first, each to who has the least: at most a third more than the best would be. */
-bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
-                           unsigned *thread_of)
+/* Parts of one source, of what @p share is a thread's share of. A quarter of it more is not worth another thread. */
+static unsigned parts_of(uint64_t bytes, uint64_t share, unsigned most)
 {
-    uint64_t has[READING_THREADS_MOST + 1] = {0};
-    load *loads = calloc(n + 1, sizeof *loads);
-    if (!loads)
-        return false;
-    for (size_t i = 0; i < n; i++)
-        loads[i] = (load){bytes[i], i};
+    uint64_t parts = (bytes + share - share / 4 - 1) / share;
+    return (unsigned)limited(parts, most);
+}
+
+/* The largest one first, each to who has the least: at most a third more than the best would be. */
+static void deal(load *loads, size_t n, unsigned threads, uint64_t *threads_of)
+{
+    uint64_t has[READING_THREADS_MOST] = {0};
     qsort(loads, n, sizeof *loads, larger_first);
     for (size_t i = 0; i < n; i++) {
         unsigned least = threads - 1;
         for (unsigned j = threads - 1; j-- > 0;)
             least = has[j] < has[least] ? j : least;
         has[least] += loads[i].bytes;
-        thread_of[loads[i].source] = least;
+        threads_of[loads[i].source] |= UINT64_C(1) << least;
     }
+}
+
+bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
+                           unsigned most, uint64_t *threads_of)
+{
+    uint64_t all = 0, n_loads = 0;
+    for (size_t i = 0; i < n; i++)
+        all += bytes[i];
+    const uint64_t share = limited(all / threads, UINT64_MAX);
+    load *loads = calloc(n + (size_t)threads * 2 + 1, sizeof *loads);
+    if (!loads)
+        return false;
+    for (size_t i = 0; i < n; i++) {
+        unsigned parts = parts_of(bytes[i], share, most);
+        threads_of[i] = 0;
+        for (unsigned j = 0; j < parts; j++)
+            loads[n_loads++] = (load){bytes[i] / parts, i};
+    }
+    deal(loads, n_loads, threads, threads_of);
     free(loads);
     return true;
 }

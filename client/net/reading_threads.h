@@ -49,16 +49,16 @@ void reading_threads_rest(reading_threads *t);
 typedef struct reading_size {
     unsigned configured; /**< 0: as many as are worth it */
     unsigned cpus;
-    size_t sources;  /**< that have bytes */
+    size_t sources;  /**< of bytes that can be read at once: connections, batches */
     uint64_t bytes;  /**< of all of them */
     uint64_t window; /**< bytes that may be under way */
 } reading_size;
 
 /** Threads for it, the calling one included: at least 1. */
 unsigned reading_threads_for(const reading_size *size);
-/** Which of @p threads reads each of the sources: as many bytes each as can be; the calling one,
-    number 0, has the least. False: no memory. */
+/** Which of @p threads read each of the sources, a bit each: as many bytes each as can be; the calling one, number 0, has
+    the least. A source of which a thread's share is but a part is read by several, up to @p most. False: no memory. */
 bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
-                           unsigned *thread_of);
+                           unsigned most, uint64_t *threads_of);
 
 #endif

@@ -38,7 +38,7 @@ typedef struct verifier {
     read_phase *r;
     inquiry *inquiries; /* one a source */
     held *held;
-    uint64_t inflight;
+    stream_share share; /* the calling thread's, of all ranks */
     deadline at;
     client_work work; /* of listing what is asked for */
 } verifier;
@@ -180,16 +180,19 @@ static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
     verifier *v = q->verifier;
     stream_work *w = &q->work;
     const read_request *asked = &q->list.requests[request];
-    w->status = hold(q, asked->first_entry + asked->n_entries, &w->error);
-    for (uint32_t i = 0; i < asked->n_entries && w->status == FANIN_OK; i++) {
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = hold(q, asked->first_entry + asked->n_entries, &why);
+    for (uint32_t i = 0; i < asked->n_entries && status == FANIN_OK; i++) {
         uint64_t at = asked->first_entry + i;
         if (memcmp(q->digests[at].bytes, digests + DIGEST_SIZE * (size_t)i,
                    DIGEST_SIZE) != 0)
-            w->status = unequal(q, &q->units[at], &w->error);
+            status = unequal(q, &q->units[at], &why);
     }
-    if (w->status != FANIN_OK)
-        w->failed = v->r->final = true;
-    return !w->failed;
+    if (status == FANIN_OK)
+        return true;
+    v->r->final = true;
+    stream_work_fail(w, &why);
+    return false;
 }
 
 /* ------------------------------------------------------------------- running */
@@ -210,8 +213,6 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
                             .pieces = &r->part->plan.plan->ranks[q->source],
                             .list = &q->list,
                             .base = r->base,
-                            .inflight = &v->inflight,
-                            .max_inflight = r->client->config.max_inflight,
                             .digested = compare,
                             .digested_cookie = q,
                             .dtype = (uint32_t)r->destination->dtype,
@@ -231,11 +232,11 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     if (!q->digests)
         return error_set_memory(error);
     memcpy(q->work.token, r->leases[q->peer].token, sizeof q->work.token);
-    fanin_status status = stream_open(r->client, q->peer, false, &q->link, error);
+    fanin_status status = stream_open(r->client, q->peer, 1, &q->link, error);
     if (status != FANIN_OK)
         return status;
     connection_set_owing(q->control, true);
-    stream_link_start(q->link, &q->work);
+    stream_link_start(q->link, &q->work, &v->share);
     return FANIN_OK;
 }
 
@@ -252,7 +253,7 @@ static fanin_status look(const verifier *v, bool *done, fanin_error *error)
         if (connection_get_state(c) != CONNECTION_READY)
             return error_copy(error, connection_fault(c));
         *done = *done && q->work.done_requests == q->list.n_requests;
-        stream_link_pump(q->link);
+        stream_link_pump(q->link, &v->share);
     }
     return FANIN_OK;
 }
@@ -293,7 +294,10 @@ static void finish(verifier *v)
 
 fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
 {
-    verifier v = {.r = r, .at = at};
+    verifier v = {.r = r,
+                  .at = at,
+                  .share = {.loop = &r->client->loop,
+                            .max_inflight = r->client->config.max_inflight}};
     client_work_start(&v.work, r->client, at);
     v.held = held_create(r->client->devices->g, r->ranges, r->n_ranges);
     v.inquiries = calloc(r->part->plan.n_sources + 1, sizeof *v.inquiries);

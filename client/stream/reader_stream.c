@@ -11,8 +11,11 @@
 #define CHECKS_FROM ((uint64_t)8 << 20)
 /* One for a rank's thread, one for the calling one. */
 #define BUSY_CPUS 2
-/* One connection's window does not fill a network, loopback's does. */
-#define REMOTE_CONNECTIONS 4
+/* One connection's window does not fill a network, loopback's does. On one host there are more where a rank's bytes
+   need several threads, but no more: with two CPUs one. A rank that has CPUs to spare sends by as many threads. */
+#define CONNECTIONS 4
+/* Shaking hands takes as long as so many bytes. */
+#define HANDSHAKE_BYTES ((uint64_t)1 << 20)
 
 /* -------------------------------------------------------------- connections */
 
@@ -22,28 +25,38 @@ struct stream_end {
     uint64_t generation; /* of the connection that it was made for */
 };
 
-fanin_status stream_open(fanin_client *client, size_t peer, bool bulk,
+/* NULL: there are none, or none that are of use. */
+static stream_link *find_link(const fanin_client *client, size_t peer)
+{
+    const struct stream_end *end = client->streams ? &client->streams[peer] : NULL;
+    bool is_current = end && end->generation == client->peers[peer].generation;
+    /* They may have been closed while they rested. */
+    return is_current && end->link && stream_link_is_whole(end->link) ? end->link
+                                                                      : NULL;
+}
+
+fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
                          stream_link **out, fanin_error *error)
 {
     const struct peer *p = &client->peers[peer];
+    fanin_status status = FANIN_OK;
+    *out = find_link(client, peer);
     if (!client->streams)
         client->streams = calloc(client->n_peers, sizeof *client->streams);
     if (!client->streams)
         return error_set_memory(error);
     struct stream_end *end = &client->streams[peer];
-    bool closed =
-        end->link && !stream_link_is_whole(end->link); /* ... while it rested */
-    if (closed || end->generation != p->generation)
-        stream_link_destroy(&end->link);
     end->generation = p->generation;
-    unsigned count = bulk ? client->config.streams_per_rank : 1;
-    if (count == 0)
-        count = connection_is_local(p->control) ? 1 : REMOTE_CONNECTIONS;
-    fanin_status status = FANIN_OK;
+    if (!*out)
+        stream_link_destroy(&end->link);
     if (!end->link)
-        status = stream_link_create(client, p->control, count, &end->link, error);
+        status = stream_link_create(client, p->control, 1, &end->link, error);
+    fanin_error why = FANIN_ERROR_INIT;
     *out = end->link;
-    return status;
+    if (status != FANIN_OK || stream_link_widen(end->link, count, &why) == FANIN_OK ||
+        client->config.streams_per_rank == 0)
+        return status; /* more are faster; one does */
+    return error_copy(error, &why);
 }
 
 void stream_end_work(fanin_client *client, size_t peer)
@@ -109,23 +122,22 @@ static void forget_list(void *detail)
 typedef struct stream_source {
     stream_work work;
     stream_link *link; /* NULL: another path's */
-    unsigned thread;   /* that reads it */
-    bool told;         /* of its end; that thread's */
+    uint64_t threads;  /* that read it, a bit each */
+    atomic_bool told;  /* of its end */
 } stream_source;
 
-/* What one thread reads. */
-typedef struct stream_share {
+/* What one thread reads: the calling one, number 0, in the client's loop; others in loops of theirs. */
+typedef struct reader_thread {
+    stream_share share;
     struct stream_reading *of;
-    unsigned
-        thread; /* 0: the calling one, in the client's loop; others in loops of theirs */
-    uint64_t inflight;
-} stream_share;
+    uint64_t bit;
+} reader_thread;
 
 typedef struct stream_reading {
     const path_reading *r;
     seal_checks *checks; /* NULL: who receives makes them */
-    unsigned n_shares;
-    stream_share *shares; /* one a thread */
+    unsigned n_threads;
+    reader_thread *threads;
     stream_source sources[];
 } stream_reading;
 
@@ -146,20 +158,46 @@ static void make_checks(stream_reading *s)
             sealed += bytes_of(s->r, i);
     }
     if (sealed >= CHECKS_FROM && usable_cpus() > BUSY_CPUS && !s->r->sink &&
-        s->n_shares == 1)
+        s->n_threads == 1)
         s->checks = seal_checks_create(&s->r->client->loop);
+}
+
+/* Connections that a rank has at most, as far as this client wants them. */
+static unsigned most_connections(const fanin_client *client)
+{
+    unsigned configured = client->config.streams_per_rank;
+    return configured > 0 ? configured : CONNECTIONS;
+}
+
+/* Data connections to a rank that @p threads read. */
+static unsigned connections_for(const fanin_client *client, size_t peer,
+                                unsigned threads)
+{
+    bool here = connection_is_local(client->peers[peer].control);
+    return client->config.streams_per_rank == 0 && here ? threads
+                                                        : most_connections(client);
+}
+
+/* What a source costs to read, as bytes: handshakes of connections that there are not yet are computed, too. */
+static uint64_t cost_of(const path_reading *r, size_t source)
+{
+    size_t peer = r->plan->peer_of[source];
+    uint64_t bytes = bytes_of(r, source), handshakes = 0;
+    if (connection_tls(path_source(r, source)) && !find_link(r->client, peer))
+        handshakes = connections_for(r->client, peer, 1);
+    return bytes > 0 ? bytes + handshakes * HANDSHAKE_BYTES : 0;
 }
 
 /* Threads to read with: more than one if there are, or can be made. What goes to devices does so by
    way of the calling thread. */
-static unsigned find_threads(const path_reading *r)
+static unsigned find_threads(const path_reading *r, const uint64_t *costs)
 {
     fanin_client *client = r->client;
     reading_size size = {.configured = client->config.threads,
                          .window = client->config.max_inflight};
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        size.sources += bytes_of(r, i) > 0;
-        size.bytes += bytes_of(r, i);
+        size.sources += costs[i] > 0 ? most_connections(client) : 0;
+        size.bytes += costs[i];
     }
     size.cpus = usable_cpus();
     if (r->sink || reading_threads_for(&size) == 1)
@@ -174,32 +212,61 @@ static unsigned find_threads(const path_reading *r)
     return others + 1 < n ? others + 1 : n;
 }
 
-static fanin_status make_shares(stream_reading *s, fanin_error *error)
+static loop *loop_of(fanin_client *client, unsigned thread)
 {
-    size_t n = s->r->plan->n_sources;
-    unsigned threads = find_threads(s->r);
-    uint64_t *bytes = calloc(n + 1, sizeof *bytes);
-    unsigned *thread_of = calloc(n + 1, sizeof *thread_of);
-    s->shares = calloc(threads, sizeof *s->shares);
-    for (size_t i = 0; bytes && i < n; i++)
-        bytes[i] = bytes_of(s->r, i);
-    bool good = bytes && thread_of && s->shares &&
-                reading_threads_share(bytes, n, threads, thread_of);
-    for (size_t i = 0; good && i < n; i++)
-        s->sources[i].thread = thread_of[i];
-    for (unsigned i = 0; good && i < threads; i++)
-        s->shares[i] = (stream_share){.of = s, .thread = i};
-    s->n_shares = good ? threads : 0;
-    free(bytes);
-    free(thread_of);
-    return good ? FANIN_OK : error_set_memory(error);
-}
-
-static loop *loop_of(const stream_reading *s, unsigned thread)
-{
-    fanin_client *client = s->r->client;
     return thread == 0 ? &client->loop
                        : reading_threads_loop(client->readers, thread - 1);
+}
+
+static fanin_status deal(stream_reading *s, const uint64_t *costs, uint64_t *threads_of,
+                         fanin_error *error)
+{
+    fanin_client *client = s->r->client;
+    unsigned n = find_threads(s->r, costs);
+    s->threads = calloc(n, sizeof *s->threads);
+    if (!s->threads || !reading_threads_share(costs, s->r->plan->n_sources, n,
+                                              most_connections(client), threads_of))
+        return error_set_memory(error);
+    for (size_t i = 0; i < s->r->plan->n_sources; i++)
+        s->sources[i].threads = threads_of[i];
+    for (unsigned i = 0; i < n; i++)
+        s->threads[i] =
+            (reader_thread){.share = {.loop = loop_of(client, i),
+                                      .max_inflight = client->config.max_inflight / n},
+                            .of = s,
+                            .bit = UINT64_C(1) << i};
+    s->n_threads = n;
+    return FANIN_OK;
+}
+
+/* Who reads what. */
+static fanin_status make_threads(stream_reading *s, fanin_error *error)
+{
+    size_t n = s->r->plan->n_sources;
+    uint64_t *costs = calloc(n + 1, sizeof *costs);
+    uint64_t *threads_of = calloc(n + 1, sizeof *threads_of);
+    for (size_t i = 0; costs && i < n; i++)
+        costs[i] = cost_of(s->r, i);
+    fanin_status status = costs && threads_of ? deal(s, costs, threads_of, error)
+                                              : error_set_memory(error);
+    free(costs);
+    free(threads_of);
+    return status;
+}
+
+/* Its connections to those that read it, in turn. */
+static fanin_status deal_connections(stream_reading *s, stream_source *source,
+                                     fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    unsigned n = stream_link_count(source->link), thread = s->n_threads;
+    for (unsigned i = 0; i < n && status == FANIN_OK; i++) {
+        do
+            thread = thread + 1 < s->n_threads ? thread + 1 : 0;
+        while (!(source->threads & s->threads[thread].bit));
+        status = stream_link_deal(source->link, i, &s->threads[thread].share, error);
+    }
+    return status;
 }
 
 static fanin_status start_source(stream_reading *s, size_t i, const read_list *list,
@@ -208,26 +275,26 @@ static fanin_status start_source(stream_reading *s, size_t i, const read_list *l
     const path_reading *r = s->r;
     size_t peer = r->plan->peer_of[i];
     stream_source *source = &s->sources[i];
-    fanin_status status = stream_open(r->client, peer, true, &source->link, error);
-    if (status == FANIN_OK && source->thread > 0)
-        status = stream_link_move(source->link, loop_of(s, source->thread), error);
+    unsigned threads = (unsigned)__builtin_popcountll(source->threads);
+    fanin_status status =
+        stream_open(r->client, peer, connections_for(r->client, peer, threads),
+                    &source->link, error);
+    if (status == FANIN_OK)
+        status = deal_connections(s, source, error);
     if (status != FANIN_OK)
         return status;
-    source->work =
-        (stream_work){.plan = r->plan->plan,
-                      .pieces = &r->plan->plan->ranks[i],
-                      .list = list,
-                      .base = r->base,
-                      .need = r->need,
-                      .landed = r->landed,
-                      .landed_cookie = r->cookie,
-                      .devices = r->sink,
-                      .checks = s->checks,
-                      .inflight = &s->shares[source->thread].inflight,
-                      .max_inflight = r->client->config.max_inflight / s->n_shares,
-                      .error = FANIN_ERROR_INIT};
+    source->work = (stream_work){.plan = r->plan->plan,
+                                 .pieces = &r->plan->plan->ranks[i],
+                                 .list = list,
+                                 .base = r->base,
+                                 .need = r->need,
+                                 .landed = r->landed,
+                                 .landed_cookie = r->cookie,
+                                 .devices = r->sink,
+                                 .checks = s->checks,
+                                 .error = FANIN_ERROR_INIT};
     memcpy(source->work.token, r->leases[peer].token, sizeof source->work.token);
-    stream_link_start(source->link, &source->work);
+    stream_link_start(source->link, &source->work, &s->threads[0].share);
     return FANIN_OK;
 }
 
@@ -236,21 +303,21 @@ static bool is_done(const stream_source *s)
     return s->work.done_requests == s->work.list->n_requests;
 }
 
-/* In a thread of its own: sends what its window has room for, tells of each source's end. */
+/* In a thread of its own: sends what its window has room for, tells of each source's end, the first who sees it. */
 static bool turn(void *cookie)
 {
-    const stream_share *share = cookie;
-    stream_reading *s = share->of;
+    const reader_thread *t = cookie;
+    stream_reading *s = t->of;
     bool left = false, tell = false, failed = false;
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         stream_source *source = &s->sources[i];
-        if (!source->link || source->thread != share->thread || source->told)
+        if (!source->link || !(source->threads & t->bit) || source->told)
             continue;
-        stream_link_pump(source->link);
+        stream_link_pump(source->link, &t->share);
         failed = failed || source->work.failed;
-        source->told = failed || is_done(source);
-        tell = tell || source->told;
-        left = left || !source->told;
+        bool ended = failed || is_done(source);
+        tell = (ended && !atomic_exchange(&source->told, true)) || tell;
+        left = left || !ended;
     }
     if (tell)
         reading_threads_tell(s->r->client->readers);
@@ -266,32 +333,33 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
     if (!s)
         return error_set_memory(error);
     s->r = r;
-    fanin_status status = make_shares(s, error);
+    fanin_status status = make_threads(s, error);
     if (status == FANIN_OK)
         make_checks(s);
     for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
         if (r->plan->reader_of[i] == &stream_reader)
             status = start_source(s, i, details[i], error);
     }
-    for (unsigned i = 1; i < s->n_shares && status == FANIN_OK; i++)
-        reading_threads_go(r->client->readers, i - 1, turn, &s->shares[i]);
+    for (unsigned i = 1; i < s->n_threads && status == FANIN_OK; i++)
+        reading_threads_go(r->client->readers, i - 1, turn, &s->threads[i]);
     return status;
 }
 
 static bool step(void *reading)
 {
     stream_reading *s = reading;
-    return s->shares[0].inflight == 0 && seal_checks_help(s->checks);
+    return s->threads[0].share.inflight == 0 && seal_checks_help(s->checks);
 }
 
 static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
 {
-    stream_source *s = &((stream_reading *)reading)->sources[source];
+    const stream_reading *all = reading;
+    const stream_source *s = &all->sources[source];
     if (s->work.failed)
         return error_copy(error, &s->work.error);
     *done = is_done(s);
-    if (s->thread == 0)
-        stream_link_pump(s->link);
+    if (s->threads & all->threads[0].bit)
+        stream_link_pump(s->link, &all->threads[0].share);
     return FANIN_OK;
 }
 
@@ -314,12 +382,11 @@ static void account(const void *reading, size_t source, served *out)
 static void take_back(stream_reading *s)
 {
     const path_reading *r = s->r;
-    if (s->n_shares > 1)
+    if (s->n_threads > 1)
         reading_threads_rest(r->client->readers);
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        stream_source *source = &s->sources[i];
-        if (source->link && source->thread > 0)
-            (void)stream_link_move(source->link, &r->client->loop, NULL);
+        if (s->sources[i].link)
+            stream_link_gather(s->sources[i].link);
     }
 }
 
@@ -333,7 +400,7 @@ static bool finish(void *reading)
         if (s->sources[i].link)
             stream_end_work(s->r->client, s->r->plan->peer_of[i]);
     }
-    free(s->shares);
+    free(s->threads);
     free(s);
     return true;
 }

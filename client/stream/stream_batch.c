@@ -140,15 +140,15 @@ bool batch_is_plain(const plan *plan, const piece *p)
 static bool prepare_landing(data_connection *d, const piece *p)
 {
     stream_work *w = d->link->work;
+    fanin_error why = FANIN_ERROR_INIT;
     uint64_t low, high;
     if (!w->need || w->failed)
         return !w->failed;
     plan_piece_reach(w->plan, p, &low, &high);
-    fanin_status status = w->need(w->landed_cookie, low, high - low, &w->error);
+    fanin_status status = w->need(w->landed_cookie, low, high - low, &why);
     if (status == FANIN_OK)
         return true;
-    w->status = status;
-    w->failed = true;
+    stream_work_fail(w, &why);
     data_lose(d, status, 0, "lost its place"); /* w has said why already */
     return false;
 }

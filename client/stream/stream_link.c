@@ -23,14 +23,14 @@ static void on_chunk(sink_waiter *waiter);
 
 /* ------------------------------------------------------------- life cycle */
 
-static void close_data(stream_link *link, data_connection *d)
+static void close_data(data_connection *d)
 {
     device_sink_unwait(&d->waiter);
     if (d->job)
         sink_job_give(d->job);
     d->job = NULL;
     if (d->source.fd >= 0) {
-        loop_remove(link->loop, &d->source);
+        loop_remove(d->loop, &d->source);
         close(d->source.fd);
     }
     d->source.fd = -1;
@@ -46,54 +46,74 @@ static void close_data(stream_link *link, data_connection *d)
     d->staging = NULL;
 }
 
+static fanin_status open_data(const stream_link *link, data_connection *d,
+                              fanin_error *error)
+{
+    if (link->sealed && !(d->sum = checksum_create()))
+        return error_set_memory(error);
+    int fd;
+    fanin_status status =
+        socket_connect_start(connection_address(link->control), &fd, error);
+    if (status != FANIN_OK)
+        return status;
+    d->source.fd = fd;
+    d->source.events = EPOLLOUT;
+    framing_start(&d->in, LIMIT_READ_BYTES);
+    d->in.exact = true;
+    connection_encode_data_hello(link->control, &d->out.bytes, &d->in);
+    d->out.bytes.sealed = link->sealed;
+    bool failed = d->out.bytes.failed || d->in.bytes.failed;
+    return failed ? error_set_memory(error) : loop_add(d->loop, &d->source, error);
+}
+
+static void free_data(data_connection **d)
+{
+    if (*d)
+        close_data(*d);
+    free(*d);
+    *d = NULL;
+}
+
+fanin_status stream_link_widen(stream_link *link, unsigned count, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (link->n < count && connection_get_state(link->control) != CONNECTION_READY)
+        return error_copy(error, connection_fault(link->control));
+    while (link->n < count && status == FANIN_OK) {
+        data_connection *d = link->connections[link->n] = calloc(1, sizeof *d);
+        if (!d)
+            return error_set_memory(error);
+        d->link = link;
+        d->loop = &link->client->loop;
+        d->source = (loop_source){.fd = -1, .ready = on_ready};
+        d->waiter.ready = on_chunk;
+        d->end_job = &d->first_job;
+        status = open_data(link, d, error);
+        if (status == FANIN_OK)
+            link->n++;
+        else
+            free_data(&link->connections[link->n]);
+    }
+    return status;
+}
+
 fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error)
 {
-    if (connection_get_state(control) != CONNECTION_READY)
-        return error_copy(error, connection_fault(control));
     stream_link *link = calloc(1, sizeof *link);
     if (!link)
         return error_set_memory(error);
     link->client = client;
-    link->loop = &client->loop;
     link->control = control;
     link->end = connection_tls(control);
     link->sealed = connection_is_sealed(control);
     bool is_unix = connection_address(control)->storage.ss_family == AF_UNIX;
     link->reads = connection_is_local(control) && !is_unix ? LOCAL_READS : QUEUE;
-    link->connections = calloc(count, sizeof *link->connections);
-    fanin_status status = link->connections ? FANIN_OK : error_set_memory(error);
-    for (unsigned i = 0; i < count && status == FANIN_OK; i++) {
-        data_connection *d = &link->connections[i];
-        d->link = link;
-        d->source = (loop_source){.fd = -1, .ready = on_ready};
-        d->waiter.ready = on_chunk;
-        d->end_job = &d->first_job;
-        link->n++;
-        if (link->sealed && !(d->sum = checksum_create())) {
-            status = error_set_memory(error);
-            break;
-        }
-        int fd;
-        status = socket_connect_start(connection_address(control), &fd, error);
-        if (status != FANIN_OK)
-            break;
-        d->source.fd = fd;
-        d->source.events = EPOLLOUT;
-        framing_start(&d->in, LIMIT_READ_BYTES);
-        d->in.exact = true;
-        connection_encode_data_hello(control, &d->out.bytes, &d->in);
-        d->out.bytes.sealed = link->sealed;
-        bool failed = d->out.bytes.failed || d->in.bytes.failed;
-        status = failed ? error_set_memory(error)
-                        : loop_add(&client->loop, &d->source, error);
-    }
-    if (status != FANIN_OK) {
+    fanin_status status = stream_link_widen(link, count, error);
+    if (status != FANIN_OK)
         stream_link_destroy(&link);
-        return status;
-    }
     *out = link;
-    return FANIN_OK;
+    return status;
 }
 
 void stream_link_destroy(stream_link **link)
@@ -102,8 +122,7 @@ void stream_link_destroy(stream_link **link)
         return;
     (void)stream_link_stop(*link);
     for (unsigned i = 0; i < (*link)->n; i++)
-        close_data(*link, &(*link)->connections[i]);
-    free((*link)->connections);
+        free_data(&(*link)->connections[i]);
     free(*link);
     *link = NULL;
 }
@@ -117,26 +136,36 @@ bool stream_link_is_whole(const stream_link *link)
 {
     bool whole = true;
     for (unsigned i = 0; i < link->n; i++)
-        whole = whole && link->connections[i].source.fd >= 0;
+        whole = whole && link->connections[i]->source.fd >= 0;
     return whole;
 }
 
-fanin_status stream_link_move(stream_link *link, loop *to, fanin_error *error)
+static fanin_status move(data_connection *d, loop *to, fanin_error *error)
 {
-    fanin_status status = FANIN_OK;
-    for (unsigned i = 0; i < link->n; i++) {
-        data_connection *d = &link->connections[i];
-        if (d->source.fd < 0)
-            continue;
-        loop_remove(link->loop, &d->source);
-        fanin_status added = loop_add(to, &d->source, error);
-        if (added == FANIN_OK)
-            continue;
-        status = added;
-        close_data(link, d);
-    }
-    link->loop = to;
+    if (d->loop == to)
+        return FANIN_OK;
+    loop *from = d->loop;
+    d->loop = to;
+    if (d->source.fd < 0)
+        return FANIN_OK;
+    loop_remove(from, &d->source);
+    fanin_status status = loop_add(to, &d->source, error);
+    if (status != FANIN_OK)
+        close_data(d);
     return status;
+}
+
+fanin_status stream_link_deal(stream_link *link, unsigned index, stream_share *share,
+                              fanin_error *error)
+{
+    link->connections[index]->share = share;
+    return move(link->connections[index], share->loop, error);
+}
+
+void stream_link_gather(stream_link *link)
+{
+    for (unsigned i = 0; i < link->n; i++)
+        (void)move(link->connections[i], &link->client->loop, NULL);
 }
 
 /* What devices still do for a connection is waited for; the rest is dropped. */
@@ -161,11 +190,15 @@ bool stream_link_stop(stream_link *link)
 {
     bool idle = true;
     for (unsigned i = 0; i < link->n; i++) {
-        data_connection *d = &link->connections[i];
+        data_connection *d = link->connections[i];
         if (link->work && link->work->devices)
             recall(d, link->work->devices);
         d->check = NULL; /* it went with the others */
-        idle = idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_FRAME;
+        d->share = NULL;
+        /* One that is still being made goes on in the client's loop. */
+        bool rests =
+            d->stage == IDLE_OR_FRAME ? d->queued == 0 : d->stage < IDLE_OR_FRAME;
+        idle = idle && d->source.fd >= 0 && rests;
     }
     link->work = NULL;
     return idle;
@@ -173,46 +206,52 @@ bool stream_link_stop(stream_link *link)
 
 /* ---------------------------------------------------------------- failures */
 
-static void fail(stream_link *link, fanin_status status, int sys_errno,
+void stream_work_fail(stream_work *work, const fanin_error *why)
+{
+    if (atomic_exchange(&work->failing, true))
+        return;
+    error_copy(&work->error, why);
+    work->failed = true; /* last: from here on others look at the error */
+}
+
+static void fail(const stream_link *link, fanin_status status, int sys_errno,
                  const char *what)
 {
     stream_work *w = link->work;
+    fanin_error why = FANIN_ERROR_INIT;
     if (!w || w->failed)
         return;
     error_place place = connection_place(link->control, "read");
     uint32_t rank = connection_peer(link->control)->rank;
     const char *text = connection_text(link->control);
-    w->status = status;
     if (status == FANIN_ERR_MEMORY)
-        error_set_memory(&w->error); /* nobody else's fault */
+        error_set_memory(&why); /* nobody else's fault */
     else if (sys_errno)
-        error_set_errno(&w->error, status, sys_errno, &place, "rank %u at %s %s", rank,
-                        text, what);
+        error_set_errno(&why, status, sys_errno, &place, "rank %u at %s %s", rank, text,
+                        what);
     else
-        error_set(&w->error, status, &place, "rank %u at %s %s", rank, text, what);
-    w->failed = true; /* last: from here on others look at the error */
+        error_set(&why, status, &place, "rank %u at %s %s", rank, text, what);
+    stream_work_fail(w, &why);
 }
 
 /* The sink's failure is the work's: it says which device. */
-static void fail_by_device(stream_link *link)
+static void fail_by_device(const stream_link *link)
 {
-    stream_work *w = link->work;
-    if (!w || w->failed || !device_sink_failed(w->devices, &w->error))
-        return;
-    w->status = w->error.status;
-    w->failed = true;
+    fanin_error why = FANIN_ERROR_INIT;
+    if (link->work && device_sink_failed(link->work->devices, &why))
+        stream_work_fail(link->work, &why);
 }
 
 void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
 {
     fail(d->link, status, sys_errno, what);
-    close_data(d->link, d);
+    close_data(d);
 }
 
 void data_lose_device(data_connection *d)
 {
     fail_by_device(d->link);
-    close_data(d->link, d);
+    close_data(d);
 }
 
 /* ----------------------------------------------------------------- sending */
@@ -224,7 +263,7 @@ void data_want(data_connection *d)
     bool has_come = !d->paused && tls_pending(d->tls);
     if (!outgoing_is_empty(&d->out) || tls_unsent(d->tls) > 0 || has_come)
         events |= EPOLLOUT;
-    loop_want(d->link->loop, &d->source, events);
+    loop_want(d->loop, &d->source, events);
 }
 
 static void flush(data_connection *d)
@@ -236,12 +275,20 @@ static void flush(data_connection *d)
         data_want(d);
 }
 
-static bool window_open(const stream_work *w)
+/* The next request that nobody has sent. False: there is none, or no room in the share's window for it. */
+static bool take_request(stream_work *w, stream_share *share, uint64_t *out)
 {
-    if (w->failed || w->next_request == w->list->n_requests)
-        return false;
-    uint64_t bytes = w->list->requests[w->next_request].bytes;
-    return *w->inflight == 0 || *w->inflight + bytes <= w->max_inflight;
+    uint64_t next = w->next_request, bytes;
+    do {
+        if (w->failed || next == w->list->n_requests)
+            return false;
+        bytes = w->list->requests[next].bytes;
+        if (share->inflight > 0 && share->inflight + bytes > share->max_inflight)
+            return false;
+    } while (!atomic_compare_exchange_weak(&w->next_request, &next, next + 1));
+    share->inflight += bytes;
+    *out = next;
+    return true;
 }
 
 static void ask_digest(data_connection *d, const read_request *r, uint64_t index,
@@ -278,9 +325,9 @@ static void pump(data_connection *d)
     if (!w || d->source.fd < 0 || d->stage == CONNECTING || d->stage == HELLO)
         return;
     bool added = false;
+    uint64_t index;
     unsigned most = w->digested ? QUEUE : d->link->reads;
-    while (d->queued < most && window_open(w)) {
-        uint64_t index = w->next_request++;
+    while (d->queued < most && take_request(w, d->share, &index)) {
         const read_request *r = &w->list->requests[index];
         msg_read m = {.bytes = r->bytes,
                       .entries = &w->list->entries[r->first_entry],
@@ -291,7 +338,6 @@ static void pump(data_connection *d)
         else
             ask_bytes(d, r, index, &m);
         d->queue[d->queued++] = index;
-        *w->inflight += r->bytes;
         added = true;
     }
     if (d->out.bytes.failed)
@@ -300,19 +346,25 @@ static void pump(data_connection *d)
         flush(d);
 }
 
-void stream_link_pump(stream_link *link)
+void stream_link_pump(stream_link *link, const stream_share *share)
 {
-    for (unsigned i = 0; i < link->n && link->work; i++)
-        pump(&link->connections[i]);
+    for (unsigned i = 0; i < link->n; i++) {
+        if (link->connections[i]->share == share)
+            pump(link->connections[i]);
+    }
 }
 
-void stream_link_start(stream_link *link, stream_work *work)
+void stream_link_start(stream_link *link, stream_work *work, stream_share *share)
 {
     link->work = work;
     if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
                                              &link->client->devices->memory))
         fail_by_device(link);
-    stream_link_pump(link);
+    for (unsigned i = 0; i < link->n; i++) {
+        data_connection *d = link->connections[i];
+        d->share = d->share ? d->share : share;
+        pump(d);
+    }
 }
 
 /* --------------------------------------------------------------- receiving */
@@ -341,7 +393,7 @@ static uint64_t end_request(data_connection *d)
     d->queued--;
     memmove(d->queue, d->queue + 1, d->queued * sizeof *d->queue);
     d->stage = IDLE_OR_FRAME;
-    *w->inflight -= bytes;
+    d->share->inflight -= bytes;
     return bytes;
 }
 
@@ -522,7 +574,7 @@ static void take_digests(data_connection *d, body *b)
         return;
     }
     if (!w->digested(w->digested_cookie, d->queue[0], m.digests.data)) {
-        data_lose(d, w->status, 0, "sent other digests"); /* w has said why already */
+        data_lose(d, w->error.status, 0, "sent other digests"); /* w has said why */
         return;
     }
     d->on_device = false;

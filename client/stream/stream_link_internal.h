@@ -15,6 +15,8 @@ typedef enum stage { CONNECTING, HELLO, IDLE_OR_FRAME, BODY, SEAL } stage;
 typedef struct data_connection {
     loop_source source; /* first: the loop hands it back */
     struct stream_link *link;
+    loop *loop;          /* of who reads it */
+    stream_share *share; /* the reader's; NULL: it was not dealt */
     stage stage;
     outgoing out;
     tls *tls;              /* NULL: there is none, or not yet */
@@ -42,11 +44,10 @@ typedef struct data_connection {
 
 struct stream_link {
     fanin_client *client;
-    loop *loop; /* of who reads it */
     const connection *control;
     const tls_end *end; /* as the control connection was secured; NULL: it was not */
     stream_work *work;  /* NULL: idle */
-    data_connection *connections;
+    data_connection *connections[STREAMS_MOST];
     unsigned n;
     unsigned reads; /* under way on one connection; of digests QUEUE */
     bool sealed;    /* frames have checksums */

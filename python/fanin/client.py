@@ -153,10 +153,11 @@ class Client(ClosableHandle):
     :param lost: a rank that owes an answer and is silent for so many seconds is lost.
     :param max_inflight: bytes asked for and not yet here, all ranks together.
     :param max_catalog: bytes of catalog accepted from a rank.
-    :param streams_per_rank: data connections; 0: 1 on this host, 4 to another one; at most 16.
+    :param streams_per_rank: data connections; 0: 4 to another host, on this one 1 or one for each
+        thread that reads the rank, 4 at most; at most 16.
     :param threads: that read at once into host memory on the paths "stream" and "cma", at most 64;
         0: half of the CPUs that the process may use, and fewer of little; 1: none beside the
-        calling one. By "stream" at most one a rank, and 8 unless told.
+        calling one. By "stream" at most one a data connection, and 8 unless told.
     :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
     :param use_unix: False: TCP even on one host.
     :param use_ucx: False: never load UCX, which the path "rdma" needs.

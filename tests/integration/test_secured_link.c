@@ -19,6 +19,7 @@ typedef struct scene {
     fanin_client *client;
     connection *control;
     stream_link *link;
+    stream_share share;
     stream_work work; /* that is told of a failure; nothing can be asked yet */
 } scene;
 
@@ -42,7 +43,8 @@ static void begin(void)
     rank_proxy_hold(&s.proxy);
     fanin_error error = FANIN_ERROR_INIT;
     assert_ok(stream_link_create(s.client, s.control, 1, &s.link, &error), error);
-    stream_link_start(s.link, &s.work);
+    s.share = (stream_share){.loop = &s.client->loop};
+    stream_link_start(s.link, &s.work, &s.share);
 }
 
 static int tear_down(void **state)
@@ -71,7 +73,7 @@ static void turn(deadline at)
 static void await_hello_of_tls(void)
 {
     deadline at = deadline_in_ms(CALL_MS);
-    while (!s.link->connections[0].tls)
+    while (!s.link->connections[0]->tls)
         turn(at);
     assert_true(stream_link_is_whole(s.link));
 }
@@ -82,7 +84,7 @@ static void let_it_shake_hands(void)
     deadline at = deadline_in_ms(CALL_MS);
     while (stats().sessions > 0)
         turn(at);
-    assert_int_equal(s.link->connections[0].stage, CONNECTING);
+    assert_int_equal(s.link->connections[0]->stage, CONNECTING);
     assert_false(s.work.failed);
     rank_proxy_let_go(&s.proxy);
     while (!s.work.failed)
@@ -92,7 +94,7 @@ static void let_it_shake_hands(void)
 static void expect_an_answer_by_tls(void)
 {
     assert_says(s.work.error.message, "the session of this data connection is gone");
-    assert_int_equal(s.work.status, FANIN_ERR_CLOSED);
+    assert_int_equal(s.work.error.status, FANIN_ERR_CLOSED);
     assert_int_equal(stats().sessions_refused, 0); /* which handshakes are that fail */
     assert_int_equal(stats().protocol_errors, 0);
 }

@@ -4,6 +4,7 @@
 #include "ends.h"
 #include "local_world.h"
 #include "rank_proxy.h"
+#include "secrets.h"
 #include "testing.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -32,6 +33,10 @@ static fanin_error error = FANIN_ERROR_INIT;
 static fanin_result_info info;
 static rank_proxy proxy;
 static bool has_proxy;
+static size_t ranks = RANKS, victim = VICTIM; /* of the next world */
+static bool has_openssl;
+
+typedef enum way { UNIX, TCP, TLS, WAYS } way;
 
 static int tear_down(void **state)
 {
@@ -40,24 +45,44 @@ static int tear_down(void **state)
         rank_proxy_stop(&proxy);
     has_proxy = false;
     world_stop(&w);
+    unsetenv("FANIN_SECRET_FILE");
     error = (fanin_error)FANIN_ERROR_INIT;
     return 0;
 }
 
+static int all_ranks_again(void **state)
+{
+    ranks = RANKS;
+    victim = VICTIM;
+    return tear_down(state);
+}
+
 static void begin_large(world_cut cut)
 {
-    world_start(&w, RANKS, cut, large, sizeof large / sizeof *large);
+    world_start(&w, ranks, cut, large, sizeof large / sizeof *large);
     world_commit(&w, 1);
 }
 
-static void connect_with(unsigned threads, bool tcp)
+/* Ranks and clients that are made from now on have one. */
+static void use_secret(void)
+{
+    setenv("FANIN_SECRET_FILE", secret_of('1'), 1);
+}
+
+static void connect_over(unsigned threads, unsigned streams, bool tcp)
 {
     fanin_client_config config = make_client_config();
     config.path = FANIN_PATH_STREAM;
     config.threads = threads;
+    config.streams_per_rank = streams;
     config.no_unix = tcp;
     fanin_client_destroy(&client);
     client = world_client_with(&w, &config);
+}
+
+static void connect_with(unsigned threads, bool tcp)
+{
+    connect_over(threads, 0, tcp);
 }
 
 static void expect_pull(uint64_t step)
@@ -177,6 +202,68 @@ static void too_many_are_refused(void **state)
     assert_non_null(strstr(error.message, "65"));
 }
 
+/* ----------------------------------------------------- several of one rank */
+
+/* Of the first rank. */
+static unsigned data_connections(void)
+{
+    fanin_server_stats stats = {.struct_size = sizeof stats};
+    assert_int_equal(fanin_server_get_stats(w.ranks[0].server, &stats), FANIN_OK);
+    return (unsigned)stats.sessions - 1;
+}
+
+/* Where there are fewer ranks than threads, threads read connections of one rank, as many as there are. */
+static void a_rank_is_read_by_several(void **state)
+{
+    static const struct {
+        size_t ranks;
+        unsigned threads, streams, connections, readers;
+    } cases[] = {
+        {1, 1, 0, 1, 0}, {1, 2, 0, 2, 1},   {1, 4, 0, 4, 3}, {1, 64, 0, 4, 3},
+        {1, 4, 1, 1, 0}, {1, 2, 16, 16, 1}, {1, 4, 3, 3, 2}, {2, 2, 0, 1, 1},
+        {2, 4, 0, 2, 3}, {2, 64, 0, 4, 7},  {3, 4, 0, 2, 3},
+    };
+    for (way how = UNIX; how < (has_openssl ? WAYS : TLS); how++) {
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+            if (how == TLS)
+                use_secret();
+            ranks = cases[i].ranks;
+            begin_large(CUT_CHUNK0);
+            connect_over(cases[i].threads, cases[i].streams, how != UNIX);
+            for (uint64_t step = 1; step < 4; step++) {
+                expect_pull(step);
+                assert_int_equal(info.restarts, 0);
+                assert_int_equal(data_connections(), cases[i].connections);
+                assert_int_equal(count_readers(NULL), cases[i].readers);
+                world_commit(&w, step + 1);
+            }
+            tear_down(NULL);
+        }
+    }
+}
+
+/* What comes into a file, whose space is made as it comes, by all that read. */
+static void a_directory_is_written_by_several(void **state)
+{
+    static const world_tensor lora[] = {
+        {"base_model.model.a.lora_A.weight", FANIN_DTYPE_F32, 2, {20, 100000}},
+        {"base_model.model.a.lora_B.weight", FANIN_DTYPE_F32, 2, {50000, 20}},
+    };
+    char folder[] = "/tmp/test-threads-XXXXXX", path[64];
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    options.verify = true;
+    assert_non_null(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/adapter", folder);
+    world_start(&w, 1, CUT_CHUNK0, lora, 2);
+    world_commit(&w, 1);
+    connect_with(THREADS, true);
+    assert_ok(fanin_client_pull_adapter(client, &options, path, NULL, &error), error);
+    assert_int_equal(count_readers(NULL), THREADS - 1);
+    char command[128];
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+}
+
 /* ------------------------------------------------------------ what ends them */
 
 /* A rank whose first read is held up on its way. */
@@ -213,7 +300,7 @@ static void hold_up(void *cookie)
 
 static void kill_rank(void *cookie)
 {
-    world_stop_rank(&w, VICTIM);
+    world_stop_rank(&w, victim);
 }
 
 static void cancel(void *cookie)
@@ -227,11 +314,21 @@ static void begin_with(void (*strike)(void *), bool tcp)
 {
     begin_large(CUT_CHUNK0);
     on_way.released = on_way.forgotten = false;
-    rank_proxy_start(&proxy, fanin_server_port(w.ranks[VICTIM].server), MSG_READ,
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[victim].server), MSG_READ,
                      strike, NULL);
     has_proxy = true;
-    w.address_list[VICTIM] = proxy.address;
+    w.address_list[victim] = proxy.address;
     connect_with(THREADS, tcp);
+}
+
+/* Of those that read it each finds that out: one tells. */
+static void expect_named_once(void)
+{
+    const char *first = strstr(error.message, proxy.address);
+    assert_int_equal(error.rank, victim);
+    assert_string_equal(error.address, proxy.address);
+    assert_non_null(first);
+    assert_null(strstr(first + 1, proxy.address));
 }
 
 static void a_rank_dies(void **state)
@@ -241,9 +338,8 @@ static void a_rank_dies(void **state)
         fanin_status status = world_pull(&w, client, NULL, &info, &error);
         if (status != FANIN_ERR_CLOSED && status != FANIN_ERR_UNREACHABLE)
             fail_msg("%s: %s", fanin_status_name(status), error.message);
-        assert_int_equal(error.rank, VICTIM);
-        assert_string_equal(error.address, proxy.address);
-        world_restart_rank(&w, VICTIM);
+        expect_named_once();
+        world_restart_rank(&w, victim);
         world_commit(&w, 2);
         expect_pull(2);
         tear_down(NULL);
@@ -309,7 +405,7 @@ static uint64_t pull_altered(void)
     rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[0].server), &f);
     has_proxy = true;
     w.address_list[0] = proxy.address;
-    connect_with(2, true);
+    connect_over(2, 1, true);
     uint64_t start = clock_ns();
     expect_pull(1);
     uint64_t took = clock_ns() - start;
@@ -329,7 +425,51 @@ static void an_altered_bit_is_asked_for_again(void **state)
     assert_true(took < LOOKS_NS);
 }
 
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+/* Sixteen requests: as soon as all of a rank's connections are up each has two of them. */
+static void begin_many(void)
+{
+    static char names[16][64];
+    static world_tensor many[16];
+    for (size_t i = 0; i < 16; i++) {
+        snprintf(names[i], sizeof names[i], "base_model.model.%zu.lora_A.weight", i);
+        many[i] = (world_tensor){names[i], FANIN_DTYPE_F32, 2, {1, 262144}};
+    }
+    world_start(&w, 1, CUT_CHUNK0, many, 16);
+    world_commit(&w, 1);
+}
+
+/* The only rank's, by one of its connections. */
+static void an_altered_bit_of_one_of_several(void **state)
+{
+    for (unsigned connection = 1; connection <= THREADS; connection++) {
+        flip f = {
+            .connection = connection, .way = FLIP_TO_CLIENT, .at = 90000, .bit = 3};
+        begin_many();
+        rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[0].server), &f);
+        has_proxy = true;
+        w.address_list[0] = proxy.address;
+        connect_with(THREADS, true);
+        for (int i = 0; i < 20 && !atomic_load(&f.flipped); i++)
+            expect_pull(1);
+        assert_true(atomic_load(&f.flipped));
+        assert_int_equal(info.restarts, 1);
+        tear_down(NULL);
+    }
+}
+
+/* The same with one rank, which several threads read. */
+static int one_rank(void **state)
+{
+    ranks = 1;
+    victim = 0;
+    return 0;
+}
+
+#define CASE(name) cmocka_unit_test_teardown(name, all_ranks_again)
+#define OF_ONE(name)                                                                   \
+    {                                                                                  \
+#name "_of_one_rank", name, one_rank, all_ranks_again, NULL                    \
+    }
 
 int main(void)
 {
@@ -339,12 +479,23 @@ int main(void)
         CASE(threads_are_kept_and_end),
         CASE(a_pull_ends_with_its_last_byte),
         CASE(a_fork_changes_nothing),
+        CASE(a_rank_is_read_by_several),
+        CASE(a_directory_is_written_by_several),
         CASE(too_many_are_refused),
         CASE(a_rank_dies),
         CASE(a_pull_is_cancelled),
         CASE(a_pull_runs_out_of_time),
         CASE(the_slowest_is_named),
         CASE(an_altered_bit_is_asked_for_again),
+        CASE(an_altered_bit_of_one_of_several),
+        OF_ONE(what_came_is_verified),
+        OF_ONE(a_rank_dies),
+        OF_ONE(a_pull_is_cancelled),
+        OF_ONE(a_pull_runs_out_of_time),
     };
-    return cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
+    const openssl *o;
+    has_openssl = openssl_load(&o, NULL) == FANIN_OK;
+    int failed = cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
+    secrets_remove();
+    return failed;
 }

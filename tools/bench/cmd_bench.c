@@ -67,16 +67,30 @@ static int measure(bench *b)
 }
 
 enum { STREAM_THREADS = 8 }; /* the most that read streams, unless told */
+enum { STREAMS = 4 };        /* a rank's, of which as many threads read, unless told */
 
-/* Raw reads, and TCP and TLS's cipher where pulls take them: by one thread, by as many as read streams unless
-   told, and reads by all CPUs. */
+static uint32_t lesser(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Threads that read streams, and bytes enough. */
+static uint32_t stream_threads(const bench *b, uint32_t processors)
+{
+    const connect_options *told = &b->line.connect;
+    uint32_t streams = told->streams > 0 ? (uint32_t)told->streams : STREAMS;
+    uint32_t threads = told->threads > 0 ? (uint32_t)told->threads
+                                         : lesser(processors / 2, STREAM_THREADS);
+    return lesser(threads, b->rank_options.world_size * streams);
+}
+
+/* Raw reads, and TCP and TLS's cipher where pulls take them: by one thread, by as many as read streams, and reads by
+   all CPUs. */
 static void measure_links(bench *b, uint64_t most)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     uint32_t all = processors > 1 ? (uint32_t)processors : 1;
-    uint32_t half = all / 2;
-    half = half < b->rank_options.world_size ? half : b->rank_options.world_size;
-    half = half < STREAM_THREADS ? half : STREAM_THREADS;
+    uint32_t half = stream_threads(b, all);
     uint32_t counts[] = {1, half, all};
     bool tcp = b->line.connect.no_unix != 0 && b->last.path == FANIN_PATH_STREAM;
     for (size_t i = 0, last = 0; i < sizeof counts / sizeof counts[0]; i++) {

@@ -72,7 +72,8 @@ typedef struct fanin_client_config {
     /** bytes asked for and not yet here, all ranks together, default 64 MiB */
     uint64_t max_inflight;
     uint64_t max_catalog; /**< bytes of catalog accepted a rank, default 256 MiB */
-    /** data connections; 0 (default): 1 on this host, 4 to another; at most 16 */
+    /** data connections; 0 (default): 4 to another host; on this one 1, or one for each thread that reads the rank, 4 at
+        most; at most 16 */
     uint32_t streams_per_rank;
     fanin_path path;  /**< default FANIN_PATH_AUTO */
     bool no_unix;     /**< TCP even on one host */
@@ -89,7 +90,8 @@ typedef struct fanin_client_config {
     /** threads that read at once into host memory on the paths stream and cma, the calling one
         included: 0 (default): half of the CPUs that the process may use (affinity, quota), and fewer
         of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told, never
-        more than one a rank, nor than max_inflight has 4 MiB */
+        more than there are data connections, nor than max_inflight has 4 MiB: where they are more than the
+        ranks, several read one rank. */
     uint32_t threads;
     /** a rank that listens on its Unix socket with this process's uid is believed and read there,
         whatever container it lives in. Default: not in another user or pid namespace, nor where the

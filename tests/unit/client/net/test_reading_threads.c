@@ -36,6 +36,7 @@ static void as_many_as_are_worth_it(void **state)
         {{4, 1, 8, 1, WINDOW}, 4}, /* who asks gets it */
         {{64, 2, 8, 1, WINDOW}, 8},
         {{64, 2, 64, 1, WINDOW}, 16},
+        {{0, 256, 1024, 1700 * MIB, 1024 * WINDOW}, READING_THREADS_MOST},
         {{4, 2, 8, 1, 4096}, 1},
         {{4, 2, 0, 0, WINDOW}, 1},
     };
@@ -50,17 +51,29 @@ static void as_many_as_are_worth_it(void **state)
 
 /* -------------------------------------------------------------- who reads what */
 
-static void share(const uint64_t *bytes, size_t n, unsigned threads,
-                  uint64_t *of_thread)
+/* What each thread reads, if a source's readers read as much of it each. */
+static void share_cut(const uint64_t *bytes, size_t n, unsigned threads, unsigned most,
+                      uint64_t *of_thread)
 {
-    unsigned thread_of[64];
-    assert_true(reading_threads_share(bytes, n, threads, thread_of));
+    uint64_t threads_of[64];
+    assert_true(reading_threads_share(bytes, n, threads, most, threads_of));
     for (unsigned i = 0; i < threads; i++)
         of_thread[i] = 0;
     for (size_t i = 0; i < n; i++) {
-        assert_true(thread_of[i] < threads);
-        of_thread[thread_of[i]] += bytes[i];
+        unsigned readers = (unsigned)__builtin_popcountll(threads_of[i]);
+        assert_true(readers > 0 && readers <= most);
+        assert_true(threads == 64 || threads_of[i] >> threads == 0);
+        for (unsigned j = 0; j < threads; j++) {
+            if (threads_of[i] >> j & 1)
+                of_thread[j] += bytes[i] / readers;
+        }
     }
+}
+
+static void share(const uint64_t *bytes, size_t n, unsigned threads,
+                  uint64_t *of_thread)
+{
+    share_cut(bytes, n, threads, 1, of_thread);
 }
 
 static void bytes_are_shared_evenly(void **state)
@@ -83,6 +96,35 @@ static void bytes_are_shared_evenly(void **state)
     assert_int_equal(of[0] + of[1], 100);
     assert_true(of[0] <= 67 && of[1] <= 67);
     share(uneven, 0, 4, of);
+}
+
+/* Where there are fewer sources than threads, or one has far more than the others, several read it. */
+static void a_large_source_is_cut(void **state)
+{
+    static const uint64_t one[] = {80}, two[] = {90, 10}, three[] = {40, 40, 40};
+    static const uint64_t near[] = {41, 40, 39, 40}, empty[] = {0, 0};
+    uint64_t of[64];
+    for (unsigned threads = 1; threads <= 8; threads *= 2) {
+        share_cut(one, 1, threads, 16, of);
+        for (unsigned i = 0; i < threads; i++)
+            assert_int_equal(of[i], 80 / threads);
+    }
+    share_cut(one, 1, 8, 4, of); /* it has no more connections */
+    for (unsigned i = 0; i < 8; i++)
+        assert_int_equal(of[i], i < 4 ? 0 : 20);
+    share_cut(two, 2, 2, 4, of);
+    assert_int_equal(of[0] + of[1], 100);
+    assert_true(of[0] == 45 || of[0] == 55);
+    share_cut(three, 3, 4, 4, of);
+    for (unsigned i = 0; i < 4; i++)
+        assert_true(of[i] == 20 || of[i] == 40);
+    share_cut(near, 4, 4, 4, of); /* a little more is no reason */
+    for (unsigned i = 0; i < 4; i++)
+        assert_true(of[i] >= 39 && of[i] <= 41);
+    share_cut(one, 1, 64, 64, of);
+    assert_int_equal(of[0], 1);
+    assert_int_equal(of[63], 1);
+    share_cut(empty, 2, 4, 4, of);
 }
 
 /* -------------------------------------------------------------- work and rest */
@@ -170,6 +212,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(as_many_as_are_worth_it),
         cmocka_unit_test(bytes_are_shared_evenly),
+        cmocka_unit_test(a_large_source_is_cut),
         cmocka_unit_test(they_work_until_they_are_to_rest),
         cmocka_unit_test(telling_wakes_once),
         cmocka_unit_test(those_that_never_worked_end),

@@ -24,7 +24,8 @@ typedef struct scene {
     stream_link *link;
     seal_checks *checks; /* NULL: who receives makes them */
     stream_work work;
-    uint64_t inflight, landed, needed;
+    stream_share share;
+    uint64_t landed, needed;
     fanin_error error;
 } scene;
 
@@ -167,12 +168,11 @@ static void start_within(uint64_t window)
                            .need = on_need,
                            .landed = on_landed,
                            .checks = s.checks,
-                           .inflight = &s.inflight,
-                           .max_inflight = window,
                            .error = FANIN_ERROR_INIT};
+    s.share = (stream_share){.loop = &s.world.client->loop, .max_inflight = window};
     memset(s.memory, 0xcc, SIZE + 1);
-    s.needed = s.landed = s.inflight = 0;
-    stream_link_start(s.link, &s.work);
+    s.needed = s.landed = 0;
+    stream_link_start(s.link, &s.work, &s.share);
 }
 
 static void start(void)
@@ -185,7 +185,7 @@ static void run(void)
 {
     while (!s.work.failed && s.work.done_requests < REQUESTS) {
         loop_step(&s.world.client->loop, deadline_in_ms(CALL_MS));
-        stream_link_pump(s.link);
+        stream_link_pump(s.link, &s.share);
     }
 }
 
@@ -231,14 +231,14 @@ static void assert_whole(void)
     assert_int_equal(s.memory[SIZE], 0xcc);
     assert_int_equal(s.work.bytes, SIZE);
     assert_int_equal(s.landed, SIZE);
-    assert_int_equal(s.inflight, 0);
+    assert_int_equal(s.share.inflight, 0);
 }
 
 static void assert_failed(fanin_status status, const char *words)
 {
     assert_true(s.work.failed);
-    if (s.work.status != status || !strstr(s.work.error.message, words))
-        fail_msg("%s: \"%s\", not \"%s\"", fanin_status_name(s.work.status),
+    if (s.work.error.status != status || !strstr(s.work.error.message, words))
+        fail_msg("%s: \"%s\", not \"%s\"", fanin_status_name(s.work.error.status),
                  s.work.error.message, words);
     assert_int_equal(s.work.error.rank, 0);
     assert_string_equal(s.work.error.address, s.world.ranks[0].address);
@@ -281,15 +281,6 @@ static void connections_share_the_work(void **state)
     assert_int_equal(s.world.ranks[0].asked[MSG_READ], REQUESTS);
 }
 
-static void sealed_bytes_come(void **state)
-{
-    begin(true);
-    open_link(2);
-    start();
-    run();
-    assert_whole();
-}
-
 /* Answers what was kept, in the order of the requests. */
 static void answer_kept(void)
 {
@@ -305,6 +296,71 @@ static void answer_kept(void)
     stub_talk_flush(t);
 }
 
+/* More connections take their part of the next work. */
+static void a_link_is_widened(void **state)
+{
+    begin(false);
+    open_link(1);
+    for (unsigned n = 1; n <= 3; n++) {
+        assert_ok(stream_link_widen(s.link, n, &s.error), s.error);
+        assert_int_equal(stream_link_count(s.link), n);
+        start();
+        run();
+        assert_whole();
+        assert_true(stream_link_stop(s.link));
+        assert_true(stream_link_is_whole(s.link));
+    }
+    assert_ok(stream_link_widen(s.link, 2, &s.error), s.error);
+    assert_int_equal(stream_link_count(s.link), 3);
+    stub_world_settle(&s.world);
+    assert_int_equal(s.world.ranks[0].asked[MSG_HELLO], 4);
+}
+
+/* Whoever a connection was dealt to reads it, in a loop and a window of his own, until all are gathered. */
+static void connections_are_dealt(void **state)
+{
+    loop other;
+    begin(false);
+    assert_int_equal(loop_init(&other, NULL), FANIN_OK);
+    stream_share mine = {.loop = &s.world.client->loop, .max_inflight = 1},
+                 theirs = {.loop = &other, .max_inflight = UINT64_MAX};
+    open_link(2);
+    assert_ok(stream_link_deal(s.link, 0, &mine, &s.error), s.error);
+    assert_ok(stream_link_deal(s.link, 1, &theirs, &s.error), s.error);
+    s.world.ranks[0].answer = keep;
+    start();
+    stub_world_settle(&s.world);
+    stream_link_pump(s.link, &mine);
+    stub_world_settle(&s.world);
+    assert_int_equal(
+        n_kept, 1); /* there is no room for more, and nobody turns the other loop */
+    assert_int_equal(mine.inflight, s.list.requests[0].bytes);
+    assert_int_equal(theirs.inflight, 0);
+    answer_kept();
+    s.world.ranks[0].answer = answer;
+    while (!s.work.failed && s.work.done_requests < REQUESTS) {
+        loop_step(&other, 0);
+        stream_link_pump(s.link, &theirs);
+        loop_step(&s.world.client->loop, 0);
+    }
+    assert_true(s.world.ranks[0].asked[MSG_HELLO] == 3);
+    stream_link_gather(s.link);
+    assert_true(stream_link_stop(s.link));
+    loop_finish(&other);
+    start();
+    run();
+    assert_whole();
+}
+
+static void sealed_bytes_come(void **state)
+{
+    begin(true);
+    open_link(2);
+    start();
+    run();
+    assert_whole();
+}
+
 static void the_window_bounds_what_is_asked(void **state)
 {
     const struct {
@@ -318,10 +374,10 @@ static void the_window_bounds_what_is_asked(void **state)
         most_at_once = 0;
         start_within(cases[i].window);
         while (s.work.done_requests < REQUESTS) {
-            stream_link_pump(s.link);
+            stream_link_pump(s.link, &s.share);
             stub_world_settle(&s.world);
             assert_true(n_kept > 0);
-            assert_true(s.inflight <= cases[i].window || n_kept == 1);
+            assert_true(s.share.inflight <= cases[i].window || n_kept == 1);
             answer_kept();
             stub_world_settle(&s.world);
         }
@@ -460,7 +516,7 @@ static void a_destination_may_fail(void **state)
     s.work.need = refuse;
     run();
     assert_true(s.work.failed);
-    assert_int_equal(s.work.status, FANIN_ERR_IO);
+    assert_int_equal(s.work.error.status, FANIN_ERR_IO);
     assert_int_equal(s.memory[0], 0xcc);
     assert_int_equal(s.landed, 0);
 }
@@ -492,6 +548,8 @@ int main(void)
         SCENE(all_bytes_come),
         SCENE(a_link_is_used_again),
         SCENE(connections_share_the_work),
+        SCENE(a_link_is_widened),
+        SCENE(connections_are_dealt),
         SCENE(sealed_bytes_come),
         SCENE(the_window_bounds_what_is_asked),
         SCENE(tcp_on_one_host_has_little_under_way),
