@@ -43,11 +43,13 @@ struct connection {
     framing in;
     outgoing out;
     tls *tls; /* NULL: there is none, or not yet */
+    handshake handshake;
     pending *pending;
 };
 
 static void on_ready(loop_source *source, uint32_t events);
 static void send_late(late_send *send);
+static void on_handshake(handshake *h, bool made);
 
 fanin_status connection_create(const connection_shared *shared, const char *address,
                                const socket_address *tcp, connection **out,
@@ -59,6 +61,7 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     c->shared = shared;
     c->source = (loop_source){.fd = -1, .ready = on_ready};
     c->late.run = send_late;
+    c->handshake.back = on_handshake;
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof c->text, "%s", address);
     c->tcp = *tcp;
@@ -512,17 +515,11 @@ static void send_late(late_send *send)
     send_out((connection *)((char *)send - offsetof(connection, late)));
 }
 
-/* Over TCP, if there is a secret. False: it goes on later, or the connection is gone. */
-static bool is_secured(connection *c)
+/* What a handshake has come to. False: it goes on later, or the connection is gone. */
+static bool take_step(connection *c, tls_step step)
 {
     secure_fault why;
-    if (!c->shared->tls || c->is_unix)
-        return true;
-    if (!c->tls && !(c->tls = tls_new(c->shared->tls, c->source.fd))) {
-        fail_for_memory(c);
-        return false;
-    }
-    switch (tls_handshake(c->tls)) {
+    switch (step) {
     case TLS_UP:
         return true;
     case TLS_WAIT:
@@ -538,9 +535,47 @@ static bool is_secured(connection *c)
     return false;
 }
 
+/* Over TCP, if there is a secret. False: it goes on later, or the connection is gone. */
+static bool is_secured(connection *c)
+{
+    if (!c->shared->tls || c->is_unix)
+        return true;
+    if (!c->tls && !(c->tls = tls_new(c->shared->tls, c->source.fd))) {
+        fail_for_memory(c);
+        return false;
+    }
+    if (!c->shared->handshakes)
+        return take_step(c, tls_handshake(c->tls));
+    /* While it is out only its end may wake the loop, once. */
+    loop_want(c->shared->loop, &c->source, EPOLLET);
+    c->handshake.tls = c->tls;
+    handshakes_go_on(c->shared->handshakes, &c->handshake);
+    return false;
+}
+
+static void greet(connection *c)
+{
+    send_hello(c);
+    if (c->out.bytes.failed)
+        fail_for_memory(c);
+    else
+        flush(c);
+}
+
+static void on_handshake(handshake *h, bool made)
+{
+    connection *c = (connection *)((char *)h - offsetof(connection, handshake));
+    if (!made)
+        loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
+    else if (take_step(c, h->step))
+        greet(c);
+}
+
 static void on_ready(loop_source *source, uint32_t events)
 {
     connection *c = (connection *)source;
+    if (c->handshake.is_out)
+        return;
     if (c->state == CONNECTION_CONNECTING) {
         int failed = socket_connect_result(source->fd);
         if (failed) {
@@ -552,14 +587,8 @@ static void on_ready(loop_source *source, uint32_t events)
         }
         if (!c->tls)
             socket_tune(source->fd);
-        if (!is_secured(c))
-            return;
-        send_hello(c);
-        if (c->out.bytes.failed) {
-            fail_for_memory(c);
-            return;
-        }
-        flush(c);
+        if (is_secured(c))
+            greet(c);
         return;
     }
     if (events & EPOLLOUT)
@@ -684,6 +713,9 @@ deadline connection_tick(connection *c)
     if (c->state == CONNECTION_DOWN)
         return UINT64_MAX;
     if (c->state != CONNECTION_READY) {
+        if (c->handshake
+                .is_out) /* this side is at work; that it has ended wakes the loop */
+            return UINT64_MAX;
         if (deadline_passed(c->connect_by))
             connection_give_up(c);
         return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
@@ -782,6 +814,10 @@ bool connection_process(const connection *c, pid_t *pid_out)
     *pid_out = 0;
     return c->is_unix && c->source.fd >= 0 &&
            socket_peer_credentials(c->source.fd, NULL, pid_out);
+}
+bool connection_is_to_be_secured(const connection *c)
+{
+    return c->state == CONNECTION_CONNECTING && c->shared->tls && !c->is_unix;
 }
 bool connection_is_sealed(const connection *c)
 {

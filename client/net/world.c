@@ -7,16 +7,21 @@
  */
 #include "net/client_state.h"
 
+#include "cpu_quota.h"
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/spans.h"
 #include "text.h"
+#include "thread.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* Worlds that a message tells of. */
 #define TOLD_WORLDS 3
+/* As many take a thread a millisecond. */
+#define HANDSHAKES_A_THREAD 4
+#define HANDSHAKE_THREADS 15
 
 /* ------------------------------------------------------------- differences */
 
@@ -243,19 +248,38 @@ static void admit(fanin_client *client)
 /* Whom to wait for: one rank, those that are not slow (once one is there), or all. */
 typedef enum eagerness { ONE, QUICK, ALL } eagerness;
 
-static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline at,
-                                  fanin_error *error)
+/* Threads beside this one for handshakes. Less than two, or little for each, are not worth their start. Half of the CPUs
+   are others', as for reading. */
+static unsigned handshake_threads(const fanin_client *client, eagerness whom)
 {
-    fanin_error why = FANIN_ERROR_INIT;
-    const uint64_t began = clock_ns();
-    deadline half = began + deadline_left_ns(at) / 2;
     bool enough;
+    size_t n = 0;
+    if (count_awaited(client, whom == ALL, &enough) == 0)
+        return 0;
     for (size_t i = 0; i < client->n_peers; i++)
-        connection_start(client->peers[i].control);
+        n += connection_is_to_be_secured(client->peers[i].control);
+    size_t worth = n / HANDSHAKES_A_THREAD;
+    if (worth < 2)
+        return 0;
+    unsigned cpus = usable_cpus(), quota = cpu_quota("/proc", "/sys");
+    unsigned most = client->config.threads > 0 ? client->config.threads - 1
+                                               : (cpus < quota ? cpus : quota) / 2;
+    most = most < HANDSHAKE_THREADS ? most : HANDSHAKE_THREADS;
+    most = most < worth ? most : (unsigned)worth;
+    return most > 1 ? most : 0;
+}
+
+/* Until those that are waited for are there. */
+static fanin_status await_peers(fanin_client *client, eagerness whom, deadline at,
+                                fanin_error *error)
+{
+    deadline half = clock_ns() + deadline_left_ns(at) / 2;
+    bool enough;
     while (count_awaited(client, whom == ALL, &enough) > 0) {
         bool in_hurry = enough && whom != ALL;
         if (in_hurry && (whom == ONE || deadline_passed(half)))
             break;
+        fanin_error why = FANIN_ERROR_INIT;
         fanin_status status =
             client_step(client, at, in_hurry ? half : UINT64_MAX, "connect", &why);
         if (status == FANIN_ERR_CANCELLED)
@@ -264,6 +288,21 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
             break; /* what did not answer yet counts as missing */
         client_tick(client);
     }
+    return FANIN_OK;
+}
+
+static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline at,
+                                  fanin_error *error)
+{
+    const uint64_t began = clock_ns();
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_start(client->peers[i].control);
+    client->shared.handshakes =
+        handshakes_open(&client->loop, handshake_threads(client, whom));
+    fanin_status status = await_peers(client, whom, at, error);
+    handshakes_close(&client->shared.handshakes);
+    if (status != FANIN_OK)
+        return status;
     for (size_t i = 0; i < client->n_peers && whom != ONE; i++) {
         client->peers[i].slow = is_connecting(&client->peers[i]);
         if (client->peers[i].slow)

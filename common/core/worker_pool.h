@@ -2,7 +2,7 @@
 /**
  * @file
  * Threads that copy, check or digest what has come, while the pulling thread fetches the next
- * bytes, or compute what a first pull needs. They live for one pull at most, so that nothing of a client runs between calls.
+ * bytes, or compute what a first pull needs, or handshakes. They live for one pull at most, so that nothing of a client runs between calls.
  */
 #ifndef WORKER_POOL_H
 #define WORKER_POOL_H
@@ -29,6 +29,8 @@ void worker_pool_drain(worker_pool *pool);
 void worker_pool_destroy(worker_pool **pool);
 
 void worker_pool_submit(worker_pool *pool, worker_job *job);
+/** A queued job, which nobody runs any more; NULL: none is queued. */
+worker_job *worker_pool_withdraw(worker_pool *pool);
 /** Runs one queued job in the calling thread; false: none is queued. */
 bool worker_pool_help(worker_pool *pool);
 /** A job that is done, each once, in the order in which they ended; NULL: none. */

@@ -91,7 +91,8 @@ typedef struct fanin_client_config {
         included: 0 (default): half of the CPUs that the process may use (affinity, quota), and fewer
         of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told, never
         more than there are data connections, nor than max_inflight has 4 MiB: where they are more than the
-        ranks, several read one rank. */
+        ranks, several read one rank. Those that read shake hands, by TLS, over the data connections that are
+        theirs; over the control connections of eight ranks and more as many threads do, while they are made */
     uint32_t threads;
     /** a rank that listens on its Unix socket with this process's uid is believed and read there,
         whatever container it lives in. Default: not in another user or pid namespace, nor where the
