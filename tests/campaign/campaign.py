@@ -517,14 +517,14 @@ class Campaign:
 
 
 def free_ports(count: int) -> int:
-    """The first of *count* neighbours that nobody listens on, below those that the kernel gives.
+    """The first of *count* neighbours that nobody listens on, below those of tests/support/lab.c.
 
     Not by the seed: another campaign with the same one may run beside this, and find them free
     while their ranks are away. A name that the kernel gives to one process keeps it from them.
     """
     numbers = random.SystemRandom()
     while True:
-        first = numbers.randrange(10_000, 30_000, count)
+        first = numbers.randrange(10_000, 20_000, count)
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0fanin-campaign-{first}")

@@ -11,7 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <stddef.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -223,11 +225,43 @@ static bool is_free(uint16_t port)
     return bound;
 }
 
+/* Ports below those that the kernel gives away, of which each process that runs tests beside others has its own: a name is
+   bound for them, until it and its children have ended. */
+#define FIRST_PORT 20000
+#define BLOCK 64
+#define BLOCKS 180
+
+static bool claim_block(uint32_t block)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int length = snprintf(name.sun_path + 1, sizeof name.sun_path - 1,
+                          "fanin-tests-ports-%u", (unsigned)block);
+    socklen_t size =
+        (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    if (bind(fd, (struct sockaddr *)&name, size) == 0)
+        return true;
+    close(fd);
+    return false;
+}
+
+static uint32_t own_ports(void)
+{
+    static uint32_t first;
+    for (uint32_t i = 0; i < BLOCKS && first == 0; i++) {
+        uint32_t block = ((uint32_t)getpid() + i) % BLOCKS;
+        if (claim_block(block))
+            first = FIRST_PORT + block * BLOCK;
+    }
+    assert_int_not_equal(first, 0);
+    return first;
+}
+
 uint16_t lab_free_ports(uint32_t n)
 {
-    /* Below the ports that the kernel gives away; elsewhere in every process. */
-    uint32_t first = 20000 + (uint32_t)getpid() * 16 % 8000, found = 0;
-    for (uint32_t port = first; port < first + 4000; port++) {
+    uint32_t first = own_ports(), found = 0;
+    for (uint32_t port = first; port < first + BLOCK; port++) {
         found = is_free((uint16_t)port) ? found + 1 : 0;
         if (found == n)
             return (uint16_t)(port - n + 1);
