@@ -147,7 +147,7 @@ void read_ahead_learn(pull *p)
     const path_plan *plan = &p->cache->whole.plan;
     plan_cache *cache = p->cache;
     size_t n = p->client->n_peers;
-    bool all = !p->open_only;
+    bool all = true;
     for (size_t i = 0; i < plan->n_sources; i++) {
         size_t peer = plan->peer_of[i];
         all = all && (!is_read(p, i) ||

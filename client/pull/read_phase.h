@@ -27,12 +27,13 @@ typedef struct read_phase {
 /** Begins what goes on by itself, and waits for nothing. Then it is run or dropped; after an error nothing is under
     way. */
 fanin_status read_phase_begin(read_phase *r, fanin_error *error);
-/** Ends what was begun and not run: its bytes do not count. destination->leak as below. */
+/** Ends what was begun and not run, if there is anything: its bytes do not count. destination->leak as below. */
 void read_phase_drop(read_phase *r);
 
 /**
- * Begins, unless that is done, and waits. FANIN_OK: everything is in place. FANIN_ERR_STALE: a token was refused. FANIN_ERR_CLOSED,
- * UNREACHABLE, TRANSPORT: a rank's path was lost (it is dropped; try again). Others are final.
+ * Begins, unless that is done, and waits. FANIN_OK: everything is in place.
+ * FANIN_ERR_STALE: a token was refused. FANIN_ERR_CLOSED, UNREACHABLE, TRANSPORT: a rank's
+ * path was lost (it is dropped; try again). Others are final.
  * When it returns nothing writes the destination any more, or destination->leak is set.
  */
 fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error);
