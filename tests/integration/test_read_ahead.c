@@ -344,6 +344,15 @@ static void all_is_replaced(void)
     tell("ra");
 }
 
+static void a_rank_stops(void)
+{
+    int status;
+    step_1_is_there();
+    kill(ranks[1].pid, SIGSTOP);
+    assert_int_equal(waitpid(ranks[1].pid, &status, WUNTRACED), ranks[1].pid);
+    assert_true(WIFSTOPPED(status));
+}
+
 static void it_is_cancelled(void)
 {
     assert_true(fake_cuda_wait_kernel_held(1));
@@ -452,6 +461,20 @@ static void what_was_replaced_is_read_anew(void **state)
     expect_step(2);
 }
 
+/* Its words say that all stands, and it grants nothing. The same client goes on when the rank does. */
+static void a_rank_that_stops_is_told_and_read_again(void **state)
+{
+    warm_up();
+    before_asking = a_rank_stops;
+    assert_int_equal(pull_by(FANIN_STEP_NEWEST, 0, 2000), FANIN_ERR_TIMEOUT);
+    assert_int_equal(error.rank, 1);
+    log_expect(2, "dropped");
+    kill(ranks[1].pid, SIGCONT);
+    expect_step(1);
+    tell("c");
+    expect_step(2);
+}
+
 /* The destination may be given back as soon as the call has returned. */
 static void nothing_is_written_after_the_return(void **state)
 {
@@ -536,6 +559,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(snapshots_are_read_from_their_arena,
                                         set_up_snapshots, tear_down),
         CASE(a_rank_that_dies_is_told),
+        CASE(a_rank_that_stops_is_told_and_read_again),
         CASE(what_is_accepted_among_updates_is_whole),
     };
     const char *library = getenv("FANIN_TEST_CUDA_LIBRARY");
