@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fanin.errors import RequestError, StateError
 from fanin.mapping import About, Leaf, Mapping, Module, Source
 from fanin.vllm import guard
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
+from fanin.vllm.reload import Afterwards, as_loaded, widened
 from fanin.vllm.weights import _named, _refuse_what_moves
 from vllm_server import free_ports
 
@@ -144,6 +146,34 @@ def test_what_the_loader_writes_beside_is_the_loaders() -> None:
     assert [path for path, one in found.items() if one.fallback] == ["far", "near", "computed"]
     assert found["near"].taken == ("b", "c") and "'b'" in found["near"].fallback
     assert found["far"].taken == ("c", "d") and "'c'" in found["far"].fallback
+
+
+def linear(loaded: torch.dtype, bias: torch.dtype) -> torch.nn.Module:
+    """As vLLM's layers are: they know the type in which they are loaded."""
+    made = torch.nn.Linear(4, 2, dtype=loaded)
+    made.bias = torch.nn.Parameter(torch.tensor([0.1, -1.7], dtype=bias), requires_grad=False)
+    made.params_dtype = loaded
+    return made
+
+
+def test_a_bias_that_processing_has_widened_is_as_if_it_were_loaded() -> None:
+    """Some of vLLM's kernels for CPUs want it in F32, and the reload leaves it so: a publication in
+    F32 would leave it more precise than any vLLM has it that was started with the same weights."""
+    wide = linear(torch.bfloat16, torch.float32)
+    model = torch.nn.ModuleList([wide, linear(torch.bfloat16, torch.bfloat16)])
+    model += [linear(torch.float32, torch.float32), torch.nn.LayerNorm(4)]
+    assert widened(model) == [wide]
+
+    class Config:
+        dtype = torch.bfloat16
+
+    given, place = wide.bias, wide.bias.data_ptr()
+    Afterwards(model, Config).run()
+    assert wide.bias is given and given.data_ptr() == place and given.dtype == torch.float32
+    assert torch.equal(given, torch.tensor([0.1, -1.7]).bfloat16().float())
+    assert as_loaded(wide, "bias", given) is not given  # a check compares values, not identity
+    assert torch.equal(as_loaded(wide, "bias", given), given)
+    assert as_loaded(wide, "weight", given) is given
 
 
 def test_vllms_engines_are_guarded_once() -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "Trial",
     "abandon",
     "about",
+    "as_loaded",
     "begin",
     "end",
     "engine_own",
@@ -39,6 +40,7 @@ __all__ = [
     "same_bytes",
     "skeletons",
     "unloaded",
+    "widened",
 ]
 
 #: Versions of vLLM whose reload this file knows.
@@ -274,6 +276,7 @@ def end(model: Any, model_config: Any) -> None:
     """Processes what loading alone has not: attention, padded modules, tied embeddings."""
     _layerwise().finalize_layerwise_reload(model, model_config)
     refresh_ties(model)
+    _round(widened(model))
 
 
 def unloaded(model: Any) -> list[str]:
@@ -297,6 +300,36 @@ def unloaded(model: Any) -> list[str]:
         if any(id(tensor) not in filled for tensor in parameters.values()):
             missing.append(name)
     return missing
+
+
+def widened(model: Any) -> list[Any]:
+    """Modules whose bias processing has made wider than it is loaded (one of vLLM's kernels for
+    CPUs wants it in F32).
+
+    The reload leaves a bias as processing has made it, so that a wider publication would fill it
+    with values that no vLLM has which has loaded the same weights from a file.
+    """
+    return [
+        module
+        for module in model.modules()
+        if (bias := module._parameters.get("bias")) is not None
+        and as_loaded(module, "bias", bias) is not bias
+    ]
+
+
+def _round(modules: list[Any]) -> None:
+    for module in modules:
+        module.bias.data.copy_(as_loaded(module, "bias", module.bias))
+
+
+def as_loaded(module: Any, leaf: str, tensor: Any) -> Any:
+    """*tensor* with the values that it would have, had it been loaded when the engine started."""
+    loaded = getattr(module, "params_dtype", None) if leaf == "bias" else None
+    if loaded is None or not tensor.is_floating_point() or not loaded.is_floating_point:
+        return tensor
+    if tensor.element_size() <= loaded.itemsize:
+        return tensor
+    return tensor.to(loaded).to(tensor.dtype)
 
 
 def refresh_ties(model: Any) -> None:
@@ -605,8 +638,9 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 
 class Afterwards:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
-    absorbed projections), and ties. An engine stands still for it, so a model's modules are looked
-    through once, and what was seen to change nothing is left out from the second time on.
+    absorbed projections), ties, and the rounding of widened biases. An engine stands still for it,
+    so a model's modules are looked through once, and what was seen to change nothing is left out
+    from the second time on.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -615,6 +649,7 @@ class Afterwards:
         self._dtype = model_config.dtype
         self._attention = [m for m in model.modules() if is_deferred_attention_layer(m)]
         self._ties = _sharing(model)
+        self._widened = widened(model)
         self._judged = False
 
     def run(self) -> None:
@@ -627,6 +662,7 @@ class Afterwards:
             self._judged = True
         for module in self._ties:
             module.quant_method.process_weights_after_loading(module)
+        _round(self._widened)
 
     def _does_something(self, module: Any) -> bool:
         """Processes the module; whether that could do something else the next time: it has looked

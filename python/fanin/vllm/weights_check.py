@@ -106,7 +106,10 @@ class _Module:
         packed.settle()
         found.bytes += result.bytes
         found.tensors += result.tensors
-        wanted = dict(self._fresh)
+        module = landing.module(path)
+        wanted = {
+            leaf: reload.as_loaded(module, leaf, tensor) for leaf, tensor in self._fresh.items()
+        }
         if landing.staged(path):
             own = {leaf: self._fresh[leaf].clone() for leaf in self._skeleton.leaves}
             wanted.update(self._skeleton.result_of(own))
