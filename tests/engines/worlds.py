@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import faulthandler
 import hashlib
 import importlib.util
 import json
@@ -89,7 +90,7 @@ class Child:
             event = self.events.get(timeout=timeout)
         except queue.Empty:
             raise AssertionError(
-                f"{self.name}: no {what!r} in {timeout:.0f} s\n{self.tail()}"
+                f"{self.name}: no {what!r} in {timeout:.0f} s\n{self.doing()}"
             ) from None
         if event is None:
             self.events.put(None)
@@ -110,6 +111,15 @@ class Child:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def doing(self, patience: float = 5.0) -> str:
+        """The stacks of its threads, which it writes to its log when it is asked."""
+        size = self.log.stat().st_size
+        self.process.send_signal(signal.SIGUSR2)
+        limit = time.monotonic() + patience
+        while self.log.stat().st_size == size and time.monotonic() < limit:
+            time.sleep(0.1)
+        return self.tail(120)
 
     def tail(self, lines: int = 40) -> str:
         text = self.log.read_text(errors="replace").splitlines()
@@ -173,7 +183,14 @@ class World:
     def expect(self, what: str, timeout: float = PATIENCE) -> list[dict[str, Any]]:
         """The next event of every rank; all must be this one."""
         limit = time.monotonic() + timeout
-        return [rank.expect(what, max(limit - time.monotonic(), 0.1)) for rank in self.ranks]
+        found = []
+        for rank in self.ranks:
+            try:
+                found.append(rank.expect(what, max(limit - time.monotonic(), 0.1)))
+            except AssertionError as error:
+                others = (one.doing() for one in self.ranks if one is not rank)
+                raise AssertionError("\n".join([str(error), *others])) from None
+        return found
 
     def do(self, what: str, timeout: float = PATIENCE, **fields: Any) -> list[dict[str, Any]]:
         """Tells all ranks, and waits until each has told that it is done."""
@@ -199,6 +216,7 @@ class Control:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         self._pending = b""
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def say(self, what: str, **fields: Any) -> None:
         self._out.write(json.dumps({"event": what, **fields}) + "\n")
