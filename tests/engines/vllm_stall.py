@@ -4,9 +4,10 @@
 
 How long a request that runs in a real vLLM waits for its next step while new adapters come.
 
-Live FSDP2 trainers (2 ranks), one engine with two slots, and a request that streams tokens by an
-adapter. In turns nothing happens; the trainers train and commit a step; the engine brings what they
-have committed straight into a slot; nothing happens for as long; it brings the step by a directory.
+Live FSDP2 trainers (2 ranks), one engine with two slots, and requests that stream tokens by an
+adapter, one after the other. In turns the trainers train and commit a step; the engine brings what
+they have committed straight into a slot; nothing happens for as long; it brings the step by a
+directory.
 Of each turn the longest time from one step of the engine to the next, noted in its worker: of the
 longest of all turns of a kind median, p90, p99 and longest, in milliseconds, and how much these are
 beyond those of the turns in which nothing happens. The longest of all are listed with what held
@@ -26,14 +27,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from live_trainer import LiveTrainer
 from pulse import Pulse
 from vllm_measure import learn_the_slots
-from vllm_server import TokenStream, VllmServer, save_model
+from vllm_server import LONGEST, TokenStream, VllmServer, save_model
 
 PROMPT = [5, 9, 13, 17, 21]
 
@@ -73,27 +74,33 @@ class Place:
             raise SystemExit(f"not into a {landing}: {answer['landing_why']}")
 
     def turns(self, count: int) -> tuple[list[Turn], list[list[float]]]:
+        found: list[Turn] = []
+        for at in range(count):
+            # A new request each time: the more tokens one has, the longer its steps take.
+            name = f"{'directory' if at else 'slot'}-run0-step{self.trainer.published}"
+            with TokenStream(self.engine, name, PROMPT, LONGEST - 100) as stream:
+                stream.wait_for(200)  # what is slow at first is not what is asked here
+                if at == 0:
+                    self.notes("start_noting")
+                found += self.round(stream)
+                if not stream.running:
+                    raise SystemExit("the request ended before the adapters had come")
+        return found, self.notes("noted")
+
+    def round(self, stream: TokenStream) -> Iterator[Turn]:
         ways: dict[str, Callable[[], Any]] = {
             "a commit": self.commit,
             "slot": lambda: self.bring("slot"),
-            "nothing": lambda: time.sleep(found[-1].ended - found[-1].begun),
+            "nothing": lambda: time.sleep(ended - begun),
             "directory": lambda: self.bring("directory"),
         }
-        name = f"slot-run0-step{self.trainer.published}"
-        found: list[Turn] = []
-        with TokenStream(self.engine, name, PROMPT, 60000) as stream:
-            stream.wait_for(200)  # what is slow at first is not what is asked here
-            self.notes("start_noting")
-            for _ in range(count):
-                for what, way in ways.items():
-                    begun = time.monotonic()
-                    way()
-                    ended = time.monotonic()
-                    stream.wait_for(len(stream.tokens) + 3)
-                    found.append(Turn(what, begun, ended))
-            if not stream.running:
-                raise SystemExit("the request ended before the adapters had come")
-            return found, self.notes("noted")
+        begun = ended = 0.0
+        for what, way in ways.items():
+            at = time.monotonic()
+            way()
+            begun, ended = at, time.monotonic()
+            stream.wait_for(len(stream.tokens) + 3)
+            yield Turn(what, begun, ended)
 
 
 def longest(turn: Turn, steps: list[list[float]]) -> Gap:
