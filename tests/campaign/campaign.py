@@ -442,7 +442,8 @@ class Campaign:
                 time.sleep(0.01)
             if least[0] > usual[0] or least[1] > usual[1]:
                 self.found.leaked.append(
-                    f"reader {reader.index}: {least}, in the beginning {usual}"
+                    f"reader {reader.index}: {least} descriptors and threads, in the beginning "
+                    f"{usual}; {reader.limited.names()}"
                 )
 
     # ------------------------------------------------------------------------------ the end

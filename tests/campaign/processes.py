@@ -128,6 +128,18 @@ class Limited:
         except OSError:
             return 0
 
+    def names(self) -> str:
+        """Its threads, and what its descriptors are of, with how many of each."""
+        folder = Path(f"/proc/{self.process.pid}")
+        threads, files = Counter[str](), Counter[str]()
+        for task in folder.glob("task/*/comm"):
+            with contextlib.suppress(OSError):
+                threads[task.read_text().strip()] += 1
+        for descriptor in folder.glob("fd/*"):
+            with contextlib.suppress(OSError):
+                files[os.readlink(descriptor).partition(":[")[0]] += 1
+        return f"threads {dict(sorted(threads.items()))}, files {dict(sorted(files.items()))}"
+
     def address_space(self) -> int:
         """Bytes; 0: it has ended."""
         try:
