@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """readers.py [--readers N,...] [--data-threads N,...] [--tcp] [--secret]
-                [--megabytes N] [--seconds S] [--updates N]
+                [--connections N] [--megabytes N] [--seconds S] [--updates N]
 
 One rank and several workers, all processes of their own on this host, by the path "stream": what
 all workers together receive a second, by number of data threads of the rank; and, while they read,
 what the rank's trainer and its control connections wait for: begin_update with a lease of a
 millisecond (so that what is left is the send under way), and the round trip of a ping. Settings
 take turns; medians of the rounds. Over Unix sockets, with --tcp over TCP with checksums, with
---secret by TLS, with a secret made for it. Needs the package.
+--secret by TLS, with a secret made for it. --connections: data connections of each worker, as many
+as a client makes by itself unless said. Needs the package.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def worker(options: argparse.Namespace) -> None:
         use_ucx=False,
         use_unix=not options.tcp,
         secret_file=options.secret_file,
+        streams_per_rank=options.connections,
     ) as client:
         client.pull_into(RUN, packed)
         print("ready", flush=True)
@@ -99,7 +101,7 @@ def worker(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
     common = ["--megabytes", str(options.megabytes), "--seconds", str(options.seconds)]
     common += ["--tcp"] if options.tcp else []
-    common += ["--secret-file", options.secret_file]
+    common += ["--secret-file", options.secret_file, "--connections", str(options.connections)]
     return talk.start(__file__, *common, *words)
 
 
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--data-threads", dest="threads", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--secret", action="store_true")
+    parser.add_argument("--connections", type=int, default=0)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=1.0)
