@@ -186,7 +186,8 @@ static bool read_chunk(box_reader *r, uint32_t key)
         return break_off(r);
     if (e->n_dims <= t->dim)
         return cursor_fail(&r->in, "a chunk rule on a dimension that a key lacks");
-    block b = block_chunk(e->n_dims, e->shape, t->dim, t->world, t->index);
+    block b;
+    block_set_chunk(&b, e->n_dims, e->shape, t->dim, t->world, t->index);
     if (block_is_empty(&b))
         return true;
     r->index = t->count;
@@ -416,8 +417,8 @@ static void get_block(const box_table *table, uint64_t slot, const key_entry *ke
                       block *out)
 {
     if (table->rule == BOXES_CHUNK) {
-        *out = block_chunk(key->n_dims, key->shape, table->dim, table->world,
-                           table->index);
+        block_set_chunk(out, key->n_dims, key->shape, table->dim, table->world,
+                        table->index);
         return;
     }
     const uint64_t *words = table->words + number_column_get(&table->form_of, slot) / 2;

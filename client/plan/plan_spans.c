@@ -23,7 +23,7 @@ typedef struct remote_box {
     uint32_t unit;
     uint64_t extent[FANIN_MAX_DIMS];
     int64_t packed[FANIN_MAX_DIMS]; /* strides of its packed bytes */
-    int64_t stride[FANIN_MAX_DIMS]; /* in the region */
+    const int64_t *stride; /* in the region: those or the place's, never a copy */
     box_place place;
 } remote_box;
 
@@ -100,7 +100,7 @@ static fanin_status open_box(spanner *s, uint32_t ordinal, fanin_error *error)
     r->n_dims = block_to_units(&b, unit, unused, r->extent);
     block_packed_strides(r->n_dims, r->extent, r->unit, r->packed);
     bool packed = r->place.packed || b.n_dims == 0;
-    memcpy(r->stride, packed ? r->packed : r->place.stride, sizeof r->stride);
+    r->stride = packed ? r->packed : r->place.stride;
     r->place.packed = packed;
     if (r->place.region >= s->regions->count)
         return refuse_box(s, "in a region that it does not list", error);

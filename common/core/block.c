@@ -59,24 +59,27 @@ bool block_intersect(const block *a, const block *b, block *out)
     return true;
 }
 
+void block_set_chunk(block *out, uint32_t n_dims, const uint64_t *shape, uint32_t dim,
+                     uint32_t world, uint32_t index)
+{
+    *out = (block){.n_dims = n_dims};
+    for (uint32_t i = 0; i < n_dims; i++)
+        out->extent[i] = shape[i];
+    if (dim >= n_dims || world == 0)
+        return;
+    uint64_t rows = shape[dim];
+    uint64_t chunk = rows / world + (rows % world != 0);
+    bool any = chunk != 0 && index <= rows / chunk;
+    uint64_t first = any ? index * chunk : rows, left = rows - first;
+    out->offset[dim] = first;
+    out->extent[dim] = left < chunk ? left : chunk;
+}
+
 block block_chunk(uint32_t n_dims, const uint64_t *shape, uint32_t dim, uint32_t world,
                   uint32_t index)
 {
-    block b = {.n_dims = n_dims};
-    for (uint32_t i = 0; i < n_dims; i++)
-        b.extent[i] = shape[i];
-    if (dim >= n_dims || world == 0)
-        return b;
-    uint64_t rows = shape[dim];
-    uint64_t chunk = rows / world + (rows % world != 0);
-    if (chunk == 0 || index > rows / chunk) {
-        b.offset[dim] = rows;
-        b.extent[dim] = 0;
-        return b;
-    }
-    b.offset[dim] = index * chunk;
-    uint64_t left = rows - b.offset[dim];
-    b.extent[dim] = left < chunk ? left : chunk;
+    block b;
+    block_set_chunk(&b, n_dims, shape, dim, world, index);
     return b;
 }
 

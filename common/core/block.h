@@ -27,6 +27,14 @@ block block_chunk(uint32_t n_dims, const uint64_t *shape, uint32_t dim, uint32_t
                   uint32_t index);
 
 /**
+ * The same, written where it is wanted: a copy of what has just been written by words is read in vectors, which
+ * a processor holds back until the stores before are through, and tables have hundreds of thousands of
+ * blocks. @p shape is not in @p out.
+ */
+void block_set_chunk(block *out, uint32_t n_dims, const uint64_t *shape, uint32_t dim,
+                     uint32_t world, uint32_t index);
+
+/**
  * Whether @p count non-empty blocks tile @p shape exactly. Identical blocks count as
  * replicas (that is fine); any other overlap is a conflict. *fault_out (may be NULL): a
  * block nobody holds, or the overlap; a_out/b_out: indexes of conflicting blocks, -1 for a
