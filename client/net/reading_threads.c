@@ -13,6 +13,10 @@
 /* One thread moves so much in the time that waking another one and telling of its end takes
    several times over. */
 #define BYTES_A_THREAD ((uint64_t)8 << 20)
+/* One connection's window does not fill a network, loopback's does. On one host there are more where a rank's bytes
+   need several threads, but no more: with two CPUs one. A rank that has CPUs to spare sends by as many threads. */
+#define CONNECTIONS 4
+#define WORKERS_BESIDE 8 /* of a host */
 
 typedef struct reading_thread {
     reading_threads *all;
@@ -234,6 +238,12 @@ unsigned reading_threads_for(const reading_size *size)
     }
     n = limited(n, READING_THREADS_MOST);
     return (unsigned)limited(limited(n, room), size->sources);
+}
+
+unsigned reading_connections_for(unsigned cpus, bool ciphered_here)
+{
+    unsigned part = cpus / WORKERS_BESIDE > 0 ? cpus / WORKERS_BESIDE : 1;
+    return ciphered_here && part < CONNECTIONS ? part : CONNECTIONS;
 }
 
 typedef struct load {

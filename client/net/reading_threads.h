@@ -56,6 +56,9 @@ typedef struct reading_size {
 
 /** Threads for it, the calling one included: at least 1. */
 unsigned reading_threads_for(const reading_size *size);
+/** Connections to one rank that are worth it, at least 1. @p ciphered_here: those of a rank of this host by TLS. Up to
+    eight workers of a host may decipher at once, and its trainers need CPUs as well: each has an eighth of @p cpus. */
+unsigned reading_connections_for(unsigned cpus, bool ciphered_here);
 /** Which of @p threads read each of the sources, a bit each: as many bytes each as can be; the calling one, number 0, has
     the least. A source of which a thread's share is but a part is read by several, up to @p most. False: no memory. */
 bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,

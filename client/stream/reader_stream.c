@@ -11,9 +11,6 @@
 #define CHECKS_FROM ((uint64_t)8 << 20)
 /* One for a rank's thread, one for the calling one. */
 #define BUSY_CPUS 2
-/* One connection's window does not fill a network, loopback's does. On one host there are more where a rank's bytes
-   need several threads, but no more: with two CPUs one. A rank that has CPUs to spare sends by as many threads. */
-#define CONNECTIONS 4
 /* Shaking hands takes as long as so many bytes. */
 #define HANDSHAKE_BYTES ((uint64_t)1 << 20)
 
@@ -162,11 +159,15 @@ static void make_checks(stream_reading *s)
         s->checks = seal_checks_create(&s->r->client->loop);
 }
 
-/* Connections that a rank has at most, as far as this client wants them. */
-static unsigned most_connections(const fanin_client *client)
+/* Connections that the peer's rank has at most, as far as this client wants them. */
+static unsigned most_connections(const fanin_client *client, size_t peer)
 {
-    unsigned configured = client->config.streams_per_rank;
-    return configured > 0 ? configured : CONNECTIONS;
+    const fanin_client_config *config = &client->config;
+    const connection *c = client->peers[peer].control;
+    bool ciphered = config->threads == 0 && connection_tls(c) && connection_is_local(c);
+    return config->streams_per_rank > 0
+               ? config->streams_per_rank
+               : reading_connections_for(usable_cpus(), ciphered);
 }
 
 /* Data connections to a rank that @p threads read. */
@@ -174,8 +175,20 @@ static unsigned connections_for(const fanin_client *client, size_t peer,
                                 unsigned threads)
 {
     bool here = connection_is_local(client->peers[peer].control);
-    return client->config.streams_per_rank == 0 && here ? threads
-                                                        : most_connections(client);
+    return client->config.streams_per_rank == 0 && here
+               ? threads
+               : most_connections(client, peer);
+}
+
+/* Of all ranks that are read: one launch has one way to each host. */
+static unsigned fewest_connections(const path_reading *r)
+{
+    unsigned fewest = STREAMS_MOST;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        unsigned n = most_connections(r->client, r->plan->peer_of[i]);
+        fewest = bytes_of(r, i) > 0 && n < fewest ? n : fewest;
+    }
+    return fewest;
 }
 
 /* What a source costs to read, as bytes: handshakes of connections that there are not yet are computed, too. */
@@ -196,7 +209,8 @@ static unsigned find_threads(const path_reading *r, const uint64_t *costs)
     reading_size size = {.configured = client->config.threads,
                          .window = client->config.max_inflight};
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        size.sources += costs[i] > 0 ? most_connections(client) : 0;
+        size.sources +=
+            costs[i] > 0 ? most_connections(client, r->plan->peer_of[i]) : 0;
         size.bytes += costs[i];
     }
     size.cpus = usable_cpus();
@@ -225,7 +239,7 @@ static fanin_status deal(stream_reading *s, const uint64_t *costs, uint64_t *thr
     unsigned n = find_threads(s->r, costs);
     s->threads = calloc(n, sizeof *s->threads);
     if (!s->threads || !reading_threads_share(costs, s->r->plan->n_sources, n,
-                                              most_connections(client), threads_of))
+                                              fewest_connections(s->r), threads_of))
         return error_set_memory(error);
     for (size_t i = 0; i < s->r->plan->n_sources; i++)
         s->sources[i].threads = threads_of[i];

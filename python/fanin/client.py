@@ -154,7 +154,8 @@ class Client(ClosableHandle):
     :param max_inflight: bytes asked for and not yet here, all ranks together.
     :param max_catalog: bytes of catalog accepted from a rank.
     :param streams_per_rank: data connections; 0: 4 to another host, on this one 1 or one for each
-        thread that reads the rank, 4 at most; at most 16.
+        thread that reads the rank, 4 at most, by TLS no more than an eighth of the CPUs unless
+        *threads* is set; at most 16.
     :param threads: that read at once into host memory on the paths "stream" and "cma", at most 64;
         0: half of the CPUs that the process may use, and fewer of little; 1: none beside the
         calling one. By "stream" at most one a data connection, and 8 unless told.

@@ -73,7 +73,7 @@ typedef struct fanin_client_config {
     uint64_t max_inflight;
     uint64_t max_catalog; /**< bytes of catalog accepted a rank, default 256 MiB */
     /** data connections; 0 (default): 4 to another host; on this one 1, or one for each thread that reads the rank, 4 at
-        most; at most 16 */
+        most, by TLS no more than an eighth of the CPUs unless `threads` is set; at most 16 */
     uint32_t streams_per_rank;
     fanin_path path;  /**< default FANIN_PATH_AUTO */
     bool no_unix;     /**< TCP even on one host */

@@ -49,6 +49,20 @@ static void as_many_as_are_worth_it(void **state)
     }
 }
 
+/* Eight workers of a host that decipher leave its trainers CPUs. */
+static void connections_by_tls_on_one_host_are_few(void **state)
+{
+    static const struct {
+        unsigned cpus, plain, ciphered;
+    } cases[] = {{1, 4, 1},  {2, 4, 1},  {8, 4, 1},  {15, 4, 1},
+                 {16, 4, 2}, {31, 4, 3}, {32, 4, 4}, {512, 4, 4}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(reading_connections_for(cases[i].cpus, false), cases[i].plain);
+        assert_int_equal(reading_connections_for(cases[i].cpus, true),
+                         cases[i].ciphered);
+    }
+}
+
 /* -------------------------------------------------------------- who reads what */
 
 /* What each thread reads, if a source's readers read as much of it each. */
@@ -211,6 +225,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(as_many_as_are_worth_it),
+        cmocka_unit_test(connections_by_tls_on_one_host_are_few),
         cmocka_unit_test(bytes_are_shared_evenly),
         cmocka_unit_test(a_large_source_is_cut),
         cmocka_unit_test(they_work_until_they_are_to_rest),
