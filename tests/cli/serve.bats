@@ -45,6 +45,25 @@ teardown()
     stop_ranks
 }
 
+# rank_nice PID NAME: the nice values of the threads of that name in the process's children.
+rank_nice()
+{
+    local stat child
+    for child in $(cat "/proc/$1/task/"*/children); do
+        for stat in "/proc/$child/task/"*/stat; do
+            sed -n "s/^[0-9]* ($2) //p" "$stat" | cut -d ' ' -f 17
+        done
+    done
+}
+
+@test "--nice: the threads that serve give way by so much, and go on serving" {
+    start_ranks --adapter-shape small --world-size 2 --nice 7
+    own=$(nice)
+    [ "$(rank_nice "$ranks_pid" fanin-control | sort -u)" -eq $((own + 7 < 19 ? own + 7 : 19)) ]
+    run -0 "$NIXL_FETCH" pull "$info" --out d --check-pattern
+    stop_ranks
+}
+
 @test "uncoupled ranks: pulls are of one step" {
     start_ranks --adapter-shape small --world-size 3 --update-every 400 --uncoupled
     for i in 1 2 3; do

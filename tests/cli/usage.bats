@@ -167,6 +167,8 @@ END
         "bench --data-threads 0"
         "pull h:1 --out d --streams 17"
         "serve --adapter-shape small --data-threads 17"
+        "serve --adapter-shape small --nice 20"
+        "bench h:1 --nice 5"
         "bench h:1 --cast bf16"
         "bench --commits 5"
         "bench --spare-file"

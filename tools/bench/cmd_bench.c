@@ -391,6 +391,7 @@ static int check_idle(const bench *b)
         "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
         "snapshot cast "
         "no-stream-commit base-port bind replicate shard-dim lease-ms data-threads "
+        "nice "
         "allow open insecure name trusted-network world-id commits trainer-load "
         "update-every "
         "readers pairs phase";

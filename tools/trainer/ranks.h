@@ -36,6 +36,7 @@ typedef struct rank_options {
         *tls_ca;    /**< NULL: the library's defaults */
     uint32_t flags; /**< FANIN_SERVER_... */
     uint32_t lease_ms, data_threads;
+    int32_t nice; /**< added to that of the threads that serve */
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     bool full; /**< they publish whole models, "full:R" */
     char **

@@ -252,6 +252,7 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.lease_ms = o->lease_ms;
     config.stranger_cpu = 16000; /* it has nothing else to do */
     config.data_threads = o->data_threads;
+    config.nice = o->nice;
     config.allow = o->allow;
     config.secret_file = o->secret_file;
     config.tls_cert = o->tls_cert;

@@ -56,6 +56,8 @@ static void fill_tables(trainer_options *o)
         {"data-threads", 0, POPT_ARG_INT, &o->data_threads, 0,
          "threads that each rank sends tensors with, 1 to 16 (default: by the CPUs)",
          "N"},
+        {"nice", 0, POPT_ARG_INT, &o->nice, 0,
+         "added to the nice value of the threads that serve (default 0)", "N"},
         {"bind", 0, POPT_ARG_STRING, &o->bind, 0,
          "listen on this address (default 127.0.0.1)", "ADDRESS"},
         {"allow", 0, POPT_ARG_STRING, &o->allow, 0,
@@ -157,6 +159,7 @@ static int resolve_world(const command *self, const trainer_options *o,
     out->shard_dim = o->shard_dim > 0 ? (uint32_t)o->shard_dim : 0;
     out->lease_ms = o->lease_ms >= 0 ? (uint32_t)o->lease_ms : 1000;
     out->data_threads = o->data_threads > 0 ? (uint32_t)o->data_threads : 0;
+    out->nice = o->nice;
     out->bind = o->bind;
     out->allow = o->allow;
     out->server_name = o->server_name;

@@ -8,7 +8,7 @@
 
 enum {
     PUBLISHING_OPTIONS = 5, /**< entries of the tables, the end included */
-    WORLD_OPTIONS = 20,
+    WORLD_OPTIONS = 21,
     OF_TRAINER_ALONE = 7, /**< of them: what commands that connect have already */
     DEVICE_LIST = 512,
 };
@@ -20,7 +20,7 @@ typedef struct trainer_options {
     int snapshot, no_stream;
     int devices[DEVICE_LIST]; /**< storage of rank_publishing.devices */
     /* their world; -1 where a number was not given */
-    int world_size, base_port, replicate, shard_dim, lease_ms, data_threads;
+    int world_size, base_port, replicate, shard_dim, lease_ms, data_threads, nice;
     int open, trusted, insecure, no_ucx, trust_containers;
     char *bind, *allow, *server_name, *world_id, *secret_file, *tls_cert, *tls_key,
         *tls_ca;
