@@ -4,6 +4,7 @@
 #include "certificates.h"
 #include "ends.h"
 #include "own_file.h"
+#include "rank_proxy.h"
 #include "secrets.h"
 #include "testing.h"
 #include "thread.h"
@@ -219,6 +220,23 @@ static void who_has_one_pulls(void **state)
         assert_ok(pull(address, "chained", "ca"), error);
         fanin_server_destroy(&server, 0);
     }
+}
+
+/* pull_by() compares what has come. */
+static void pull_by_link(const char *address, bool altered)
+{
+    fanin_status status = pull(address, "reader", "ca");
+    if (!altered)
+        assert_ok(status, error);
+    assert_true(status == FANIN_OK || error.message[0] != '\0');
+}
+
+static void no_altered_bit_arrives(void **state)
+{
+    char address[32];
+    fanin_server *server = start("rank0", "ca", address);
+    rank_proxy_flip_all(fanin_server_port(server), pull_by_link);
+    fanin_server_destroy(&server, 0);
 }
 
 /* What a reader's own end does not find, the rank does. */
@@ -521,6 +539,7 @@ int main(void)
     condition_init(&disk.turn);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_has_one_pulls),
+        cmocka_unit_test(no_altered_bit_arrives),
         cmocka_unit_test(readers_are_refused),
         cmocka_unit_test(ranks_are_refused),
         cmocka_unit_test(both_ends_need_one),

@@ -16,6 +16,7 @@
 
 #define MAX_PAIRS 16
 #define PIECE 65536
+#define FLIPS 24 /* of a way of a connection */
 
 /* A client's connection and its other half to the rank. */
 typedef struct pair {
@@ -262,6 +263,33 @@ void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f)
 {
     *p = (rank_proxy){.target = target, .flip = f};
     start(p);
+}
+
+static void call_by_link(uint16_t target, flip *f,
+                         void (*call)(const char *address, bool altered))
+{
+    rank_proxy proxy;
+    rank_proxy_start_flip(&proxy, target, f);
+    call(proxy.address, f->at != UINT64_MAX);
+    rank_proxy_stop(&proxy);
+}
+
+void rank_proxy_flip_all(uint16_t target,
+                         void (*call)(const char *address, bool altered))
+{
+    flip clean = {.at = UINT64_MAX};
+    call_by_link(target, &clean, call);
+    for (unsigned i = 0; i < 4; i++) {
+        uint64_t total = clean.passed[i / 2][i % 2];
+        assert_true(total > 0);
+        for (uint64_t at = i; at < total; at += total / FLIPS + 1) {
+            flip f = {.connection = i / 2,
+                      .way = (flip_way)(i % 2),
+                      .at = at,
+                      .bit = (unsigned)(at % 8)};
+            call_by_link(target, &f, call);
+        }
+    }
 }
 
 static void wake(rank_proxy *p)

@@ -107,8 +107,10 @@ static void a_pipe_that_does_not_block_loses_nothing_uncounted(void **state)
     expect_all(sink, &r);
 }
 
+/* The pipe holds less than the ring does, of which all may be left when the end comes. */
 static void the_end_waits_half_a_second(void **state)
 {
+    assert_true(fcntl(ends[1], F_SETPIPE_SZ, 4096) > 0);
     log_sink *sink = sink_of(FANIN_LOG_INFO);
     write_lines(sink);
     const uint64_t began = clock_ns();
