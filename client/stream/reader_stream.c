@@ -159,15 +159,14 @@ static void make_checks(stream_reading *s)
         s->checks = seal_checks_create(&s->r->client->loop);
 }
 
-/* Connections that the peer's rank has at most, as far as this client wants them. */
-static unsigned most_connections(const fanin_client *client, size_t peer)
+/* Connections that a rank has at most, as far as this client wants them. @p ciphered_here: by TLS, on this host. */
+static unsigned most_connections(const fanin_client *client, bool ciphered_here)
 {
     const fanin_client_config *config = &client->config;
-    const connection *c = client->peers[peer].control;
-    bool ciphered = config->threads == 0 && connection_tls(c) && connection_is_local(c);
+    bool few = ciphered_here && config->threads == 0;
     return config->streams_per_rank > 0
                ? config->streams_per_rank
-               : reading_connections_for(usable_cpus(), ciphered);
+               : reading_connections_for(few ? usable_cpus() : 0, few);
 }
 
 /* Data connections to a rank that @p threads read. */
@@ -177,18 +176,18 @@ static unsigned connections_for(const fanin_client *client, size_t peer,
     bool here = connection_is_local(client->peers[peer].control);
     return client->config.streams_per_rank == 0 && here
                ? threads
-               : most_connections(client, peer);
+               : most_connections(client, false);
 }
 
-/* Of all ranks that are read: one launch has one way to each host. */
-static unsigned fewest_connections(const path_reading *r)
+/* Whether some of it is: one launch has one way to each host. */
+static bool is_ciphered_here(const path_reading *r)
 {
-    unsigned fewest = STREAMS_MOST;
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        unsigned n = most_connections(r->client, r->plan->peer_of[i]);
-        fewest = bytes_of(r, i) > 0 && n < fewest ? n : fewest;
+        const connection *c = r->client->peers[r->plan->peer_of[i]].control;
+        if (bytes_of(r, i) > 0 && connection_tls(c) && connection_is_local(c))
+            return true;
     }
-    return fewest;
+    return false;
 }
 
 /* What a source costs to read, as bytes: handshakes of connections that there are not yet are computed, too. */
@@ -203,14 +202,14 @@ static uint64_t cost_of(const path_reading *r, size_t source)
 
 /* Threads to read with: more than one if there are, or can be made. What goes to devices does so by
    way of the calling thread. */
-static unsigned find_threads(const path_reading *r, const uint64_t *costs)
+static unsigned find_threads(const path_reading *r, const uint64_t *costs,
+                             unsigned most)
 {
     fanin_client *client = r->client;
     reading_size size = {.configured = client->config.threads,
                          .window = client->config.max_inflight};
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        size.sources +=
-            costs[i] > 0 ? most_connections(client, r->plan->peer_of[i]) : 0;
+        size.sources += costs[i] > 0 ? most : 0;
         size.bytes += costs[i];
     }
     size.cpus = usable_cpus();
@@ -236,10 +235,11 @@ static fanin_status deal(stream_reading *s, const uint64_t *costs, uint64_t *thr
                          fanin_error *error)
 {
     fanin_client *client = s->r->client;
-    unsigned n = find_threads(s->r, costs);
+    unsigned most = most_connections(client, is_ciphered_here(s->r));
+    unsigned n = find_threads(s->r, costs, most);
     s->threads = calloc(n, sizeof *s->threads);
-    if (!s->threads || !reading_threads_share(costs, s->r->plan->n_sources, n,
-                                              fewest_connections(s->r), threads_of))
+    if (!s->threads ||
+        !reading_threads_share(costs, s->r->plan->n_sources, n, most, threads_of))
         return error_set_memory(error);
     for (size_t i = 0; i < s->r->plan->n_sources; i++)
         s->sources[i].threads = threads_of[i];
