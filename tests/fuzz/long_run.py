@@ -42,6 +42,7 @@ class Target:
                     f"-max_total_time={seconds}",
                     "-timeout=100",  # by the clock: others may keep the machine busy
                     "-rss_limit_mb=2048",
+                    "-entropic=0",  # which costs more than the inputs where they reach much code
                     "-print_final_stats=1",
                     f"-artifact_prefix={self.corpus}-",
                     self.corpus,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs a fuzz target without libFuzzer: once for each file of the directory named, and for
-   some thousands of damaged copies of them, the same ones every time. */
+   some hundreds of damaged copies of each, the same ones every time. */
 #include "fuzz.h"
 #include <dirent.h>
 #include <stdio.h>
@@ -8,8 +8,8 @@
 #include <string.h>
 
 #define INPUT_MAX ((size_t)1 << 20)
-#define MUTANTS 300
 
+static int mutants = 300; /* of each file */
 static uint64_t random_state = 1;
 
 static uint64_t random_next(void)
@@ -37,7 +37,7 @@ static void run_once(const uint8_t *data, size_t size)
 
 static void run_mutants(uint8_t *data, size_t size, uint8_t *scratch)
 {
-    for (int i = 0; i < MUTANTS && size > 0; i++) {
+    for (int i = 0; i < mutants && size > 0; i++) {
         size_t length = random_next() % 4 ? size : random_next() % (size + 1);
         memcpy(scratch, data, length);
         for (uint64_t edits = random_next() % 4; length > 0 && edits > 0; edits--) {
@@ -72,10 +72,12 @@ static bool run_file(const char *path, uint8_t *data, uint8_t *scratch)
 
 int main(int argc, char **argv)
 {
-    if (argc != 2) {
-        fprintf(stderr, "usage: %s CORPUS\n", argv[0]);
+    if (argc != 2 && argc != 3) {
+        fprintf(stderr, "usage: %s CORPUS [MUTANTS]\n", argv[0]);
         return 2;
     }
+    if (argc == 3)
+        mutants = atoi(argv[2]);
     struct dirent **names = NULL;
     int count = scandir(argv[1], &names, NULL, alphasort);
     if (count < 0) {
@@ -97,6 +99,6 @@ int main(int argc, char **argv)
     free(names);
     free(data);
     free(scratch);
-    printf("%d inputs, %d mutants each\n", files, MUTANTS);
+    printf("%d inputs, %d mutants each\n", files, mutants);
     return good && files > 0 ? 0 : 1;
 }

@@ -1,0 +1,318 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "lying_link.h"
+
+#include "frame.h"
+#include "fuzz.h"
+#include "socket.h"
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define QUIET_MS 5
+#define CONNECTIONS 16 /* of a reader, who tries again */
+#define EDIT_HEAD 6
+
+enum { TO_RANK, TO_READER };
+
+/* ----------------------------------------------------------------- altering */
+
+typedef struct edit {
+    unsigned kind, length;
+    size_t at;
+    uint16_t number;
+    const uint8_t *bytes;
+} edit;
+
+/* A frame that is being altered. */
+typedef struct altered {
+    frame head;
+    buffer body;
+    uint32_t lie; /* xor the length */
+    bool twice, last;
+} altered;
+
+static void cut_in(buffer *body, size_t at, const uint8_t *bytes, size_t n)
+{
+    size_t size = body->size;
+    buffer_append(body, bytes, n);
+    if (body->failed)
+        return;
+    memmove(body->data + at + n, body->data + at, size - at);
+    memcpy(body->data + at, bytes, n);
+}
+
+static void apply(const edit *e, altered *a)
+{
+    buffer *body = &a->body;
+    size_t at = e->at % (body->size + 1), rest = body->size - at;
+    size_t n = e->length < rest ? e->length : rest;
+    switch ((edit_kind)e->kind) {
+    case EDIT_OVERWRITE:
+        if (n > 0)
+            memcpy(body->data + at, e->bytes, n);
+        break;
+    case EDIT_INSERT:
+        cut_in(body, at, e->bytes, e->length);
+        break;
+    case EDIT_REMOVE:
+        if (n > 0)
+            memmove(body->data + at, body->data + at + n, rest - n);
+        body->size -= n;
+        break;
+    case EDIT_TYPE:
+        a->head.type = (message_type)e->number;
+        break;
+    case EDIT_REQUEST:
+        a->head.request ^= e->number;
+        break;
+    case EDIT_LENGTH:
+        a->lie = e->number;
+        break;
+    case EDIT_TWICE:
+        a->twice = true;
+        break;
+    case EDIT_CLOSE:
+        a->last = true;
+        break;
+    }
+}
+
+/* All edits that are meant for frame @p number to @p to. */
+static void alter(const lying_link *l, int to, unsigned number, altered *a)
+{
+    for (size_t at = 0; l->size - at >= EDIT_HEAD;) {
+        const uint8_t *e = l->edits + at;
+        edit next = {.kind = e[1] & 7,
+                     .length = e[1] >> 3,
+                     .at = e[2] | (size_t)e[3] << 8,
+                     .number = (uint16_t)(e[4] | e[5] << 8),
+                     .bytes = e + EDIT_HEAD};
+        bool has_bytes = next.kind == EDIT_OVERWRITE || next.kind == EDIT_INSERT;
+        at += EDIT_HEAD;
+        if (has_bytes) {
+            if (next.length > l->size - at)
+                next.length = (unsigned)(l->size - at);
+            at += next.length;
+        }
+        if ((e[0] & 1) == to && (unsigned)e[0] >> 1 == number)
+            apply(&next, a);
+    }
+}
+
+/* ------------------------------------------------------------------ passing */
+
+static bool put(int fd, const void *data, size_t size)
+{
+    return size == 0 ||
+           send(fd, data, size, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)size;
+}
+
+static bool put_frame(int fd, const altered *a)
+{
+    uint8_t head[FRAME_SIZE];
+    frame f = a->head;
+    f.length = (uint32_t)a->body.size ^ a->lie;
+    frame_encode(&f, head);
+    return put(fd, head, sizeof head) && put(fd, a->body.data, a->body.size);
+}
+
+/* Alters a whole frame and passes it on. False: the connection ends. */
+static bool pass_frame(lying_link *l, link_pair *p, int to, const frame *f,
+                       const uint8_t *bytes)
+{
+    altered a = {.head = *f};
+    buffer_append(&a.body, bytes, f->length);
+    alter(l, to, l->passed[to]++, &a);
+    bool good = !a.body.failed && put_frame(p->fds[to], &a) &&
+                (!a.twice || put_frame(p->fds[to], &a)) && !a.last;
+    buffer_free(&a.body);
+    return good;
+}
+
+/* Takes what has come, and passes on what is whole. False: the connection ends. */
+static bool pass(lying_link *l, link_pair *p, int to)
+{
+    buffer *come = &p->come[to];
+    if (!buffer_reserve(come, 65536))
+        return false;
+    ssize_t n = recv(p->fds[1 - to], come->data + come->size, 65536, MSG_DONTWAIT);
+    if (n <= 0)
+        return n < 0 && errno == EAGAIN;
+    come->size += (size_t)n;
+    while (come->size >= FRAME_SIZE) {
+        frame f;
+        const char *why;
+        if (frame_decode(come->data, &f, &why) != FANIN_OK)
+            return false; /* who believes that the other wanted checksums sends them */
+        size_t whole = FRAME_SIZE + (size_t)f.length;
+        if (come->size < whole)
+            break;
+        if (!pass_frame(l, p, to, &f, come->data + FRAME_SIZE))
+            return false;
+        memmove(come->data, come->data + whole, come->size - whole);
+        come->size -= whole;
+    }
+    return true;
+}
+
+/* -------------------------------------------------------------- connections */
+
+/* @p at_once: without the minute that the kernel keeps the port of a connection for; what is under way is
+   lost. */
+static void close_pair(link_pair *p, bool at_once)
+{
+    struct linger none = {.l_onoff = at_once};
+    for (int i = 0; i < 2; i++) {
+        if (p->fds[i] >= 0) {
+            (void)setsockopt(p->fds[i], SOL_SOCKET, SO_LINGER, &none, sizeof none);
+            close(p->fds[i]);
+        }
+        p->fds[i] = -1;
+        buffer_free(&p->come[i]);
+    }
+}
+
+static void close_all(lying_link *l)
+{
+    for (int i = 0; i < LINK_PAIRS; i++)
+        close_pair(&l->pairs[i], true);
+}
+
+static void on_accept(lying_link *l)
+{
+    char text[32];
+    socket_address to;
+    int reader = accept4(l->listener, NULL, NULL, SOCK_CLOEXEC);
+    if (reader < 0)
+        return;
+    int rank = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    link_pair *p = l->pairs;
+    while (p < l->pairs + LINK_PAIRS && p->fds[TO_READER] >= 0)
+        p++;
+    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)l->rank);
+    check(rank >= 0 && socket_resolve(text, &to, NULL) == FANIN_OK);
+    if (!l->serves || l->accepted++ == CONNECTIONS || p == l->pairs + LINK_PAIRS ||
+        connect(rank, (struct sockaddr *)&to.storage, to.length) != 0) {
+        close(reader);
+        close(rank);
+        return;
+    }
+    socket_tune(reader);
+    socket_tune(rank);
+    p->fds[TO_READER] = reader;
+    p->fds[TO_RANK] = rank;
+}
+
+/* Nothing goes on: whoever waits does so for what was altered. */
+static void at_rest(lying_link *l)
+{
+    close_all(l);
+    l->serves = false;
+    if (l->reader)
+        fanin_client_cancel(l->reader);
+}
+
+/* ---------------------------------------------------------------- the thread */
+
+static void on_wake(lying_link *l)
+{
+    uint64_t count;
+    (void)!read(l->wake, &count, sizeof count);
+    if (!l->ends)
+        return;
+    close_all(l);
+    struct pollfd queue = {l->listener, POLLIN, 0};
+    while (poll(&queue, 1, 0) > 0)
+        on_accept(l); /* which closes what nobody asks for any more */
+    l->ends = false;
+    l->has_ended = true;
+    pthread_cond_signal(&l->changed);
+}
+
+static void step(lying_link *l, const struct pollfd *polled)
+{
+    for (int i = 0; i < LINK_PAIRS; i++) {
+        link_pair *p = &l->pairs[i];
+        for (int to = 0; to < 2; to++) {
+            if (p->fds[1 - to] >= 0 && polled[2 + 2 * i + 1 - to].revents &&
+                !pass(l, p, to))
+                close_pair(p, false);
+        }
+    }
+    if (polled[1].revents)
+        on_accept(l);
+    if (polled[0].revents)
+        on_wake(l);
+}
+
+static void *run(void *cookie)
+{
+    lying_link *l = cookie;
+    pthread_mutex_lock(&l->lock);
+    for (;;) {
+        struct pollfd polled[2 + 2 * LINK_PAIRS] = {{l->wake, POLLIN, 0},
+                                                    {l->listener, POLLIN, 0}};
+        for (int i = 0; i < 2 * LINK_PAIRS; i++)
+            polled[2 + i] = (struct pollfd){l->pairs[i / 2].fds[i % 2], POLLIN, 0};
+        int patience = l->serves && l->size > 0 ? QUIET_MS : -1;
+        pthread_mutex_unlock(&l->lock);
+        int n = poll(polled, 2 + 2 * LINK_PAIRS, patience);
+        pthread_mutex_lock(&l->lock);
+        if (n > 0)
+            step(l, polled);
+        else if (l->serves)
+            at_rest(l);
+    }
+    return NULL;
+}
+
+static void wake(lying_link *l)
+{
+    uint64_t one = 1;
+    check(write(l->wake, &one, sizeof one) == sizeof one);
+}
+
+void lying_link_start(lying_link *l, uint16_t rank)
+{
+    socket_address at;
+    *l = (lying_link){.rank = rank, .wake = eventfd(0, EFD_CLOEXEC)};
+    for (int i = 0; i < LINK_PAIRS; i++)
+        l->pairs[i].fds[TO_RANK] = l->pairs[i].fds[TO_READER] = -1;
+    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &at, NULL) == FANIN_OK &&
+          socket_listen(&at, 16, &l->listener, NULL) == FANIN_OK);
+    snprintf(l->address, sizeof l->address, "127.0.0.1:%u",
+             (unsigned)socket_port(l->listener));
+    check(pthread_mutex_init(&l->lock, NULL) == 0 &&
+          pthread_cond_init(&l->changed, NULL) == 0 &&
+          pthread_create(&l->thread, NULL, run, l) == 0);
+}
+
+void lying_link_serve(lying_link *l, fanin_client *reader, const uint8_t *edits,
+                      size_t size)
+{
+    pthread_mutex_lock(&l->lock);
+    l->reader = reader;
+    l->edits = edits;
+    l->size = size;
+    l->accepted = l->passed[TO_RANK] = l->passed[TO_READER] = 0;
+    l->serves = true;
+    l->has_ended = false;
+    pthread_mutex_unlock(&l->lock);
+    wake(l);
+}
+
+void lying_link_end(lying_link *l)
+{
+    pthread_mutex_lock(&l->lock);
+    l->reader = NULL;
+    l->serves = false;
+    l->ends = true;
+    wake(l);
+    while (!l->has_ended)
+        pthread_cond_wait(&l->changed, &l->lock);
+    pthread_mutex_unlock(&l->lock);
+}
