@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A reader and a rank, and a link that alters what they say to each other (lying_link.h). First byte: what the
-   reader asks for. Whatever comes of it, calls end, with a reason if they fail; they write where they were
-   told to; nothing of that reader stays with the rank; and another reader gets what the rank holds. */
+/* A reader of two ranks, and a link that alters what it and the first rank say to each other (lying_link.h).
+   First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is read by cma where
+   that works. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
+   nothing of that reader stays with the ranks; and another reader gets what they hold. */
 #include "ends.h"
 #include "fuzz.h"
 #include "lying_link.h"
@@ -13,6 +14,7 @@
 
 #define FULL "full:0"
 #define LORA "lora:0"
+#define RANKS 2
 #define BYTES 700
 #define ROWS 8
 #define COLUMNS 16
@@ -21,7 +23,8 @@
 #define CALL_MS 1000
 #define MOST_MS 20000 /* also on a machine that others use */
 
-static fanin_server *server;
+static fanin_server *servers[RANKS];
+static char addresses[RANKS][32];
 static fanin_client *honest;
 static lying_link between;
 static uint8_t bytes[BYTES];
@@ -195,13 +198,13 @@ static fanin_status pull_model(fanin_client *client, fanin_error *error)
     return status;
 }
 
-enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL, CALLS };
+enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
 
 static fanin_status call(fanin_client *client, int what, landing *to,
                          fanin_error *error)
 {
-    const char *address = between.address;
-    fanin_status status = fanin_client_connect(client, &address, 1, CALL_MS, error);
+    const char *ranks[RANKS] = {between.address, addresses[1]};
+    fanin_status status = fanin_client_connect(client, ranks, RANKS, CALL_MS, error);
     if (status != FANIN_OK)
         return status;
     switch (what) {
@@ -224,8 +227,19 @@ static fanin_status call(fanin_client *client, int what, landing *to,
 
 /* --------------------------------------------------------------------- ends */
 
-static void publish(const char *publication, const fanin_tensor tensors[2],
-                    const fanin_pair *metadata, size_t n)
+/* Rank @p rank's part of a tensor of 4-byte elements: so many of its rows. */
+static fanin_tensor shard(const char *name, uint32_t rank, uint64_t rows,
+                          uint64_t columns, fanin_box *box)
+{
+    fanin_tensor t = make_tensor(name, FANIN_DTYPE_F32, rows, columns, box,
+                                 &matrix[0][0] + rank * rows / RANKS * columns);
+    box->offset[0] = rank * rows / RANKS;
+    box->extent[0] = rows / RANKS;
+    return t;
+}
+
+static void publish(fanin_server *server, const char *publication,
+                    const fanin_tensor tensors[2], const fanin_pair *metadata, size_t n)
 {
     fanin_error error = FANIN_ERROR_INIT;
     check(fanin_server_put(server, publication, tensors, 2, false, &error) == FANIN_OK);
@@ -234,56 +248,72 @@ static void publish(const char *publication, const fanin_tensor tensors[2],
     check(fanin_server_commit(server, publication, 1, NULL, &error) == FANIN_OK);
 }
 
+static void start_rank(uint32_t rank)
+{
+    static const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
+                                          {"lora_alpha", "16"},
+                                          {"config", "{\"hidden_size\": 16}"}};
+    fanin_box boxes[4];
+    fanin_server_config config = make_server_config();
+    config.peer_cpu = 0; /* how often inputs come is not what they are */
+    config.rank = rank;
+    config.world_size = RANKS;
+    servers[rank] = make_server(&config, addresses[rank], sizeof addresses[rank]);
+    fanin_tensor all = make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0],
+                                   bytes + rank * BYTES / RANKS);
+    boxes[0].offset[0] = rank * BYTES / RANKS;
+    boxes[0].extent[0] = BYTES / RANKS;
+    const fanin_tensor full[] = {all, shard("matrix", rank, ROWS, COLUMNS, &boxes[1])};
+    const fanin_tensor lora[] = {
+        shard("model.q.lora_A.weight", rank, ROWS, COLUMNS, &boxes[2]),
+        shard("model.q.lora_B.weight", rank, COLUMNS, ROWS, &boxes[3])};
+    publish(servers[rank], FULL, full, metadata + 2, 1);
+    publish(servers[rank], LORA, lora, metadata, 2);
+}
+
 static void set_up(void)
 {
-    static char address[32];
-    const char *addresses = address;
-    fanin_box boxes[4];
     for (int i = 0; i < BYTES; i++)
         bytes[i] = (uint8_t)(i * 7 + 1);
     for (int i = 0; i < ROWS * COLUMNS; i++)
         matrix[i / COLUMNS][i % COLUMNS] = (float)i;
-    fanin_server_config config = make_server_config();
-    config.peer_cpu = 0; /* how often inputs come is not what they are */
-    server = make_server(&config, address, sizeof address);
-    const fanin_tensor full[] = {
-        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0], bytes),
-        make_tensor("matrix", FANIN_DTYPE_F32, ROWS, COLUMNS, &boxes[1], matrix)};
-    const fanin_tensor lora[] = {make_tensor("model.q.lora_A.weight", FANIN_DTYPE_F32,
-                                             ROWS, COLUMNS, &boxes[2], matrix),
-                                 make_tensor("model.q.lora_B.weight", FANIN_DTYPE_F32,
-                                             COLUMNS, ROWS, &boxes[3], matrix)};
-    const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
-                                   {"lora_alpha", "16"},
-                                   {"config", "{\"hidden_size\": 16}"}};
-    publish(FULL, full, metadata + 2, 1);
-    publish(LORA, lora, metadata, 2);
-    honest = connect_client(NULL, &addresses, 1);
-    lying_link_start(&between, fanin_server_port(server));
+    for (uint32_t rank = 0; rank < RANKS; rank++)
+        start_rank(rank);
+    const char *ranks[RANKS] = {addresses[0], addresses[1]};
+    honest = connect_client(NULL, ranks, RANKS);
+    lying_link_start(&between, fanin_server_port(servers[0]));
 }
 
-static fanin_server_stats stats_now(void)
+static fanin_server_stats stats_of(uint32_t rank)
 {
     fanin_server_stats stats = {.struct_size = sizeof stats};
-    check(fanin_server_get_stats(server, &stats) == FANIN_OK);
+    check(fanin_server_get_stats(servers[rank], &stats) == FANIN_OK);
     return stats;
 }
 
-/* What is there is the other reader's. */
-static void check_rank(void)
+/* Until only so many sessions are left, and no lease. */
+static void check_left(uint32_t rank, uint64_t sessions)
 {
-    static uint64_t sessions;
+    deadline soon = deadline_in_ms(MOST_MS);
+    for (fanin_server_stats s;
+         s = stats_of(rank), s.sessions != sessions || s.leases != 0;) {
+        check(!deadline_passed(soon));
+        sched_yield();
+    }
+}
+
+/* What is there is the other reader's. */
+static void check_ranks(void)
+{
+    static uint64_t sessions[RANKS];
     landing to;
     fanin_error error = FANIN_ERROR_INIT;
     check(pull(honest, false, &to, &error) == FANIN_OK);
     check_landed(&to);
-    if (sessions == 0)
-        sessions = stats_now().sessions;
-    deadline soon = deadline_in_ms(MOST_MS);
-    for (fanin_server_stats s;
-         s = stats_now(), s.sessions != sessions || s.leases != 0;) {
-        check(!deadline_passed(soon));
-        sched_yield();
+    for (uint32_t rank = 0; rank < RANKS; rank++) {
+        if (sessions[rank] == 0)
+            sessions[rank] = stats_of(rank).sessions;
+        check_left(rank, sessions[rank]);
     }
 }
 
@@ -293,14 +323,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     fanin_error error = FANIN_ERROR_INIT;
     if (size == 0)
         return 0;
-    if (!server) {
+    if (!servers[0]) {
         set_up();
-        check_rank();
+        check_ranks();
     }
     fanin_client_config config = make_client_config();
-    config.no_unix = config.no_checksums = true;
+    config.no_checksums = !(data[0] & 8);
+    config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
     fanin_client *reader = make_client(&config);
-    int what = data[0] % CALLS;
+    int what = data[0] & 7;
     lying_link_serve(&between, reader, data + 1, size - 1);
     deadline soon = deadline_in_ms(MOST_MS);
     fanin_status status = call(reader, what, &to, &error);
@@ -313,6 +344,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         if (what <= PULL_IN_PARTS)
             check_landed(&to);
     }
-    check_rank();
+    check_ranks();
     return 0;
 }

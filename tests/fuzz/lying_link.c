@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "lying_link.h"
 
-#include "frame.h"
+#include "checksum.h"
 #include "fuzz.h"
+#include "messages.h"
 #include "socket.h"
 #include <errno.h>
 #include <poll.h>
@@ -15,6 +16,7 @@
 #define QUIET_MS 5
 #define CONNECTIONS 16 /* of a reader, who tries again */
 #define EDIT_HEAD 6
+#define PIECE 65536
 
 enum { TO_RANK, TO_READER };
 
@@ -111,13 +113,28 @@ static bool put(int fd, const void *data, size_t size)
            send(fd, data, size, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)size;
 }
 
-static bool put_frame(int fd, const altered *a)
+/* @p sealed: with checksums that fit, as of who says it. @p before: what the one behind the body is of, too. */
+static bool put_frame(int fd, const altered *a, bool sealed, const buffer *before)
 {
-    uint8_t head[FRAME_SIZE];
+    buffer out = {0};
+    uint8_t head[FRAME_SIZE], seal[SEAL_SIZE];
     frame f = a->head;
     f.length = (uint32_t)a->body.size ^ a->lie;
     frame_encode(&f, head);
-    return put(fd, head, sizeof head) && put(fd, a->body.data, a->body.size);
+    if (sealed && !before)
+        seal_header(head);
+    if (before)
+        buffer_append(&out, before->data, before->size);
+    buffer_append(&out, head, sizeof head);
+    buffer_append(&out, a->body.data, a->body.size);
+    size_t start = before ? before->size : 0;
+    if (sealed) {
+        seal_encode(checksum_of(out.data, out.size), seal);
+        buffer_append(&out, seal, sizeof seal);
+    }
+    bool good = !out.failed && put(fd, out.data + start, out.size - start);
+    buffer_free(&out);
+    return good;
 }
 
 /* Alters a whole frame and passes it on. False: the connection ends. */
@@ -125,38 +142,71 @@ static bool pass_frame(lying_link *l, link_pair *p, int to, const frame *f,
                        const uint8_t *bytes)
 {
     altered a = {.head = *f};
+    bool answers_hello = to == TO_READER && !p->begun[to] && p->sealed;
+    bool sealed = answers_hello || (p->begun[to] && p->sealed);
+    const buffer *before = answers_hello ? &p->hello : NULL;
     buffer_append(&a.body, bytes, f->length);
     alter(l, to, l->passed[to]++, &a);
-    bool good = !a.body.failed && put_frame(p->fds[to], &a) &&
-                (!a.twice || put_frame(p->fds[to], &a)) && !a.last;
+    bool good = !a.body.failed && put_frame(p->fds[to], &a, sealed, before) &&
+                (!a.twice || put_frame(p->fds[to], &a, sealed, before)) && !a.last;
     buffer_free(&a.body);
     return good;
 }
 
-/* Takes what has come, and passes on what is whole. False: the connection ends. */
-static bool pass(lying_link *l, link_pair *p, int to)
+/* Of a hello or its answer, which is whole: whether both ends want checksums. */
+static void greet(link_pair *p, int to, const frame *f, const uint8_t *whole)
+{
+    msg_hello hello;
+    msg_hello_ok answer;
+    body b = {.data = whole + FRAME_SIZE, .size = f->length};
+    if (to == TO_RANK) {
+        buffer_append(&p->hello, whole, FRAME_SIZE + f->length);
+        p->sealed =
+            decode_hello(&b, &hello) == FANIN_OK && (hello.features & FEATURE_SEALS);
+    } else {
+        p->sealed = p->sealed && f->type == MSG_HELLO_OK &&
+                    decode_hello_ok(&b, &answer) == FANIN_OK &&
+                    (answer.features & FEATURE_SEALS);
+    }
+}
+
+/* Passes on what has come whole. False: the connection ends. */
+static bool pass_whole(lying_link *l, link_pair *p, int to)
 {
     buffer *come = &p->come[to];
-    if (!buffer_reserve(come, 65536))
-        return false;
-    ssize_t n = recv(p->fds[1 - to], come->data + come->size, 65536, MSG_DONTWAIT);
-    if (n <= 0)
-        return n < 0 && errno == EAGAIN;
-    come->size += (size_t)n;
     while (come->size >= FRAME_SIZE) {
         frame f;
         const char *why;
-        if (frame_decode(come->data, &f, &why) != FANIN_OK)
-            return false; /* who believes that the other wanted checksums sends them */
+        if (seal_decode(come->data, p->begun[to] && p->sealed, &f, &why) != FANIN_OK)
+            return false; /* who was lied to about checksums speaks otherwise than the other */
         size_t whole = FRAME_SIZE + (size_t)f.length;
         if (come->size < whole)
-            break;
+            return true;
+        if (!p->begun[to])
+            greet(p, to, &f, come->data);
+        if (to == TO_READER || p->begun[TO_RANK])
+            whole += seal_size(p->sealed);
+        if (come->size < whole)
+            return true;
         if (!pass_frame(l, p, to, &f, come->data + FRAME_SIZE))
             return false;
+        p->begun[to] = true;
         memmove(come->data, come->data + whole, come->size - whole);
         come->size -= whole;
     }
     return true;
+}
+
+static bool pass(lying_link *l, link_pair *p, int to)
+{
+    buffer *come = &p->come[to];
+    if (!buffer_reserve(come, PIECE))
+        return false;
+    ssize_t n = recv(p->fds[1 - to], come->data + come->size, PIECE, MSG_DONTWAIT);
+    if (n <= 0)
+        return n < 0 && errno == EAGAIN;
+    come->size += (size_t)n;
+    return pass_whole(l, p, to);
 }
 
 /* -------------------------------------------------------------- connections */
@@ -171,9 +221,10 @@ static void close_pair(link_pair *p, bool at_once)
             (void)setsockopt(p->fds[i], SOL_SOCKET, SO_LINGER, &none, sizeof none);
             close(p->fds[i]);
         }
-        p->fds[i] = -1;
         buffer_free(&p->come[i]);
     }
+    buffer_free(&p->hello);
+    *p = (link_pair){.fds = {-1, -1}};
 }
 
 static void close_all(lying_link *l)

@@ -35,6 +35,9 @@ typedef enum edit_kind {
 typedef struct link_pair {
     int fds[2];     /**< by the end that they lead to; -1: free */
     buffer come[2]; /**< not yet passed on, by the end that it goes to */
+    bool begun[2];  /**< the hello has been passed on; its answer */
+    buffer hello;   /**< as the reader said it */
+    bool sealed;    /**< the ends have agreed on checksums */
 } link_pair;
 
 typedef struct lying_link {
