@@ -21,6 +21,7 @@ typedef struct peer {
         generation; /**< of the connection; what was built upon another one is void */
     uint64_t admitted; /**< of the connection that was compared with the other ranks' */
     bool slow;         /**< the last call stopped waiting for the connection */
+    bool half_made;    /**< it was being made already when this call began */
 } peer;
 
 struct fanin_client {

@@ -291,15 +291,41 @@ static fanin_status await_peers(fanin_client *client, eagerness whom, deadline a
     return FANIN_OK;
 }
 
+static void start(fanin_client *client)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        peer *p = &client->peers[i];
+        p->half_made = is_connecting(p);
+        connection_start(p->control);
+    }
+}
+
+/* What an earlier call began leads to who listened then. Where that has come to nothing another may listen now. */
+static bool start_again(fanin_client *client)
+{
+    bool any = false;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        peer *p = &client->peers[i];
+        if (p->half_made && connection_get_state(p->control) == CONNECTION_DOWN) {
+            p->half_made = false;
+            connection_start(p->control);
+            any = true;
+        }
+    }
+    return any;
+}
+
 static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline at,
                                   fanin_error *error)
 {
     const uint64_t began = clock_ns();
-    for (size_t i = 0; i < client->n_peers; i++)
-        connection_start(client->peers[i].control);
+    start(client);
     client->shared.handshakes =
         handshakes_open(&client->loop, handshake_threads(client, whom));
-    fanin_status status = await_peers(client, whom, at, error);
+    fanin_status status;
+    do
+        status = await_peers(client, whom, at, error);
+    while (status == FANIN_OK && start_again(client));
     handshakes_close(&client->shared.handshakes);
     if (status != FANIN_OK)
         return status;

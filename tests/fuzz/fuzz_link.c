@@ -2,7 +2,8 @@
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other (lying_link.h).
    First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is read by cma where
    that works. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
-   nothing of that reader stays with the ranks; and another reader gets what they hold. */
+   nothing of that reader stays with the ranks; another reader gets what they hold, and so does this one once the
+   link is honest. */
 #include "ends.h"
 #include "fuzz.h"
 #include "lying_link.h"
@@ -20,7 +21,7 @@
 #define COLUMNS 16
 #define ROOM (COLUMNS + 3) /* of a row of the reader's memory */
 #define UNTOUCHED 0xcc
-#define CALL_MS 1000
+#define CALL_MS 5000
 #define MOST_MS 20000 /* also on a machine that others use */
 
 static fanin_server *servers[RANKS];
@@ -198,13 +199,42 @@ static fanin_status pull_model(fanin_client *client, fanin_error *error)
     return status;
 }
 
+static fanin_status connect_reader(fanin_client *reader, fanin_error *error)
+{
+    const char *ranks[RANKS] = {between.address, addresses[1]};
+    return fanin_client_connect(reader, ranks, RANKS, CALL_MS, error);
+}
+
+static fanin_status pull_again(fanin_client *reader, landing *to)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = pull(reader, false, to, &error);
+    if (status == FANIN_ERR_STATE) { /* nobody had answered */
+        status = connect_reader(reader, &error);
+        if (status == FANIN_OK)
+            status = pull(reader, false, to, &error);
+    }
+    return status;
+}
+
+static void check_recovers(fanin_client *reader)
+{
+    landing to;
+    lying_link_serve(&between, reader, NULL, 0);
+    fanin_status status = pull_again(reader, &to);
+    if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
+        status = pull_again(reader, &to);
+    check(status == FANIN_OK);
+    check_landed(&to);
+    lying_link_end(&between);
+}
+
 enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
 
 static fanin_status call(fanin_client *client, int what, landing *to,
                          fanin_error *error)
 {
-    const char *ranks[RANKS] = {between.address, addresses[1]};
-    fanin_status status = fanin_client_connect(client, ranks, RANKS, CALL_MS, error);
+    fanin_status status = connect_reader(client, error);
     if (status != FANIN_OK)
         return status;
     switch (what) {
@@ -337,6 +367,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     fanin_status status = call(reader, what, &to, &error);
     check(!deadline_passed(soon));
     lying_link_end(&between);
+    check_recovers(reader);
     fanin_client_destroy(&reader);
     check(status == FANIN_OK || error.message[0] != '\0');
     if (size == 1) { /* nothing was altered */

@@ -224,6 +224,22 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     expect_step(FANIN_STEP_NEWEST, 0, 3);
 }
 
+/* The connection that a call has just begun leads to a process that is gone by the next one, and another
+   listens there: that one is asked in the same call. */
+static void a_connection_left_half_made_is_made_again(void **state)
+{
+    begin_with_client(2, CUT_CHUNK0, 3);
+    world_stop_rank(&w, 0);
+    int silent = be_silent(w.addresses[0]);
+    fanin_client_cancel(client);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, LONG_MS), FANIN_ERR_CANCELLED);
+    close(accept(silent, NULL, NULL));
+    close(silent);
+    world_restart_rank(&w, 0);
+    world_commit_rank(&w, 0, 3);
+    expect_step(FANIN_STEP_NEWEST, 0, 3);
+}
+
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
 static void a_lost_replica_is_not_to_blame(void **state)
 {
@@ -303,6 +319,7 @@ int main(void)
         CASE(the_slowest_is_named_first),
         CASE(a_silent_replica_costs_no_deadline),
         CASE(a_silent_rank_is_told_by_its_address),
+        CASE(a_connection_left_half_made_is_made_again),
         CASE(a_rank_that_stops_is_named_first),
         CASE(a_lost_replica_is_not_to_blame),
         CASE(nobody_is_left),
