@@ -1,72 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A reader of two ranks, and a link that alters what it and the first rank say to each other (lying_link.h).
-   First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is read by cma where
-   that works. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
-   nothing of that reader stays with the ranks; another reader gets what they hold, and so does this one once the
-   link is honest. */
+/* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
+   acts (lying_link.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
+   read by cma where that works. Whatever comes of it, calls end, with a reason if they fail; they write where they
+   were told to; what they bring is one step unless the link lied; nothing of that reader stays with the ranks;
+   another reader gets what they hold, and so does this one once the link is honest. */
+#include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
+#include "landing.h"
 #include "lying_link.h"
 #include "pulled_directory.h"
-#include "clock.h"
-#include <sched.h>
-#include <stdio.h>
 #include <string.h>
 
-#define FULL "full:0"
-#define LORA "lora:0"
-#define RANKS 2
-#define BYTES 700
-#define ROWS 8
-#define COLUMNS 16
-#define ROOM (COLUMNS + 3) /* of a row of the reader's memory */
-#define UNTOUCHED 0xcc
 #define CALL_MS 5000
 #define MOST_MS 20000 /* also on a machine that others use */
 
-static fanin_server *servers[RANKS];
-static char addresses[RANKS][32];
-static fanin_client *honest;
 static lying_link between;
-static uint8_t bytes[BYTES];
-static float matrix[ROWS][COLUMNS];
-
-/* What a reader's memory is. */
-typedef struct landing {
-    uint8_t bytes[BYTES];
-    float matrix[ROWS][ROOM];
-    fanin_box boxes[2];
-    fanin_tensor tensors[2];
-} landing;
-
-static void prepare(landing *to)
-{
-    memset(to, UNTOUCHED, sizeof *to);
-    to->tensors[0] =
-        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &to->boxes[0], to->bytes);
-    to->tensors[1] = make_tensor("matrix", FANIN_DTYPE_F32, ROWS, COLUMNS,
-                                 &to->boxes[1], to->matrix);
-    to->boxes[1].stride[0] = sizeof to->matrix[0];
-    to->boxes[1].stride[1] = sizeof(float);
-}
-
-static void check_around(const landing *to)
-{
-    static const uint8_t untouched[(ROOM - COLUMNS) * sizeof(float)] = {
-        UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED,
-        UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED, UNTOUCHED};
-    for (int row = 0; row < ROWS; row++)
-        check(memcmp(&to->matrix[row][COLUMNS], untouched, sizeof untouched) == 0);
-}
-
-static void check_landed(const landing *to)
-{
-    check(memcmp(to->bytes, bytes, sizeof bytes) == 0);
-    for (int row = 0; row < ROWS; row++)
-        check(memcmp(to->matrix[row], matrix[row], sizeof matrix[row]) == 0);
-}
-
-/* -------------------------------------------------------------------- calls */
+static fanin_client *other;
 
 static fanin_pull_options of(const char *publication)
 {
@@ -76,14 +26,17 @@ static fanin_pull_options of(const char *publication)
     return o;
 }
 
+/* ----------------------------------------------------------- what is called */
+
 static fanin_status pull(fanin_client *client, bool verify, landing *to,
                          fanin_error *error)
 {
     fanin_pull_options o = of(FULL);
+    fanin_result *result = NULL;
     o.verify = verify;
-    prepare(to);
-    fanin_status status = fanin_client_pull(client, &o, to->tensors, 2, NULL, error);
-    check_around(to);
+    landing_prepare(to);
+    fanin_status status = fanin_client_pull(client, &o, to->tensors, 2, &result, error);
+    landing_end(to, result);
     return status;
 }
 
@@ -91,18 +44,36 @@ static fanin_status pull_in_parts(fanin_client *client, landing *to, fanin_error
 {
     fanin_pull_options o = of(FULL);
     fanin_session *session = NULL;
+    fanin_result *result = NULL;
     o.rule = FANIN_STEP_AT_LEAST;
     o.step = 1;
-    prepare(to);
+    landing_prepare(to);
     fanin_status status =
         fanin_client_begin(client, &o, to->tensors, 2, &session, error);
     for (size_t i = 0; i < 2 && status == FANIN_OK; i++)
         status = fanin_session_read(session, i, 1, error);
     if (status == FANIN_OK)
-        status = fanin_session_end(&session, NULL, error);
-    else
-        fanin_session_abandon(&session);
-    check_around(to);
+        status = fanin_session_end(&session, &result, error);
+    fanin_session_abandon(&session);
+    landing_end(to, result);
+    return status;
+}
+
+static fanin_status pull_adapter(fanin_client *client, fanin_error *error)
+{
+    fanin_pull_options o = of(LORA);
+    const char *directory = pulled_directory();
+    fanin_status status = fanin_client_pull_adapter(client, &o, directory, NULL, error);
+    pulled_directory_check(status == FANIN_OK, "adapter_model.safetensors");
+    return status;
+}
+
+static fanin_status pull_model(fanin_client *client, fanin_error *error)
+{
+    fanin_pull_options o = of(FULL);
+    const char *directory = pulled_directory();
+    fanin_status status = fanin_client_pull_model(client, &o, directory, NULL, error);
+    pulled_directory_check(status == FANIN_OK, "model.safetensors");
     return status;
 }
 
@@ -181,29 +152,39 @@ static fanin_status watch(fanin_client *client, fanin_error *error)
     return fanin_client_watch(client, FULL, CALL_MS, on_change, NULL, error);
 }
 
-static fanin_status pull_adapter(fanin_client *client, fanin_error *error)
-{
-    fanin_pull_options o = of(LORA);
-    const char *directory = pulled_directory();
-    fanin_status status = fanin_client_pull_adapter(client, &o, directory, NULL, error);
-    pulled_directory_check(status == FANIN_OK, "adapter_model.safetensors");
-    return status;
-}
-
-static fanin_status pull_model(fanin_client *client, fanin_error *error)
-{
-    fanin_pull_options o = of(FULL);
-    const char *directory = pulled_directory();
-    fanin_status status = fanin_client_pull_model(client, &o, directory, NULL, error);
-    pulled_directory_check(status == FANIN_OK, "model.safetensors");
-    return status;
-}
-
 static fanin_status connect_reader(fanin_client *reader, fanin_error *error)
 {
-    const char *ranks[RANKS] = {between.address, addresses[1]};
-    return fanin_client_connect(reader, ranks, RANKS, CALL_MS, error);
+    const char *addresses[RANKS] = {between.address, ranks_addresses()[1]};
+    return fanin_client_connect(reader, addresses, RANKS, CALL_MS, error);
 }
+
+enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
+
+static fanin_status call(fanin_client *reader, int what, landing *to,
+                         fanin_error *error)
+{
+    fanin_status status = connect_reader(reader, error);
+    if (status != FANIN_OK)
+        return status;
+    switch (what) {
+    case LIST:
+        return list(reader, error);
+    case STATS:
+        return ask_stats(reader, error);
+    case WATCH:
+        return watch(reader, error);
+    case PULL_IN_PARTS:
+        return pull_in_parts(reader, to, error);
+    case ADAPTER:
+        return pull_adapter(reader, error);
+    case MODEL:
+        return pull_model(reader, error);
+    default:
+        return pull(reader, what == PULL_VERIFIED, to, error);
+    }
+}
+
+/* ------------------------------------------------------------- what must be */
 
 static fanin_status pull_again(fanin_client *reader, landing *to)
 {
@@ -217,164 +198,61 @@ static fanin_status pull_again(fanin_client *reader, landing *to)
     return status;
 }
 
-static void check_recovers(fanin_client *reader)
+static void check_recovers(fanin_client *reader, uint64_t step)
 {
     landing to;
     lying_link_serve(&between, reader, NULL, 0);
     fanin_status status = pull_again(reader, &to);
     if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
         status = pull_again(reader, &to);
-    check(status == FANIN_OK);
-    check_landed(&to);
+    check(status == FANIN_OK && to.step == step);
+    landing_check(&to);
     lying_link_end(&between);
 }
 
-enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
-
-static fanin_status call(fanin_client *client, int what, landing *to,
-                         fanin_error *error)
+static void check_other(uint64_t step)
 {
-    fanin_status status = connect_reader(client, error);
-    if (status != FANIN_OK)
-        return status;
-    switch (what) {
-    case LIST:
-        return list(client, error);
-    case STATS:
-        return ask_stats(client, error);
-    case WATCH:
-        return watch(client, error);
-    case PULL_IN_PARTS:
-        return pull_in_parts(client, to, error);
-    case ADAPTER:
-        return pull_adapter(client, error);
-    case MODEL:
-        return pull_model(client, error);
-    default:
-        return pull(client, what == PULL_VERIFIED, to, error);
-    }
-}
-
-/* --------------------------------------------------------------------- ends */
-
-/* Rank @p rank's part of a tensor of 4-byte elements: so many of its rows. */
-static fanin_tensor shard(const char *name, uint32_t rank, uint64_t rows,
-                          uint64_t columns, fanin_box *box)
-{
-    fanin_tensor t = make_tensor(name, FANIN_DTYPE_F32, rows, columns, box,
-                                 &matrix[0][0] + rank * rows / RANKS * columns);
-    box->offset[0] = rank * rows / RANKS;
-    box->extent[0] = rows / RANKS;
-    return t;
-}
-
-static void publish(fanin_server *server, const char *publication,
-                    const fanin_tensor tensors[2], const fanin_pair *metadata, size_t n)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    check(fanin_server_put(server, publication, tensors, 2, false, &error) == FANIN_OK);
-    check(fanin_server_set_metadata(server, publication, metadata, n, &error) ==
-          FANIN_OK);
-    check(fanin_server_commit(server, publication, 1, NULL, &error) == FANIN_OK);
-}
-
-static void start_rank(uint32_t rank)
-{
-    static const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
-                                          {"lora_alpha", "16"},
-                                          {"config", "{\"hidden_size\": 16}"}};
-    fanin_box boxes[4];
-    fanin_server_config config = make_server_config();
-    config.peer_cpu = 0; /* how often inputs come is not what they are */
-    config.rank = rank;
-    config.world_size = RANKS;
-    servers[rank] = make_server(&config, addresses[rank], sizeof addresses[rank]);
-    fanin_tensor all = make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0],
-                                   bytes + rank * BYTES / RANKS);
-    boxes[0].offset[0] = rank * BYTES / RANKS;
-    boxes[0].extent[0] = BYTES / RANKS;
-    const fanin_tensor full[] = {all, shard("matrix", rank, ROWS, COLUMNS, &boxes[1])};
-    const fanin_tensor lora[] = {
-        shard("model.q.lora_A.weight", rank, ROWS, COLUMNS, &boxes[2]),
-        shard("model.q.lora_B.weight", rank, COLUMNS, ROWS, &boxes[3])};
-    publish(servers[rank], FULL, full, metadata + 2, 1);
-    publish(servers[rank], LORA, lora, metadata, 2);
-}
-
-static void set_up(void)
-{
-    for (int i = 0; i < BYTES; i++)
-        bytes[i] = (uint8_t)(i * 7 + 1);
-    for (int i = 0; i < ROWS * COLUMNS; i++)
-        matrix[i / COLUMNS][i % COLUMNS] = (float)i;
-    for (uint32_t rank = 0; rank < RANKS; rank++)
-        start_rank(rank);
-    const char *ranks[RANKS] = {addresses[0], addresses[1]};
-    honest = connect_client(NULL, ranks, RANKS);
-    lying_link_start(&between, fanin_server_port(servers[0]));
-}
-
-static fanin_server_stats stats_of(uint32_t rank)
-{
-    fanin_server_stats stats = {.struct_size = sizeof stats};
-    check(fanin_server_get_stats(servers[rank], &stats) == FANIN_OK);
-    return stats;
-}
-
-/* Until only so many sessions are left, and no lease. */
-static void check_left(uint32_t rank, uint64_t sessions)
-{
-    deadline soon = deadline_in_ms(MOST_MS);
-    for (fanin_server_stats s;
-         s = stats_of(rank), s.sessions != sessions || s.leases != 0;) {
-        check(!deadline_passed(soon));
-        sched_yield();
-    }
-}
-
-/* What is there is the other reader's. */
-static void check_ranks(void)
-{
-    static uint64_t sessions[RANKS];
     landing to;
     fanin_error error = FANIN_ERROR_INIT;
-    check(pull(honest, false, &to, &error) == FANIN_OK);
-    check_landed(&to);
-    for (uint32_t rank = 0; rank < RANKS; rank++) {
-        if (sessions[rank] == 0)
-            sessions[rank] = stats_of(rank).sessions;
-        check_left(rank, sessions[rank]);
-    }
+    check(pull(other, false, &to, &error) == FANIN_OK && to.step == step);
+    landing_check(&to);
+    ranks_check_left();
+}
+
+static void check_call(fanin_client *reader, int what, const uint8_t *edits,
+                       size_t size)
+{
+    landing to = {0};
+    fanin_error error = FANIN_ERROR_INIT;
+    lying_link_serve(&between, reader, edits, size);
+    deadline soon = deadline_in_ms(MOST_MS);
+    fanin_status status = call(reader, what, &to, &error);
+    check(!deadline_passed(soon));
+    lying_link_end(&between);
+    check(status == FANIN_OK || error.message[0] != '\0');
+    check(status == FANIN_OK || size > 0);
+    if (to.step > 0 && !lying_link_lies(edits, size))
+        landing_check(&to);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    landing to;
-    fanin_error error = FANIN_ERROR_INIT;
     if (size == 0)
         return 0;
-    if (!servers[0]) {
-        set_up();
-        check_ranks();
+    if (!other) {
+        ranks_start();
+        other = connect_client(NULL, ranks_addresses(), RANKS);
+        lying_link_start(&between, ranks_port(0), ranks_act);
+        check_other(1);
     }
     fanin_client_config config = make_client_config();
     config.no_checksums = !(data[0] & 8);
     config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
     fanin_client *reader = make_client(&config);
-    int what = data[0] & 7;
-    lying_link_serve(&between, reader, data + 1, size - 1);
-    deadline soon = deadline_in_ms(MOST_MS);
-    fanin_status status = call(reader, what, &to, &error);
-    check(!deadline_passed(soon));
-    lying_link_end(&between);
-    check_recovers(reader);
+    check_call(reader, data[0] & 7, data + 1, size - 1);
+    uint64_t step = ranks_settle();
+    check_recovers(reader, step);
     fanin_client_destroy(&reader);
-    check(status == FANIN_OK || error.message[0] != '\0');
-    if (size == 1) { /* nothing was altered */
-        check(status == FANIN_OK);
-        if (what <= PULL_IN_PARTS)
-            check_landed(&to);
-    }
-    check_ranks();
+    check_other(step);
     return 0;
 }

@@ -23,7 +23,8 @@ enum { TO_RANK, TO_READER };
 /* ----------------------------------------------------------------- altering */
 
 typedef struct edit {
-    unsigned kind, length;
+    int to;
+    unsigned frame, kind, length;
     size_t at;
     uint16_t number;
     const uint8_t *bytes;
@@ -80,29 +81,54 @@ static void apply(const edit *e, altered *a)
     case EDIT_CLOSE:
         a->last = true;
         break;
+    case EDIT_ACT:
+        break;
     }
+}
+
+/* The edit at @p *at, behind which it leaves that. False: there is none. */
+static bool next_edit(const uint8_t *edits, size_t size, size_t *at, edit *out)
+{
+    const uint8_t *e = edits + *at;
+    if (size - *at < EDIT_HEAD)
+        return false;
+    *out = (edit){.to = e[0] & 1,
+                  .frame = e[0] >> 1,
+                  .kind = e[1] & 15,
+                  .length = e[1] >> 4,
+                  .at = e[2] | (size_t)e[3] << 8,
+                  .number = (uint16_t)(e[4] | e[5] << 8),
+                  .bytes = e + EDIT_HEAD};
+    *at += EDIT_HEAD;
+    if (out->kind == EDIT_OVERWRITE || out->kind == EDIT_INSERT) {
+        if (out->length > size - *at)
+            out->length = (unsigned)(size - *at);
+        *at += out->length;
+    }
+    return true;
 }
 
 /* All edits that are meant for frame @p number to @p to. */
 static void alter(const lying_link *l, int to, unsigned number, altered *a)
 {
-    for (size_t at = 0; l->size - at >= EDIT_HEAD;) {
-        const uint8_t *e = l->edits + at;
-        edit next = {.kind = e[1] & 7,
-                     .length = e[1] >> 3,
-                     .at = e[2] | (size_t)e[3] << 8,
-                     .number = (uint16_t)(e[4] | e[5] << 8),
-                     .bytes = e + EDIT_HEAD};
-        bool has_bytes = next.kind == EDIT_OVERWRITE || next.kind == EDIT_INSERT;
-        at += EDIT_HEAD;
-        if (has_bytes) {
-            if (next.length > l->size - at)
-                next.length = (unsigned)(l->size - at);
-            at += next.length;
-        }
-        if ((e[0] & 1) == to && (unsigned)e[0] >> 1 == number)
-            apply(&next, a);
+    edit e;
+    for (size_t at = 0; next_edit(l->edits, l->size, &at, &e);) {
+        if (e.to != to || e.frame != number)
+            continue;
+        if (e.kind >= EDIT_ACT)
+            l->act(e.number);
+        else
+            apply(&e, a);
     }
+}
+
+bool lying_link_lies(const uint8_t *edits, size_t size)
+{
+    edit e;
+    for (size_t at = 0; next_edit(edits, size, &at, &e);)
+        if (e.kind < EDIT_ACT)
+            return true;
+    return false;
 }
 
 /* ------------------------------------------------------------------ passing */
@@ -327,10 +353,10 @@ static void wake(lying_link *l)
     check(write(l->wake, &one, sizeof one) == sizeof one);
 }
 
-void lying_link_start(lying_link *l, uint16_t rank)
+void lying_link_start(lying_link *l, uint16_t rank, void (*act)(uint16_t number))
 {
     socket_address at;
-    *l = (lying_link){.rank = rank, .wake = eventfd(0, EFD_CLOEXEC)};
+    *l = (lying_link){.rank = rank, .act = act, .wake = eventfd(0, EFD_CLOEXEC)};
     for (int i = 0; i < LINK_PAIRS; i++)
         l->pairs[i].fds[TO_RANK] = l->pairs[i].fds[TO_READER] = -1;
     check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &at, NULL) == FANIN_OK &&

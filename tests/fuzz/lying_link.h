@@ -7,7 +7,7 @@
  *
  *   0     bit 0: of a frame to the rank or to the reader; the others: of which one in that direction, counted
  *         over all connections
- *   1     bits 0-2: what is done (edit_kind), the others: how many bytes follow, or are meant
+ *   1     bits 0-3: what is done (edit_kind), the others: how many bytes follow, or are meant
  *   2, 3  where in the frame's body, little-endian; modulo its size
  *   4, 5  a number
  */
@@ -27,6 +27,7 @@ typedef enum edit_kind {
     EDIT_LENGTH,    /**< that the header tells, xor the number */
     EDIT_TWICE,     /**< the frame comes twice */
     EDIT_CLOSE,     /**< the frame is the last one of the connection */
+    EDIT_ACT, /**< no lie: the trainer acts by the number before the frame goes on */
 } edit_kind;
 
 #define LINK_PAIRS 8
@@ -43,6 +44,7 @@ typedef struct link_pair {
 typedef struct lying_link {
     char address[32]; /**< that readers connect to */
     uint16_t rank;    /**< the rank's port */
+    void (*act)(uint16_t number);
     int listener, wake;
     pthread_t thread;
     pthread_mutex_t lock;
@@ -56,13 +58,16 @@ typedef struct lying_link {
     link_pair pairs[LINK_PAIRS];
 } lying_link;
 
-/** A link to 127.0.0.1:@p rank, for the rest of the process. */
-void lying_link_start(lying_link *l, uint16_t rank);
+/** A link to 127.0.0.1:@p rank, for the rest of the process; @p act is called in its thread. */
+void lying_link_start(lying_link *l, uint16_t rank, void (*act)(uint16_t number));
 /** @p reader's connections are altered by these edits, which stay the caller's. When nothing has gone either
     way for some milliseconds all are closed, and its call is cancelled; unless there are no edits. */
 void lying_link_serve(lying_link *l, fanin_client *reader, const uint8_t *edits,
                       size_t size);
 /** No call of that reader is under way. Returns when its connections are closed at both ends. */
 void lying_link_end(lying_link *l);
+
+/** Whether one of these edits is more than a trainer that acts. */
+bool lying_link_lies(const uint8_t *edits, size_t size);
 
 #endif

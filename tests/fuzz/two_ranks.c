@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "two_ranks.h"
+
+#include "clock.h"
+#include "ends.h"
+#include "fuzz.h"
+#include <sched.h>
+#include <string.h>
+
+#define LEASE_MS 20
+#define MOST_MS 20000 /* also on a machine that others use */
+#define HALF_BYTES (BYTES / RANKS)
+#define HALF_ROWS (ROWS / RANKS)
+
+enum { ACT_UPDATE, ACT_BEGIN, ACT_COMMIT, ACT_PAUSE };
+
+typedef struct held {
+    fanin_server *server;
+    char address[32];
+    uint64_t step, sessions;
+    bool updates;
+    uint8_t bytes[HALF_BYTES];
+    float matrix[HALF_ROWS][COLUMNS];
+    float adapter[HALF_ROWS][COLUMNS]; /* both tensors of it */
+} held;
+
+static held ranks[RANKS];
+
+uint8_t ranks_byte(uint64_t step, unsigned at)
+{
+    return (uint8_t)(at * 7 + step * 31 + 1);
+}
+
+float ranks_element(uint64_t step, unsigned row, unsigned column)
+{
+    return (float)(row * COLUMNS + column + 1000 * (step % 1000));
+}
+
+/* ------------------------------------------------------------------ trainer */
+
+static void begin(held *r)
+{
+    check(r->updates || fanin_server_begin_update(r->server, FULL, NULL) == FANIN_OK);
+    r->updates = true;
+    memset(r->bytes, 0xee, sizeof r->bytes);
+    memset(r->matrix, 0xee, sizeof r->matrix);
+}
+
+static void publish(held *r, uint64_t step)
+{
+    unsigned rank = (unsigned)(r - ranks);
+    for (unsigned i = 0; i < HALF_BYTES; i++)
+        r->bytes[i] = ranks_byte(step, rank * HALF_BYTES + i);
+    for (unsigned i = 0; i < HALF_ROWS * COLUMNS; i++)
+        r->matrix[i / COLUMNS][i % COLUMNS] =
+            ranks_element(step, rank * HALF_ROWS + i / COLUMNS, i % COLUMNS);
+    check(fanin_server_commit(r->server, FULL, step, NULL, NULL) == FANIN_OK);
+    r->step = step;
+    r->updates = false;
+}
+
+static void act(held *r, unsigned what)
+{
+    if (what == ACT_UPDATE || what == ACT_BEGIN)
+        begin(r);
+    if (what == ACT_UPDATE || (what == ACT_COMMIT && r->updates))
+        publish(r, r->step + 1);
+    if (what == ACT_PAUSE && !r->updates)
+        check(fanin_server_pause(r->server, FULL, NULL, NULL) == FANIN_OK &&
+              fanin_server_resume(r->server, FULL, NULL) == FANIN_OK);
+}
+
+void ranks_act(uint16_t number)
+{
+    unsigned who = number & 3;
+    for (unsigned rank = 0; rank < RANKS; rank++)
+        if (who == 0 || (who & 1u << rank))
+            act(&ranks[rank], number >> 2 & 3);
+}
+
+uint64_t ranks_settle(void)
+{
+    const held *a = &ranks[0], *b = &ranks[1];
+    uint64_t step = a->step > b->step ? a->step : b->step;
+    if (a->step == b->step && !a->updates && !b->updates)
+        return step;
+    for (unsigned rank = 0; rank < RANKS; rank++) {
+        begin(&ranks[rank]);
+        publish(&ranks[rank], step + 1);
+    }
+    return step + 1;
+}
+
+/* -------------------------------------------------------------------- start */
+
+/* A rank's part of a matrix: so many of its rows. */
+static fanin_tensor part(const char *name, unsigned rank, uint64_t rows,
+                         uint64_t columns, void *memory, fanin_box *box)
+{
+    fanin_tensor t = make_tensor(name, FANIN_DTYPE_F32, rows, columns, box, memory);
+    box->offset[0] = rank * rows / RANKS;
+    box->extent[0] = rows / RANKS;
+    return t;
+}
+
+static void put(held *r, const char *publication, const fanin_tensor tensors[2],
+                const fanin_pair *metadata, size_t n)
+{
+    check(fanin_server_put(r->server, publication, tensors, 2, false, NULL) ==
+          FANIN_OK);
+    check(fanin_server_set_metadata(r->server, publication, metadata, n, NULL) ==
+          FANIN_OK);
+}
+
+static void start(unsigned rank)
+{
+    static const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
+                                          {"lora_alpha", "16"},
+                                          {"config", "{\"hidden_size\": 16}"}};
+    held *r = &ranks[rank];
+    fanin_box boxes[4];
+    fanin_server_config config = make_server_config();
+    config.peer_cpu = 0; /* how often inputs come is not what they are */
+    config.lease_ms = LEASE_MS;
+    config.rank = rank;
+    config.world_size = RANKS;
+    r->server = make_server(&config, r->address, sizeof r->address);
+    fanin_tensor bytes =
+        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0], r->bytes);
+    boxes[0].offset[0] = rank * HALF_BYTES;
+    boxes[0].extent[0] = HALF_BYTES;
+    const fanin_tensor full[] = {
+        bytes, part("matrix", rank, ROWS, COLUMNS, r->matrix, &boxes[1])};
+    const fanin_tensor lora[] = {
+        part("model.q.lora_A.weight", rank, ROWS, COLUMNS, r->adapter, &boxes[2]),
+        part("model.q.lora_B.weight", rank, COLUMNS, ROWS, r->adapter, &boxes[3])};
+    put(r, FULL, full, metadata + 2, 1);
+    put(r, LORA, lora, metadata, 2);
+    publish(r, 1);
+    check(fanin_server_commit(r->server, LORA, 1, NULL, NULL) == FANIN_OK);
+}
+
+void ranks_start(void)
+{
+    for (unsigned rank = 0; rank < RANKS; rank++)
+        start(rank);
+}
+
+const char *const *ranks_addresses(void)
+{
+    static const char *const addresses[RANKS] = {ranks[0].address, ranks[1].address};
+    return addresses;
+}
+
+uint16_t ranks_port(uint32_t rank)
+{
+    return fanin_server_port(ranks[rank].server);
+}
+
+/* --------------------------------------------------------------------- left */
+
+static fanin_server_stats stats_of(const held *r)
+{
+    fanin_server_stats stats = {.struct_size = sizeof stats};
+    check(fanin_server_get_stats(r->server, &stats) == FANIN_OK);
+    return stats;
+}
+
+void ranks_check_left(void)
+{
+    deadline soon = deadline_in_ms(MOST_MS);
+    for (held *r = ranks; r < ranks + RANKS; r++) {
+        if (r->sessions == 0)
+            r->sessions = stats_of(r).sessions;
+        for (fanin_server_stats s;
+             s = stats_of(r), s.sessions != r->sessions || s.leases != 0;) {
+            check(!deadline_passed(soon));
+            sched_yield();
+        }
+    }
+}

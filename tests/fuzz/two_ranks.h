@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Two ranks in this process and their trainer, which acts when it is told to. Of the publication FULL each
+ * holds one half of "bytes" and of "matrix", which are others at each step; of LORA, an adapter that stays, one
+ * half of a pair. Whatever fails ends the process.
+ */
+#ifndef TWO_RANKS_H
+#define TWO_RANKS_H
+
+#include <fanin/fanin.h>
+
+#define RANKS 2
+#define FULL "full:0"
+#define LORA "lora:0"
+#define BYTES 700
+#define ROWS 8
+#define COLUMNS 16
+
+/** Starts and publishes the first step. Thread: that of all functions but ranks_act(). */
+void ranks_start(void);
+/** Where they listen, RANKS of them. */
+const char *const *ranks_addresses(void);
+uint16_t ranks_port(uint32_t rank);
+
+/** Bits 0, 1: which ranks, none: both; 2, 3: the next step is published, an update is begun, one that has
+    begun is published, a pause and its end. Blocks for as long as readers may delay it. Thread: any, one at
+    a time. */
+void ranks_act(uint16_t number);
+/** Both hold the same step, which it returns. */
+uint64_t ranks_settle(void);
+
+uint8_t ranks_byte(uint64_t step, unsigned at);
+float ranks_element(uint64_t step, unsigned row, unsigned column);
+
+/** Until nothing of other readers is left with the ranks than at the first call. */
+void ranks_check_left(void);
+
+#endif
