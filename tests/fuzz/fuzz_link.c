@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
-   acts (lying_link.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
+   acts (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
    read by cma where that works. Whatever comes of it, calls end, with a reason if they fail; they write where they
    were told to; what they bring is one step unless the link lied; nothing of that reader stays with the ranks;
    another reader gets what they hold, and so does this one once the link is honest. */
@@ -201,7 +201,7 @@ static fanin_status pull_again(fanin_client *reader, landing *to)
 static void check_recovers(fanin_client *reader, uint64_t step)
 {
     landing to;
-    lying_link_serve(&between, reader, NULL, 0);
+    lying_link_serve(&between, reader, (edits){0});
     fanin_status status = pull_again(reader, &to);
     if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
         status = pull_again(reader, &to);
@@ -219,19 +219,18 @@ static void check_other(uint64_t step)
     ranks_check_left();
 }
 
-static void check_call(fanin_client *reader, int what, const uint8_t *edits,
-                       size_t size)
+static void check_call(fanin_client *reader, int what, edits lies)
 {
     landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    lying_link_serve(&between, reader, edits, size);
+    lying_link_serve(&between, reader, lies);
     deadline soon = deadline_in_ms(MOST_MS);
     fanin_status status = call(reader, what, &to, &error);
     check(!deadline_passed(soon));
     lying_link_end(&between);
     check(status == FANIN_OK || error.message[0] != '\0');
-    check(status == FANIN_OK || size > 0);
-    if (to.step > 0 && !lying_link_lies(edits, size))
+    check(status == FANIN_OK || lies.size > 0);
+    if (to.step > 0 && !edits_lie(lies))
         landing_check(&to);
 }
 
@@ -249,7 +248,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     config.no_checksums = !(data[0] & 8);
     config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
     fanin_client *reader = make_client(&config);
-    check_call(reader, data[0] & 7, data + 1, size - 1);
+    check_call(reader, data[0] & 7, (edits){data + 1, size - 1});
     uint64_t step = ranks_settle();
     check_recovers(reader, step);
     fanin_client_destroy(&reader);

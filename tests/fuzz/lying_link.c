@@ -15,121 +15,7 @@
 
 #define QUIET_MS 5
 #define CONNECTIONS 16 /* of a reader, who tries again */
-#define EDIT_HEAD 6
 #define PIECE 65536
-
-enum { TO_RANK, TO_READER };
-
-/* ----------------------------------------------------------------- altering */
-
-typedef struct edit {
-    int to;
-    unsigned frame, kind, length;
-    size_t at;
-    uint16_t number;
-    const uint8_t *bytes;
-} edit;
-
-/* A frame that is being altered. */
-typedef struct altered {
-    frame head;
-    buffer body;
-    uint32_t lie; /* xor the length */
-    bool twice, last;
-} altered;
-
-static void cut_in(buffer *body, size_t at, const uint8_t *bytes, size_t n)
-{
-    size_t size = body->size;
-    buffer_append(body, bytes, n);
-    if (body->failed)
-        return;
-    memmove(body->data + at + n, body->data + at, size - at);
-    memcpy(body->data + at, bytes, n);
-}
-
-static void apply(const edit *e, altered *a)
-{
-    buffer *body = &a->body;
-    size_t at = e->at % (body->size + 1), rest = body->size - at;
-    size_t n = e->length < rest ? e->length : rest;
-    switch ((edit_kind)e->kind) {
-    case EDIT_OVERWRITE:
-        if (n > 0)
-            memcpy(body->data + at, e->bytes, n);
-        break;
-    case EDIT_INSERT:
-        cut_in(body, at, e->bytes, e->length);
-        break;
-    case EDIT_REMOVE:
-        if (n > 0)
-            memmove(body->data + at, body->data + at + n, rest - n);
-        body->size -= n;
-        break;
-    case EDIT_TYPE:
-        a->head.type = (message_type)e->number;
-        break;
-    case EDIT_REQUEST:
-        a->head.request ^= e->number;
-        break;
-    case EDIT_LENGTH:
-        a->lie = e->number;
-        break;
-    case EDIT_TWICE:
-        a->twice = true;
-        break;
-    case EDIT_CLOSE:
-        a->last = true;
-        break;
-    case EDIT_ACT:
-        break;
-    }
-}
-
-/* The edit at @p *at, behind which it leaves that. False: there is none. */
-static bool next_edit(const uint8_t *edits, size_t size, size_t *at, edit *out)
-{
-    const uint8_t *e = edits + *at;
-    if (size - *at < EDIT_HEAD)
-        return false;
-    *out = (edit){.to = e[0] & 1,
-                  .frame = e[0] >> 1,
-                  .kind = e[1] & 15,
-                  .length = e[1] >> 4,
-                  .at = e[2] | (size_t)e[3] << 8,
-                  .number = (uint16_t)(e[4] | e[5] << 8),
-                  .bytes = e + EDIT_HEAD};
-    *at += EDIT_HEAD;
-    if (out->kind == EDIT_OVERWRITE || out->kind == EDIT_INSERT) {
-        if (out->length > size - *at)
-            out->length = (unsigned)(size - *at);
-        *at += out->length;
-    }
-    return true;
-}
-
-/* All edits that are meant for frame @p number to @p to. */
-static void alter(const lying_link *l, int to, unsigned number, altered *a)
-{
-    edit e;
-    for (size_t at = 0; next_edit(l->edits, l->size, &at, &e);) {
-        if (e.to != to || e.frame != number)
-            continue;
-        if (e.kind >= EDIT_ACT)
-            l->act(e.number);
-        else
-            apply(&e, a);
-    }
-}
-
-bool lying_link_lies(const uint8_t *edits, size_t size)
-{
-    edit e;
-    for (size_t at = 0; next_edit(edits, size, &at, &e);)
-        if (e.kind < EDIT_ACT)
-            return true;
-    return false;
-}
 
 /* ------------------------------------------------------------------ passing */
 
@@ -172,7 +58,7 @@ static bool pass_frame(lying_link *l, link_pair *p, int to, const frame *f,
     bool sealed = answers_hello || (p->begun[to] && p->sealed);
     const buffer *before = answers_hello ? &p->hello : NULL;
     buffer_append(&a.body, bytes, f->length);
-    alter(l, to, l->passed[to]++, &a);
+    edits_apply(l->edits, to, l->passed[to]++, &a, l->act);
     bool good = !a.body.failed && put_frame(p->fds[to], &a, sealed, before) &&
                 (!a.twice || put_frame(p->fds[to], &a, sealed, before)) && !a.last;
     buffer_free(&a.body);
@@ -335,7 +221,7 @@ static void *run(void *cookie)
                                                     {l->listener, POLLIN, 0}};
         for (int i = 0; i < 2 * LINK_PAIRS; i++)
             polled[2 + i] = (struct pollfd){l->pairs[i / 2].fds[i % 2], POLLIN, 0};
-        int patience = l->serves && l->size > 0 ? QUIET_MS : -1;
+        int patience = l->serves && l->edits.size > 0 ? QUIET_MS : -1;
         pthread_mutex_unlock(&l->lock);
         int n = poll(polled, 2 + 2 * LINK_PAIRS, patience);
         pthread_mutex_lock(&l->lock);
@@ -368,13 +254,11 @@ void lying_link_start(lying_link *l, uint16_t rank, void (*act)(uint16_t number)
           pthread_create(&l->thread, NULL, run, l) == 0);
 }
 
-void lying_link_serve(lying_link *l, fanin_client *reader, const uint8_t *edits,
-                      size_t size)
+void lying_link_serve(lying_link *l, fanin_client *reader, edits edits)
 {
     pthread_mutex_lock(&l->lock);
     l->reader = reader;
     l->edits = edits;
-    l->size = size;
     l->accepted = l->passed[TO_RANK] = l->passed[TO_READER] = 0;
     l->serves = true;
     l->has_ended = false;

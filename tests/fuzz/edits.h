@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * What lying_link.h does to frames, as bytes. An edit has six bytes, and as many behind them as it says:
+ *
+ *   0     bit 0: of a frame to the rank or to the reader; the others: of which one in that direction
+ *   1     bits 0-3: what is done (edit_kind), the others: how many bytes follow, or are meant
+ *   2, 3  where in the frame's body, little-endian; modulo its size
+ *   4, 5  a number
+ */
+#ifndef EDITS_H
+#define EDITS_H
+
+#include "buffer.h"
+#include "frame.h"
+
+enum { TO_RANK, TO_READER };
+
+typedef enum edit_kind {
+    EDIT_OVERWRITE, /**< bytes of the body by those that follow */
+    EDIT_INSERT,    /**< them into the body */
+    EDIT_REMOVE,    /**< so many bytes of the body */
+    EDIT_TYPE,      /**< it becomes that of the number */
+    EDIT_REQUEST,   /**< the request's number, xor the number */
+    EDIT_LENGTH,    /**< that the header tells, xor the number */
+    EDIT_TWICE,     /**< the frame comes twice */
+    EDIT_CLOSE,     /**< the frame is the last one of the connection */
+    EDIT_ACT, /**< no lie: the trainer acts by the number before the frame goes on */
+} edit_kind;
+
+typedef struct edits {
+    const uint8_t *data;
+    size_t size;
+} edits;
+
+/** A frame that is being altered. */
+typedef struct altered {
+    frame head;
+    buffer body;
+    uint32_t lie; /**< xor the length */
+    bool twice, last;
+} altered;
+
+/** Does all that is meant for frame @p number to @p to. */
+void edits_apply(edits all, int to, unsigned number, altered *a,
+                 void (*act)(uint16_t number));
+/** Whether one of them is more than a trainer that acts. */
+bool edits_lie(edits all);
+
+#endif
