@@ -57,6 +57,8 @@ static void apply(const edit *e, altered *a)
         a->last = true;
         break;
     case EDIT_ACT:
+    case EDIT_CANCEL:
+    case EDIT_STALL:
         break;
     }
 }
@@ -84,14 +86,15 @@ static bool next_edit(edits all, size_t *at, edit *out)
 }
 
 void edits_apply(edits all, int to, unsigned number, altered *a,
-                 void (*act)(uint16_t number))
+                 void (*happens)(void *cookie, edit_kind kind, uint16_t number),
+                 void *cookie)
 {
     edit e;
     for (size_t at = 0; next_edit(all, &at, &e);) {
         if (e.to != to || e.frame != number)
             continue;
         if (e.kind >= EDIT_ACT)
-            act(e.number);
+            happens(cookie, (edit_kind)e.kind, e.number);
         else
             apply(&e, a);
     }

@@ -25,7 +25,10 @@ typedef enum edit_kind {
     EDIT_LENGTH,    /**< that the header tells, xor the number */
     EDIT_TWICE,     /**< the frame comes twice */
     EDIT_CLOSE,     /**< the frame is the last one of the connection */
-    EDIT_ACT, /**< no lie: the trainer acts by the number before the frame goes on */
+    /* no lies; what happens before the frame goes on */
+    EDIT_ACT,    /**< the trainer acts by the number */
+    EDIT_CANCEL, /**< the reader's call is cancelled */
+    EDIT_STALL,  /**< nothing goes on for so many milliseconds, at most 63 */
 } edit_kind;
 
 typedef struct edits {
@@ -41,10 +44,11 @@ typedef struct altered {
     bool twice, last;
 } altered;
 
-/** Does all that is meant for frame @p number to @p to. */
+/** Does all that is meant for frame @p number to @p to; what is no lie by @p happens. */
 void edits_apply(edits all, int to, unsigned number, altered *a,
-                 void (*act)(uint16_t number));
-/** Whether one of them is more than a trainer that acts. */
+                 void (*happens)(void *cookie, edit_kind kind, uint16_t number),
+                 void *cookie);
+/** Whether one of them is a lie. */
 bool edits_lie(edits all);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
-   acts (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
+   acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
    read by cma where that works. Whatever comes of it, calls end, with a reason if they fail; they write where they
    were told to; what they bring is one step unless the link lied; nothing of that reader stays with the ranks;
    another reader gets what they hold, and so does this one once the link is honest. */

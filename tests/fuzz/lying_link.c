@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #define QUIET_MS 5
@@ -49,6 +50,18 @@ static bool put_frame(int fd, const altered *a, bool sealed, const buffer *befor
     return good;
 }
 
+static void happens(void *cookie, edit_kind kind, uint16_t number)
+{
+    const lying_link *l = cookie;
+    const struct timespec pause = {.tv_nsec = (number & 63) * 1000000L};
+    if (kind == EDIT_CANCEL)
+        fanin_client_cancel(l->reader);
+    else if (kind == EDIT_STALL)
+        (void)nanosleep(&pause, NULL);
+    else
+        l->act(number);
+}
+
 /* Alters a whole frame and passes it on. False: the connection ends. */
 static bool pass_frame(lying_link *l, link_pair *p, int to, const frame *f,
                        const uint8_t *bytes)
@@ -58,7 +71,7 @@ static bool pass_frame(lying_link *l, link_pair *p, int to, const frame *f,
     bool sealed = answers_hello || (p->begun[to] && p->sealed);
     const buffer *before = answers_hello ? &p->hello : NULL;
     buffer_append(&a.body, bytes, f->length);
-    edits_apply(l->edits, to, l->passed[to]++, &a, l->act);
+    edits_apply(l->edits, to, l->passed[to]++, &a, happens, l);
     bool good = !a.body.failed && put_frame(p->fds[to], &a, sealed, before) &&
                 (!a.twice || put_frame(p->fds[to], &a, sealed, before)) && !a.last;
     buffer_free(&a.body);
