@@ -839,6 +839,11 @@ bool connection_was_silent(const connection *c)
 {
     return c->silent;
 }
+
+bool connection_is_late(const connection *c)
+{
+    return deadline_passed(c->connect_by);
+}
 uint64_t connection_generation(const connection *c)
 {
     return c->generation;

@@ -108,6 +108,8 @@ void connection_set_owing(connection *c, bool owing);
 uint64_t connection_heard_ns(const connection *c);
 /** It, or the last attempt to make it, ended in silence. */
 bool connection_was_silent(const connection *c);
+/** The time in which it was to be made has passed. */
+bool connection_is_late(const connection *c);
 /** Whether somebody waits for an answer of this rank. */
 bool connection_owes(const connection *c);
 

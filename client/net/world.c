@@ -300,13 +300,15 @@ static void start(fanin_client *client)
     }
 }
 
-/* What an earlier call began leads to who listened then. Where that has come to nothing another may listen now. */
+/* What an earlier call began leads to who listened then. Where that was closed another may listen now; who merely did
+   not answer has had its time. */
 static bool start_again(fanin_client *client)
 {
     bool any = false;
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
-        if (p->half_made && connection_get_state(p->control) == CONNECTION_DOWN) {
+        if (p->half_made && connection_get_state(p->control) == CONNECTION_DOWN &&
+            !connection_is_late(p->control)) {
             p->half_made = false;
             connection_start(p->control);
             any = true;

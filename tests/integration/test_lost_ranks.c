@@ -6,6 +6,7 @@
 #include "rank_proxy.h"
 #include "testing.h"
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
@@ -178,15 +179,20 @@ static int be_silent(const char *address)
     return fd;
 }
 
-static void connect_with(uint32_t timeout_ms)
+static void connect_in(uint32_t connect_ms, uint32_t timeout_ms)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.path = FANIN_PATH_STREAM;
-    config.connect_timeout_ms = LONG_MS;
+    config.connect_timeout_ms = connect_ms;
     assert_ok(fanin_client_create(&config, &client, &error), error);
     assert_ok(fanin_client_connect(client, w.address_list, w.size, timeout_ms, &error),
               error);
+}
+
+static void connect_with(uint32_t timeout_ms)
+{
+    connect_in(LONG_MS, timeout_ms);
 }
 
 static void a_silent_replica_costs_no_deadline(void **state)
@@ -238,6 +244,21 @@ static void a_connection_left_half_made_is_made_again(void **state)
     world_restart_rank(&w, 0);
     world_commit_rank(&w, 0, 3);
     expect_step(FANIN_STEP_NEWEST, 0, 3);
+}
+
+/* One that is left half made, and that nobody answers, has its time over both calls, and is not made again. */
+static void who_does_not_answer_has_one_time(void **state)
+{
+    begin(2, CUT_CHUNK0, 3);
+    world_stop_rank(&w, 0);
+    int silent = be_silent(w.addresses[0]);
+    connect_in(1000, 300);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, LONG_MS), FANIN_ERR_UNREACHABLE);
+    assert_says(error.message, "accepted but did not answer in time");
+    close(accept(silent, NULL, NULL));
+    assert_int_equal(fcntl(silent, F_SETFL, O_NONBLOCK), 0);
+    assert_int_equal(accept(silent, NULL, NULL), -1);
+    close(silent);
 }
 
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
@@ -320,6 +341,7 @@ int main(void)
         CASE(a_silent_replica_costs_no_deadline),
         CASE(a_silent_rank_is_told_by_its_address),
         CASE(a_connection_left_half_made_is_made_again),
+        CASE(who_does_not_answer_has_one_time),
         CASE(a_rank_that_stops_is_named_first),
         CASE(a_lost_replica_is_not_to_blame),
         CASE(nobody_is_left),

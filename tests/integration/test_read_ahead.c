@@ -10,126 +10,41 @@
 #include "log_catcher.h"
 #include "messages.h"
 #include "net/client_rules.h"
+#include "obedient_rank.h"
 #include "testing.h"
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#define RUN "lora:0"
 #define RANKS 2
 #define BYTES ((size_t)1 << 20) /* of each */
 #define PULLS 150
 #define MOST_CASES 16
-#define OLD 0xee /* what lay in the destination before */
-
-/* ------------------------------------------------------------------ the ranks */
-
-/* In a rank's process. */
-static struct {
-    fanin_server *server;
-    uint8_t *memory, *bytes; /* as the library and as the CPU sees them */
-    unsigned number;
-    uint64_t step;
-    bool snapshots;
-} here;
-
-static void need(bool good)
-{
-    if (!good)
-        _exit(1);
-}
-
-static void put_shard(void)
-{
-    fanin_box box;
-    const fanin_tensor tensor =
-        make_tensor("a", FANIN_DTYPE_U8, RANKS * BYTES, 0, &box, here.memory);
-    box.offset[0] = here.number * BYTES;
-    box.extent[0] = BYTES;
-    need(fanin_server_put(here.server, RUN, &tensor, 1, false, NULL) == FANIN_OK);
-}
-
-static void begin_update(void)
-{
-    need(fanin_server_begin_update(here.server, RUN, NULL) == FANIN_OK);
-}
-
-static void commit_next(void)
-{
-    fanin_commit_options options;
-    fanin_commit_options_init(&options, sizeof options);
-    options.flags = here.snapshots ? FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT : 0;
-    memset(here.bytes, (int)(++here.step & 0xff), BYTES);
-    need(fanin_server_commit(here.server, RUN, here.step, &options, NULL) == FANIN_OK);
-}
-
-static void obey(char word)
-{
-    switch (word) {
-    case 'u': /* an update is open */
-        begin_update();
-        memset(here.bytes, OLD, BYTES);
-        break;
-    case 'e': /* it ends */
-        commit_next();
-        break;
-    case 'c': /* one went by */
-        begin_update();
-        commit_next();
-        break;
-    case 'r':
-        need(fanin_server_remove(here.server, RUN, NULL, NULL) == FANIN_OK);
-        break;
-    case 'a': /* added again */
-        put_shard();
-        commit_next();
-        break;
-    default:
-        _exit(0);
-    }
-}
+#define OLD OVERWRITTEN /* what lay in the destination before */
 
 /* Until the first word nothing is set up: CUDA in a process that was forked from one that uses it would not work. */
-static void serve(int answers, unsigned number)
+static void live(obedience *o)
 {
-    char address[64], word;
-    fanin_server_config config = make_server_config();
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    char word;
     if (read(STDIN_FILENO, &word, 1) != 1)
         _exit(0);
-    config.rank = number;
-    config.world_size = RANKS;
-    config.lease_ms = 1;
-    here.server = make_server(&config, address, sizeof address);
-    here.memory = fake_cuda_alloc(0, BYTES, FAKE_CUDA_MALLOC);
-    here.bytes = fake_cuda_alias(here.memory);
-    here.snapshots = word == 'S';
-    here.number = number;
-    put_shard();
-    commit_next();
-    need(write(answers, address, sizeof address) == sizeof address);
-    while (read(STDIN_FILENO, &word, 1) == 1) {
-        obey(word);
-        need(write(answers, &word, 1) == 1);
-    }
-    _exit(0);
+    o->ranks = RANKS;
+    o->size = BYTES;
+    o->lease_ms =
+        5000; /* what was read ahead counts, however long this process was not let run */
+    o->memory = fake_cuda_alloc(0, BYTES, FAKE_CUDA_MALLOC);
+    o->bytes = fake_cuda_alias(o->memory);
+    o->snapshots = word == 'S';
+    obedient_serve(o);
 }
 
 /* ------------------------------------------------------------------ this side */
 
-typedef struct rank {
-    pid_t pid; /* 0: it has ended */
-    int to, from;
-} rank;
-
-static rank waiting[MOST_CASES][RANKS]; /* one set a case */
-static rank *ranks;                     /* of the case that runs */
+static obedient_rank waiting[MOST_CASES][RANKS]; /* one set a case */
+static obedient_rank *ranks;                     /* of the case that runs */
 static fanin_client *client;
 static fanin_error error = FANIN_ERROR_INIT;
 static uint8_t *into, *bytes; /* the destination, as above */
@@ -150,52 +65,22 @@ void __wrap_encode_wait(buffer *w, uint64_t request, const msg_wait *m)
     __real_encode_wait(w, request, m);
 }
 
-static void fork_rank(rank *r, unsigned number)
-{
-    int to[2], from[2];
-    if (pipe2(to, O_CLOEXEC) || pipe2(from, O_CLOEXEC))
-        abort();
-    r->pid = fork();
-    if (r->pid == 0) {
-        dup2(to[0], STDIN_FILENO);
-        close(to[0]);
-        close(to[1]);
-        close(from[0]);
-        serve(from[1], number);
-    }
-    close(to[0]);
-    close(from[1]);
-    r->to = to[1];
-    r->from = from[0];
-}
-
-/* Returns when the rank has done each. */
-static void tell_one(const rank *r, const char *words)
-{
-    for (; *words; words++) {
-        char done;
-        assert_int_equal(write(r->to, words, 1), 1);
-        assert_int_equal(read(r->from, &done, 1), 1);
-    }
-}
-
 static void tell(const char *words)
 {
     for (unsigned i = 0; i < RANKS; i++)
-        tell_one(&ranks[i], words);
+        obedient_tell(&ranks[i], words);
 }
 
 static void start(const char *word)
 {
     static unsigned next;
-    char addresses[RANKS][64];
+    char addresses[RANKS][OBEDIENT_ADDRESS];
     const char *list[RANKS];
     assert_true(next < MOST_CASES);
     ranks = waiting[next++];
     for (unsigned i = 0; i < RANKS; i++) {
         assert_int_equal(write(ranks[i].to, word, 1), 1);
-        assert_int_equal(read(ranks[i].from, addresses[i], sizeof *addresses),
-                         sizeof *addresses);
+        obedient_address(&ranks[i], addresses[i]);
         list[i] = addresses[i];
     }
     fanin_client_config config = make_client_config();
@@ -214,26 +99,14 @@ static int set_up(void **state)
     return 0;
 }
 
-static void kill_rank(rank *r)
-{
-    int status;
-    kill(r->pid, SIGKILL);
-    assert_int_equal(waitpid(r->pid, &status, 0), r->pid);
-    r->pid = 0;
-}
-
 static int tear_down(void **state)
 {
     fake_cuda_counts counts;
     atomic_store(&client_rules_off, 0);
     before_asking = NULL;
     fanin_client_destroy(&client);
-    for (unsigned i = 0; i < RANKS; i++) {
-        if (ranks[i].pid)
-            kill_rank(&ranks[i]);
-        close(ranks[i].to);
-        close(ranks[i].from);
-    }
+    for (unsigned i = 0; i < RANKS; i++)
+        obedient_end(&ranks[i]);
     fake_cuda_free(into);
     fake_cuda_count(&counts);
     assert_int_equal(counts.mappings, 0);
@@ -303,7 +176,7 @@ static void nothing_is_there(void)
 
 static void a_rank_dies(void)
 {
-    kill_rank(&ranks[1]);
+    obedient_kill(&ranks[1]);
 }
 
 /* ---------------------------------------------------------------------- tests */
@@ -335,7 +208,7 @@ static void an_update_goes_by(void)
 static void one_rank_updates(void)
 {
     step_1_is_there();
-    tell_one(&ranks[1], "u");
+    obedient_tell(&ranks[1], "u");
 }
 
 static void all_is_replaced(void)
@@ -346,11 +219,8 @@ static void all_is_replaced(void)
 
 static void a_rank_stops(void)
 {
-    int status;
     step_1_is_there();
-    kill(ranks[1].pid, SIGSTOP);
-    assert_int_equal(waitpid(ranks[1].pid, &status, WUNTRACED), ranks[1].pid);
-    assert_true(WIFSTOPPED(status));
+    obedient_stop(&ranks[1]);
 }
 
 static void it_is_cancelled(void)
@@ -418,11 +288,11 @@ static void open_updates_are_not_read(void **state)
 static void ranks_of_two_steps_are_not_read(void **state)
 {
     warm_up();
-    tell_one(&ranks[0], "c");
+    obedient_tell(&ranks[0], "c");
     before_asking = nothing_is_there;
     assert_int_equal(pull_by(FANIN_STEP_NEWEST, 0, 300), FANIN_ERR_TIMEOUT);
     log_expect(0, "");
-    tell_one(&ranks[1], "c");
+    obedient_tell(&ranks[1], "c");
     expect_step(2);
 }
 
@@ -449,8 +319,8 @@ static void a_rank_that_has_begun_to_write_is_waited_for(void **state)
     before_asking = one_rank_updates;
     assert_int_equal(pull_by(FANIN_STEP_NEWEST, 0, 300), FANIN_ERR_TIMEOUT);
     log_expect(2, "dropped");
-    tell_one(&ranks[0], "c");
-    tell_one(&ranks[1], "e");
+    obedient_tell(&ranks[0], "c");
+    obedient_tell(&ranks[1], "e");
     expect_step(2);
 }
 
@@ -568,6 +438,6 @@ int main(void)
     setenv("FANIN_CUDA_LIBRARY", library, 1);
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++)
         for (unsigned j = 0; j < RANKS; j++)
-            fork_rank(&waiting[i][j], j);
+            obedient_fork(&waiting[i][j], j, live);
     return cmocka_run_group_tests_name("read-ahead", tests, NULL, NULL);
 }

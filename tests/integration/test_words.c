@@ -5,14 +5,12 @@
  */
 #include "ends.h"
 #include "local_world.h"
+#include "obedient_rank.h"
 #include "testing.h"
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #define RUN "lora:0"
@@ -21,125 +19,65 @@
 
 /* ------------------------------------------------------------------- the rank */
 
-static int to_rank[2], from_rank[2];
-
-/* In the rank's process. */
-static struct {
-    fanin_server *server;
-    uint8_t *memory;
-    uint64_t step;
-} here;
-
-static void need(bool good)
-{
-    if (!good)
-        _exit(1);
-}
-
-static void put_shard(void)
-{
-    fanin_box box;
-    const fanin_tensor tensor =
-        make_tensor("a", FANIN_DTYPE_U8, BYTES, 0, &box, here.memory);
-    need(fanin_server_put(here.server, RUN, &tensor, 1, false, NULL) == FANIN_OK);
-}
-
-static void begin_update(void)
-{
-    need(fanin_server_begin_update(here.server, RUN, NULL) == FANIN_OK);
-}
-
-static void commit_next(void)
-{
-    memset(here.memory, (int)(++here.step & 0xff), BYTES);
-    need(fanin_server_commit(here.server, RUN, here.step, NULL, NULL) == FANIN_OK);
-}
-
 /* Writes and publishes as fast as it can, until the next word comes. */
-static void update_on_and_on(void)
+static void update_on_and_on(obedience *o)
 {
     struct pollfd next = {.fd = STDIN_FILENO, .events = POLLIN};
-    while (poll(&next, 1, 0) == 0) {
-        begin_update();
-        commit_next();
-    }
+    while (poll(&next, 1, 0) == 0)
+        obedient_obey(o, 'c');
 }
 
 /* A copy of this process with all its memory, until the test closes the pipe. */
-static void leave_a_child(void)
+static void leave_a_child(obedience *o)
 {
     if (fork() != 0)
         return;
     char none;
-    close(from_rank[1]);
+    close(o->answers);
     while (read(STDIN_FILENO, &none, 1) > 0)
         ;
     _exit(0);
 }
 
-static void obey(char word)
+static bool obey(obedience *o, char word)
 {
     switch (word) {
-    case 'u': /* an update is open */
-        begin_update();
-        memset(here.memory, 0xee, BYTES);
-        break;
-    case 'c': /* one went by */
-        begin_update();
-        commit_next();
-        break;
     case 'o':
-        update_on_and_on();
-        break;
+        update_on_and_on(o);
+        return true;
     case 'p':
-        need(fanin_server_pause(here.server, RUN, NULL, NULL) == FANIN_OK);
-        break;
+        obedient_need(fanin_server_pause(o->server, RUN, NULL, NULL) == FANIN_OK);
+        return true;
     case 'b': /* back again */
-        need(fanin_server_resume(here.server, RUN, NULL) == FANIN_OK);
-        break;
-    case 'r':
-        need(fanin_server_remove(here.server, RUN, NULL, NULL) == FANIN_OK);
-        break;
-    case 'a': /* added again */
-        put_shard();
-        commit_next();
-        break;
+        obedient_need(fanin_server_resume(o->server, RUN, NULL) == FANIN_OK);
+        return true;
     case 'd':
-        fanin_server_destroy(&here.server, 0);
-        memset(here.memory, 0xee, BYTES);
-        break;
+        fanin_server_destroy(&o->server, 0);
+        memset(o->memory, OVERWRITTEN, BYTES);
+        return true;
     case 'f':
-        leave_a_child();
-        break;
+        leave_a_child(o);
+        return true;
     case 'x':
         execlp("cat", "cat", (char *)NULL);
-        break;
+        return false;
     default:
-        _exit(0);
+        return false;
     }
 }
 
-static void serve(void)
+static void live(obedience *o)
 {
-    char address[64], word;
-    fanin_server_config config = make_server_config();
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    config.lease_ms = 1;
-    here.server = make_server(&config, address, sizeof address);
-    here.memory = malloc(BYTES);
-    put_shard();
-    commit_next();
-    need(write(from_rank[1], address, sizeof address) == sizeof address);
-    while (read(STDIN_FILENO, &word, 1) == 1) {
-        obey(word);
-        need(write(from_rank[1], &word, 1) == 1);
-    }
-    _exit(0);
+    o->size = BYTES;
+    o->lease_ms = 1; /* updates do not wait for readers */
+    o->memory = o->bytes = malloc(BYTES);
+    o->more = obey;
+    obedient_serve(o);
 }
 
 /* ------------------------------------------------------------------ this side */
 
-static pid_t rank;
+static obedient_rank rank;
 static fanin_client *client;
 static fanin_session *session;
 static fanin_error error = FANIN_ERROR_INIT;
@@ -149,22 +87,10 @@ static fanin_tensor tensor;
 
 static int set_up(void **state)
 {
-    char address[64];
+    char address[OBEDIENT_ADDRESS];
     fanin_client_config config = make_client_config();
-    assert_int_equal(pipe2(to_rank, O_CLOEXEC), 0);
-    assert_int_equal(pipe2(from_rank, O_CLOEXEC), 0);
-    rank = fork();
-    assert_true(rank >= 0);
-    if (rank == 0) {
-        dup2(to_rank[0], STDIN_FILENO);
-        close(to_rank[0]);
-        close(to_rank[1]);
-        close(from_rank[0]);
-        serve();
-    }
-    close(to_rank[0]);
-    close(from_rank[1]);
-    assert_int_equal(read(from_rank[0], address, sizeof address), sizeof address);
+    obedient_fork(&rank, 0, live);
+    obedient_address(&rank, address);
     config.path = FANIN_PATH_CMA;
     config.threads = 1;
     const char *list[] = {address};
@@ -174,35 +100,14 @@ static int set_up(void **state)
     return 0;
 }
 
-static void kill_rank(void)
-{
-    int status;
-    kill(rank, SIGKILL);
-    assert_int_equal(waitpid(rank, &status, 0), rank);
-    rank = 0;
-}
-
 static int tear_down(void **state)
 {
     fanin_session_abandon(&session);
     fanin_client_destroy(&client);
-    if (rank)
-        kill_rank();
-    close(to_rank[1]);
-    close(from_rank[0]);
+    obedient_end(&rank);
     free(into);
     error = (fanin_error)FANIN_ERROR_INIT;
     return 0;
-}
-
-/* Returns when the rank has done each; of another program it hears no more. */
-static void tell(const char *words)
-{
-    for (; *words; words++) {
-        char done;
-        assert_int_equal(write(to_rank[1], words, 1), 1);
-        assert_int_equal(read(from_rank[0], &done, 1), *words != 'x');
-    }
 }
 
 static void expect_step(uint64_t step)
@@ -232,7 +137,7 @@ static fanin_status end(void)
 static void expect_stale_after(const char *words)
 {
     read_all();
-    tell(words);
+    obedient_tell(&rank, words);
     assert_int_equal(end(), FANIN_ERR_STALE);
 }
 
@@ -247,18 +152,15 @@ static void expect_lost(void)
 
 static void a_rank_that_stands_still_is_not_waited_for(void **state)
 {
-    int status;
     read_all();
-    kill(rank, SIGSTOP);
-    assert_int_equal(waitpid(rank, &status, WUNTRACED), rank);
-    assert_true(WIFSTOPPED(status));
+    obedient_stop(&rank);
     assert_ok(end(), error);
-    kill(rank, SIGCONT);
+    kill(rank.pid, SIGCONT);
     for (int i = 0; i < 3; i++) { /* nor is the next pull confused */
         read_all();
         assert_ok(end(), error);
     }
-    tell("c"); /* no lease is left */
+    obedient_tell(&rank, "c"); /* no lease is left */
     read_all();
     assert_int_equal(fanin_session_step(session), 2);
     assert_ok(end(), error);
@@ -286,29 +188,32 @@ static void removals_make_it_stale(void **state)
 static void a_server_that_ended_confirms_nothing(void **state)
 {
     read_all();
-    tell("d"); /* the process lives, and what it has freed may still be there */
+    obedient_tell(
+        &rank, "d"); /* the process lives, and what it has freed may still be there */
     expect_lost();
 }
 
 static void a_killed_rank_confirms_nothing(void **state)
 {
     read_all();
-    kill_rank();
+    obedient_kill(&rank);
     expect_lost();
 }
 
 static void another_program_confirms_nothing(void **state)
 {
+    char word = 'x';
     read_all();
-    tell("x");
+    assert_int_equal(write(rank.to, &word, 1), 1);
+    assert_int_equal(read(rank.from, &word, 1), 0); /* that program has no answers */
     expect_lost();
 }
 
 static void a_child_does_not_confirm_for_its_parent(void **state)
 {
     read_all();
-    tell("f");
-    kill_rank();
+    obedient_tell(&rank, "f");
+    obedient_kill(&rank);
     expect_lost();
 }
 
@@ -327,7 +232,7 @@ static void what_is_accepted_among_updates_is_whole(void **state)
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     char on = 'o';
     unsigned good = 0;
-    assert_int_equal(write(to_rank[1], &on, 1), 1);
+    assert_int_equal(write(rank.to, &on, 1), 1);
     for (int i = 0; i < PULLS; i++) {
         fanin_result *result = NULL;
         fanin_result_info info = {.struct_size = sizeof info};
