@@ -60,6 +60,7 @@ from processes import (
 )
 
 WORLD = 3
+SOCKETS = WORLD * (1 + 2)  # of a reader: to each rank one that asks, and one for each thread
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
 RECOVERY = 60.0
@@ -113,7 +114,7 @@ class Campaign:
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.found = Found()
-        self._usual: dict[int, tuple[int, int]] = {}
+        self._usual: dict[int, tuple[int, ...]] = {}
         self._slowness, self._mutant = 4 if options.sanitized else 1, options.mutant
         self._recovery = 20.0 if self._mutant else RECOVERY
         device = "-cuda" if options.cuda else ""
@@ -390,9 +391,8 @@ class Campaign:
                 told += reader.story()
             kind = self.found.hung if silent * 1e3 > TIMEOUT + HUNG else self.found.wedged
             kind.append("\n  ".join(told))
-        for reader in self.readers:
-            if reader.limited is not None and not missing:
-                self._note_usual(reader)
+        if not missing and sum(self.faults.values()) < 30:
+            self._note_usual()
 
     def _is_busy(self) -> bool:
         load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
@@ -422,27 +422,30 @@ class Campaign:
         life = life_word(self.trainer.life)
         return good is not None and good.began > since and int(good.life, 16) == life
 
-    def _note_usual(self, reader: Reader) -> None:
-        """The most that it had open in one of the first rounds."""
-        assert reader.limited is not None
-        seen = (reader.limited.descriptors(), reader.limited.threads())
-        usual = self._usual.get(reader.index, (0, 0))
-        if sum(self.faults.values()) < 30:
-            self._usual[reader.index] = (max(seen[0], usual[0]), max(seen[1], usual[1]))
+    def _note_usual(self) -> None:
+        """The most that readers have open in one of the first rounds: within a pull it is more than
+        between two, and one look may meet either. Sockets are as many as a reader may have: which
+        ranks two threads share, each by a connection of its own, differs from pull to pull."""
+        for _ in range(20):
+            for reader in self.readers:
+                if reader.limited is not None:
+                    usual = self._usual.get(reader.index, (0, SOCKETS, 0))
+                    now = reader.limited.open_now()
+                    self._usual[reader.index] = tuple(map(max, now, usual))
+            time.sleep(0.002)
 
     def _look_for_leaks(self) -> None:
         for reader in self.readers:
             usual = self._usual.get(reader.index)
             if usual is None or reader.limited is None:
                 continue
-            least = (1 << 30, 1 << 30)
+            least = reader.limited.open_now()
             for _ in range(50):  # between two pulls it has less than within one
-                seen = (reader.limited.descriptors(), reader.limited.threads())
-                least = (min(least[0], seen[0]), min(least[1], seen[1]))
+                least = tuple(map(min, least, reader.limited.open_now()))
                 time.sleep(0.01)
-            if least[0] > usual[0] or least[1] > usual[1]:
+            if any(now > before for now, before in zip(least, usual, strict=True)):
                 self.found.leaked.append(
-                    f"reader {reader.index}: {least} descriptors and threads, in the beginning "
+                    f"reader {reader.index}: {least} files, sockets and threads, in the beginning "
                     f"{usual}; {reader.limited.names()}"
                 )
 

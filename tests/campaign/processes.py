@@ -122,11 +122,16 @@ class Limited:
         except OSError:
             return 0
 
-    def threads(self) -> int:
-        try:
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        except OSError:
-            return 0
+    def open_now(self) -> tuple[int, int, int]:
+        """Descriptors that are no sockets, sockets, and threads."""
+        folder, kinds = Path(f"/proc/{self.process.pid}"), Counter[bool]()
+        threads = 0
+        with contextlib.suppress(OSError):
+            threads = len(os.listdir(folder / "task"))
+            for descriptor in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    kinds[os.readlink(descriptor).startswith("socket:")] += 1
+        return kinds[False], kinds[True], threads
 
     def names(self) -> str:
         """Its threads, and what its descriptors are of, with how many of each."""
