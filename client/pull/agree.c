@@ -2,6 +2,7 @@
 #include "pull/agree.h"
 
 #include "error_set.h"
+#include "net/client_rules.h"
 #include "net/spans.h"
 #include "net/standing.h"
 #include "plan/plan.h"
@@ -105,7 +106,7 @@ static void stop_asking(agreement *g, size_t peer)
 /* None is asked for again in this agreement. */
 static void give_leases_back(agreement *g)
 {
-    if (!g->early || !deadline_passed(g->give_back))
+    if (!g->early || !deadline_passed(g->give_back) || !CLIENT_RULE(CLIENT_RULE_HASTE))
         return;
     lease_round_abandon(g->client, g->early->leases);
     g->early->since_ns = 0;

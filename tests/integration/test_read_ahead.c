@@ -33,8 +33,7 @@ static void live(obedience *o)
         _exit(0);
     o->ranks = RANKS;
     o->size = BYTES;
-    o->lease_ms =
-        5000; /* what was read ahead counts, however long this process was not let run */
+    o->lease_ms = 5000;
     o->memory = fake_cuda_alloc(0, BYTES, FAKE_CUDA_MALLOC);
     o->bytes = fake_cuda_alias(o->memory);
     o->snapshots = word == 'S';
@@ -83,6 +82,8 @@ static void start(const char *word)
         obedient_address(&ranks[i], addresses[i]);
         list[i] = addresses[i];
     }
+    /* What was read ahead counts, however long this process was not let run. */
+    atomic_store(&client_rules_off, CLIENT_RULE_HASTE);
     fanin_client_config config = make_client_config();
     config.path = FANIN_PATH_CUDA_IPC;
     config.log = log_catch;
@@ -254,7 +255,7 @@ static void what_was_overtaken_is_read_again(void **state)
 static void without_the_rule_bytes_are_of_another_step(void **state)
 {
     warm_up();
-    atomic_store(&client_rules_off, CLIENT_RULE_AHEAD);
+    atomic_store(&client_rules_off, CLIENT_RULE_AHEAD | CLIENT_RULE_HASTE);
     before_asking = an_update_goes_by;
     assert_ok(pull_newest(NULL), error);
     assert_int_equal(pulled, 2);
@@ -396,6 +397,7 @@ static void what_is_accepted_among_updates_is_whole(void **state)
     pthread_t trainer;
     unsigned good = 0;
     warm_up();
+    atomic_store(&client_rules_off, 0);
     assert_int_equal(pthread_create(&trainer, NULL, update_on_and_on, &stop), 0);
     for (int i = 0; i < PULLS; i++) {
         fanin_status status = pull_by(FANIN_STEP_NEWEST, 0, 200);
