@@ -15,7 +15,8 @@ enum {
     CLIENT_RULE_WORLD_ASK = 1 << 4, /**< worlds differ only if their ranks still live */
     CLIENT_RULE_AHEAD =
         1 << 5, /**< what was read before the leases counts under those epochs only */
-    CLIENT_RULE_HASTE = 1 << 6, /**< leases that were asked for early are given back soon */
+    CLIENT_RULE_HASTE =
+        1 << 6, /**< leases that were asked for early are given back soon */
 };
 
 #ifdef FANIN_TEST_HOOKS
