@@ -10,10 +10,11 @@ a wrong byte or step, memory that was written after a failed call had returned, 
 their time by 10 s (hung), readers that did not recover within a minute (wedged), descriptors and
 threads that stayed (leaked), calls of the trainer that failed although nothing had been done to it,
 and updates that readers held up for longer than their lease. One line of figures on standard
-output; exit status 1 if one of these is not 0. On a busy machine, a load of more than four for each
-CPU, readers have another minute, in which the trainer rests, and are no fault but told (starved).
-Time in which the machine stood does not count: one of its CPUs, or one of these processes, which
-was ready and got none. After each 500 faults the figures so far go to standard error.
+output, with the slowest recovery; exit status 1 if one of these is not 0. On a busy machine, a load
+of more than four for each CPU, readers have another minute, in which the trainer rests, and are no
+fault but told (starved). Time in which the machine stood does not count: one of its CPUs, or one of
+these processes, which was ready and got none. After each 500 faults the figures so far go to
+standard error.
 
 --faults: how many (default 40). --seconds: as many as fit. --sanitized: the programs are built with
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
@@ -64,6 +65,7 @@ SOCKETS = WORLD * (1 + 2)  # of a reader: to each rank one that asks, and one fo
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
 RECOVERY = 60.0
+SLOW = 15.0  # s, of a recovery, from which on readers' calls are told
 STORIES = 2  # a round; each takes half a minute at worst
 BUSY = 4  # so many that want to run for each CPU; this takes two
 REST = 10**9  # ns until a trainer that is to rest does
@@ -375,7 +377,9 @@ class Campaign:
         trainer rests for those that are left: they were starved, and are wedged if they cannot
         pull from a trainer at rest.
         """
+        began = time.monotonic()
         missing = self._await(list(self.readers))
+        self.found.slowest = max(self.found.slowest, (time.monotonic() - began, after))
         if missing and self._is_busy():
             self.board.calm(time.monotonic_ns() + REST)
             left = self._await(missing)
@@ -401,9 +405,15 @@ class Campaign:
     def _await(self, missing: list[Reader]) -> list[Reader]:
         """Those that have not pulled in time; while the machine stands, that does too."""
         began = now = time.monotonic_ns()
+        told = False
         while missing and now - began - self._stood(began) < self._recovery * 1e9:
             time.sleep(0.005)
             now = time.monotonic_ns()
+            if now - began > SLOW * 1e9 and not told and not self._mutant:
+                told = True  # what comes of it may be good, and what it waited for is gone then
+                for reader in missing:
+                    lines = [f"reader {reader.index} ({reader.path}) is slow:", *reader.calls()]
+                    print("\n  ".join(lines), file=sys.stderr, flush=True)
             self.trainer_lives()
             missing = [reader for reader in missing if not self._has_recovered(reader, began)]
         return missing
@@ -496,13 +506,14 @@ class Campaign:
         bad = self.bad()
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         figures = ", ".join(f"{what} {count}" for what, count in bad.items())
+        slow, after = self.found.slowest
         overrun = max(reader.overrun(self.found.pulse) for reader in self.readers)
         return (
             f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
             f" updates, {self.board.total(ACTS)} acts of the trainer,"
             f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
             f" ({kinds}); {figures}; starved {len(self.found.starved)}, {self.found.pulse.told()};"
-            f" worst overrun {overrun} ms",
+            f" slowest recovery {slow:.1f} s ({after}); worst overrun {overrun} ms",
             not any(bad.values()) and overrun < HUNG,
         )
 

@@ -40,6 +40,7 @@ class Found:
     hung: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     starved: list[str] = field(default_factory=list)  # which may be
+    slowest: tuple[float, str] = (0.0, "")  # recovery in seconds, and after what
 
 
 class Board:
@@ -343,10 +344,14 @@ class Reader:
     def heal(self) -> None:
         self.disturb().heal()
 
-    def story(self) -> Iterator[str]:
-        """Its latest calls, and what it does now."""
+    def calls(self) -> Iterator[str]:
+        """Its latest calls."""
         for call in self.latest:
             ago = (time.monotonic_ns() - call.began) / 1e9
             yield f"{ago:.1f} s ago, for {call.took} ms: {call.verdict} {call.status} {call.text}"
+
+    def story(self) -> Iterator[str]:
+        """Its latest calls, and what it does now."""
+        yield from self.calls()
         if self.limited is not None:
             yield from doing(self.limited.process.pid)
