@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """long_run.py BUILD KEPT: all fuzz targets of a build with -Dfuzzing=libfuzzer, in turns, until
 each has had its share of --cpu-hours; whoever has had least goes first. What was found and what it
-has cost so far is kept in KEPT, also between runs, so that hours add up. Prints a line a target;
-exit status 1 if one failed, whose input lies in KEPT then."""
+has cost so far is kept in KEPT, also between runs, so that hours add up; SIGTERM and SIGINT end a run
+early, and what it has cost counts. Prints a line a target; exit status 1 if one failed, whose input
+lies in KEPT then."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import concurrent.futures
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 CORPORA = Path(__file__).parent / "corpus"
+INTERRUPTED = 72  # libFuzzer's exit status after SIGINT
 EXECUTED = re.compile(rb"stat::number_of_executed_units: (\d+)")
 
 
@@ -26,6 +29,7 @@ class Target:
     def __init__(self, program: Path, kept: Path) -> None:
         self.program = program
         self.name = program.name.removeprefix("fuzz_")
+        self.process: subprocess.Popen[bytes] | None = None
         self.corpus = kept / self.name
         self.corpus.mkdir(parents=True, exist_ok=True)
         self.count = kept / f"{self.name}.json"
@@ -33,10 +37,15 @@ class Target:
         if self.count.exists():
             self.had = json.loads(self.count.read_text())
 
+    def stop(self) -> None:
+        """Ends its turn, if it has one."""
+        if (process := self.process) is not None:
+            process.send_signal(signal.SIGINT)
+
     def take_turn(self, seconds: int) -> None:
         """Runs it so long, and counts."""
         with open(self.corpus.with_suffix(".log"), "wb") as log:
-            process = subprocess.Popen(
+            self.process = process = subprocess.Popen(
                 [
                     self.program,
                     f"-max_total_time={seconds}",
@@ -50,13 +59,15 @@ class Target:
                 ],
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # it hears of a Ctrl-C by stop() alone
             )
             _, status, used = os.wait4(process.pid, 0)
+        self.process = None
         process.returncode = os.waitstatus_to_exitcode(status)
         told = EXECUTED.findall(self.corpus.with_suffix(".log").read_bytes())
         self.had["cpu_seconds"] += used.ru_utime + used.ru_stime
         self.had["executed"] += int(told[-1]) if told else 0
-        self.had["failures"] += process.returncode != 0
+        self.had["failures"] += process.returncode not in (0, INTERRUPTED)
         unfinished = self.count.with_suffix(".new")
         unfinished.write_text(json.dumps(self.had))
         unfinished.replace(self.count)
@@ -74,19 +85,27 @@ class Turns:
     """Deals turns to who has had least and is not at one."""
 
     def __init__(self, targets: list[Target], share: float) -> None:
+        self.targets = targets
         self.waiting = list(targets)
         self.share = share
+        self.stopped = False
         self.lock = threading.Lock()
 
     def next(self) -> Target | None:
         """Whose turn it is; None when those that wait have had their share, or have failed."""
         with self.lock:
             self.waiting.sort(key=lambda t: t.had["cpu_seconds"])
-            for target in self.waiting:
+            for target in [] if self.stopped else self.waiting:
                 if target.had["cpu_seconds"] < self.share and not target.had["failures"]:
                     self.waiting.remove(target)
                     return target
         return None
+
+    def stop(self, *_signal: object) -> None:
+        """Ends all turns."""
+        self.stopped = True
+        for target in self.targets:
+            target.stop()
 
     def deal(self, seconds: int) -> None:
         """One turn of so many seconds after the other."""
@@ -110,6 +129,8 @@ def main() -> int:
         parser.error(f"no fuzz targets in {asked.build}: configure it with -Dfuzzing=libfuzzer")
     targets = [Target(p.resolve(), asked.kept.resolve()) for p in programs]
     turns = Turns(targets, asked.cpu_hours * 3600 / len(targets))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, turns.stop)
     try:
         with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
             for done in [pool.submit(turns.deal, asked.turn) for _ in range(asked.jobs)]:
