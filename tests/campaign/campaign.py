@@ -449,7 +449,7 @@ class Campaign:
             usual = self._usual.get(reader.index)
             if usual is None or reader.limited is None:
                 continue
-            least = reader.limited.open_now()
+            least: tuple[int, ...] = reader.limited.open_now()
             for _ in range(50):  # between two pulls it has less than within one
                 least = tuple(map(min, least, reader.limited.open_now()))
                 time.sleep(0.01)
