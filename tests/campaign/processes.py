@@ -123,19 +123,8 @@ class Limited:
         except OSError:
             return 0
 
-    def open_now(self) -> tuple[int, int, int]:
-        """Descriptors that are no sockets, sockets, and threads."""
-        folder, kinds = Path(f"/proc/{self.process.pid}"), Counter[bool]()
-        threads = 0
-        with contextlib.suppress(OSError):
-            threads = len(os.listdir(folder / "task"))
-            for descriptor in (folder / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    kinds[os.readlink(descriptor).startswith("socket:")] += 1
-        return kinds[False], kinds[True], threads
-
-    def names(self) -> str:
-        """Its threads, and what its descriptors are of, with how many of each."""
+    def _has(self) -> tuple[Counter[str], Counter[str]]:
+        """Its threads by name, and its descriptors by what they are of."""
         folder = Path(f"/proc/{self.process.pid}")
         threads, files = Counter[str](), Counter[str]()
         for task in folder.glob("task/*/comm"):
@@ -144,6 +133,16 @@ class Limited:
         for descriptor in folder.glob("fd/*"):
             with contextlib.suppress(OSError):
                 files[os.readlink(descriptor).partition(":[")[0]] += 1
+        return threads, files
+
+    def open_now(self) -> tuple[int, int, int]:
+        """Descriptors that are no sockets, sockets, and threads."""
+        threads, files = self._has()
+        return files.total() - files["socket"], files["socket"], threads.total()
+
+    def names(self) -> str:
+        """Its threads, and what its descriptors are of, with how many of each."""
+        threads, files = self._has()
         return f"threads {dict(sorted(threads.items()))}, files {dict(sorted(files.items()))}"
 
     def address_space(self) -> int:

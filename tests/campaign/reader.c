@@ -28,12 +28,14 @@
 #include "weights.h"
 #include <fanin/client.h>
 #include <fanin/safetensors.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #ifdef FANIN_TEST_HOOKS
 #include "net/client_rules.h"
@@ -360,6 +362,20 @@ static void once(reader *r)
         board_sleep(10 * MS);
 }
 
+static unsigned sockets_open(void)
+{
+    unsigned n = 0;
+    DIR *descriptors = opendir("/proc/self/fd");
+    for (struct dirent *e; descriptors && (e = readdir(descriptors));) {
+        struct stat is;
+        n +=
+            fstatat(dirfd(descriptors), e->d_name, &is, 0) == 0 && S_ISSOCK(is.st_mode);
+    }
+    if (descriptors)
+        closedir(descriptors);
+    return n;
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 8)
@@ -382,8 +398,11 @@ int main(int argc, char **argv)
     names_by(r.board);
     get_memory(&r);
     describe(&r);
+    const unsigned before = sockets_open(); /* a driver's */
     while (!atomic_load(&r.board->over))
         once(&r);
     fanin_client_destroy(&r.client);
+    if (sockets_open() != before)
+        return 5; /* a client that is gone has left some */
     return memory_left(1) ? 4 : 0;
 }

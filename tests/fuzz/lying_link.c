@@ -4,7 +4,6 @@
 #include "checksum.h"
 #include "fuzz.h"
 #include "messages.h"
-#include "socket.h"
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -160,8 +159,6 @@ static void close_all(lying_link *l)
 
 static void on_accept(lying_link *l)
 {
-    char text[32];
-    socket_address to;
     int reader = accept4(l->listener, NULL, NULL, SOCK_CLOEXEC);
     if (reader < 0)
         return;
@@ -169,10 +166,9 @@ static void on_accept(lying_link *l)
     link_pair *p = l->pairs;
     while (p < l->pairs + LINK_PAIRS && p->fds[TO_READER] >= 0)
         p++;
-    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)l->rank);
-    check(rank >= 0 && socket_resolve(text, &to, NULL) == FANIN_OK);
+    check(rank >= 0);
     if (!l->serves || l->accepted++ == CONNECTIONS || p == l->pairs + LINK_PAIRS ||
-        connect(rank, (struct sockaddr *)&to.storage, to.length) != 0) {
+        connect(rank, (struct sockaddr *)&l->rank.storage, l->rank.length) != 0) {
         close(reader);
         close(rank);
         return;
@@ -255,11 +251,13 @@ static void wake(lying_link *l)
 void lying_link_start(lying_link *l, uint16_t rank, void (*act)(uint16_t number))
 {
     socket_address at;
-    *l = (lying_link){.rank = rank, .act = act, .wake = eventfd(0, EFD_CLOEXEC)};
+    *l = (lying_link){.act = act, .wake = eventfd(0, EFD_CLOEXEC)};
     for (int i = 0; i < LINK_PAIRS; i++)
         l->pairs[i].fds[TO_RANK] = l->pairs[i].fds[TO_READER] = -1;
-    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &at, NULL) == FANIN_OK &&
-          socket_listen(&at, 16, &l->listener, NULL) == FANIN_OK);
+    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &at, NULL) == FANIN_OK);
+    l->rank = at;
+    socket_set_port(&l->rank, rank);
+    check(socket_listen(&at, 16, &l->listener, NULL) == FANIN_OK);
     snprintf(l->address, sizeof l->address, "127.0.0.1:%u",
              (unsigned)socket_port(l->listener));
     check(pthread_mutex_init(&l->lock, NULL) == 0 &&

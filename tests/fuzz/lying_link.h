@@ -8,6 +8,7 @@
 #define LYING_LINK_H
 
 #include "edits.h"
+#include "socket.h"
 #include <fanin/client.h>
 #include <pthread.h>
 
@@ -24,7 +25,7 @@ typedef struct link_pair {
 
 typedef struct lying_link {
     char address[32]; /**< that readers connect to */
-    uint16_t rank;    /**< the rank's port */
+    socket_address rank;
     void (*act)(uint16_t number);
     int listener, wake;
     pthread_t thread;
