@@ -250,14 +250,12 @@ static void wake(lying_link *l)
 
 void lying_link_start(lying_link *l, uint16_t rank, void (*act)(uint16_t number))
 {
-    socket_address at;
     *l = (lying_link){.act = act, .wake = eventfd(0, EFD_CLOEXEC)};
     for (int i = 0; i < LINK_PAIRS; i++)
         l->pairs[i].fds[TO_RANK] = l->pairs[i].fds[TO_READER] = -1;
-    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &at, NULL) == FANIN_OK);
-    l->rank = at;
-    socket_set_port(&l->rank, rank);
-    check(socket_listen(&at, 16, &l->listener, NULL) == FANIN_OK);
+    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &l->rank, NULL) == FANIN_OK &&
+          socket_listen(&l->rank, 16, &l->listener, NULL) == FANIN_OK);
+    socket_set_port(&l->rank, rank); /* the same host */
     snprintf(l->address, sizeof l->address, "127.0.0.1:%u",
              (unsigned)socket_port(l->listener));
     check(pthread_mutex_init(&l->lock, NULL) == 0 &&
