@@ -96,15 +96,17 @@ error_place connection_place(const connection *c, const char *phase)
 
 /* ------------------------------------------------------------ connecting */
 
+/* EBADMSG is for who decides whether to try again; its words tell nothing. */
 static void fail_here(connection *c, fanin_status status, int sys_errno,
                       const char *phase, const char *remedy, const char *what)
 {
     fanin_error fault = FANIN_ERROR_INIT;
     error_place place = connection_place(c, phase);
     place.remedy = remedy;
+    place.sys_errno = sys_errno;
     char who[CONNECTION_NAME];
     connection_name(c, who);
-    if (sys_errno)
+    if (sys_errno && sys_errno != EBADMSG)
         error_set_errno(&fault, status, sys_errno, &place, "%s %s", who, what);
     else
         error_set(&fault, status, &place, "%s %s", who, what);
@@ -445,15 +447,20 @@ static bool take_frames(connection *c)
     return result == FRAMING_MORE;
 }
 
-/* A rank judges this end's certificate when this end believes hands shaken already. */
-static bool fail_if_refused(connection *c)
+static void fail_received(connection *c, int sys_errno)
 {
     secure_fault why;
-    if (!secure_refused(c->tls, &why))
-        return false;
+    bool is_ready = c->state == CONNECTION_READY;
     c->silent = false;
-    fail_here(c, why.status, 0, "connect", why.remedy, why.what);
-    return true;
+    if (secure_refused(c->tls,
+                       &why)) /* its certificate, after this end has shaken hands */
+        fail_here(c, why.status, 0, "connect", why.remedy, why.what);
+    else if (secure_broken(c->tls, &why))
+        fail_here(c, why.status, EBADMSG, "connection", why.remedy, why.what);
+    else /* whoever accepts and says nothing is a forwarder in front of a dead rank */
+        fail_here(c, is_ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE, sys_errno,
+                  "connection", "is the trainer process still alive?",
+                  sys_errno ? "broke the connection" : "closed the connection");
 }
 
 static void on_readable(connection *c)
@@ -470,20 +477,8 @@ static void on_readable(connection *c)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return;
-        if (n <= 0 && fail_if_refused(c))
-            return;
         if (n <= 0) {
-            /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */
-            bool ready = c->state == CONNECTION_READY;
-            bool altered = n < 0 && errno == EBADMSG;
-            c->silent = false;
-            fail_here(c,
-                      altered ? FANIN_ERR_TRANSPORT
-                      : ready ? FANIN_ERR_CLOSED
-                              : FANIN_ERR_UNREACHABLE,
-                      n < 0 ? errno : 0, "connection",
-                      "is the trainer process still alive?",
-                      n < 0 ? "broke the connection" : "closed the connection");
+            fail_received(c, n < 0 ? errno : 0);
             return;
         }
         framing_add(&c->in, (size_t)n);

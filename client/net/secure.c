@@ -151,6 +151,19 @@ bool secure_refused(const tls *t, secure_fault *out)
     return true;
 }
 
+bool secure_broken(const tls *t, secure_fault *out)
+{
+    const char *why = tls_broken(t);
+    if (!why)
+        return false;
+    snprintf(out->what, sizeof out->what,
+             "and this process cannot go on by TLS: %.200s", why);
+    say(out, FANIN_ERR_TRANSPORT,
+        "is a link, a switch or memory on the way faulty, or does somebody alter what "
+        "passes?");
+    return true;
+}
+
 bool secure_proven(const tls *t, const msg_hello_ok *peer)
 {
     return !t || tls_check_rank(t, peer->world_id, peer->rank, peer->proof.data,

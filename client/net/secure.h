@@ -17,6 +17,9 @@ void secure_explain(const tls *t, secure_fault *out);
 /** Whether receiving has failed because the rank refused this end's certificate, and what of that is said. Of NULL:
     no. */
 bool secure_refused(const tls *t, secure_fault *out);
+/** Whether receiving has failed because of what came, or of what the rank says that came to it, and what of that is
+    said; FANIN_ERR_TRANSPORT. Of NULL: no. */
+bool secure_broken(const tls *t, secure_fault *out);
 /** Whether the rank that answers is who it says, as far as there is TLS (NULL: it need not prove it). */
 bool secure_proven(const tls *t, const msg_hello_ok *peer);
 /** Why it is not. */

@@ -224,9 +224,10 @@ static void fail(const stream_link *link, fanin_status status, int sys_errno,
     error_place place = connection_place(link->control, "read");
     uint32_t rank = connection_peer(link->control)->rank;
     const char *text = connection_text(link->control);
+    place.sys_errno = sys_errno;
     if (status == FANIN_ERR_MEMORY)
-        error_set_memory(&why); /* nobody else's fault */
-    else if (sys_errno)
+        error_set_memory(&why);                 /* nobody else's fault */
+    else if (sys_errno && sys_errno != EBADMSG) /* whose words tell nothing */
         error_set_errno(&why, status, sys_errno, &place, "rank %u at %s %s", rank, text,
                         what);
     else
@@ -438,6 +439,18 @@ static void on_chunk(sink_waiter *waiter)
     data_want(d);
 }
 
+static void lose_received(data_connection *d, int sys_errno)
+{
+    secure_fault why;
+    if (secure_refused(d->tls, &why))
+        data_lose(d, why.status, 0, why.what);
+    else if (secure_broken(d->tls, &why))
+        data_lose(d, why.status, EBADMSG, why.what);
+    else
+        data_lose(d, FANIN_ERR_CLOSED, sys_errno,
+                  sys_errno ? "broke a data connection" : "closed a data connection");
+}
+
 /* recv/readv with the usual cases; 0: nothing now or the connection is gone. */
 static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
 {
@@ -449,15 +462,7 @@ static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
             continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
-        secure_fault refused;
-        if (got < 0 && secure_refused(d->tls, &refused)) {
-            data_lose(d, refused.status, 0, refused.what);
-            return 0;
-        }
-        bool altered = got < 0 && errno == EBADMSG;
-        data_lose(d, altered ? FANIN_ERR_TRANSPORT : FANIN_ERR_CLOSED,
-                  got < 0 ? errno : 0,
-                  got < 0 ? "broke a data connection" : "closed a data connection");
+        lose_received(d, got < 0 ? errno : 0);
         return 0;
     }
 }

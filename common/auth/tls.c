@@ -248,6 +248,11 @@ bool tls_is_up(const tls *t)
     return t && t->up;
 }
 
+const char *tls_broken(const tls *t)
+{
+    return tls_is_up(t) && t->fault == TLS_BROKEN ? tls_why(t) : NULL;
+}
+
 tls_fault tls_failed(const tls *t)
 {
     return t->fault;

@@ -81,6 +81,9 @@ typedef enum tls_fault {
 tls_fault tls_failed(const tls *t);
 const char *tls_file(const tls *t);         /**< tls_end_file() of its end */
 const identity *tls_identity(const tls *t); /**< tls_end_identity() of its end */
+/** Once it was up: why nothing goes by it any more although neither end closed it, mostly because what came is not
+    what was sent. NULL, and of NULL: that is not so. Static. */
+const char *tls_broken(const tls *t);
 /** Whom the other's certificate is for, for people. Valid until the tls is freed. */
 const char *tls_found(const tls *t);
 /** OpenSSL's words, static. */

@@ -146,6 +146,7 @@ void session_close(session *s, const char *why)
 {
     if (s->phase == SESSION_DEAD)
         return;
+    peer_log_broken(s->control->server, s->from, s->peer, s->tls);
     if (why)
         peer_log(s->control->server, s->from, FANIN_LOG_INFO, "session-close",
                  "%s: %s%s", s->peer, why, s->trace);

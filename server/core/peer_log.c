@@ -47,6 +47,16 @@ void peer_log(fanin_server *s, peer_share *from, fanin_log_level level,
     log_write(&s->log, level, event, "%s", text);
 }
 
+void peer_log_broken(fanin_server *s, peer_share *from, const char *peer, const tls *t)
+{
+    const char *why = tls_broken(t);
+    if (why)
+        peer_log(s, from, FANIN_LOG_WARNING, "tls-broken",
+                 "%s and this rank cannot go on by TLS: %s; is a link, a switch or "
+                 "memory on the way faulty, or does somebody alter what passes?",
+                 peer, why);
+}
+
 deadline peer_log_due(const fanin_server *s)
 {
     return atomic_load(&s->tell_at);

@@ -94,6 +94,7 @@ static void connection_close(data_thread *t, connection *c)
         turns_leave(&t->resting, &c->turn);
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
     atomic_fetch_sub(&t->load, 1);
+    peer_log_broken(t->tools.server, c->from, c->peer, c->tls);
     connection_free(&t->tools, c);
 }
 

@@ -2,6 +2,7 @@
 /* A launch's secret between a rank and readers over TCP: who has it pulls, and nobody else gets anything, in
    bounded time and with a sentence that says why. */
 #include "ends.h"
+#include "log_catcher.h"
 #include "rank_proxy.h"
 #include "secrets.h"
 #include "secured_peer.h"
@@ -165,6 +166,50 @@ static void no_altered_bit_arrives(void **state)
     fanin_server_destroy(&server, 0);
 }
 
+static bool on_change(void *cookie, const fanin_watch_event *event)
+{
+    return true;
+}
+
+/* A bit of what goes this way once all is up: both ends say that it is the way, and where to look. */
+static void altered(flip_way way, const char *words_of_reader,
+                    const char *words_of_rank)
+{
+    char address[32];
+    const char *addresses[] = {address};
+    rank_proxy proxy;
+    flip f = {.way = way, .at = UINT64_MAX};
+    fanin_server_config of_rank = make_server_config();
+    fanin_client_config of_reader = make_client_config();
+    of_rank.secret_file = of_reader.secret_file = secret_of('1');
+    of_rank.log = log_catch;
+    of_reader.no_unix = true;
+    log_listen("tls-broken");
+    fanin_server *server = make_server(&of_rank, address, sizeof address);
+    rank_proxy_start_flip(&proxy, fanin_server_port(server), &f);
+    memcpy(address, proxy.address, sizeof address);
+    fanin_client *client = connect_client(&of_reader, addresses, 1);
+    atomic_store(&f.at, atomic_load(&f.passed[0][way]) + 20);
+    error = (fanin_error)FANIN_ERROR_INIT;
+    assert_int_equal(
+        fanin_client_watch(client, "lora:0", 20000, on_change, NULL, &error),
+        FANIN_ERR_TRANSPORT);
+    assert_says(error.message, words_of_reader);
+    assert_says(error.remedy, "alter what passes");
+    log_expect(1, words_of_rank);
+    fanin_client_destroy(&client);
+    fanin_server_destroy(&server, 0);
+    rank_proxy_stop(&proxy);
+}
+
+static void who_alters_is_told_of(void **state)
+{
+    altered(FLIP_TO_RANK, "cannot go on by TLS: sslv3 alert bad record mac",
+            "cannot go on by TLS: a record is not what was sent");
+    altered(FLIP_TO_CLIENT, "cannot go on by TLS: a record is not what was sent",
+            "cannot go on by TLS: sslv3 alert bad record mac");
+}
+
 /* Half a handshake, and what is none, ends soon, and keeps nobody else from reading. */
 static void unfinished_handshakes_end(void **state)
 {
@@ -269,6 +314,7 @@ int main(void)
         cmocka_unit_test(others_are_refused),
         cmocka_unit_test(ranks_that_prove_nothing_are_refused),
         cmocka_unit_test(no_altered_bit_arrives),
+        cmocka_unit_test(who_alters_is_told_of),
         cmocka_unit_test(unfinished_handshakes_end),
         cmocka_unit_test(sessions_are_their_own),
         cmocka_unit_test(bad_files_are_told),

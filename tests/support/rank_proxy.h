@@ -23,7 +23,7 @@ typedef enum flip_way { FLIP_TO_RANK, FLIP_TO_CLIENT } flip_way;
 typedef struct flip {
     unsigned connection; /**< which one is altered */
     flip_way way;
-    uint64_t at; /**< the byte; UINT64_MAX: none */
+    _Atomic uint64_t at; /**< the byte; UINT64_MAX: none */
     unsigned bit;
     atomic_bool flipped;
     _Atomic uint64_t passed[FLIP_CONNECTIONS][2]; /**< bytes, by connection and way */
