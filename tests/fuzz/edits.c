@@ -56,6 +56,9 @@ static void apply(const edit *e, altered *a)
     case EDIT_CLOSE:
         a->last = true;
         break;
+    case EDIT_LATER:
+        a->later = true;
+        break;
     case EDIT_ACT:
     case EDIT_CANCEL:
     case EDIT_STALL:
@@ -85,6 +88,11 @@ static bool next_edit(edits all, size_t *at, edit *out)
     return true;
 }
 
+static bool is_lie(const edit *e)
+{
+    return e->kind < EDIT_ACT || e->kind == EDIT_LATER;
+}
+
 void edits_apply(edits all, int to, unsigned number, altered *a,
                  void (*happens)(void *cookie, edit_kind kind, uint16_t number),
                  void *cookie)
@@ -93,10 +101,10 @@ void edits_apply(edits all, int to, unsigned number, altered *a,
     for (size_t at = 0; next_edit(all, &at, &e);) {
         if (e.to != to || e.frame != number)
             continue;
-        if (e.kind >= EDIT_ACT)
-            happens(cookie, (edit_kind)e.kind, e.number);
-        else
+        if (is_lie(&e))
             apply(&e, a);
+        else
+            happens(cookie, (edit_kind)e.kind, e.number);
     }
 }
 
@@ -104,7 +112,7 @@ bool edits_lie(edits all)
 {
     edit e;
     for (size_t at = 0; next_edit(all, &at, &e);)
-        if (e.kind < EDIT_ACT)
+        if (is_lie(&e))
             return true;
     return false;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What lying_link.h does to frames, as bytes. An edit has six bytes, and as many behind them as it says:
+ * What lying_link.h does to frames (or TLS records), as bytes. An edit has six bytes, and as many behind them as it says:
  *
  *   0     bit 0: of a frame to the rank or to the reader; the others: of which one in that direction
  *   1     bits 0-3: what is done (edit_kind), the others: how many bytes follow, or are meant
@@ -29,6 +29,7 @@ typedef enum edit_kind {
     EDIT_ACT,    /**< the trainer acts by the number */
     EDIT_CANCEL, /**< the reader's call is cancelled */
     EDIT_STALL,  /**< nothing goes on for so many milliseconds, at most 63 */
+    EDIT_LATER,  /**< a lie: the frame comes behind the next one */
 } edit_kind;
 
 typedef struct edits {
@@ -41,7 +42,7 @@ typedef struct altered {
     frame head;
     buffer body;
     uint32_t lie; /**< xor the length */
-    bool twice, last;
+    bool twice, last, later;
 } altered;
 
 /** Does all that is meant for frame @p number to @p to; what is no lie by @p happens. */

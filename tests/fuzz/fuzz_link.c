@@ -1,22 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
-   acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the second rank is
-   read by cma where that works. Whatever comes of it, calls end, with a reason if they fail; they write where they
-   were told to; what they bring is one step unless the link lied; nothing of that reader stays with the ranks;
-   another reader gets what they hold, and so does this one once the link is honest. */
+   acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the
+   second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
+   alters TLS records. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
+   what they bring is one step unless the link lied and knew the secret, if there is one; nothing of that reader stays
+   with the ranks; another reader gets what they hold, and so does this one once the link is honest. */
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
 #include "landing.h"
 #include "lying_link.h"
 #include "pulled_directory.h"
+#include "secrets.h"
 #include <string.h>
 
 #define CALL_MS 5000
 #define MOST_MS 20000 /* also on a machine that others use */
 
-static lying_link between;
-static fanin_client *other;
+typedef struct scene {
+    const char *secret_file; /* NULL: none */
+    two_ranks *ranks;
+    lying_link between;
+    fanin_client *other;
+} scene;
 
 static fanin_pull_options of(const char *publication)
 {
@@ -152,18 +158,19 @@ static fanin_status watch(fanin_client *client, fanin_error *error)
     return fanin_client_watch(client, FULL, CALL_MS, on_change, NULL, error);
 }
 
-static fanin_status connect_reader(fanin_client *reader, fanin_error *error)
+static fanin_status connect_reader(const scene *s, fanin_client *reader,
+                                   fanin_error *error)
 {
-    const char *addresses[RANKS] = {between.address, ranks_addresses()[1]};
+    const char *addresses[RANKS] = {s->between.address, ranks_addresses(s->ranks)[1]};
     return fanin_client_connect(reader, addresses, RANKS, CALL_MS, error);
 }
 
 enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
 
-static fanin_status call(fanin_client *reader, int what, landing *to,
+static fanin_status call(const scene *s, fanin_client *reader, int what, landing *to,
                          fanin_error *error)
 {
-    fanin_status status = connect_reader(reader, error);
+    fanin_status status = connect_reader(s, reader, error);
     if (status != FANIN_OK)
         return status;
     switch (what) {
@@ -186,72 +193,108 @@ static fanin_status call(fanin_client *reader, int what, landing *to,
 
 /* ------------------------------------------------------------- what must be */
 
-static fanin_status pull_again(fanin_client *reader, landing *to)
+static fanin_status pull_again(const scene *s, fanin_client *reader, landing *to)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = pull(reader, false, to, &error);
     if (status == FANIN_ERR_STATE) { /* nobody had answered */
-        status = connect_reader(reader, &error);
+        status = connect_reader(s, reader, &error);
         if (status == FANIN_OK)
             status = pull(reader, false, to, &error);
     }
     return status;
 }
 
-static void check_recovers(fanin_client *reader, uint64_t step)
+static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
 {
     landing to;
-    lying_link_serve(&between, reader, (edits){0});
-    fanin_status status = pull_again(reader, &to);
+    lying_link_serve(&s->between, reader, (edits){0}, false);
+    fanin_status status = pull_again(s, reader, &to);
     if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
-        status = pull_again(reader, &to);
+        status = pull_again(s, reader, &to);
     check(status == FANIN_OK && to.step == step);
     landing_check(&to);
-    lying_link_end(&between);
+    lying_link_end(&s->between);
 }
 
-static void check_other(uint64_t step)
+static void check_other(scene *s, uint64_t step)
 {
     landing to;
     fanin_error error = FANIN_ERROR_INIT;
-    check(pull(other, false, &to, &error) == FANIN_OK && to.step == step);
+    check(pull(s->other, false, &to, &error) == FANIN_OK && to.step == step);
     landing_check(&to);
-    ranks_check_left();
+    ranks_check_left(s->ranks);
 }
 
-static void check_call(fanin_client *reader, int what, edits lies)
+static void check_call(scene *s, fanin_client *reader, int what, edits lies,
+                       bool records)
 {
     landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    lying_link_serve(&between, reader, lies);
+    lying_link_serve(&s->between, reader, lies, records);
     deadline soon = deadline_in_ms(MOST_MS);
-    fanin_status status = call(reader, what, &to, &error);
+    fanin_status status = call(s, reader, what, &to, &error);
     check(!deadline_passed(soon));
-    lying_link_end(&between);
+    lying_link_end(&s->between);
     check(status == FANIN_OK || error.message[0] != '\0');
     check(status == FANIN_OK || lies.size > 0);
-    if (to.step > 0 && !edits_lie(lies))
+    if (to.step > 0 && (records || !edits_lie(lies)))
         landing_check(&to);
+}
+
+/* -------------------------------------------------------------------- scenes */
+
+static fanin_client_config config_of_reader(const scene *s)
+{
+    fanin_client_config config = make_client_config();
+    config.secret_file = s->secret_file;
+    return config;
+}
+
+static void set_scene(scene *s, const char *secret_file, tls_end *const played[2])
+{
+    s->secret_file = secret_file;
+    s->ranks = ranks_start(secret_file);
+    lying_link_start(&s->between, ranks_port(s->ranks, 0), played, ranks_act, s->ranks);
+    const fanin_client_config config = config_of_reader(s);
+    s->other = connect_client(&config, ranks_addresses(s->ranks), RANKS);
+    check_other(s, 1);
+}
+
+/* With a secret, or the one without where OpenSSL is missing. */
+static scene *scene_of(bool secured)
+{
+    static scene scenes[2];
+    static tls_end *played[2], *none[2];
+    fanin_error error = FANIN_ERROR_INIT;
+    if (!scenes[0].ranks) {
+        const char *file = secret_of('1');
+        (void)atexit(secrets_remove);
+        set_scene(&scenes[0], NULL, none);
+        if (tls_end_of_rank(file, make_server_config().world_id, 0, &played[0],
+                            &error) == FANIN_OK &&
+            tls_end_of_reader(file, &played[1], &error) == FANIN_OK)
+            set_scene(&scenes[1], file, played);
+        else
+            check(error.status == FANIN_ERR_UNSUPPORTED);
+    }
+    return &scenes[secured && scenes[1].ranks];
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size == 0)
         return 0;
-    if (!other) {
-        ranks_start();
-        other = connect_client(NULL, ranks_addresses(), RANKS);
-        lying_link_start(&between, ranks_port(0), ranks_act);
-        check_other(1);
-    }
-    fanin_client_config config = make_client_config();
+    scene *s = scene_of(data[0] & 32);
+    fanin_client_config config = config_of_reader(s);
     config.no_checksums = !(data[0] & 8);
     config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
     fanin_client *reader = make_client(&config);
-    check_call(reader, data[0] & 7, (edits){data + 1, size - 1});
-    uint64_t step = ranks_settle();
-    check_recovers(reader, step);
+    check_call(s, reader, data[0] & 7, (edits){data + 1, size - 1},
+               s->secret_file && data[0] & 64);
+    uint64_t step = ranks_settle(s->ranks);
+    check_recovers(s, reader, step);
     fanin_client_destroy(&reader);
-    check_other(step);
+    check_other(s, step);
     return 0;
 }

@@ -16,6 +16,7 @@ enum { ACT_UPDATE, ACT_BEGIN, ACT_COMMIT, ACT_PAUSE };
 
 typedef struct held {
     fanin_server *server;
+    unsigned rank;
     char address[32];
     uint64_t step, sessions;
     bool updates;
@@ -24,7 +25,10 @@ typedef struct held {
     float adapter[HALF_ROWS][COLUMNS]; /* both tensors of it */
 } held;
 
-static held ranks[RANKS];
+struct two_ranks {
+    held ranks[RANKS];
+    const char *addresses[RANKS];
+};
 
 uint8_t ranks_byte(uint64_t step, unsigned at)
 {
@@ -48,7 +52,7 @@ static void begin(held *r)
 
 static void publish(held *r, uint64_t step)
 {
-    unsigned rank = (unsigned)(r - ranks);
+    unsigned rank = r->rank;
     for (unsigned i = 0; i < HALF_BYTES; i++)
         r->bytes[i] = ranks_byte(step, rank * HALF_BYTES + i);
     for (unsigned i = 0; i < HALF_ROWS * COLUMNS; i++)
@@ -70,23 +74,24 @@ static void act(held *r, unsigned what)
               fanin_server_resume(r->server, FULL, NULL) == FANIN_OK);
 }
 
-void ranks_act(uint16_t number)
+void ranks_act(void *ranks, uint16_t number)
 {
+    two_ranks *t = ranks;
     unsigned who = number & 3;
     for (unsigned rank = 0; rank < RANKS; rank++)
         if (who == 0 || (who & 1u << rank))
-            act(&ranks[rank], number >> 2 & 3);
+            act(&t->ranks[rank], number >> 2 & 3);
 }
 
-uint64_t ranks_settle(void)
+uint64_t ranks_settle(two_ranks *t)
 {
-    const held *a = &ranks[0], *b = &ranks[1];
+    const held *a = &t->ranks[0], *b = &t->ranks[1];
     uint64_t step = a->step > b->step ? a->step : b->step;
     if (a->step == b->step && !a->updates && !b->updates)
         return step;
     for (unsigned rank = 0; rank < RANKS; rank++) {
-        begin(&ranks[rank]);
-        publish(&ranks[rank], step + 1);
+        begin(&t->ranks[rank]);
+        publish(&t->ranks[rank], step + 1);
     }
     return step + 1;
 }
@@ -112,18 +117,19 @@ static void put(held *r, const char *publication, const fanin_tensor tensors[2],
           FANIN_OK);
 }
 
-static void start(unsigned rank)
+static void start(held *r, const char *secret_file)
 {
     static const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
                                           {"lora_alpha", "16"},
                                           {"config", "{\"hidden_size\": 16}"}};
-    held *r = &ranks[rank];
+    const unsigned rank = r->rank;
     fanin_box boxes[4];
     fanin_server_config config = make_server_config();
     config.peer_cpu = 0; /* how often inputs come is not what they are */
     config.lease_ms = LEASE_MS;
     config.rank = rank;
     config.world_size = RANKS;
+    config.secret_file = secret_file;
     r->server = make_server(&config, r->address, sizeof r->address);
     fanin_tensor bytes =
         make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0], r->bytes);
@@ -140,21 +146,27 @@ static void start(unsigned rank)
     check(fanin_server_commit(r->server, LORA, 1, NULL, NULL) == FANIN_OK);
 }
 
-void ranks_start(void)
+two_ranks *ranks_start(const char *secret_file)
 {
-    for (unsigned rank = 0; rank < RANKS; rank++)
-        start(rank);
+    two_ranks *t = calloc(1, sizeof *t);
+    check(t != NULL);
+    for (unsigned rank = 0; rank < RANKS; rank++) {
+        held *r = &t->ranks[rank];
+        r->rank = rank;
+        start(r, secret_file);
+        t->addresses[rank] = r->address;
+    }
+    return t;
 }
 
-const char *const *ranks_addresses(void)
+const char *const *ranks_addresses(const two_ranks *t)
 {
-    static const char *const addresses[RANKS] = {ranks[0].address, ranks[1].address};
-    return addresses;
+    return t->addresses;
 }
 
-uint16_t ranks_port(uint32_t rank)
+uint16_t ranks_port(const two_ranks *t, uint32_t rank)
 {
-    return fanin_server_port(ranks[rank].server);
+    return fanin_server_port(t->ranks[rank].server);
 }
 
 /* --------------------------------------------------------------------- left */
@@ -166,10 +178,10 @@ static fanin_server_stats stats_of(const held *r)
     return stats;
 }
 
-void ranks_check_left(void)
+void ranks_check_left(two_ranks *t)
 {
     deadline soon = deadline_in_ms(MOST_MS);
-    for (held *r = ranks; r < ranks + RANKS; r++) {
+    for (held *r = t->ranks; r < t->ranks + RANKS; r++) {
         if (r->sessions == 0)
             r->sessions = stats_of(r).sessions;
         for (fanin_server_stats s;

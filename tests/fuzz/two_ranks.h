@@ -17,23 +17,26 @@
 #define ROWS 8
 #define COLUMNS 16
 
-/** Starts and publishes the first step. Thread: that of all functions but ranks_act(). */
-void ranks_start(void);
-/** Where they listen, RANKS of them. */
-const char *const *ranks_addresses(void);
-uint16_t ranks_port(uint32_t rank);
+typedef struct two_ranks two_ranks;
 
-/** Bits 0, 1: which ranks, none: both; 2, 3: the next step is published, an update is begun, one that has
-    begun is published, a pause and its end. Blocks for as long as readers may delay it. Thread: any, one at
-    a time. */
-void ranks_act(uint16_t number);
+/** Starts them, for the rest of the process, and publishes the first step. NULL: without a secret.
+    Thread: that of all functions but ranks_act(). */
+two_ranks *ranks_start(const char *secret_file);
+/** Where they listen, RANKS of them. */
+const char *const *ranks_addresses(const two_ranks *t);
+uint16_t ranks_port(const two_ranks *t, uint32_t rank);
+
+/** Bits 0, 1: which of these two_ranks, none: both; 2, 3: the next step is published, an update is begun, one
+    that has begun is published, a pause and its end. Blocks for as long as readers may delay it. Thread: any,
+    one at a time. */
+void ranks_act(void *ranks, uint16_t number);
 /** Both hold the same step, which it returns. */
-uint64_t ranks_settle(void);
+uint64_t ranks_settle(two_ranks *t);
 
 uint8_t ranks_byte(uint64_t step, unsigned at);
 float ranks_element(uint64_t step, unsigned row, unsigned column);
 
 /** Until nothing of other readers is left with the ranks than at the first call. */
-void ranks_check_left(void);
+void ranks_check_left(two_ranks *t);
 
 #endif
