@@ -2,7 +2,7 @@
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
    acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the
    second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
-   alters TLS records. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
+   alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
    what they bring is one step unless the link lied and knew the secret, if there is one; nothing of that reader stays
    with the ranks; another reader gets what they hold, and so does this one once the link is honest. */
 #include "clock.h"
@@ -208,7 +208,7 @@ static fanin_status pull_again(const scene *s, fanin_client *reader, landing *to
 static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
 {
     landing to;
-    lying_link_serve(&s->between, reader, (edits){0}, false);
+    lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP);
     fanin_status status = pull_again(s, reader, &to);
     if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
         status = pull_again(s, reader, &to);
@@ -227,18 +227,18 @@ static void check_other(scene *s, uint64_t step)
 }
 
 static void check_call(scene *s, fanin_client *reader, int what, edits lies,
-                       bool records)
+                       link_kind kind)
 {
     landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    lying_link_serve(&s->between, reader, lies, records);
+    lying_link_serve(&s->between, reader, lies, kind);
     deadline soon = deadline_in_ms(MOST_MS);
     fanin_status status = call(s, reader, what, &to, &error);
     check(!deadline_passed(soon));
     lying_link_end(&s->between);
     check(status == FANIN_OK || error.message[0] != '\0');
     check(status == FANIN_OK || lies.size > 0);
-    if (to.step > 0 && (records || !edits_lie(lies)))
+    if (to.step > 0 && (kind == LINK_RECORDS || !edits_lie(lies)))
         landing_check(&to);
 }
 
@@ -281,6 +281,13 @@ static scene *scene_of(bool secured)
     return &scenes[secured && scenes[1].ranks];
 }
 
+static link_kind kind_of(const scene *s, uint8_t first)
+{
+    if (first & 128)
+        return LINK_BY_NAME;
+    return s->secret_file && first & 64 ? LINK_RECORDS : LINK_BY_TCP;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size == 0)
@@ -291,7 +298,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
     fanin_client *reader = make_client(&config);
     check_call(s, reader, data[0] & 7, (edits){data + 1, size - 1},
-               s->secret_file && data[0] & 64);
+               kind_of(s, data[0]));
     uint64_t step = ranks_settle(s->ranks);
     check_recovers(s, reader, step);
     fanin_client_destroy(&reader);

@@ -5,6 +5,7 @@
 #include "fuzz.h"
 #include "messages.h"
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -34,8 +35,9 @@ static void greet(link_pair *p, int to, const frame *f, const uint8_t *whole)
     }
 }
 
-/* The rank's proof is for its own connection; who has its key makes another one for the reader's. */
-static void prove(const link_pair *p, const frame *f, buffer *answer)
+/* Says of the link what the rank says of itself: its address, where that counts, and that it has its key, which is for
+   one connection alone. */
+static void play_rank(const link_pair *p, const frame *f, buffer *answer)
 {
     msg_hello_ok m;
     uint8_t proof[TLS_PROOF_SIZE];
@@ -43,8 +45,10 @@ static void prove(const link_pair *p, const frame *f, buffer *answer)
     body b = {.data = answer->data, .size = answer->size};
     if (f->type != MSG_HELLO_OK || decode_hello_ok(&b, &m) != FANIN_OK)
         return;
-    check(tls_prove_rank(p->secured[TO_READER], proof));
-    m.proof = (bytes_view){proof, sizeof proof};
+    if (p->address)
+        snprintf(m.address, sizeof m.address, "%s", p->address);
+    if (tls_prove_rank(p->secured[TO_READER], proof))
+        m.proof = (bytes_view){proof, sizeof proof};
     encode_hello_ok(&anew, f->request, &m);
     buffer_clear(answer);
     buffer_append(answer, anew.data + FRAME_SIZE, anew.size - FRAME_SIZE);
@@ -71,8 +75,8 @@ static taking take_frame(link_pair *p, int to, altered *a, size_t *size)
     if (come->size < *size)
         return NOT_ALL;
     buffer_append(&a->body, come->data + FRAME_SIZE, a->head.length);
-    if (to == TO_READER && !p->begun[to] && p->secured[to])
-        prove(p, &a->head, &a->body);
+    if (to == TO_READER && !p->begun[to] && (p->secured[to] || p->address))
+        play_rank(p, &a->head, &a->body);
     return TAKEN;
 }
 
@@ -221,8 +225,10 @@ void link_pair_clear(link_pair *p)
     *p = (link_pair){.fds = {-1, -1}};
 }
 
-void link_pair_open(link_pair *p, const int fds[2], const tls_end *const ends[2])
+void link_pair_open(link_pair *p, const int fds[2], const tls_end *const ends[2],
+                    const char *address)
 {
+    p->address = address;
     for (int i = 0; i < 2; i++) {
         p->fds[i] = fds[i];
         if (ends)

@@ -21,7 +21,8 @@ typedef struct link_talk {
 } link_talk;
 
 typedef struct link_pair {
-    int fds[2];      /**< by the end that they lead to; -1: free */
+    int fds[2];          /**< by the end that they lead to; -1: free */
+    const char *address; /**< that it says to be the rank's; NULL: what the rank says */
     tls *secured[2]; /**< it plays the reader to the rank, and the rank to the reader */
     buffer come[2];  /**< not yet passed on, by the end that it goes to */
     buffer later[2]; /**< is said behind what comes next */
@@ -32,7 +33,8 @@ typedef struct link_pair {
 
 void link_pair_clear(link_pair *p); /**< of what never was one */
 /** Takes both sockets, which do not block. @p ends: by the end that they lead to; NULL: without TLS, or records. */
-void link_pair_open(link_pair *p, const int fds[2], const tls_end *const ends[2]);
+void link_pair_open(link_pair *p, const int fds[2], const tls_end *const ends[2],
+                    const char *address);
 /** Passes on what has come to this end for the other one. False: the pair is to be closed. */
 bool link_pair_pass(link_pair *p, int from, link_talk *talk);
 /** @p at_once: without the minute that the kernel keeps the port of a connection for; what is under way is lost. */

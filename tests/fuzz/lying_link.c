@@ -11,6 +11,8 @@
 #include <time.h>
 #include <unistd.h>
 
+enum { BY_TCP, BY_NAME, WAKE, OTHERS, POLLED = OTHERS + 2 * LINK_PAIRS };
+
 #define QUIET_MS 5
 #define CONNECTIONS 16 /* of a reader, who tries again */
 
@@ -34,18 +36,19 @@ static void close_all(lying_link *l)
         link_pair_close(&l->pairs[i], true);
 }
 
-static void on_accept(lying_link *l)
+static void on_accept(lying_link *l, int by)
 {
-    int reader = accept4(l->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    int reader = accept4(l->listeners[by], NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (reader < 0)
         return;
-    int rank = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const socket_address *at = &l->ranks[by];
+    int rank = socket(at->storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     link_pair *p = l->pairs;
     while (p < l->pairs + LINK_PAIRS && p->fds[TO_READER] >= 0)
         p++;
     check(rank >= 0);
     if (!l->serves || l->accepted++ == CONNECTIONS || p == l->pairs + LINK_PAIRS ||
-        connect(rank, (struct sockaddr *)&l->rank.storage, l->rank.length) != 0) {
+        connect(rank, (struct sockaddr *)&at->storage, at->length) != 0) {
         close(reader);
         close(rank);
         return;
@@ -54,7 +57,8 @@ static void on_accept(lying_link *l)
     socket_tune(rank);
     check(fcntl(rank, F_SETFL, O_NONBLOCK) == 0);
     link_pair_open(p, (const int[]){[TO_RANK] = rank, [TO_READER] = reader},
-                   l->played[0] && !l->talk.records ? l->played : NULL);
+                   by == BY_TCP && l->played[0] && !l->talk.records ? l->played : NULL,
+                   by == BY_NAME ? l->address : NULL);
 }
 
 /* Nothing goes on: whoever waits does so for what was altered. */
@@ -75,9 +79,12 @@ static void on_wake(lying_link *l)
     if (!l->ends)
         return;
     close_all(l);
-    struct pollfd queue = {l->listener, POLLIN, 0};
+    struct pollfd queue = {l->listeners[BY_TCP], POLLIN, 0};
     while (poll(&queue, 1, 0) > 0)
-        on_accept(l); /* which closes what nobody asks for any more */
+        on_accept(l, BY_TCP); /* which closes what nobody asks for any more */
+    if (l->listeners[BY_NAME] >= 0)
+        close(l->listeners[BY_NAME]); /* with what waits */
+    l->listeners[BY_NAME] = -1;
     l->ends = false;
     l->has_ended = true;
     pthread_cond_signal(&l->changed);
@@ -88,14 +95,15 @@ static void step(lying_link *l, const struct pollfd *polled)
     for (int i = 0; i < LINK_PAIRS; i++) {
         link_pair *p = &l->pairs[i];
         for (int from = 0; from < 2; from++) {
-            if (p->fds[from] >= 0 && polled[2 + 2 * i + from].revents &&
+            if (p->fds[from] >= 0 && polled[OTHERS + 2 * i + from].revents &&
                 !link_pair_pass(p, from, &l->talk))
                 link_pair_close(p, false);
         }
     }
-    if (polled[1].revents)
-        on_accept(l);
-    if (polled[0].revents)
+    for (int by = 0; by < 2; by++)
+        if (polled[by].revents)
+            on_accept(l, by);
+    if (polled[WAKE].revents)
         on_wake(l);
 }
 
@@ -104,13 +112,14 @@ static void *run(void *cookie)
     lying_link *l = cookie;
     pthread_mutex_lock(&l->lock);
     for (;;) {
-        struct pollfd polled[2 + 2 * LINK_PAIRS] = {{l->wake, POLLIN, 0},
-                                                    {l->listener, POLLIN, 0}};
+        struct pollfd polled[POLLED] = {{l->listeners[BY_TCP], POLLIN, 0},
+                                        {l->listeners[BY_NAME], POLLIN, 0},
+                                        {l->wake, POLLIN, 0}};
         for (int i = 0; i < 2 * LINK_PAIRS; i++)
-            polled[2 + i] = (struct pollfd){l->pairs[i / 2].fds[i % 2], POLLIN, 0};
+            polled[OTHERS + i] = (struct pollfd){l->pairs[i / 2].fds[i % 2], POLLIN, 0};
         int patience = l->serves && l->talk.edits.size > 0 ? QUIET_MS : -1;
         pthread_mutex_unlock(&l->lock);
-        int n = poll(polled, 2 + 2 * LINK_PAIRS, patience);
+        int n = poll(polled, POLLED, patience);
         pthread_mutex_lock(&l->lock);
         if (n > 0)
             step(l, polled);
@@ -134,22 +143,32 @@ void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
     l->played[TO_RANK] = played[1];
     for (int i = 0; i < LINK_PAIRS; i++)
         link_pair_clear(&l->pairs[i]);
-    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", &l->rank, NULL) == FANIN_OK &&
-          socket_listen(&l->rank, 16, &l->listener, NULL) == FANIN_OK);
-    socket_set_port(&l->rank, rank); /* the same host */
-    snprintf(l->address, sizeof l->address, "127.0.0.1:%u",
-             (unsigned)socket_port(l->listener));
+    socket_address *own = &l->names[BY_TCP];
+    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", own, NULL) == FANIN_OK &&
+          socket_listen(own, 16, &l->listeners[BY_TCP], NULL) == FANIN_OK);
+    socket_set_port(own, socket_port(l->listeners[BY_TCP]));
+    snprintf(l->address, sizeof l->address, "%.31s", own->text);
+    l->ranks[BY_TCP] = *own;
+    socket_set_port(&l->ranks[BY_TCP], rank);
+    socket_unix_address(geteuid(), own, &l->names[BY_NAME]);
+    socket_unix_address(geteuid(), &l->ranks[BY_TCP], &l->ranks[BY_NAME]);
+    l->listeners[BY_NAME] = -1;
     check(pthread_mutex_init(&l->lock, NULL) == 0 &&
           pthread_cond_init(&l->changed, NULL) == 0 &&
           pthread_create(&l->thread, NULL, run, l) == 0);
 }
 
-void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, bool records)
+void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind)
 {
+    const socket_address *name = &l->names[BY_NAME];
     pthread_mutex_lock(&l->lock);
     l->reader = reader;
-    l->talk = (link_talk){
-        .edits = edits, .records = records, .happens = happens, .cookie = l};
+    l->talk = (link_talk){.edits = edits,
+                          .records = kind == LINK_RECORDS,
+                          .happens = happens,
+                          .cookie = l};
+    if (kind == LINK_BY_NAME)
+        check(socket_listen(name, 16, &l->listeners[BY_NAME], NULL) == FANIN_OK);
     l->accepted = 0;
     l->serves = true;
     l->has_ended = false;

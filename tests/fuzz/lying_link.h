@@ -15,11 +15,12 @@
 
 typedef struct lying_link {
     char address[32]; /**< that readers connect to */
-    socket_address rank;
+    socket_address ranks[2],
+        names[2]; /**< TCP's, and the Unix name: of the rank, and of the link */
     const tls_end *played[2]; /**< by the end that they lead to: link_pair_open() */
     void (*act)(void *cookie, uint16_t number);
     void *cookie;
-    int listener, wake;
+    int listeners[2], wake; /**< by TCP, by the Unix name, or -1 */
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -35,10 +36,17 @@ typedef struct lying_link {
     and as a reader, when it speaks TLS; both outlive it. NULL: it does not. */
 void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
                       void (*act)(void *cookie, uint16_t number), void *cookie);
-/** Frames of @p reader, or @p records of its TLS, counted over all its connections, are altered by these edits, which
+/** What readers find. */
+typedef enum link_kind {
+    LINK_BY_TCP,
+    LINK_BY_NAME, /**< it has the Unix name of its address, too, as a rank of this host has */
+    LINK_RECORDS, /**< by TCP: it alters the records of TLS, not frames */
+} link_kind;
+
+/** What @p reader and the rank say, counted over all its connections, is altered by these edits, which
     stay the caller's. When nothing has gone either way for some milliseconds all are closed, and its call is
     cancelled; unless there are no edits. */
-void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, bool records);
+void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind);
 /** No call of that reader is under way. Returns when its connections are closed at both ends. */
 void lying_link_end(lying_link *l);
 
