@@ -15,7 +15,6 @@
 #include <string.h>
 
 #define CALL_MS 5000
-#define MOST_MS 20000 /* also on a machine that others use */
 
 typedef struct scene {
     const char *secret_file; /* NULL: none */

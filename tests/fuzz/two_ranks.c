@@ -8,7 +8,6 @@
 #include <string.h>
 
 #define LEASE_MS 20
-#define MOST_MS 20000 /* also on a machine that others use */
 #define HALF_BYTES (BYTES / RANKS)
 #define HALF_ROWS (ROWS / RANKS)
 

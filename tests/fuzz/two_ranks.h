@@ -11,6 +11,7 @@
 #include <fanin/fanin.h>
 
 #define RANKS 2
+#define MOST_MS 20000 /**< for what takes milliseconds, on a machine that others use */
 #define FULL "full:0"
 #define LORA "lora:0"
 #define BYTES 700
