@@ -120,7 +120,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path)
     parser.add_argument("kept", type=Path)
-    parser.add_argument("--cpu-hours", type=float, default=24.0, help="of all targets together")
+    parser.add_argument("--cpu-hours", type=float, default=24.0, help="of all these targets together")
+    parser.add_argument("--only", nargs="+", metavar="TARGET", help="catalog, link, tls, ...")
     parser.add_argument("--turn", type=int, default=300, metavar="SECONDS")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
@@ -128,6 +129,10 @@ def main() -> int:
     if not programs:
         parser.error(f"no fuzz targets in {asked.build}: configure it with -Dfuzzing=libfuzzer")
     targets = [Target(p.resolve(), asked.kept.resolve()) for p in programs]
+    if asked.only:
+        if unknown := set(asked.only) - {t.name for t in targets}:
+            parser.error(f"no such target: {', '.join(sorted(unknown))}")
+        targets = [t for t in targets if t.name in asked.only]
     turns = Turns(targets, asked.cpu_hours * 3600 / len(targets))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, turns.stop)
