@@ -99,6 +99,10 @@ fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
 
 /** What a peer is told of whom a frame does not fit. */
 #define SEAL_BROKEN "a checksum does not fit: what came is not what was sent"
+/** What to look at then, and where TLS says the same. */
+#define WAY_REMEDY                                                                     \
+    "is a link, a switch or memory on the way faulty, or does somebody alter what "    \
+    "passes?"
 
 /** Bytes behind a body. */
 static inline size_t seal_size(bool sealed)

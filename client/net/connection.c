@@ -416,8 +416,7 @@ static void fail_for_frame(connection *c, const framed *bad)
 {
     char what[160];
     if (bad->status == FANIN_ERR_TRANSPORT) {
-        fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection",
-                  "is a link, a switch or memory on the way faulty?",
+        fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection", WAY_REMEDY,
                   "and this process do not agree on a frame: " SEAL_BROKEN);
     } else if (bad->head.length > LIMIT_REPLY) {
         fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,

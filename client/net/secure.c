@@ -43,7 +43,9 @@ static void explain_broken(const tls *t, secure_fault *out)
 {
     snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
              tls_why(t));
-    say(out, FANIN_ERR_AUTH, "is this port a fanin parameter server?");
+    say(out, FANIN_ERR_AUTH,
+        "is this port a fanin parameter server, and does nothing on the way alter what "
+        "passes?");
 }
 
 static void explain_certificates(const tls *t, secure_fault *out)
@@ -158,9 +160,7 @@ bool secure_broken(const tls *t, secure_fault *out)
         return false;
     snprintf(out->what, sizeof out->what,
              "and this process cannot go on by TLS: %.200s", why);
-    say(out, FANIN_ERR_TRANSPORT,
-        "is a link, a switch or memory on the way faulty, or does somebody alter what "
-        "passes?");
+    say(out, FANIN_ERR_TRANSPORT, WAY_REMEDY);
     return true;
 }
 

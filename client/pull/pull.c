@@ -20,7 +20,7 @@
 #define MAX_TRANSPORT_FAILURES 3
 /* The longest pause before another attempt; each is random, of a width that grows up to here. */
 #define MAX_PAUSE_MS 8
-#define MAX_LIMIT_PAUSE_MS 128
+#define MAX_LONG_PAUSE_MS 128
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
    again costs an adapter less than a millisecond, and a model up to seconds. */
 #define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
@@ -184,15 +184,17 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
    after a rank that is short of something. */
 static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
 {
-    bool at_once = clock_ns() - began < MAX_LIMIT_PAUSE_MS * UINT64_C(1000000);
+    bool at_once = clock_ns() - began < MAX_LONG_PAUSE_MS * UINT64_C(1000000);
     return error->status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
            (!error->key[0] || (p->lost.status == FANIN_ERR_LIMIT && at_once));
 }
 
-/* Longer where what a rank is short of must become free first. */
+/* Longer where what a rank is short of must become free first, and where the way alters what passes: that may last,
+   and each attempt costs the rank a connection. */
 static fanin_status pause_before_restart(pull *p, fanin_status why, fanin_error *error)
 {
-    uint64_t most = why == FANIN_ERR_LIMIT ? MAX_LIMIT_PAUSE_MS : MAX_PAUSE_MS;
+    bool is_long = why == FANIN_ERR_LIMIT || why == FANIN_ERR_TRANSPORT;
+    uint64_t most = is_long ? MAX_LONG_PAUSE_MS : MAX_PAUSE_MS;
     uint16_t random = 0;
     (void)random_bytes(&random, sizeof random); /* 0 will do as well */
     uint64_t restarts = p->result->info.restarts;

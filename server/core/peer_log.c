@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/peer_log.h"
 #include "core/wake.h"
+#include "frame.h"
 
 #include <inttypes.h>
 #include <stdarg.h>
@@ -52,9 +53,7 @@ void peer_log_broken(fanin_server *s, peer_share *from, const char *peer, const 
     const char *why = tls_broken(t);
     if (why)
         peer_log(s, from, FANIN_LOG_WARNING, "tls-broken",
-                 "%s and this rank cannot go on by TLS: %s; is a link, a switch or "
-                 "memory on the way faulty, or does somebody alter what passes?",
-                 peer, why);
+                 "%s and this rank cannot go on by TLS: %s; " WAY_REMEDY, peer, why);
 }
 
 deadline peer_log_due(const fanin_server *s)

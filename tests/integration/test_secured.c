@@ -210,6 +210,24 @@ static void who_alters_is_told_of(void **state)
             "cannot go on by TLS: sslv3 alert bad record mac");
 }
 
+/* Where each connection breaks, for as long as the pull may take: its end says what it was, and the rank has not shaken
+   hands as fast as it can all the while. */
+static void a_way_that_alters_is_tried_with_pauses(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    rank_proxy proxy;
+    flip f = {.connection = FLIP_EACH, .way = FLIP_TO_CLIENT, .at = 2000};
+    rank_proxy_start_flip(&proxy, fanin_server_port(server), &f);
+    assert_int_equal(pull(proxy.address, secret_of('1'), 1, true), FANIN_ERR_TIMEOUT);
+    assert_says(error.message, "cannot go on by TLS: a record is not what was sent");
+    assert_says(error.remedy, "alter what passes");
+    assert_true(proxy.accepted[0] <
+                250); /* some 140, and 700 with pauses that do not grow */
+    fanin_server_destroy(&server, 0);
+    rank_proxy_stop(&proxy);
+}
+
 /* Half a handshake, and what is none, ends soon, and keeps nobody else from reading. */
 static void unfinished_handshakes_end(void **state)
 {
@@ -315,6 +333,7 @@ int main(void)
         cmocka_unit_test(ranks_that_prove_nothing_are_refused),
         cmocka_unit_test(no_altered_bit_arrives),
         cmocka_unit_test(who_alters_is_told_of),
+        cmocka_unit_test(a_way_that_alters_is_tried_with_pauses),
         cmocka_unit_test(unfinished_handshakes_end),
         cmocka_unit_test(sessions_are_their_own),
         cmocka_unit_test(bad_files_are_told),

@@ -26,6 +26,7 @@ typedef struct pair {
     bool greeted;
     bool is_unix, sealed; /* sealed: the client's frames have checksums */
     unsigned number;      /* in the order of accepting */
+    uint64_t passed[2];   /* bytes, by way; with a flip */
 } pair;
 
 static void close_pair(pair *p)
@@ -120,18 +121,19 @@ static bool from_rank(rank_proxy *p, pair *c)
 }
 
 /* Passes on whatever comes, altered where it shall be. */
-static bool pass(flip *f, const pair *c, flip_way way)
+static bool pass(flip *f, pair *c, flip_way way)
 {
     static _Thread_local uint8_t piece[PIECE];
     ssize_t n =
         recv(way == FLIP_TO_RANK ? c->client : c->rank, piece, sizeof(piece), 0);
     if (n <= 0)
         return false;
-    uint64_t before = 0;
+    uint64_t before = c->passed[way];
+    c->passed[way] += (uint64_t)n;
     if (c->number < FLIP_CONNECTIONS)
-        before = atomic_fetch_add(&f->passed[c->number][way], (uint64_t)n);
-    if (c->number == f->connection && way == f->way && f->at >= before &&
-        f->at - before < (uint64_t)n) {
+        atomic_fetch_add(&f->passed[c->number][way], (uint64_t)n);
+    if ((c->number == f->connection || f->connection == FLIP_EACH) && way == f->way &&
+        f->at >= before && f->at - before < (uint64_t)n) {
         piece[f->at - before] ^= (uint8_t)(1u << f->bit);
         atomic_store(&f->flipped, true);
     }

@@ -13,15 +13,17 @@
 
 #include "frame.h"
 #include <pthread.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
 #define FLIP_CONNECTIONS 16 /* whose bytes are counted */
+#define FLIP_EACH UINT_MAX
 
 typedef enum flip_way { FLIP_TO_RANK, FLIP_TO_CLIENT } flip_way;
 
 typedef struct flip {
-    unsigned connection; /**< which one is altered */
+    unsigned connection; /**< which one is altered; FLIP_EACH: each */
     flip_way way;
     _Atomic uint64_t at; /**< the byte; UINT64_MAX: none */
     unsigned bit;
