@@ -6,7 +6,6 @@ addresses. Prints a line of JSON for each family."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import resource
 import secrets
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fanin
-from crowd import usable
+from open_rank import serve, tensor, usable
 from strangers import PING, RUN, Stranger
 
 ENGINES, DATA = 52, 4  # connections of an engine that carry bytes, besides the one that asks
@@ -28,30 +27,6 @@ FAMILIES = {
     "IPv4": ("10.52.0.1", "10.52.0.0/16", "10.52.{}.{}", "127.52.0.{}", "10.53.0.1"),
     "IPv6": ("fd52::1", "fd52::/32", "fd52:0:{:x}:{:x}::1", "fd52:0:ffff:1::{:x}", "fd53::1"),
 }
-
-
-def tensor() -> fanin.Shard:
-    """What is published, or room for it."""
-    memory = (ctypes.c_char * 64)()
-    box = fanin.Box((0,), (64,), (0,), ctypes.addressof(memory))
-    return fanin.Shard("a", "U8", (64,), (box,), owner=memory)
-
-
-def serve(address: str, allow: str, **more: Any) -> fanin.Server:
-    """A rank that has published."""
-    server = fanin.Server(
-        world_id=bytes(range(1, 17)),
-        rank=0,
-        world_size=1,
-        bind=address,
-        allow=allow,
-        open=True,
-        use_ucx=False,
-        **more,
-    )
-    server.put(RUN, [tensor()])
-    server.commit(RUN, 1)
-    return server
 
 
 def connect_all(server: fanin.Server, target: str, sources: list[str]) -> dict[str, int]:

@@ -7,14 +7,12 @@ had in the same time."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import socket
 import statistics
 import subprocess
 import sys
 import time
 
-import fanin
+from open_rank import serve, usable
 from strangers import PING, Stranger, frame
 
 PEERS, EACH, TURNS = 51, 4, 4
@@ -25,26 +23,6 @@ NETWORKS = {
     "IPv4": ("10.52.0.0/16", "10.52.0.1", "10.52.1.{}"),
     "IPv6": ("fd52::/16", "fd52::1", "fd52:0:0:{:x}::1"),
 }
-
-
-def serve(network: str, address: str) -> fanin.Server:
-    """A rank, with a tensor of its memory."""
-    memory = (ctypes.c_char * 64)()
-    box = fanin.Box((0,), (64,), (0,), ctypes.addressof(memory))
-    server = fanin.Server(
-        world_id=bytes(range(16)),
-        rank=0,
-        world_size=1,
-        bind=address,
-        allow=network,
-        open=True,
-        insecure=True,
-        use_ucx=False,
-        peer_cpu=SHARE,
-    )
-    server.put(0, [fanin.Shard("a", "U8", (64,), (box,), owner=memory)])
-    server.commit(0, 1)
-    return server
 
 
 class Crowd:
@@ -81,7 +59,7 @@ class Crowd:
 def crowd(network: str, address: str, sources: str) -> tuple[float, float]:
     """Turns of the peer with one connection, and of the others. The median: whose turn it is when the
     rank itself had to wait for a processor gets at once what has become free meanwhile."""
-    with serve(network, address) as server:
+    with serve(address, network, insecure=True, peer_cpu=SHARE) as server:
         all_of_them = Crowd(server.port, address, sources)
         deadline = time.monotonic() + DEADLINE_S
         while (delayed := server.stats()["requests_delayed"]) <= PEERS * EACH:
@@ -94,23 +72,6 @@ def crowd(network: str, address: str, sources: str) -> tuple[float, float]:
                 assert time.monotonic() < deadline, f"bytes of answers: {all_of_them.got}"
         *others, last = (got / all_of_them.turn for got in all_of_them.got)
         return last, statistics.median(others)
-
-
-def usable(source: str, target: str) -> None:
-    """Waits until the kernel lets *source* speak to *target*: an address of IPv6 is there, and its
-    route, when a worker of the kernel has come round to it, which takes a while on a busy machine."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        family = socket.AF_INET6 if ":" in target else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((source, 0))
-                probe.connect((target, 9))  # sends nothing
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-        time.sleep(0.01)
 
 
 def main() -> None:
