@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tensor names and metadata of a hostile trainer. Input: lines. "=KEY VALUE" is a metadata
- * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration or a reason.
+ * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration, of an adapter and of a model, or a reason.
  */
+#include "adapter/model_config.h"
 #include "fuzz.h"
 #include "peft/peft_config.h"
 #include "utf8.h"
@@ -85,6 +86,35 @@ static void make(const publication *p)
     peft_names_free(&names);
 }
 
+static void check_no_code(json_t *value)
+{
+    const char *field;
+    json_t *member;
+    for (size_t i = 0; i < json_array_size(value); i++)
+        check_no_code(json_array_get(value, i));
+    json_object_foreach(value, field, member)
+    {
+        check(strcmp(field, "auto_map") != 0 && strcmp(field, "custom_pipelines") != 0);
+        check_no_code(member);
+    }
+}
+
+static void make_of_model(const publication *p)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    peft_config made;
+    if (model_config_make(&p->table, trusted, &made, &error) != FANIN_OK) {
+        check(error.status == FANIN_ERR_MISMATCH && error.message[0] != '\0');
+    } else if (made.text) {
+        json_t *config = json_loadb(made.text, made.size, JSON_REJECT_DUPLICATES, NULL);
+        check(json_is_object(config));
+        if (!trusted)
+            check_no_code(config);
+        json_decref(config);
+    }
+    peft_config_free(&made);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     char *text = malloc(size + 1);
@@ -101,6 +131,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     for (int i = 0; i < 2; i++) {
         trusted = i > 0;
         make(&p);
+        make_of_model(&p);
     }
     free(text);
     return 0;
