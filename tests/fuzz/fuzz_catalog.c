@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* First byte: which table. A box table's key table goes before it, its length first (two
-   bytes, little-endian). Tables are canonical: what decodes has just these bytes. */
+/* First byte: which table; 3: a set of keys, behind the number that there are (two bytes, little-endian); 4: what maps a
+   region of CUDA memory, behind its length (eight). A box table's key table goes before it, its length first (two).
+   All are canonical: what decodes has just these bytes. */
 #include "fuzz.h"
+#include "ipc_key.h"
+#include "key_set.h"
 #include "recode.h"
 #include <string.h>
 
@@ -138,6 +141,59 @@ static void try_regions(const uint8_t *data, size_t size)
     region_table_free(&table);
 }
 
+/* Without its first range, and with it again, it is what it was. */
+static void check_set(const key_set *all, uint32_t n_keys)
+{
+    key_set first = {0}, rest, both;
+    check(key_set_count(all) <= n_keys && key_set_has(all, all->ranges[0].first));
+    check(key_set_add(&first, all->ranges[0].first, all->ranges[0].count));
+    check(key_set_less(all, &first, &rest) && key_set_join(&rest, &first, &both));
+    check(rest.n == all->n - 1 && key_set_holds(all, &rest) &&
+          !key_set_holds(&rest, &first) && key_set_equal(&both, all));
+    key_set_coarsen(&both, 1 + all->n / 2);
+    check(both.n <= 1 + all->n / 2 && key_set_holds(&both, all));
+    key_set_free(&first);
+    key_set_free(&rest);
+    key_set_free(&both);
+}
+
+static void try_key_set(const uint8_t *data, size_t size)
+{
+    key_set set;
+    const char *why = NULL;
+    buffer again = {0};
+    if (size < 2)
+        return;
+    uint32_t n_keys = data[0] | (uint32_t)data[1] << 8;
+    if (key_set_decode((bytes_view){data + 2, size - 2}, n_keys, &set, &why) ==
+        FANIN_OK) {
+        key_set_encode(&again, &set);
+        check(same(&again, data + 2, size - 2));
+        if (set.n > 0)
+            check_set(&set, n_keys);
+    } else {
+        check(why != NULL);
+    }
+    buffer_free(&again);
+    key_set_free(&set);
+}
+
+static void try_ipc_key(const uint8_t *data, size_t size)
+{
+    ipc_key key;
+    uint8_t again[IPC_KEY_SIZE];
+    uint64_t length;
+    if (size < sizeof length)
+        return;
+    memcpy(&length, data, sizeof length);
+    if (!ipc_key_decode(data + sizeof length, size - sizeof length, length, &key))
+        return;
+    check(length <= key.length && key.offset <= key.length - length);
+    ipc_key_encode(&key, again);
+    check(size == sizeof length + sizeof again &&
+          memcmp(again, data + sizeof length, sizeof again) == 0);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size == 0)
@@ -151,6 +207,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         break;
     case 2:
         try_regions(data + 1, size - 1);
+        break;
+    case 3:
+        try_key_set(data + 1, size - 1);
+        break;
+    case 4:
+        try_ipc_key(data + 1, size - 1);
         break;
     default:
         break;
