@@ -4,7 +4,8 @@
    second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
    alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
    what they bring is one step unless the link lied and knew the secret, if there is one; nothing of that reader stays
-   with the ranks; another reader gets what they hold, and so does this one once the link is honest. */
+   with the ranks; another reader gets what they hold, and so does this one once the link is honest. Second byte: bit 0:
+   the reader has two threads; 1: it waits in vain for a step first. */
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
@@ -15,6 +16,8 @@
 #include <string.h>
 
 #define CALL_MS 5000
+#define VAIN_MS 10
+#define HEAD 2 /* bytes before the edits */
 
 typedef struct scene {
     const char *secret_file; /* NULL: none */
@@ -62,6 +65,19 @@ static fanin_status pull_in_parts(fanin_client *client, landing *to, fanin_error
     fanin_session_abandon(&session);
     landing_end(to, result);
     return status;
+}
+
+/* For a step that never comes. */
+static void wait_in_vain(fanin_client *client, landing *to, fanin_error *error)
+{
+    fanin_pull_options o = of(FULL);
+    fanin_result *result = NULL;
+    o.rule = FANIN_STEP_AT_LEAST;
+    o.step = UINT64_MAX / 2;
+    o.timeout_ms = VAIN_MS;
+    landing_prepare(to);
+    (void)!fanin_client_pull(client, &o, to->tensors, 2, &result, error);
+    landing_end(to, result);
 }
 
 static fanin_status pull_adapter(fanin_client *client, fanin_error *error)
@@ -166,12 +182,14 @@ static fanin_status connect_reader(const scene *s, fanin_client *reader,
 
 enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
 
-static fanin_status call(const scene *s, fanin_client *reader, int what, landing *to,
-                         fanin_error *error)
+static fanin_status call(const scene *s, fanin_client *reader, int what, bool waits,
+                         landing *to, fanin_error *error)
 {
     fanin_status status = connect_reader(s, reader, error);
     if (status != FANIN_OK)
         return status;
+    if (waits)
+        wait_in_vain(reader, to, error);
     switch (what) {
     case LIST:
         return list(reader, error);
@@ -225,14 +243,22 @@ static void check_other(scene *s, uint64_t step)
     ranks_check_left(s->ranks);
 }
 
-static void check_call(scene *s, fanin_client *reader, int what, edits lies,
-                       link_kind kind)
+static link_kind kind_of(const scene *s, uint8_t first)
 {
+    if (first & 128)
+        return LINK_BY_NAME;
+    return s->secret_file && first & 64 ? LINK_RECORDS : LINK_BY_TCP;
+}
+
+static void check_call(scene *s, fanin_client *reader, const uint8_t head[HEAD],
+                       edits lies)
+{
+    link_kind kind = kind_of(s, head[0]);
     landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
     lying_link_serve(&s->between, reader, lies, kind);
     deadline soon = deadline_in_ms(MOST_MS);
-    fanin_status status = call(s, reader, what, &to, &error);
+    fanin_status status = call(s, reader, head[0] & 7, head[1] & 2, &to, &error);
     check(!deadline_passed(soon));
     lying_link_end(&s->between);
     check(status == FANIN_OK || error.message[0] != '\0');
@@ -280,24 +306,17 @@ static scene *scene_of(bool secured)
     return &scenes[secured && scenes[1].ranks];
 }
 
-static link_kind kind_of(const scene *s, uint8_t first)
-{
-    if (first & 128)
-        return LINK_BY_NAME;
-    return s->secret_file && first & 64 ? LINK_RECORDS : LINK_BY_TCP;
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    if (size == 0)
+    if (size < HEAD)
         return 0;
     scene *s = scene_of(data[0] & 32);
     fanin_client_config config = config_of_reader(s);
     config.no_checksums = !(data[0] & 8);
     config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
+    config.threads = config.streams_per_rank = data[1] & 1 ? 2 : 1;
     fanin_client *reader = make_client(&config);
-    check_call(s, reader, data[0] & 7, (edits){data + 1, size - 1},
-               kind_of(s, data[0]));
+    check_call(s, reader, data, (edits){data + HEAD, size - HEAD});
     uint64_t step = ranks_settle(s->ranks);
     check_recovers(s, reader, step);
     fanin_client_destroy(&reader);

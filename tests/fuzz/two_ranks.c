@@ -11,14 +11,24 @@
 #define HALF_BYTES (BYTES / RANKS)
 #define HALF_ROWS (ROWS / RANKS)
 
-enum { ACT_UPDATE, ACT_BEGIN, ACT_COMMIT, ACT_PAUSE };
+enum {
+    ACT_UPDATE,
+    ACT_BEGIN,
+    ACT_COMMIT,
+    ACT_PAUSE,
+    ACT_ABORT,
+    ACT_WITHDRAW,
+    ACT_EXCHANGE,
+};
 
 typedef struct held {
     fanin_server *server;
     unsigned rank;
     char address[32];
     uint64_t step, sessions;
-    bool updates;
+    bool updates;    /* FULL: between its begin and what ends that */
+    bool unreadable; /* and behind that, if nothing was published */
+    fanin_box boxes[4];
     uint8_t bytes[HALF_BYTES];
     float matrix[HALF_ROWS][COLUMNS];
     float adapter[HALF_ROWS][COLUMNS]; /* both tensors of it */
@@ -41,12 +51,32 @@ float ranks_element(uint64_t step, unsigned row, unsigned column)
 
 /* ------------------------------------------------------------------ trainer */
 
+/* A rank's part of a matrix: so many of its rows. */
+static fanin_tensor part(const char *name, unsigned rank, uint64_t rows,
+                         uint64_t columns, void *memory, fanin_box *box)
+{
+    fanin_tensor t = make_tensor(name, FANIN_DTYPE_F32, rows, columns, box, memory);
+    box->offset[0] = rank * rows / RANKS;
+    box->extent[0] = rows / RANKS;
+    return t;
+}
+
+static fanin_tensor matrix_of(held *r)
+{
+    return part("matrix", r->rank, ROWS, COLUMNS, r->matrix, &r->boxes[1]);
+}
+
+static void scribble(held *r)
+{
+    memset(r->bytes, 0xee, sizeof r->bytes);
+    memset(r->matrix, 0xee, sizeof r->matrix);
+}
+
 static void begin(held *r)
 {
     check(r->updates || fanin_server_begin_update(r->server, FULL, NULL) == FANIN_OK);
     r->updates = true;
-    memset(r->bytes, 0xee, sizeof r->bytes);
-    memset(r->matrix, 0xee, sizeof r->matrix);
+    scribble(r);
 }
 
 static void publish(held *r, uint64_t step)
@@ -59,18 +89,44 @@ static void publish(held *r, uint64_t step)
             ranks_element(step, rank * HALF_ROWS + i / COLUMNS, i % COLUMNS);
     check(fanin_server_commit(r->server, FULL, step, NULL, NULL) == FANIN_OK);
     r->step = step;
+    r->updates = r->unreadable = false;
+}
+
+/* Without publishing: what is there is no step. */
+static void end(held *r, fanin_status status)
+{
+    check(status == FANIN_OK);
     r->updates = false;
+    r->unreadable = true;
+    scribble(r);
+}
+
+/* The matrix's memory is no shard of the rank's for a while. */
+static void exchange(held *r)
+{
+    const fanin_tensor matrix = matrix_of(r);
+    check(fanin_server_remove(r->server, FULL, "matrix", NULL) == FANIN_OK);
+    scribble(r);
+    check(fanin_server_put(r->server, FULL, &matrix, 1, false, NULL) == FANIN_OK);
+    publish(r, r->step + 1);
 }
 
 static void act(held *r, unsigned what)
 {
+    bool is_stable = !r->updates && !r->unreadable;
     if (what == ACT_UPDATE || what == ACT_BEGIN)
         begin(r);
     if (what == ACT_UPDATE || (what == ACT_COMMIT && r->updates))
         publish(r, r->step + 1);
-    if (what == ACT_PAUSE && !r->updates)
+    if (what == ACT_PAUSE && is_stable)
         check(fanin_server_pause(r->server, FULL, NULL, NULL) == FANIN_OK &&
               fanin_server_resume(r->server, FULL, NULL) == FANIN_OK);
+    if (what == ACT_ABORT && r->updates)
+        end(r, fanin_server_abort_update(r->server, FULL, NULL));
+    if (what == ACT_WITHDRAW && is_stable)
+        end(r, fanin_server_withdraw(r->server, FULL, NULL));
+    if (what == ACT_EXCHANGE)
+        exchange(r);
 }
 
 void ranks_act(void *ranks, uint16_t number)
@@ -79,14 +135,15 @@ void ranks_act(void *ranks, uint16_t number)
     unsigned who = number & 3;
     for (unsigned rank = 0; rank < RANKS; rank++)
         if (who == 0 || (who & 1u << rank))
-            act(&t->ranks[rank], number >> 2 & 3);
+            act(&t->ranks[rank], number >> 2 & 7);
 }
 
 uint64_t ranks_settle(two_ranks *t)
 {
     const held *a = &t->ranks[0], *b = &t->ranks[1];
     uint64_t step = a->step > b->step ? a->step : b->step;
-    if (a->step == b->step && !a->updates && !b->updates)
+    if (a->step == b->step && !a->updates && !b->updates && !a->unreadable &&
+        !b->unreadable)
         return step;
     for (unsigned rank = 0; rank < RANKS; rank++) {
         begin(&t->ranks[rank]);
@@ -96,16 +153,6 @@ uint64_t ranks_settle(two_ranks *t)
 }
 
 /* -------------------------------------------------------------------- start */
-
-/* A rank's part of a matrix: so many of its rows. */
-static fanin_tensor part(const char *name, unsigned rank, uint64_t rows,
-                         uint64_t columns, void *memory, fanin_box *box)
-{
-    fanin_tensor t = make_tensor(name, FANIN_DTYPE_F32, rows, columns, box, memory);
-    box->offset[0] = rank * rows / RANKS;
-    box->extent[0] = rows / RANKS;
-    return t;
-}
 
 static void put(held *r, const char *publication, const fanin_tensor tensors[2],
                 const fanin_pair *metadata, size_t n)
@@ -122,7 +169,6 @@ static void start(held *r, const char *secret_file)
                                           {"lora_alpha", "16"},
                                           {"config", "{\"hidden_size\": 16}"}};
     const unsigned rank = r->rank;
-    fanin_box boxes[4];
     fanin_server_config config = make_server_config();
     config.peer_cpu = 0; /* how often inputs come is not what they are */
     config.lease_ms = LEASE_MS;
@@ -131,14 +177,13 @@ static void start(held *r, const char *secret_file)
     config.secret_file = secret_file;
     r->server = make_server(&config, r->address, sizeof r->address);
     fanin_tensor bytes =
-        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &boxes[0], r->bytes);
-    boxes[0].offset[0] = rank * HALF_BYTES;
-    boxes[0].extent[0] = HALF_BYTES;
-    const fanin_tensor full[] = {
-        bytes, part("matrix", rank, ROWS, COLUMNS, r->matrix, &boxes[1])};
+        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &r->boxes[0], r->bytes);
+    r->boxes[0].offset[0] = rank * HALF_BYTES;
+    r->boxes[0].extent[0] = HALF_BYTES;
+    const fanin_tensor full[] = {bytes, matrix_of(r)};
     const fanin_tensor lora[] = {
-        part("model.q.lora_A.weight", rank, ROWS, COLUMNS, r->adapter, &boxes[2]),
-        part("model.q.lora_B.weight", rank, COLUMNS, ROWS, r->adapter, &boxes[3])};
+        part("model.q.lora_A.weight", rank, ROWS, COLUMNS, r->adapter, &r->boxes[2]),
+        part("model.q.lora_B.weight", rank, COLUMNS, ROWS, r->adapter, &r->boxes[3])};
     put(r, FULL, full, metadata + 2, 1);
     put(r, LORA, lora, metadata, 2);
     publish(r, 1);

@@ -27,8 +27,9 @@ two_ranks *ranks_start(const char *secret_file);
 const char *const *ranks_addresses(const two_ranks *t);
 uint16_t ranks_port(const two_ranks *t, uint32_t rank);
 
-/** Bits 0, 1: which of these two_ranks, none: both; 2, 3: the next step is published, an update is begun, one
-    that has begun is published, a pause and its end. Blocks for as long as readers may delay it. Thread: any,
+/** Bits 0, 1: which of these two_ranks, none: both; 2 to 4: the next step is published, an update is begun, one
+    that has begun is published, a pause and its end, an update is broken off, a step is taken back, a shard is
+    removed, put again and published. Blocks for as long as readers may delay it. Thread: any,
     one at a time. */
 void ranks_act(void *ranks, uint16_t number);
 /** Both hold the same step, which it returns. */
