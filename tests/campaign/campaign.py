@@ -59,9 +59,12 @@ from processes import (
     Trainer,
     life_word,
 )
+from stuck import doing
 
 WORLD = 3
 SOCKETS = WORLD * (1 + 2)  # of a reader: to each rank one that asks, and one for each thread
+THREADS = 32  # of a reader within a pull
+LEFT = 5  # exit status of a reader whose client is gone and has left some of these
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
 RECOVERY = 60.0
@@ -117,6 +120,7 @@ class Campaign:
         self.faults: Counter[str] = Counter()
         self.found = Found()
         self._usual: dict[int, tuple[int, ...]] = {}
+        self._usual_names: dict[int, str] = {}  # of the last look
         self._slowness, self._mutant = 4 if options.sanitized else 1, options.mutant
         self._recovery = 20.0 if self._mutant else RECOVERY
         device = "-cuda" if options.cuda else ""
@@ -434,14 +438,16 @@ class Campaign:
 
     def _note_usual(self) -> None:
         """The most that readers have open in one of the first rounds: within a pull it is more than
-        between two, and one look may meet either. Sockets are as many as a reader may have: which
-        ranks two threads share, each by a connection of its own, differs from pull to pull."""
+        between two, and one look may meet either. Sockets and threads are as many as a reader may
+        have: which ranks two threads share, each by a connection of its own, differs from pull to
+        pull, and a path has other threads than the next. Of a client that is gone none are left."""
         for _ in range(20):
             for reader in self.readers:
                 if reader.limited is not None:
-                    usual = self._usual.get(reader.index, (0, SOCKETS, 0))
+                    usual = self._usual.get(reader.index, (0, SOCKETS, THREADS))
                     now = reader.limited.open_now()
                     self._usual[reader.index] = tuple(map(max, now, usual))
+                    self._usual_names[reader.index] = reader.limited.names()
             time.sleep(0.002)
 
     def _look_for_leaks(self) -> None:
@@ -454,10 +460,13 @@ class Campaign:
                 least = tuple(map(min, least, reader.limited.open_now()))
                 time.sleep(0.01)
             if any(now > before for now, before in zip(least, usual, strict=True)):
-                self.found.leaked.append(
+                told = (
                     f"reader {reader.index}: {least} files, sockets and threads, in the beginning "
-                    f"{usual}; {reader.limited.names()}"
+                    f"{usual}; {reader.limited.names()}, in the beginning "
+                    f"{self._usual_names[reader.index]}"
                 )
+                lines = [told, *doing(reader.limited.process.pid)]
+                self.found.leaked.append("\n  ".join(lines))
 
     # ------------------------------------------------------------------------------ the end
 
@@ -483,7 +492,9 @@ class Campaign:
             who = f"reader {reader.index}"
             patience = 1 if self._mutant == "hang" else (TIMEOUT + HUNG) / 1e3
             code = reader.limited.ends(patience, who, self.found)
-            if code:
+            if code == LEFT:
+                self.found.leaked.append(f"{who}: its client is gone and has left sockets or threads")
+            elif code:
                 self.found.wedged.append(f"{who} ended with {code}")
         self.trainer.end()
 

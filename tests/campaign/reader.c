@@ -376,6 +376,32 @@ static unsigned sockets_open(void)
     return n;
 }
 
+/* But a driver's, who begins some when it likes. */
+static unsigned threads_running(void)
+{
+    unsigned n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (struct dirent *e; tasks && (e = readdir(tasks));) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", e->d_name);
+        FILE *file = fopen(path, "re");
+        n += file && fgets(name, sizeof name, file) && strncmp(name, "cuda", 4) != 0;
+        if (file)
+            fclose(file);
+    }
+    if (tasks)
+        closedir(tasks);
+    return n;
+}
+
+/* Of a client that is gone; what looks up a name for it may go on for a while. */
+static bool has_left_threads(unsigned before)
+{
+    for (int i = 0; i < 500 && threads_running() > before; i++)
+        board_sleep(10 * MS);
+    return threads_running() > before;
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 8)
@@ -398,11 +424,11 @@ int main(int argc, char **argv)
     names_by(r.board);
     get_memory(&r);
     describe(&r);
-    const unsigned before = sockets_open(); /* a driver's */
+    const unsigned sockets = sockets_open(), threads = threads_running();
     while (!atomic_load(&r.board->over))
         once(&r);
     fanin_client_destroy(&r.client);
-    if (sockets_open() != before)
-        return 5; /* a client that is gone has left some */
+    if (sockets_open() != sockets || has_left_threads(threads))
+        return 5;
     return memory_left(1) ? 4 : 0;
 }

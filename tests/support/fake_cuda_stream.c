@@ -181,6 +181,7 @@ static CUstream make_stream(CUcontext context)
     if (pthread_create(&s->thread, NULL, stream_main, s) != 0)
         fake_die("no thread for a stream");
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_setname_np(s->thread, "cuda-stream"); /* as the driver's are named */
     s->next = context->streams;
     context->streams = s;
     return s;
