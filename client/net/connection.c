@@ -446,17 +446,18 @@ static bool take_frames(connection *c)
     return result == FRAMING_MORE;
 }
 
+/* A rank judges this end's certificate when this end believes hands shaken already. Whoever accepts and says nothing is a
+   forwarder in front of a dead rank. */
 static void fail_received(connection *c, int sys_errno)
 {
     secure_fault why;
     bool is_ready = c->state == CONNECTION_READY;
     c->silent = false;
-    if (secure_refused(c->tls,
-                       &why)) /* its certificate, after this end has shaken hands */
+    if (secure_refused(c->tls, &why))
         fail_here(c, why.status, 0, "connect", why.remedy, why.what);
     else if (secure_broken(c->tls, &why))
         fail_here(c, why.status, EBADMSG, "connection", why.remedy, why.what);
-    else /* whoever accepts and says nothing is a forwarder in front of a dead rank */
+    else
         fail_here(c, is_ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE, sys_errno,
                   "connection", "is the trainer process still alive?",
                   sys_errno ? "broke the connection" : "closed the connection");

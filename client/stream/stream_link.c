@@ -225,11 +225,11 @@ static void fail(const stream_link *link, fanin_status status, int sys_errno,
     uint32_t rank = connection_peer(link->control)->rank;
     const char *text = connection_text(link->control);
     place.sys_errno = sys_errno;
-    if (sys_errno == EBADMSG)
+    if (sys_errno == EBADMSG) /* whose own words tell nothing */
         place.remedy = WAY_REMEDY;
     if (status == FANIN_ERR_MEMORY)
-        error_set_memory(&why);                 /* nobody else's fault */
-    else if (sys_errno && sys_errno != EBADMSG) /* whose words tell nothing */
+        error_set_memory(&why); /* nobody else's fault */
+    else if (sys_errno && sys_errno != EBADMSG)
         error_set_errno(&why, status, sys_errno, &place, "rank %u at %s %s", rank, text,
                         what);
     else

@@ -250,7 +250,9 @@ bool tls_is_up(const tls *t)
 
 const char *tls_broken(const tls *t)
 {
-    return tls_is_up(t) && t->fault == TLS_BROKEN ? tls_why(t) : NULL;
+    bool is_other = t && (t->fault == TLS_FINE || t->fault == TLS_CLOSED ||
+                          t->fault == TLS_DISBELIEVED);
+    return tls_is_up(t) && !is_other ? tls_why(t) : NULL;
 }
 
 tls_fault tls_failed(const tls *t)

@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 #define PIECE 65536
-#define RECORD_HEAD                                                                    \
-    5 /* RFC 8446, 5.1: the type, a version, and the length of what follows */
+/* RFC 8446, 5.1: the type, a version, and the length of what follows. */
+#define RECORD_HEAD 5
 
 typedef enum taking { TAKEN, NOT_ALL, NOT_ONE } taking;
 
