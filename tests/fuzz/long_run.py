@@ -53,6 +53,7 @@ class Target:
                     "-rss_limit_mb=2048",
                     "-entropic=0",  # which costs more than the inputs where they reach much code
                     "-print_final_stats=1",
+                    "-print_funcs=0",  # looking up their names takes longer than the inputs
                     f"-artifact_prefix={self.corpus}-",
                     self.corpus,
                     CORPORA / self.name,
