@@ -71,6 +71,7 @@ static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
 
 static void *help(void *argument)
 {
+    pthread_setname_np(pthread_self(), "fanin-file");
     read_some(argument, NULL, NULL);
     return NULL;
 }

@@ -161,6 +161,7 @@ static bool take_step(file_pages *p, uint64_t *out)
 static void *make_pages(void *cookie)
 {
     file_pages *p = cookie;
+    pthread_setname_np(pthread_self(), "fanin-file");
     for (uint64_t step; take_step(p, &step) && make_pages_of(p, step);)
         ;
     return NULL;

@@ -88,6 +88,7 @@ static void *make(void *argument)
 {
     spare_file *s = argument;
     uint64_t size = s->wanted;
+    pthread_setname_np(pthread_self(), "fanin-spare");
     file_memory_release(&s->retired);
     if (size == 0)
         return NULL;

@@ -212,6 +212,7 @@ static void wipe(certificates *c)
 static void *watch(void *cookie)
 {
     certificates *c = cookie;
+    pthread_setname_np(pthread_self(), "fanin-certs");
     pthread_mutex_lock(&c->lock);
     while (!c->ended) {
         const deadline next = deadline_in_ms(LOOK_MS);

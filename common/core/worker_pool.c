@@ -61,6 +61,7 @@ static void run_one(worker_pool *pool, worker_job *job)
 static void *work(void *cookie)
 {
     worker_pool *pool = cookie;
+    pthread_setname_np(pthread_self(), "fanin-work");
     pthread_mutex_lock(&pool->lock);
     while (!pool->quit) {
         worker_job *job = pop(&pool->waiting);

@@ -56,6 +56,7 @@ static void ask(lookup *l)
 static void *run(void *cookie)
 {
     lookup *l = cookie;
+    pthread_setname_np(pthread_self(), "fanin-lookup");
     ask(l);
     atomic_store(&l->done, true);
     (void)eventfd_write(l->event, 1);

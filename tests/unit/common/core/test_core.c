@@ -311,11 +311,14 @@ static void conditions_are_waited_for(void **state)
 typedef struct counted {
     worker_job job; /* first */
     unsigned runs;
+    char thread[16];
 } counted;
 
 static void count_run(worker_job *job)
 {
-    ((counted *)job)->runs++;
+    counted *c = (counted *)job;
+    c->runs++;
+    pthread_getname_np(pthread_self(), c->thread, sizeof c->thread);
 }
 
 static void helpers_do_each_job_once(void **state)
@@ -323,6 +326,8 @@ static void helpers_do_each_job_once(void **state)
     (void)state;
     enum { JOBS = 200 };
     static counted jobs[JOBS];
+    char own[16];
+    pthread_getname_np(pthread_self(), own, sizeof own);
     for (unsigned threads = 0; threads < 4; threads++) {
         worker_pool *pool = worker_pool_create(threads, threads, -1);
         assert_int_equal(worker_pool_threads(pool), threads);
@@ -339,8 +344,11 @@ static void helpers_do_each_job_once(void **state)
             if (!worker_pool_help(pool))
                 worker_pool_wait(pool);
         }
-        for (unsigned i = 0; i < JOBS; i++)
+        for (unsigned i = 0; i < JOBS; i++) {
             assert_int_equal(jobs[i].runs, 1);
+            if (strcmp(jobs[i].thread, own) != 0) /* which has a name of its own */
+                assert_string_equal(jobs[i].thread, "fanin-work");
+        }
         assert_false(worker_pool_help(pool));
         worker_pool_destroy(&pool);
         assert_null(pool);
