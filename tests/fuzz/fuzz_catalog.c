@@ -10,7 +10,8 @@
 
 static bool same(const buffer *b, const uint8_t *data, size_t size)
 {
-    return b->failed || (b->size == size && memcmp(b->data, data, size) == 0);
+    return b->failed ||
+           (b->size == size && (size == 0 || memcmp(b->data, data, size) == 0));
 }
 
 static void try_keys(const uint8_t *data, size_t size)
