@@ -162,10 +162,11 @@ static fanin_status make_copiers(cma_reading *of, fanin_error *error)
 }
 
 /* In a thread of its own. */
-static bool turn(void *cookie)
+static bool turn(void *cookie, deadline *wake)
 {
     cma_copier *c = cookie;
     reading_threads *threads = c->of->r->client->readers;
+    (void)wake;
     while (!reading_threads_halted(threads) && cma_copy(c))
         ;
     reading_threads_tell(threads);

@@ -74,8 +74,9 @@ static void *work(void *cookie)
         void *of = t->cookie;
         pthread_mutex_unlock(&all->lock);
         uint64_t began = clock_ns();
-        while (!atomic_load(&all->halted) && turn(of))
-            loop_step(&t->loop, UINT64_MAX);
+        for (deadline wake = UINT64_MAX; !atomic_load(&all->halted) && turn(of, &wake);
+             wake = UINT64_MAX)
+            loop_step(&t->loop, wake);
         trace_turn(began);
         pthread_mutex_lock(&all->lock);
         t->turn = NULL;

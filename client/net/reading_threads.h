@@ -15,8 +15,8 @@
 
 typedef struct reading_threads reading_threads;
 
-/** What a thread does before its loop waits, again and again; false: it is through. */
-typedef bool (*reading_turn)(void *cookie);
+/** What a thread does before its loop waits, again and again; false: it is through. *@p wake, UINT64_MAX: when to look again. */
+typedef bool (*reading_turn)(void *cookie, deadline *wake);
 
 /** None yet. @p owner is the calling thread's loop, which turns when a thread has something to tell.
     NULL: no memory, no descriptor. */

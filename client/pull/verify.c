@@ -240,7 +240,8 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status look(const verifier *v, bool *done, fanin_error *error)
+static fanin_status look(const verifier *v, bool *done, deadline *wake,
+                         fanin_error *error)
 {
     *done = true;
     for (size_t i = 0; i < v->r->part->plan.n_sources; i++) {
@@ -248,6 +249,7 @@ static fanin_status look(const verifier *v, bool *done, fanin_error *error)
         const connection *c = q->control;
         if (!q->link)
             continue;
+        stream_link_look(q->link, &v->share, wake);
         if (q->work.failed)
             return error_copy(error, &q->work.error);
         if (connection_get_state(c) != CONNECTION_READY)
@@ -262,9 +264,10 @@ static fanin_status run(verifier *v, fanin_error *error)
 {
     for (;;) {
         bool done;
-        fanin_status status = look(v, &done, error);
+        deadline wake = UINT64_MAX;
+        fanin_status status = look(v, &done, &wake, error);
         if (status == FANIN_OK && !done)
-            status = client_step(v->r->client, v->at, UINT64_MAX, "verify", error);
+            status = client_step(v->r->client, v->at, wake, "verify", error);
         if (status != FANIN_OK || done)
             return status;
     }

@@ -318,7 +318,7 @@ static bool is_done(const stream_source *s)
 }
 
 /* In a thread of its own: sends what its window has room for, tells of each source's end, the first who sees it. */
-static bool turn(void *cookie)
+static bool turn(void *cookie, deadline *wake)
 {
     const reader_thread *t = cookie;
     stream_reading *s = t->of;
@@ -327,6 +327,7 @@ static bool turn(void *cookie)
         stream_source *source = &s->sources[i];
         if (!source->link || !(source->threads & t->bit) || source->told)
             continue;
+        stream_link_look(source->link, &t->share, wake);
         stream_link_pump(source->link, &t->share);
         failed = failed || source->work.failed;
         bool ended = failed || is_done(source);
@@ -363,6 +364,20 @@ static bool step(void *reading)
 {
     stream_reading *s = reading;
     return s->threads[0].share.inflight == 0 && seal_checks_help(s->checks);
+}
+
+static bool busy(void *reading, deadline *wake)
+{
+    stream_reading *s = reading;
+    bool failed = false;
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        stream_source *source = &s->sources[i];
+        if (!source->link || !(source->threads & s->threads[0].bit))
+            continue;
+        stream_link_look(source->link, &s->threads[0].share, wake);
+        failed = failed || source->work.failed;
+    }
+    return failed; /* which is told at once */
 }
 
 static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
@@ -429,6 +444,7 @@ const path_reader stream_reader = {
     .start = start,
     .step = step,
     .check = check,
+    .busy = busy,
     .bytes = bytes,
     .account = account,
     .finish = finish,

@@ -58,6 +58,7 @@ static fanin_status open_data(const stream_link *link, data_connection *d,
         return status;
     d->source.fd = fd;
     d->source.events = EPOLLOUT;
+    d->made_by = deadline_in_ms(link->client->config.connect_timeout_ms);
     framing_start(&d->in, LIMIT_READ_BYTES);
     d->in.exact = true;
     connection_encode_data_hello(link->control, &d->out.bytes, &d->in);
@@ -347,6 +348,20 @@ static void pump(data_connection *d)
         data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
     else if (added)
         flush(d);
+}
+
+void stream_link_look(stream_link *link, const stream_share *share, deadline *wake)
+{
+    for (unsigned i = 0; i < link->n; i++) {
+        data_connection *d = link->connections[i];
+        if (d->share != share || d->source.fd < 0 || d->stage >= IDLE_OR_FRAME)
+            continue;
+        if (deadline_passed(d->made_by))
+            data_lose(d, FANIN_ERR_UNREACHABLE, 0,
+                      "has not answered a data connection in time");
+        else
+            *wake = deadline_sooner(*wake, d->made_by);
+    }
 }
 
 void stream_link_pump(stream_link *link, const stream_share *share)

@@ -73,6 +73,9 @@ fanin_status stream_link_deal(stream_link *link, unsigned index, stream_share *s
 /** Gives the link its work and sends what the windows allow; the loops do the rest. @p share: of the connections that
     were not dealt, in the client's loop. */
 void stream_link_start(stream_link *link, stream_work *work, stream_share *share);
+/** Loses those connections of the share that are not made within the client's connect_timeout_ms, which fails the work.
+    *@p wake becomes no later than when that may be so of another. */
+void stream_link_look(stream_link *link, const stream_share *share, deadline *wake);
 /** In the share's thread: sends more requests by its connections if its window has room again. */
 void stream_link_pump(stream_link *link, const stream_share *share);
 /** No loop turns: the client's reads all connections from now on. What it cannot is lost. */

@@ -173,6 +173,42 @@ static void without_checksums_it_arrives(void **state)
     fanin_server_destroy(&server, 0);
 }
 
+/* Of an answer to a data connection's hello that says it is longer than it is the rest never comes. It is not waited for
+   as long as there is time. */
+static void never_end(unsigned threads, unsigned connection)
+{
+    fanin_server *server = start_server();
+    rank_proxy proxy;
+    flip p = {.connection = connection, .way = FLIP_TO_CLIENT, .at = 17};
+    rank_proxy_start_flip(&proxy, fanin_server_port(server), &p);
+    fanin_client_config config = make_client_config();
+    config.no_unix = true;
+    config.threads = config.streams_per_rank = threads;
+    config.connect_timeout_ms = 200;
+    const char *address = proxy.address;
+    fanin_client *client = connect_client(&config, &address, 1);
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_box box;
+    fanin_tensor tensor =
+        make_tensor("matrix", FANIN_DTYPE_U32, ROWS, columns, &box, landed);
+    fanin_error error = FANIN_ERROR_INIT;
+    options.timeout_ms = 20000;
+    assert_ok(fanin_client_pull(client, &options, &tensor, 1, NULL, &error), error);
+    assert_true(atomic_load(&p.flipped));
+    assert_memory_equal(landed, published, size());
+    fanin_client_destroy(&client);
+    rank_proxy_stop(&proxy);
+    fanin_server_destroy(&server, 0);
+}
+
+static void a_hello_that_never_ends_is_given_up(void **state)
+{
+    columns = MANY; /* as much as two threads read */
+    never_end(1, 1);
+    never_end(2, 1);
+    never_end(2, 2);
+}
+
 int main(void)
 {
     static uint32_t few = FEW, many = MANY;
@@ -182,6 +218,7 @@ int main(void)
         {"altered_weights_are_asked_for_again_large",
          altered_weights_are_asked_for_again, NULL, NULL, &many},
         cmocka_unit_test(without_checksums_it_arrives),
+        cmocka_unit_test(a_hello_that_never_ends_is_given_up),
     };
     return cmocka_run_group_tests_name("altered", tests, NULL, NULL);
 }

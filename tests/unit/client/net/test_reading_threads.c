@@ -151,10 +151,11 @@ typedef struct job {
     unsigned most; /* turns; 0: until it is to rest */
 } job;
 
-static bool turn(void *cookie)
+static bool turn(void *cookie, deadline *wake)
 {
     job *j = cookie;
     unsigned turns = atomic_fetch_add(&j->turns, 1) + 1;
+    assert_true(*wake == UINT64_MAX);
     reading_threads_tell(j->threads);
     return j->most == 0 || turns < j->most;
 }
