@@ -149,7 +149,7 @@ class Client(ClosableHandle):
     :param server_name: demand this job's name; None: any.
     :param world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None:
         any.
-    :param connect_timeout: seconds, for one rank.
+    :param connect_timeout: seconds, for one rank, and for each data connection to it.
     :param lost: a rank that owes an answer and is silent for so many seconds is lost.
     :param max_inflight: bytes asked for and not yet here, all ranks together.
     :param max_catalog: bytes of catalog accepted from a rank.
