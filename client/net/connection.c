@@ -67,7 +67,7 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     c->tcp = *tcp;
     c->local = socket_is_local(&c->tcp);
     error_place place = connection_place(c, "connect");
-    place.remedy = "is the trainer process stopped, or a firewall in between?";
+    place.remedy = STOPPED_REMEDY;
     error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place,
               "the rank at %s has not answered yet", c->text);
     *out = c;
@@ -687,8 +687,7 @@ void connection_set_owing(connection *c, bool owing)
 
 void connection_give_up(connection *c)
 {
-    static const char stopped[] =
-        "is the trainer process stopped, or a firewall in between?";
+    static const char stopped[] = STOPPED_REMEDY;
     bool accepted = c->state == CONNECTION_HELLO || c->tls;
     if (c->state == CONNECTION_DOWN)
         return;

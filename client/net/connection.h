@@ -16,6 +16,9 @@
 #include "tls.h"
 #include "trace.h"
 
+/** Where a rank is not reached. */
+#define STOPPED_REMEDY "is the trainer process stopped, or a firewall in between?"
+
 typedef struct connection connection;
 
 typedef enum connection_state {

@@ -192,7 +192,7 @@ static fanin_status identify(fanin_client *client, fanin_error *error)
     connection *c = client->peers[0].control;
     if (connection_get_state(c) != CONNECTION_DOWN) {
         error_place place = connection_place(c, "connect");
-        place.remedy = "is the trainer process stopped, or a firewall in between?";
+        place.remedy = STOPPED_REMEDY;
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "%s did not answer before the deadline", connection_text(c));
     }

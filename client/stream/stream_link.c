@@ -228,6 +228,8 @@ static void fail(const stream_link *link, fanin_status status, int sys_errno,
     place.sys_errno = sys_errno;
     if (sys_errno == EBADMSG) /* whose own words tell nothing */
         place.remedy = WAY_REMEDY;
+    else if (status == FANIN_ERR_UNREACHABLE)
+        place.remedy = STOPPED_REMEDY;
     if (status == FANIN_ERR_MEMORY)
         error_set_memory(&why); /* nobody else's fault */
     else if (sys_errno && sys_errno != EBADMSG)
@@ -252,6 +254,19 @@ void data_lose(data_connection *d, fanin_status status, int sys_errno, const cha
     close_data(d);
 }
 
+/* Neither sending nor receiving goes on; 0: the rank has closed it. */
+static void lose_broken(data_connection *d, int sys_errno)
+{
+    secure_fault why;
+    if (secure_refused(d->tls, &why))
+        data_lose(d, why.status, 0, why.what);
+    else if (secure_broken(d->tls, &why))
+        data_lose(d, why.status, EBADMSG, why.what);
+    else
+        data_lose(d, FANIN_ERR_CLOSED, sys_errno,
+                  sys_errno ? "broke a data connection" : "closed a data connection");
+}
+
 void data_lose_device(data_connection *d)
 {
     fail_by_device(d->link);
@@ -274,7 +289,7 @@ static void flush(data_connection *d)
 {
     int failed = outgoing_flush(&d->out, d->tls, d->source.fd);
     if (failed)
-        data_lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
+        lose_broken(d, failed);
     else
         data_want(d);
 }
@@ -356,11 +371,13 @@ void stream_link_look(stream_link *link, const stream_share *share, deadline *wa
         data_connection *d = link->connections[i];
         if (d->share != share || d->source.fd < 0 || d->stage >= IDLE_OR_FRAME)
             continue;
-        if (deadline_passed(d->made_by))
+        if (!deadline_passed(d->made_by))
+            *wake = deadline_sooner(*wake, d->made_by);
+        else if (atomic_fetch_add(&link->work->given_up, 1) + 1 < link->n)
+            close_data(d); /* nothing was asked by it, and others go on */
+        else
             data_lose(d, FANIN_ERR_UNREACHABLE, 0,
                       "has not answered a data connection in time");
-        else
-            *wake = deadline_sooner(*wake, d->made_by);
     }
 }
 
@@ -456,18 +473,6 @@ static void on_chunk(sink_waiter *waiter)
     data_want(d);
 }
 
-static void lose_received(data_connection *d, int sys_errno)
-{
-    secure_fault why;
-    if (secure_refused(d->tls, &why))
-        data_lose(d, why.status, 0, why.what);
-    else if (secure_broken(d->tls, &why))
-        data_lose(d, why.status, EBADMSG, why.what);
-    else
-        data_lose(d, FANIN_ERR_CLOSED, sys_errno,
-                  sys_errno ? "broke a data connection" : "closed a data connection");
-}
-
 /* recv/readv with the usual cases; 0: nothing now or the connection is gone. */
 static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
 {
@@ -479,7 +484,7 @@ static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
             continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
-        lose_received(d, got < 0 ? errno : 0);
+        lose_broken(d, got < 0 ? errno : 0);
         return 0;
     }
 }

@@ -48,6 +48,7 @@ typedef struct stream_work {
         done_requests;           /**< done: its bytes are in place */
     atomic_uint_fast64_t bytes;  /**< in place; of the sources */
     atomic_bool failing, failed; /**< somebody says why; it is said */
+    atomic_uint given_up;        /**< connections that were not made in time */
     /** FANIN_ERR_STALE: begin again; else the link is lost, or a device has failed, which
         device_sink_failed() tells and no other attempt would mend */
     fanin_error error;
@@ -73,8 +74,8 @@ fanin_status stream_link_deal(stream_link *link, unsigned index, stream_share *s
 /** Gives the link its work and sends what the windows allow; the loops do the rest. @p share: of the connections that
     were not dealt, in the client's loop. */
 void stream_link_start(stream_link *link, stream_work *work, stream_share *share);
-/** Loses those connections of the share that are not made within the client's connect_timeout_ms, which fails the work.
-    *@p wake becomes no later than when that may be so of another. */
+/** Gives up those connections of the share that are not made within the client's connect_timeout_ms, which fails the work
+    if there is no other one. *@p wake becomes no later than when that may be so of another. */
 void stream_link_look(stream_link *link, const stream_share *share, deadline *wake);
 /** In the share's thread: sends more requests by its connections if its window has room again. */
 void stream_link_pump(stream_link *link, const stream_share *share);

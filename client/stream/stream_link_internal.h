@@ -18,7 +18,7 @@ typedef struct data_connection {
     loop *loop;          /* of who reads it */
     stream_share *share; /* the reader's; NULL: it was not dealt */
     stage stage;
-    deadline made_by; /* else it is lost, while it is CONNECTING or in HELLO */
+    deadline made_by; /* else it is given up, while it is CONNECTING or in HELLO */
     outgoing out;
     tls *tls;              /* NULL: there is none, or not yet */
     uint64_t queue[QUEUE]; /* requests, oldest first */
