@@ -250,9 +250,10 @@ bool tls_is_up(const tls *t)
 
 const char *tls_broken(const tls *t)
 {
-    bool is_other = t && (t->fault == TLS_FINE || t->fault == TLS_CLOSED ||
-                          t->fault == TLS_DISBELIEVED);
-    return tls_is_up(t) && !is_other ? tls_why(t) : NULL;
+    if (!tls_is_up(t) || t->fault == TLS_FINE || t->fault == TLS_CLOSED ||
+        t->fault == TLS_DISBELIEVED)
+        return NULL;
+    return tls_why(t);
 }
 
 tls_fault tls_failed(const tls *t)

@@ -14,7 +14,7 @@
 void peer_log(fanin_server *s, peer_share *from, fanin_log_level level,
               const char *event, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
-/** The same of a peer, "address: ...", with whom the server cannot go on by TLS, if that is so. */
+/** The same of @p peer, an address, with whom the server cannot go on by TLS, if that is so. */
 void peer_log_broken(fanin_server *s, peer_share *from, const char *peer, const tls *t);
 /** When peer_log_tell() is due; UINT64_MAX: nothing was left out. */
 deadline peer_log_due(const fanin_server *s);

@@ -197,26 +197,9 @@ static void try_ipc_key(const uint8_t *data, size_t size)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    if (size == 0)
-        return 0;
-    switch (data[0]) {
-    case 0:
-        try_keys(data + 1, size - 1);
-        break;
-    case 1:
-        try_boxes(data + 1, size - 1);
-        break;
-    case 2:
-        try_regions(data + 1, size - 1);
-        break;
-    case 3:
-        try_key_set(data + 1, size - 1);
-        break;
-    case 4:
-        try_ipc_key(data + 1, size - 1);
-        break;
-    default:
-        break;
-    }
+    static void (*const tries[])(const uint8_t *, size_t) = {
+        try_keys, try_boxes, try_regions, try_key_set, try_ipc_key};
+    if (size > 0 && data[0] < sizeof tries / sizeof tries[0])
+        tries[data[0]](data + 1, size - 1);
     return 0;
 }

@@ -158,13 +158,12 @@ static bool pass_altered(link_pair *p, int to, link_talk *talk, altered *a)
             put_frame(p, to, a, &out);
     }
     p->begun[to] = true;
-    buffer_append(a->later ? &p->later[to] : &out,
-                  a->later ? out.data : p->later[to].data,
-                  a->later ? out.size : p->later[to].size);
-    if (!a->later)
-        buffer_clear(&p->later[to]);
-    bool good = !a->body.failed && !out.failed && !p->later[to].failed &&
-                (a->later || say(p, to, &out)) && !a->last;
+    buffer *later = &p->later[to];
+    buffer *from = a->later ? &out : later, *behind = a->later ? later : &out;
+    buffer_append(behind, from->data, from->size);
+    bool good = !a->body.failed && !out.failed && !later->failed;
+    buffer_clear(from);
+    good = good && say(p, to, &out) && !a->last;
     buffer_free(&out);
     return good;
 }

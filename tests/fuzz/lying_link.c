@@ -143,15 +143,14 @@ void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
     l->played[TO_RANK] = played[1];
     for (int i = 0; i < LINK_PAIRS; i++)
         link_pair_clear(&l->pairs[i]);
-    socket_address *own = &l->names[BY_TCP];
-    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", own, NULL) == FANIN_OK &&
-          socket_listen(own, 16, &l->listeners[BY_TCP], NULL) == FANIN_OK);
-    socket_set_port(own, socket_port(l->listeners[BY_TCP]));
-    snprintf(l->address, sizeof l->address, "%.31s", own->text);
-    l->ranks[BY_TCP] = *own;
-    socket_set_port(&l->ranks[BY_TCP], rank);
-    socket_unix_address(geteuid(), own, &l->names[BY_NAME]);
-    socket_unix_address(geteuid(), &l->ranks[BY_TCP], &l->ranks[BY_NAME]);
+    socket_address *at = &l->ranks[BY_TCP]; /* the link's own first: the same host */
+    check(l->wake >= 0 && socket_resolve("127.0.0.1:0", at, NULL) == FANIN_OK &&
+          socket_listen(at, 16, &l->listeners[BY_TCP], NULL) == FANIN_OK);
+    socket_set_port(at, socket_port(l->listeners[BY_TCP]));
+    snprintf(l->address, sizeof l->address, "%.31s", at->text);
+    socket_unix_address(geteuid(), at, &l->name);
+    socket_set_port(at, rank);
+    socket_unix_address(geteuid(), at, &l->ranks[BY_NAME]);
     l->listeners[BY_NAME] = -1;
     check(pthread_mutex_init(&l->lock, NULL) == 0 &&
           pthread_cond_init(&l->changed, NULL) == 0 &&
@@ -160,7 +159,6 @@ void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
 
 void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind)
 {
-    const socket_address *name = &l->names[BY_NAME];
     pthread_mutex_lock(&l->lock);
     l->reader = reader;
     l->talk = (link_talk){.edits = edits,
@@ -168,7 +166,7 @@ void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kin
                           .happens = happens,
                           .cookie = l};
     if (kind == LINK_BY_NAME)
-        check(socket_listen(name, 16, &l->listeners[BY_NAME], NULL) == FANIN_OK);
+        check(socket_listen(&l->name, 16, &l->listeners[BY_NAME], NULL) == FANIN_OK);
     l->accepted = 0;
     l->serves = true;
     l->has_ended = false;

@@ -14,9 +14,9 @@
 #define LINK_PAIRS 8
 
 typedef struct lying_link {
-    char address[32]; /**< that readers connect to */
-    socket_address ranks[2],
-        names[2]; /**< TCP's, and the Unix name: of the rank, and of the link */
+    char address[32];         /**< that readers connect to */
+    socket_address ranks[2];  /**< the rank's, by TCP and by its Unix name */
+    socket_address name;      /**< the link's Unix name */
     const tls_end *played[2]; /**< by the end that they lead to: link_pair_open() */
     void (*act)(void *cookie, uint16_t number);
     void *cookie;

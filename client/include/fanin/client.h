@@ -66,8 +66,8 @@ typedef struct fanin_client_config {
     const char *server_name; /**< demand this job's name; default NULL: any */
     /** demand this world; all zero, which no trainer may announce: any */
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
-    uint32_t
-        connect_timeout_ms; /**< for one rank, and for each data connection, default 5000 */
+    /** for one rank, and for each data connection to it, default 5000 */
+    uint32_t connect_timeout_ms;
     /** a rank that owes an answer and is silent for so long is lost, default 5000 */
     uint32_t lost_ms;
     /** bytes asked for and not yet here, all ranks together, default 64 MiB */
