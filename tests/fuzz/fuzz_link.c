@@ -2,10 +2,12 @@
 /* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
    acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the
    second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
-   alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
-   what they bring is one step unless the link lied and knew the secret, if there is one; nothing of that reader stays
-   with the ranks; another reader gets what they hold, and so does this one once the link is honest. Second byte: bit 0:
-   the reader has two threads; 1: it waits in vain for a step first. */
+   alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Second byte: bit 0:
+   the reader has two threads; 1: it waits in vain for a step first; 2: the link stays as it is afterwards, but alters
+   nothing more, instead of closing what it has altered; then it does not know checksums either. Whatever comes of it,
+   calls end, with a reason if they fail; they write where they were told to; what they bring is one step unless the
+   link lied and knew how to be believed; nothing of that reader stays with the ranks; another reader gets what they
+   hold, and so does this one once the link is honest. */
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
@@ -17,6 +19,9 @@
 
 #define CALL_MS 5000
 #define VAIN_MS 10
+/* Where the link stays: what it has altered may cost a pull, and whoever waits for what never comes. */
+#define SHORT_MS 1000
+#define LOST_MS 250
 #define HEAD 2 /* bytes before the edits */
 
 typedef struct scene {
@@ -36,12 +41,13 @@ static fanin_pull_options of(const char *publication)
 
 /* ----------------------------------------------------------- what is called */
 
-static fanin_status pull(fanin_client *client, bool verify, landing *to,
-                         fanin_error *error)
+static fanin_status pull(fanin_client *client, bool verify, uint32_t timeout_ms,
+                         landing *to, fanin_error *error)
 {
     fanin_pull_options o = of(FULL);
     fanin_result *result = NULL;
     o.verify = verify;
+    o.timeout_ms = timeout_ms;
     landing_prepare(to);
     fanin_status status = fanin_client_pull(client, &o, to->tensors, 2, &result, error);
     landing_end(to, result);
@@ -204,32 +210,46 @@ static fanin_status call(const scene *s, fanin_client *reader, int what, bool wa
     case MODEL:
         return pull_model(reader, error);
     default:
-        return pull(reader, what == PULL_VERIFIED, to, error);
+        return pull(reader, what == PULL_VERIFIED, CALL_MS, to, error);
     }
 }
 
 /* ------------------------------------------------------------- what must be */
 
-static fanin_status pull_again(const scene *s, fanin_client *reader, landing *to)
+static fanin_status pull_again(const scene *s, fanin_client *reader,
+                               uint32_t timeout_ms, landing *to)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_status status = pull(reader, false, to, &error);
+    fanin_status status = pull(reader, false, timeout_ms, to, &error);
     if (status == FANIN_ERR_STATE) { /* nobody had answered */
         status = connect_reader(s, reader, &error);
         if (status == FANIN_OK)
-            status = pull(reader, false, to, &error);
+            status = pull(reader, false, timeout_ms, to, &error);
     }
     return status;
 }
 
+/* By a link that has closed what it had altered. */
 static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
 {
     landing to;
-    lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP);
-    fanin_status status = pull_again(s, reader, &to);
+    lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP, false);
+    fanin_status status = pull_again(s, reader, CALL_MS, &to);
     if (status == FANIN_ERR_CANCELLED) /* when the call before had ended */
-        status = pull_again(s, reader, &to);
+        status = pull_again(s, reader, CALL_MS, &to);
     check(status == FANIN_OK && to.step == step);
+    landing_check(&to);
+    lying_link_end(&s->between);
+}
+
+/* By one that has not, and alters nothing more. */
+static void check_goes_on(scene *s, fanin_client *reader, uint64_t step)
+{
+    landing to;
+    deadline soon = deadline_in_ms(MOST_MS);
+    while (pull_again(s, reader, SHORT_MS, &to) != FANIN_OK)
+        check(!deadline_passed(soon));
+    check(to.step == step);
     landing_check(&to);
     lying_link_end(&s->between);
 }
@@ -238,32 +258,50 @@ static void check_other(scene *s, uint64_t step)
 {
     landing to;
     fanin_error error = FANIN_ERROR_INIT;
-    check(pull(s->other, false, &to, &error) == FANIN_OK && to.step == step);
+    check(pull(s->other, false, CALL_MS, &to, &error) == FANIN_OK && to.step == step);
     landing_check(&to);
     ranks_check_left(s->ranks);
 }
 
-static link_kind kind_of(const scene *s, uint8_t first)
+/* What an input says of the link. */
+typedef struct lying {
+    edits lies;
+    link_kind kind;
+    bool believed; /* it knows how to be; what it says then stays believed */
+    bool stays;
+} lying;
+
+static lying lying_of(const scene *s, const uint8_t *data, size_t size)
 {
-    if (first & 128)
-        return LINK_BY_NAME;
-    return s->secret_file && first & 64 ? LINK_RECORDS : LINK_BY_TCP;
+    lying l = {.lies = {data + HEAD, size - HEAD}};
+    bool sealed = data[0] & 8, stays = data[1] & 4;
+    if (data[0] & 128)
+        l.kind = LINK_BY_NAME;
+    else if (s->secret_file && data[0] & 64)
+        l.kind = LINK_RECORDS;
+    else if (!s->secret_file && sealed && stays)
+        l.kind = LINK_NOISY;
+    l.believed = l.kind != LINK_RECORDS && l.kind != LINK_NOISY;
+    l.stays = stays && !l.believed;
+    return l;
 }
 
 static void check_call(scene *s, fanin_client *reader, const uint8_t head[HEAD],
-                       edits lies)
+                       const lying *l)
 {
-    link_kind kind = kind_of(s, head[0]);
     landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    lying_link_serve(&s->between, reader, lies, kind);
+    lying_link_serve(&s->between, reader, l->lies, l->kind, l->stays);
     deadline soon = deadline_in_ms(MOST_MS);
     fanin_status status = call(s, reader, head[0] & 7, head[1] & 2, &to, &error);
     check(!deadline_passed(soon));
-    lying_link_end(&s->between);
+    if (l->stays)
+        lying_link_mend(&s->between);
+    else
+        lying_link_end(&s->between);
     check(status == FANIN_OK || error.message[0] != '\0');
-    check(status == FANIN_OK || lies.size > 0);
-    if (to.step > 0 && (kind == LINK_RECORDS || !edits_lie(lies)))
+    check(status == FANIN_OK || l->lies.size > 0);
+    if (to.step > 0 && !(l->believed && edits_lie(l->lies)))
         landing_check(&to);
 }
 
@@ -306,18 +344,28 @@ static scene *scene_of(bool secured)
     return &scenes[secured && scenes[1].ranks];
 }
 
+static fanin_client *make_reader(const scene *s, const uint8_t head[HEAD], bool stays)
+{
+    fanin_client_config config = config_of_reader(s);
+    config.no_checksums = !(head[0] & 8);
+    config.path = head[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
+    config.threads = config.streams_per_rank = head[1] & 1 ? 2 : 1;
+    if (stays)
+        config.connect_timeout_ms = config.lost_ms = LOST_MS;
+    return make_client(&config);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size < HEAD)
         return 0;
     scene *s = scene_of(data[0] & 32);
-    fanin_client_config config = config_of_reader(s);
-    config.no_checksums = !(data[0] & 8);
-    config.path = data[0] & 16 ? FANIN_PATH_AUTO : FANIN_PATH_STREAM;
-    config.threads = config.streams_per_rank = data[1] & 1 ? 2 : 1;
-    fanin_client *reader = make_client(&config);
-    check_call(s, reader, data, (edits){data + HEAD, size - HEAD});
+    const lying l = lying_of(s, data, size);
+    fanin_client *reader = make_reader(s, data, l.stays);
+    check_call(s, reader, data, &l);
     uint64_t step = ranks_settle(s->ranks);
+    if (l.stays)
+        check_goes_on(s, reader, step);
     check_recovers(s, reader, step);
     fanin_client_destroy(&reader);
     check_other(s, step);

@@ -13,6 +13,7 @@
 #define PIECE 65536
 /* RFC 8446, 5.1: the type, a version, and the length of what follows. */
 #define RECORD_HEAD 5
+#define CHECKED 20 /* bytes of a header that the checksum behind them is of */
 
 typedef enum taking { TAKEN, NOT_ALL, NOT_ONE } taking;
 
@@ -80,28 +81,46 @@ static taking take_frame(link_pair *p, int to, altered *a, size_t *size)
     return TAKEN;
 }
 
-/* With a checksum that fits, as of who says it; that of hello's answer is of the hello, too. */
-static void put_frame(const link_pair *p, int to, const altered *a, buffer *out)
+/* What its header is on the way to this end. */
+static void encode_head(const link_pair *p, int to, const altered *a,
+                        uint8_t head[FRAME_SIZE])
 {
-    uint8_t head[FRAME_SIZE], seal[SEAL_SIZE];
-    buffer summed = {0};
-    bool answers_hello = to == TO_READER && !p->begun[to] && p->sealed;
     frame f = a->head;
     f.length = (uint32_t)a->body.size ^ a->lie;
     frame_encode(&f, head);
-    if (answers_hello)
-        buffer_append(&summed, p->hello.data, p->hello.size);
-    else if (p->begun[to] && p->sealed)
+    if (p->begun[to] && p->sealed)
         seal_header(head);
-    size_t start = summed.size;
+}
+
+/* The checksum behind it; that of hello's answer is of the hello, too. */
+static void encode_seal(const link_pair *p, int to, const altered *a,
+                        uint8_t seal[SEAL_SIZE])
+{
+    uint8_t head[FRAME_SIZE];
+    buffer summed = {0};
+    if (!p->begun[to])
+        buffer_append(&summed, p->hello.data, p->hello.size);
+    encode_head(p, to, a, head);
     buffer_append(&summed, head, sizeof head);
     buffer_append(&summed, a->body.data, a->body.size);
-    if (answers_hello || (p->begun[to] && p->sealed)) {
-        seal_encode(checksum_of(summed.data, summed.size), seal);
-        buffer_append(&summed, seal, sizeof seal);
-    }
-    buffer_append(out, summed.data + start, summed.size - start);
+    seal_encode(checksum_of(summed.data, summed.size), seal);
     buffer_free(&summed);
+}
+
+/* With the checksums of @p of. */
+static void put_frame(const link_pair *p, int to, const altered *a, const altered *of,
+                      buffer *out)
+{
+    uint8_t head[FRAME_SIZE], theirs[FRAME_SIZE], seal[SEAL_SIZE];
+    encode_head(p, to, a, head);
+    encode_head(p, to, of, theirs);
+    memcpy(head + CHECKED, theirs + CHECKED, FRAME_SIZE - CHECKED);
+    buffer_append(out, head, sizeof head);
+    buffer_append(out, a->body.data, a->body.size);
+    if (!p->sealed || (to == TO_RANK && !p->begun[to]))
+        return;
+    encode_seal(p, to, of, seal);
+    buffer_append(out, seal, sizeof seal);
 }
 
 /* ------------------------------------------------------------------ records */
@@ -150,18 +169,21 @@ static bool say(link_pair *p, int to, const buffer *out)
 static bool pass_altered(link_pair *p, int to, link_talk *talk, altered *a)
 {
     buffer out = {0};
+    altered was = {.head = a->head};
+    buffer_append(&was.body, a->body.data, a->body.size);
     edits_apply(talk->edits, to, talk->passed[to]++, a, talk->happens, talk->cookie);
     for (int i = 0; i <= a->twice; i++) {
-        if (talk->records)
+        if (talk->unit == UNIT_RECORD)
             put_record(a, &out);
         else
-            put_frame(p, to, a, &out);
+            put_frame(p, to, a, talk->unit == UNIT_SEALED ? &was : a, &out);
     }
     p->begun[to] = true;
     buffer *later = &p->later[to];
     buffer *from = a->later ? &out : later, *behind = a->later ? later : &out;
     buffer_append(behind, from->data, from->size);
-    bool good = !a->body.failed && !out.failed && !later->failed;
+    bool good = !was.body.failed && !a->body.failed && !out.failed && !later->failed;
+    buffer_free(&was.body);
     buffer_clear(from);
     good = good && say(p, to, &out) && !a->last;
     buffer_free(&out);
@@ -174,8 +196,8 @@ static bool pass_whole(link_pair *p, int to, link_talk *talk)
     for (;;) {
         altered a = {0};
         size_t size = 0;
-        taking taken = talk->records ? take_record(p, to, &a, &size)
-                                     : take_frame(p, to, &a, &size);
+        taking taken = talk->unit == UNIT_RECORD ? take_record(p, to, &a, &size)
+                                                 : take_frame(p, to, &a, &size);
         bool good = taken == TAKEN && pass_altered(p, to, talk, &a);
         buffer_free(&a.body);
         if (!good)

@@ -2,8 +2,7 @@
 /**
  * @file
  * A connection of a reader's and the one to its rank. What passes is taken apart, altered by the edits, and put
- * together again so that only what stands in it is wrong: whole frames, also inside TLS if it has both ends'
- * keys; or TLS records, if it has none.
+ * together again: whole frames, also inside TLS if it has both ends' keys, or TLS records, if it has none.
  */
 #ifndef LINK_PAIR_H
 #define LINK_PAIR_H
@@ -11,11 +10,18 @@
 #include "edits.h"
 #include "tls.h"
 
+/** What is taken apart. */
+typedef enum link_unit {
+    UNIT_FRAME,  /**< only what stands in it is wrong: its checksums are made anew */
+    UNIT_SEALED, /**< a frame that keeps its checksums, as if the way had altered it */
+    UNIT_RECORD, /**< of TLS: the link does not know the keys */
+} link_unit;
+
 /** What the pairs of one link have in common. */
 typedef struct link_talk {
     edits edits;
     unsigned passed[2]; /**< by the end that it goes to, of all pairs */
-    bool records;       /**< no frames: it does not know the keys */
+    link_unit unit;
     void (*happens)(void *cookie, edit_kind kind, uint16_t number);
     void *cookie;
 } link_talk;

@@ -56,18 +56,19 @@ static void on_accept(lying_link *l, int by)
     socket_tune(reader);
     socket_tune(rank);
     check(fcntl(rank, F_SETFL, O_NONBLOCK) == 0);
-    link_pair_open(p, (const int[]){[TO_RANK] = rank, [TO_READER] = reader},
-                   by == BY_TCP && l->played[0] && !l->talk.records ? l->played : NULL,
-                   by == BY_NAME ? l->address : NULL);
+    link_pair_open(
+        p, (const int[]){[TO_RANK] = rank, [TO_READER] = reader},
+        by == BY_TCP && l->played[0] && l->talk.unit == UNIT_FRAME ? l->played : NULL,
+        by == BY_NAME ? l->address : NULL);
 }
 
 /* Nothing goes on: whoever waits does so for what was altered. */
 static void at_rest(lying_link *l)
 {
-    close_all(l);
-    l->serves = false;
-    if (l->reader)
-        fanin_client_cancel(l->reader);
+    if (!l->stays)
+        close_all(l);
+    l->serves = l->stays;
+    fanin_client_cancel(l->reader);
 }
 
 /* ---------------------------------------------------------------- the thread */
@@ -117,13 +118,13 @@ static void *run(void *cookie)
                                         {l->wake, POLLIN, 0}};
         for (int i = 0; i < 2 * LINK_PAIRS; i++)
             polled[OTHERS + i] = (struct pollfd){l->pairs[i / 2].fds[i % 2], POLLIN, 0};
-        int patience = l->serves && l->talk.edits.size > 0 ? QUIET_MS : -1;
+        int patience = l->reader && l->talk.edits.size > 0 ? QUIET_MS : -1;
         pthread_mutex_unlock(&l->lock);
         int n = poll(polled, POLLED, patience);
         pthread_mutex_lock(&l->lock);
         if (n > 0)
             step(l, polled);
-        else if (l->serves)
+        else if (l->reader)
             at_rest(l);
     }
     return NULL;
@@ -157,19 +158,32 @@ void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
           pthread_create(&l->thread, NULL, run, l) == 0);
 }
 
-void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind)
+void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind,
+                      bool stays)
 {
     pthread_mutex_lock(&l->lock);
     l->reader = reader;
     l->talk = (link_talk){.edits = edits,
-                          .records = kind == LINK_RECORDS,
+                          .unit = kind == LINK_RECORDS ? UNIT_RECORD
+                                  : kind == LINK_NOISY ? UNIT_SEALED
+                                                       : UNIT_FRAME,
                           .happens = happens,
                           .cookie = l};
     if (kind == LINK_BY_NAME)
         check(socket_listen(&l->name, 16, &l->listeners[BY_NAME], NULL) == FANIN_OK);
     l->accepted = 0;
     l->serves = true;
+    l->stays = stays;
     l->has_ended = false;
+    pthread_mutex_unlock(&l->lock);
+    wake(l);
+}
+
+void lying_link_mend(lying_link *l)
+{
+    pthread_mutex_lock(&l->lock);
+    l->talk.edits = (edits){0};
+    l->accepted = 0;
     pthread_mutex_unlock(&l->lock);
     wake(l);
 }

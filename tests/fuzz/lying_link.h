@@ -24,9 +24,10 @@ typedef struct lying_link {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    bool serves;          /**< between the two calls, and nothing has been at rest */
+    bool serves;          /**< from lying_link_serve() on, until all are closed */
+    bool stays;           /**< they are not closed when nothing goes on */
     bool ends, has_ended; /**< the second one is made; all is closed */
-    fanin_client *reader; /**< of now: cancelled when nothing goes on */
+    fanin_client *reader; /**< of now: cancelled whenever nothing goes on */
     unsigned accepted;
     link_talk talk;
     link_pair pairs[LINK_PAIRS];
@@ -41,12 +42,16 @@ typedef enum link_kind {
     LINK_BY_TCP,
     LINK_BY_NAME, /**< it has the Unix name of its address, too, as a rank of this host has */
     LINK_RECORDS, /**< by TCP: it alters the records of TLS, not frames */
+    LINK_NOISY,   /**< by TCP: checksums are not those of what it has altered */
 } link_kind;
 
 /** What @p reader and the rank say, counted over all its connections, is altered by these edits, which
-    stay the caller's. When nothing has gone either way for some milliseconds all are closed, and its call is
-    cancelled; unless there are no edits. */
-void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind);
+    stay the caller's. Whenever nothing has gone either way for some milliseconds its call is cancelled and, unless
+    the link @p stays, all are closed and no more accepted; not if there are no edits. */
+void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind,
+                      bool stays);
+/** A link that stays alters nothing more. What it has done to its connections it has done. */
+void lying_link_mend(lying_link *l);
 /** No call of that reader is under way. Returns when its connections are closed at both ends. */
 void lying_link_end(lying_link *l);
 
