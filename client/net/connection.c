@@ -32,6 +32,8 @@ struct connection {
     connection_state state;
     const char *stranger; /* why its Unix socket is not used, NULL: nobody's is */
     bool is_unix, local, known;
+    uid_t uid; /* who listens, if it is Unix */
+    pid_t pid;
     fanin_error fault;
     msg_hello_ok peer;
     uint64_t generation, next_request;
@@ -65,6 +67,7 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof c->text, "%s", address);
     c->tcp = *tcp;
+    socket_to_connect(&c->tcp);
     c->local = socket_is_local(&c->tcp);
     error_place place = connection_place(c, "connect");
     place.remedy = STOPPED_REMEDY;
@@ -186,7 +189,8 @@ static bool start_unix(connection *c)
     if (!start_on(c, &name, NULL))
         return false;
     int failed = socket_connect_result(c->source.fd);
-    if (failed == 0 && is_own(c)) {
+    if (failed == 0 && is_own(c) &&
+        socket_peer_credentials(c->source.fd, &c->uid, &c->pid)) {
         c->is_unix = true;
         return true;
     }
@@ -299,29 +303,41 @@ void connection_fail(connection *c, const fanin_error *fault)
 /* --------------------------------------------------------------- replies */
 
 /* On loopback whoever came first has the port. Root needs no port to alter what this process pulls. */
-static bool is_trusted_owner(connection *c)
+static bool is_trusted_owner(const connection *c, int fd, char what[CONNECTION_WHY])
 {
-    char what[160];
     uid_t uid;
-    if (c->is_unix || c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
+    if (c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
         return true;
-    bool told = socket_owner(c->source.fd, &uid);
+    bool told = socket_owner(fd, &uid);
     if (told && (uid == geteuid() || uid == 0))
         return true;
     if (told)
         snprintf(
-            what, sizeof what,
+            what, CONNECTION_WHY,
             "is a process of uid %u, and this one is of uid %u: any user can take a "
             "port of this host",
             (unsigned)uid, (unsigned)geteuid());
     else
-        snprintf(what, sizeof what,
+        snprintf(what, CONNECTION_WHY,
                  "may be any user's process: the kernel does not say whose it is");
-    fail_here(c, FANIN_ERR_AUTH, 0, "connect",
-              "run both as one user, or take it as it is: trust_other_users, "
-              "--trust-other-users, FANIN_TRUST_OTHER_USERS=1",
-              what);
     return false;
+}
+
+/* A port and a name are free again while their rank ends, which still answers by the connections that it has. */
+static bool is_same_process(const connection *c, int fd, char what[CONNECTION_WHY])
+{
+    uid_t uid;
+    pid_t pid;
+    if (socket_peer_credentials(fd, &uid, &pid) && uid == c->uid && pid == c->pid)
+        return true;
+    snprintf(what, CONNECTION_WHY,
+             "has its Unix name no more: another process answers there");
+    return false;
+}
+
+bool connection_trusts(const connection *c, int fd, char what[CONNECTION_WHY])
+{
+    return c->is_unix ? is_same_process(c, fd, what) : is_trusted_owner(c, fd, what);
 }
 
 static void on_hello_ok(connection *c, message_type type, body *b)
@@ -360,8 +376,12 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         start_tcp(c);
         return;
     }
-    if (!c->tls && !is_trusted_owner(c)) /* by TLS it proves itself */
+    char what[CONNECTION_WHY];
+    /* By TLS it proves itself; of the Unix name its owner was looked at before. */
+    if (!c->tls && !c->is_unix && !is_trusted_owner(c, c->source.fd, what)) {
+        fail_here(c, FANIN_ERR_AUTH, 0, "connect", OTHER_USER_REMEDY, what);
         return;
+    }
     if (!secure_proven(c->tls, &peer)) {
         secure_fault why;
         secure_explain_unproven(c->tls, &peer, &why);

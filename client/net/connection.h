@@ -19,6 +19,11 @@
 /** Where a rank is not reached. */
 #define STOPPED_REMEDY "is the trainer process stopped, or a firewall in between?"
 
+/** Where any user's process may listen. */
+#define OTHER_USER_REMEDY                                                              \
+    "run both as one user, or take it as it is: trust_other_users, "                   \
+    "--trust-other-users, FANIN_TRUST_OTHER_USERS=1"
+
 typedef struct connection connection;
 
 typedef enum connection_state {
@@ -129,5 +134,11 @@ struct error_place connection_place(const connection *c, const char *phase);
 /** Hello of a data connection: appended to @p out, which is empty; @p in, which was started,
     expects its answer. */
 void connection_encode_data_hello(const connection *c, buffer *out, framing *in);
+
+#define CONNECTION_WHY 160
+/** Whether a data connection without TLS, connected by @p fd, leads to who this one leads to, as far as the kernel tells:
+    by the Unix name to the same process, from when on it is connected; by TCP on loopback to a user that is trusted,
+    from when on it has answered. False: @p what says why not. */
+bool connection_trusts(const connection *c, int fd, char what[CONNECTION_WHY]);
 
 #endif

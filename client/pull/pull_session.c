@@ -188,7 +188,8 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
         status = pull_overtaken(p, &why, error);
     if (status == FANIN_OK)
         status = pull_complete(p, error);
-    pull_log_whole(p, status, error);
+    if (s->client) /* and not of one that is gone */
+        pull_log_whole(p, status, error);
     trace_settle(status);
     if (status == FANIN_OK && result_out) {
         *result_out = p->result;

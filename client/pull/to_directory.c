@@ -134,11 +134,8 @@ static fanin_status open_place(fanin_client *client, const fanin_pull_options *o
     if (!directory || !directory[0])
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no directory was given");
     *at_out = deadline_in_ms(checked->timeout_ms);
-    status = adapter_open(directory, *at_out, is_cancelled, client, &client->log, out,
-                          error);
-    if (status == FANIN_ERR_CANCELLED)
-        atomic_store(&client->cancelled, false);
-    return status;
+    return adapter_open(directory, *at_out, is_cancelled, client, &client->log, out,
+                        error);
 }
 
 /* Into a place that is locked; a->adapter is closed. */
@@ -175,10 +172,10 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
 }
 
 /* @p model: the kind of directory. */
-static fanin_status pull_directory(fanin_client *client,
-                                   const fanin_pull_options *options, bool model,
-                                   const char *directory, fanin_result **result_out,
-                                   fanin_error *error)
+static fanin_status open_and_pull(fanin_client *client,
+                                  const fanin_pull_options *options, bool model,
+                                  const char *directory, fanin_result **result_out,
+                                  fanin_error *error)
 {
     fanin_pull_options checked;
     deadline at = 0;
@@ -198,6 +195,19 @@ static fanin_status pull_directory(fanin_client *client,
         adapter_keep_layout(a.adapter, &client->layout);
     }
     return pull_into(client, &checked, at, &a, result_out, error);
+}
+
+static fanin_status pull_directory(fanin_client *client,
+                                   const fanin_pull_options *options, bool model,
+                                   const char *directory, fanin_result **result_out,
+                                   fanin_error *error)
+{
+    fanin_status status =
+        open_and_pull(client, options, model, directory, result_out, error);
+    /* What is done to the directory looks at the word only, which is of this call. */
+    if (status == FANIN_ERR_CANCELLED)
+        atomic_store(&client->cancelled, false);
+    return status;
 }
 
 fanin_status fanin_client_pull_adapter(fanin_client *client,

@@ -29,6 +29,21 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     return error_copy(error, connection_fault(w->client->peers[culprit].control));
 }
 
+/* Some may have agreed because the others are gone: then these must suffice, as a pull's plan would tell. */
+static fanin_status prove(waiter *w, const announcement *announced, const bool *use,
+                          fanin_error *error)
+{
+    const fanin_client *client = w->client;
+    bool all = true, vain = false;
+    for (size_t i = 0; i < client->n_peers; i++)
+        all = all && use[i];
+    if (all)
+        return FANIN_OK;
+    fanin_status status =
+        tables_sync(w->client, w->publication, announced, use, w->at, error);
+    return status == FANIN_OK ? all_without(w, use, &vain, error) : status;
+}
+
 /* Patient: ranks that have not answered yet are waited for first. */
 static fanin_status look(waiter *w, const fanin_pull_options *options, bool patient,
                          uint64_t *step, fanin_error *error)
@@ -45,6 +60,8 @@ static fanin_status look(waiter *w, const fanin_pull_options *options, bool pati
                        use, error);
     else
         status = error_set_memory(error);
+    if (status == FANIN_OK)
+        status = prove(w, announced, use, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         if (use[i])
             *step = announced[i].step;

@@ -108,8 +108,8 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
     link->control = control;
     link->end = connection_tls(control);
     link->sealed = connection_is_sealed(control);
-    bool is_unix = connection_address(control)->storage.ss_family == AF_UNIX;
-    link->reads = connection_is_local(control) && !is_unix ? LOCAL_READS : QUEUE;
+    bool by_name = connection_address(control)->storage.ss_family == AF_UNIX;
+    link->reads = connection_is_local(control) && !by_name ? LOCAL_READS : QUEUE;
     fanin_status status = stream_link_widen(link, count, error);
     if (status != FANIN_OK)
         stream_link_destroy(&link);
@@ -215,8 +215,9 @@ void stream_work_fail(stream_work *work, const fanin_error *why)
     work->failed = true; /* last: from here on others look at the error */
 }
 
+/* @p remedy: NULL or "": what the status suggests. */
 static void fail(const stream_link *link, fanin_status status, int sys_errno,
-                 const char *what)
+                 const char *what, const char *remedy)
 {
     stream_work *w = link->work;
     fanin_error why = FANIN_ERROR_INIT;
@@ -226,7 +227,9 @@ static void fail(const stream_link *link, fanin_status status, int sys_errno,
     uint32_t rank = connection_peer(link->control)->rank;
     const char *text = connection_text(link->control);
     place.sys_errno = sys_errno;
-    if (sys_errno == EBADMSG) /* whose own words tell nothing */
+    if (remedy && remedy[0])
+        place.remedy = remedy;
+    else if (sys_errno == EBADMSG) /* whose own words tell nothing */
         place.remedy = WAY_REMEDY;
     else if (status == FANIN_ERR_UNREACHABLE)
         place.remedy = STOPPED_REMEDY;
@@ -250,7 +253,13 @@ static void fail_by_device(const stream_link *link)
 
 void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
 {
-    fail(d->link, status, sys_errno, what);
+    fail(d->link, status, sys_errno, what, NULL);
+    close_data(d);
+}
+
+static void lose_by_fault(data_connection *d, int sys_errno, const secure_fault *why)
+{
+    fail(d->link, why->status, sys_errno, why->what, why->remedy);
     close_data(d);
 }
 
@@ -259,9 +268,9 @@ static void lose_broken(data_connection *d, int sys_errno)
 {
     secure_fault why;
     if (secure_refused(d->tls, &why))
-        data_lose(d, why.status, 0, why.what);
+        lose_by_fault(d, 0, &why);
     else if (secure_broken(d->tls, &why))
-        data_lose(d, why.status, EBADMSG, why.what);
+        lose_by_fault(d, EBADMSG, &why);
     else
         data_lose(d, FANIN_ERR_CLOSED, sys_errno,
                   sys_errno ? "broke a data connection" : "closed a data connection");
@@ -608,17 +617,50 @@ static void take_digests(data_connection *d, body *b)
     finish_request(d);
 }
 
-/* Secured: it proves to be the rank of the control connection. False: it does not, and is lost. */
+static bool is_unix(const data_connection *d)
+{
+    return connection_address(d->link->control)->storage.ss_family == AF_UNIX;
+}
+
+/* Without TLS: nobody else has come to the rank's address. False: it is lost. */
+static bool is_trusted(data_connection *d)
+{
+    char what[CONNECTION_WHY];
+    if (connection_trusts(d->link->control, d->source.fd, what))
+        return true;
+    fail(d->link, is_unix(d) ? FANIN_ERR_CLOSED : FANIN_ERR_AUTH, 0, what,
+         is_unix(d) ? "has the trainer just ended?" : OTHER_USER_REMEDY);
+    close_data(d);
+    return false;
+}
+
+/* It is the rank of the control connection; secured it proves that. False: it does not, and is lost. */
 static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
 {
     secure_fault why;
     msg_hello_ok rank = *connection_peer(d->link->control);
+    if (memcmp(hello->incarnation, rank.incarnation, sizeof rank.incarnation) != 0) {
+        data_lose(d, FANIN_ERR_CLOSED, 0, "has another server at its address now");
+        return false;
+    }
+    if (!d->tls && !is_unix(d))
+        return is_trusted(d);
     rank.proof = hello->proof;
     if (secure_proven(d->tls, &rank))
         return true;
     secure_explain_unproven(d->tls, &rank, &why);
-    data_lose(d, why.status, 0, why.what);
+    lose_by_fault(d, 0, &why);
     return false;
+}
+
+/* What a rank says of a read, or of the connection. */
+static void lose_by_rank(data_connection *d, uint64_t request, const msg_error *m)
+{
+    /* About no request, it says that of what came to it only. */
+    bool altered = d->link->sealed && request == 0 && m->code == FANIN_ERR_TRANSPORT;
+    fail(d->link, m->code < 0 ? m->code : FANIN_ERR_PROTOCOL, altered ? EBADMSG : 0,
+         m->message, m->remedy);
+    close_data(d);
 }
 
 /* A hello's answer, digests or an error. */
@@ -626,8 +668,6 @@ static void take_text(data_connection *d, framed *got)
 {
     msg_hello_ok hello;
     msg_error m;
-    /* About no request, a rank says that of what came to it only. */
-    bool altered = d->link->sealed && got->head.request == 0;
     if (d->stage == HELLO && got->head.type == MSG_HELLO_OK &&
         decode_hello_ok(&got->body, &hello) == FANIN_OK) {
         if (d->link->sealed && !(hello.features & FEATURE_SEALS)) {
@@ -643,8 +683,7 @@ static void take_text(data_connection *d, framed *got)
         take_digests(d, &got->body);
     } else if (got->head.type == MSG_ERROR &&
                decode_error(&got->body, &m) == FANIN_OK) {
-        data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL,
-                  altered && m.code == FANIN_ERR_TRANSPORT ? EBADMSG : 0, m.message);
+        lose_by_rank(d, got->head.request, &m);
     } else {
         data_lose(d, FANIN_ERR_PROTOCOL, 0,
                   "sent a malformed reply on a data connection");
@@ -745,7 +784,7 @@ static bool is_secured(data_connection *d)
         data_want(d);
     } else if (step == TLS_FAILED) {
         secure_explain(d->tls, &why);
-        data_lose(d, why.status, 0, why.what);
+        lose_by_fault(d, 0, &why);
     }
     return step == TLS_UP;
 }
@@ -761,7 +800,7 @@ static void on_ready(loop_source *source, uint32_t events)
         }
         if (!d->tls)
             socket_tune(source->fd);
-        if (!is_secured(d))
+        if (!is_secured(d) || (is_unix(d) && !is_trusted(d)))
             return;
         d->stage = HELLO;
         flush(d);

@@ -155,6 +155,19 @@ bool socket_is_wildcard(const socket_address *a)
            memcmp(bytes, zero, family == AF_INET ? 4 : 16) == 0;
 }
 
+void socket_to_connect(socket_address *a)
+{
+    int family;
+    const uint8_t *bytes;
+    if (!socket_is_wildcard(a) || !socket_ip_bytes(a, &family, &bytes))
+        return;
+    uint8_t *own = (uint8_t *)&a->storage + (bytes - (const uint8_t *)&a->storage);
+    if (family == AF_INET)
+        own[0] = 127;
+    own[family == AF_INET ? 3 : 15] = 1;
+    write_text(a);
+}
+
 bool socket_is_local(const socket_address *a)
 {
     if (socket_is_loopback(a))

@@ -34,6 +34,8 @@ bool socket_is_loopback(const socket_address *a);
 /** Whether the address belongs to this host (loopback or one of its interfaces). */
 bool socket_is_local(const socket_address *a);
 bool socket_is_wildcard(const socket_address *a);
+/** A wildcard address becomes the loopback address that the kernel connects to for it. */
+void socket_to_connect(socket_address *a);
 /** Address and port as one canonical text, "127.0.0.1:6000" or "[::1]:6000": one address has one
     text, an IPv4 address that is mapped into IPv6 that of the IPv4 address. */
 void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT]);

@@ -279,6 +279,30 @@ static void a_lost_replica_is_not_to_blame(void **state)
     assert_true(error.rank == 1 || error.rank == 3);
 }
 
+/* All that are left have announced the step, and do not hold all of it: no pull can get that. */
+static void nobody_waits_for_what_is_in_vain(void **state)
+{
+    uint64_t got = 0;
+    const fanin_pull_options second = make_options(FANIN_STEP_EXACT, 2);
+    begin_with_client(2, CUT_CHUNK0, 1);
+    expect_step(FANIN_STEP_NEWEST, 0, 1);
+    world_stop_rank(&w, 1);
+    world_commit_rank(&w, 0, 2);
+    assert_gone(fanin_client_wait(client, &second, &got, &error));
+    assert_int_equal(error.rank, 1);
+    assert_int_equal(got, 0);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+
+    begin_with_client(4, CUT_HSDP, 1);
+    expect_step(FANIN_STEP_NEWEST, 0, 1);
+    world_stop_rank(&w, 3); /* a replica of rank 1 */
+    for (size_t i = 0; i < 3; i++)
+        world_commit_rank(&w, i, 2);
+    assert_ok(fanin_client_wait(client, &second, &got, &error), error);
+    assert_int_equal(got, 2);
+}
+
 static void hold(void *gate)
 {
     sem_wait(gate);
@@ -344,6 +368,7 @@ int main(void)
         CASE(who_does_not_answer_has_one_time),
         CASE(a_rank_that_stops_is_named_first),
         CASE(a_lost_replica_is_not_to_blame),
+        CASE(nobody_waits_for_what_is_in_vain),
         CASE(nobody_is_left),
     };
     return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);

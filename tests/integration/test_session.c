@@ -591,7 +591,8 @@ static void test_client_gone(void **state)
     open_session();
     fanin_client_destroy(&client);
     assert_int_equal(read_from(0, 1), FANIN_ERR_STATE);
-    fanin_session_abandon(&session);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STATE);
+    assert_null(session);
 }
 
 static void test_forked(void **state)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fanin
 import local_world
@@ -300,3 +303,34 @@ assert client.pull_into(0, into).step == 1
 """
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def is_open(name: str) -> bool:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if name in os.readlink(link):
+                return True
+    return False
+
+
+def test_one_cancel_ends_one_call(tmp_path: Path) -> None:
+    """Also where the call looks at nothing but a directory, which it reads whole."""
+    weights, place = np.ones(48 << 20, dtype=np.float32), tmp_path / "model"
+    with fanin.Server(world_id="ab" * 16, rank=0, world_size=1, use_ucx=False) as rank:
+        rank.put("full:0", [fanin.shard_of("w", weights)])
+        rank.commit("full:0", 1)
+        client = client_of([rank])
+        assert not client.pull_model("0", place).reused
+        with ThreadPoolExecutor() as pool:
+            for _ in range(100):
+                again = pool.submit(client.pull_model, "0", place)
+                local_world.until(lambda again=again: again.done() or is_open(str(place)))
+                client.cancel()
+                if "while reading" in str(again.exception(local_world.PATIENCE)):
+                    break
+                with contextlib.suppress(fanin.CancelledError):  # it came too soon, or too late
+                    client.pull_model("0", place)
+            else:
+                pytest.fail("never cancelled while it read")
+        assert client.pull_model("0", place).reused
+        client.close()

@@ -39,6 +39,7 @@ typedef enum oddity {
     IS_OF_ANOTHER,
     IS_ANOTHER,
     IS_ERROR,
+    IS_ANOTHER_SERVER, /* as the hello says */
     IS_FLIPPED,
     IS_CUT,     /* in the middle of the bytes */
     IS_UNASKED, /* with the hello already */
@@ -65,7 +66,11 @@ static bool answer_read(stub_talk *t, const frame *f, body *in)
         encode_empty(&t->out, f->request, MSG_PONG);
         return true;
     case IS_ERROR:
-        return stub_answer_error(t, f->request, FANIN_ERR_STALE, "the lease has gone");
+        encode_error(&t->out, f->request,
+                     &(msg_error){.code = FANIN_ERR_STALE,
+                                  .message = "the lease has gone",
+                                  .remedy = "be quicker"});
+        return true;
     case IS_SHORT:
     case IS_LONG:
         encode_read_ok(&t->out, f->request,
@@ -98,11 +103,14 @@ static bool answer(stub_talk *t, const frame *f, body *in)
                    hello.role == ROLE_DATA;
     if (of_data && odd == IS_UNSEALED)
         t->rank->hello.features = 0;
+    uint8_t *incarnation = t->rank->hello.incarnation;
+    incarnation[0] ^= of_data && odd == IS_ANOTHER_SERVER;
     size_t start = t->out.size;
     (void)stub_answer(t, f, in);
     if (of_data && odd == IS_UNSEALED)
         stub_seal_hello(t, in, start);
     t->rank->hello.features = FEATURES;
+    incarnation[0] ^= of_data && odd == IS_ANOTHER_SERVER;
     if (of_data && odd == IS_UNASKED)
         encode_read_ok(&t->out, 77, 100);
     return true;
@@ -423,6 +431,8 @@ static void fail_by(const odd_case *o)
     start();
     run();
     assert_failed(o->status, o->words);
+    if (o->is == IS_ERROR)
+        assert_string_equal(s.work.error.remedy, "be quicker");
     assert_false(stream_link_stop(s.link));
     stream_link_destroy(&s.link);
     odd = AS_EVER;
@@ -443,6 +453,7 @@ static void a_reply_must_fit(void **state)
         {IS_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the read"},
         {IS_UNASKED, FANIN_ERR_PROTOCOL, "does not fit the read"},
         {IS_ERROR, FANIN_ERR_STALE, "the lease has gone"},
+        {IS_ANOTHER_SERVER, FANIN_ERR_CLOSED, "has another server at its address"},
         {IS_CUT, FANIN_ERR_CLOSED, "closed a data connection"},
         {IS_END, FANIN_ERR_CLOSED, "closed a data connection"},
     };

@@ -75,6 +75,24 @@ static void addresses_are_classified(void **state)
     assert_false(wildcard("127.0.0.1:1"));
 }
 
+static void leads_to(const char *text, const char *expected)
+{
+    socket_address a = resolved(text);
+    char whole[SOCKET_TEXT];
+    socket_to_connect(&a);
+    socket_listen_text(&a, whole);
+    assert_string_equal(whole, expected);
+}
+
+static void wildcards_lead_to_loopback(void **state)
+{
+    leads_to("0.0.0.0:1", "127.0.0.1:1");
+    leads_to("[::]:2", "[::1]:2");
+    leads_to("[::ffff:0.0.0.0]:3", "127.0.0.1:3");
+    leads_to("192.0.2.1:4", "192.0.2.1:4");
+    leads_to("[2001:db8::1]:5", "[2001:db8::1]:5");
+}
+
 static void unix_name_is(const char *address, const char *expected)
 {
     socket_address tcp = resolved(address), a;
@@ -242,6 +260,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(addresses_are_parsed),
         cmocka_unit_test(addresses_are_classified),
+        cmocka_unit_test(wildcards_lead_to_loopback),
         cmocka_unit_test(unix_names_have_the_address),
         cmocka_unit_test(sockets_connect),
         cmocka_unit_test(networks_contain_addresses),

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that ends gives its port and its name back while it still answers by the connections that
+it has: whoever takes them then is not the rank."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from local_world import run_script
+
+SCRIPT = """
+import os, socket, struct, sys, threading
+import fanin, numpy as np
+from local_world import PATIENCE
+
+by_name, uid = sys.argv[1] == "name", int(sys.argv[2])
+HELLO = b"\\x85\\x01\\x01\\x02\\x01\\x04\\x01\\x05\\xc4\\x10" + bytes(range(16)) + b"\\x06\\xa4test"
+
+
+def frame(kind, request, body):
+    return b"FAN1" + struct.pack("<HHQII", 1, kind, request, len(body), 0) + body
+
+
+def take_frame(peer):
+    head = peer.recv(24, socket.MSG_WAITALL)
+    if len(head) < 24:
+        return None, 0, b""
+    kind, request, length = struct.unpack("<HQI", head[6:20])
+    return kind, request, peer.recv(length, socket.MSG_WAITALL) if length else b""
+
+
+def bind(port):
+    while True:
+        taken = socket.socket(socket.AF_UNIX if by_name else socket.AF_INET)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            name = f"\\0fanin-{os.geteuid()}-127.0.0.1:{port}"
+            taken.bind(name if by_name else ("127.0.0.1", port))
+            taken.listen()
+            return taken
+        except OSError:
+            taken.close()
+
+
+def pretend(port, go, taken):
+    # All that the rank says of itself, it says to everybody.
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as rank:
+        rank.sendall(frame(1, 1, HELLO))
+        said = take_frame(rank)[2]
+    if uid:
+        os.setuid(uid)
+    os.write(taken, b"x")
+    os.read(go, 1)
+    listener = bind(port)
+    os.write(taken, b"x")
+    while True:
+        peer, _ = listener.accept()
+        while (got := take_frame(peer))[0]:
+            if got[0] == 1:
+                peer.sendall(frame(2, got[1], said))
+            else:
+                peer.sendall(frame(20, got[1], b"\\xee" * 4096))
+
+
+server = fanin.Server(world_id="ab" * 16, rank=0, world_size=1, use_ucx=False)
+server.put("full:0", [fanin.shard_of("w", np.ones(1024, dtype=np.float32))])
+server.commit("full:0", 1)
+(go, went), (have, taken) = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    pretend(server.port, go, taken)
+try:
+    os.read(have, 1)
+    client = fanin.Client(
+        [f"127.0.0.1:{server.port}"],
+        path="stream",
+        use_unix=by_name,
+        use_ucx=False,
+        checksums=False,
+    )
+    into = np.zeros(1024, dtype=np.float32)
+    session = client.begin("full:0", {"w": into}, timeout=PATIENCE)
+    os.write(went, b"x")
+    ending = threading.Thread(target=lambda: server.close(drain=PATIENCE))
+    ending.start()
+    os.read(have, 1)
+    try:
+        session.read()
+        print("read", into[0])
+    except fanin.FaninError as error:
+        print(error.message, "|", error.remedy, "|", bool(into.any()))
+    client.close()
+    ending.join()
+finally:
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+
+
+def told(way: str, uid: int) -> str:
+    done = run_script(SCRIPT, way, str(uid))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_name_that_another_process_has_taken() -> None:
+    assert "has its Unix name no more: another process answers there" in told("name", 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_port_that_another_user_has_taken() -> None:
+    message, remedy, changed = told("port", 65534).split(" | ")
+    assert "is a process of uid 65534, and this one is of uid 0" in message
+    assert "trust_other_users" in remedy and changed == "False\n"
