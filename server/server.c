@@ -278,6 +278,7 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     log_write(&s->log, FANIN_LOG_INFO, "server-start",
               "%s_%u, rank %u of %u, listens on port %u", s->name, (unsigned)s->rank,
               (unsigned)s->rank, (unsigned)s->world_size, (unsigned)s->port);
+    openness_tell(s);
     return FANIN_OK;
 }
 

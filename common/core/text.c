@@ -46,10 +46,10 @@ bool text_add_whole(text *t, size_t spare, const char *format, ...)
 
 bool text_switched_on(const char *variable)
 {
-    static const char *const off[] = {"", "0", "no", "false"};
+    static const char *const words[] = {"1", "true", "yes"};
     const char *value = getenv(variable);
-    bool on = value != NULL;
-    for (size_t i = 0; i < sizeof off / sizeof off[0] && on; i++)
-        on = strcasecmp(value, off[i]) != 0;
+    bool on = false;
+    for (size_t i = 0; i < sizeof words / sizeof words[0] && value; i++)
+        on = on || strcasecmp(value, words[i]) == 0;
     return on;
 }

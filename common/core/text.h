@@ -21,8 +21,8 @@ void text_add(text *t, const char *format, ...) __attribute__((format(printf, 2,
 bool text_add_whole(text *t, size_t spare, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/** Whether the environment variable of this name switches something on: it is set, and is none of "",
-    "0", "no" and "false". */
+/** Whether the environment variable of this name switches something on: "1", "true" or "yes", in any case. What it
+    switches takes less care, so that other words do not. */
 bool text_switched_on(const char *variable);
 
 #endif

@@ -7,17 +7,25 @@
     "say that it may be so: FANIN_SERVER_INSECURE, insecure=True, --insecure, "        \
     "FANIN_INSECURE=1"
 
+#define READ_BY_ALL                                                                    \
+    "everybody in the networks allowed reads the weights, and whoever is on the way "  \
+    "alters them"
+
 /* The widest private networks are 10.0.0.0/8 and fc00::/7. */
 static bool is_wider_than_private(const network *n)
 {
     return n->prefix < (n->family == AF_INET ? 8 : 7);
 }
 
+static bool is_open(const fanin_server *s)
+{
+    return (s->flags & FANIN_SERVER_OPEN) && !socket_is_loopback(&s->address);
+}
+
 fanin_status openness_check(const fanin_server *s, fanin_error *error)
 {
     error_place place = {.phase = "create"};
-    if (!(s->flags & FANIN_SERVER_OPEN) || (s->flags & FANIN_SERVER_INSECURE) ||
-        socket_is_loopback(&s->address))
+    if (!is_open(s) || (s->flags & FANIN_SERVER_INSECURE))
         return FANIN_OK;
     if (!s->tls) {
         place.remedy =
@@ -26,10 +34,7 @@ fanin_status openness_check(const fanin_server *s, fanin_error *error)
             "certificates (tls_cert, --tls-cert, FANIN_TLS_CERT), or " INSECURE;
         return error_set(
             error, FANIN_ERR_ARGUMENT, &place,
-            "an open server without the launch's secret or certificates: everybody in "
-            "the "
-            "networks allowed reads the weights, and whoever is on the way "
-            "alters them");
+            "an open server without the launch's secret or certificates: " READ_BY_ALL);
     }
     for (size_t i = 0; i < s->n_allow; i++) {
         place.remedy = "allow the networks that the workers are in, or " INSECURE;
@@ -41,4 +46,24 @@ fanin_status openness_check(const fanin_server *s, fanin_error *error)
                 s->allow[i].prefix);
     }
     return FANIN_OK;
+}
+
+void openness_tell(const fanin_server *s)
+{
+    unsigned widest = 128;
+    for (size_t i = 0; i < s->n_allow; i++)
+        if (is_wider_than_private(&s->allow[i]) && s->allow[i].prefix < widest)
+            widest = s->allow[i].prefix;
+    if (!is_open(s))
+        return;
+    if (!s->tls)
+        log_write(&s->log, FANIN_LOG_WARNING, "insecure",
+                  "rank %u is open on %s without the launch's secret or "
+                  "certificates: " READ_BY_ALL,
+                  (unsigned)s->rank, s->address.text);
+    if (widest < 128)
+        log_write(&s->log, FANIN_LOG_WARNING, "insecure",
+                  "rank %u is open on %s to a network of prefix /%u, which is wider "
+                  "than any private one",
+                  (unsigned)s->rank, s->address.text, widest);
 }

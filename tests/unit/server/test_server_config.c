@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creating and ending servers: what is refused and with which words, limits, counters. */
 #include "clock.h"
+#include "log_catcher.h"
 #include "server_peer.h"
 #include "socket.h"
 #include "testing.h"
@@ -81,11 +82,23 @@ static void openness_is_said_aloud(void **state)
     unlink(secret);
     c.secret_file = "";
     c.allow = "0.0.0.0/0,::/0";
+    setenv("FANIN_INSECURE", "off", 1);
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "--insecure");
     setenv("FANIN_INSECURE", "1", 1);
+    c.log = log_catch;
+    log_listen("insecure");
     s = server_start(&c);
     unsetenv("FANIN_INSECURE");
+    log_expect(2, "of prefix /0, which is wider than any private one");
     server_stop(&s, 0);
+    c.allow = "10.0.0.0/8";
     c.flags |= FANIN_SERVER_INSECURE;
+    log_listen("insecure");
+    s = server_start(&c);
+    log_expect(1, "without the launch's secret or certificates: everybody");
+    server_stop(&s, 0);
+    c.log = NULL;
+    c.allow = "0.0.0.0/0,::/0";
     s = server_start(&c);
     server_stop(&s, 0);
     /* Where nobody comes from elsewhere. */
