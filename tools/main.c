@@ -68,6 +68,7 @@ static int dispatch(const char *name, int argc, char **argv)
     const command *found = command_find(commands, name);
     bool completion = strcmp(name, "__complete") == 0;
     if (found == NULL && !completion) {
+        options_expect_json(argc, (const char *const *)argv);
         return unknown(name);
     }
     char title[64];

@@ -414,7 +414,8 @@ static fanin_status try_all(path_round *r, bool *fresh, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
     /* Without a client there are no endpoints that would have to go. */
-    if (open_client(r, &why) != FANIN_OK)
+    r->lacks = open_client(r, &why) != FANIN_OK;
+    if (r->lacks)
         return path_give_up_all(r, fresh, why.message, error);
     fanin_status status = open_endpoints(r, fresh, error);
     if (status == FANIN_OK)

@@ -176,8 +176,8 @@ static fanin_status refuse(const char *path, int code, fanin_error *error)
                       ? "remove it, or give another name"
                       : "give a file that is not there yet, in a folder that "
                         "is writable and has room"};
-    return error_set_errno(error, FANIN_ERR_IO, code, &place,
-                           "cannot make the trace %.200s", path);
+    return error_set_errno(error, code == EEXIST ? FANIN_ERR_EXISTS : FANIN_ERR_IO,
+                           code, &place, "cannot make the trace %.200s", path);
 }
 
 static fanin_status make_at(trace_file *f, int folder, const char *name,

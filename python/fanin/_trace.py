@@ -21,10 +21,10 @@ def trace(file: str | os.PathLike[str]) -> Iterator[None]:
     One trace a process; without changing code, ``FANIN_TRACE=DIR`` in the environment gives each
     process a file of its own there.
 
-    :raises RequestError: no path.
+    :raises RequestError: no path, or the file is there.
     :raises StateError: this process has a trace already.
-    :raises HostError: the file is there, or cannot be made or written. What the block itself raises
-        goes before a file that is not whole.
+    :raises HostError: it cannot be made or written. What the block itself raises goes before a
+        file that is not whole.
     """
     if not isinstance(file, (str, os.PathLike)):
         raise RequestError.make(

@@ -200,14 +200,14 @@ every_way()
 }
 
 @test "without CUDA: ranks refuse devices in words, workers take the stream" {
-    FANIN_CUDA_LIBRARY='' run -14 "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --device 0
+    FANIN_CUDA_LIBRARY='' run -15 "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --device 0
     has "no CUDA"
-    FANIN_CUDA_LIBRARY=/nonexistent run -14 "$NIXL_FETCH" bench --world-size 1 --device 0
+    FANIN_CUDA_LIBRARY=/nonexistent run -15 "$NIXL_FETCH" bench --world-size 1 --device 0
     has "/nonexistent"
     start_ranks --adapter-shape small --world-size 2 --device 0
     FANIN_CUDA_LIBRARY='' proven memory stream
     FANIN_CUDA_LIBRARY='' proven_directory stream
-    FANIN_CUDA_LIBRARY='' run -14 "$NIXL_FETCH" bench "$info" --dest device:0
+    FANIN_CUDA_LIBRARY='' run -15 "$NIXL_FETCH" bench "$info" --dest device:0
     stop_ranks
 }
 

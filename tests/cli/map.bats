@@ -81,7 +81,7 @@ json.dump(d, open("bad.json", "w"))' "$1"
     )
     for change in "${!wrong[@]}"; do
         spoilt "$change"
-        run -14 "$NIXL_FETCH" map bad.json
+        run -11 "$NIXL_FETCH" map bad.json
         has "bad.json"
         has "${wrong[$change]}"
     done
@@ -93,10 +93,10 @@ json.dump(d, open("bad.json", "w"))' "$1"
     run -11 "$NIXL_FETCH" map missing.json
     has "missing.json"
     echo '[1]' >bad.json
-    run -14 "$NIXL_FETCH" map bad.json
+    run -11 "$NIXL_FETCH" map bad.json
     has "no JSON object"
     head -c 100 good.json >bad.json
-    run -14 "$NIXL_FETCH" map bad.json
+    run -11 "$NIXL_FETCH" map bad.json
     mkfifo pipe
     run -15 "$NIXL_FETCH" map pipe
     has "no regular file"

@@ -30,7 +30,7 @@ print(*sorted({e["name"] for e in spans}))' "$1"
     run -0 "$NIXL_FETCH" pull "$info" --out a --trace pull.json --path stream
     [[ $(names pull.json) == *attempt*begin*catalog*connect*end*paths*plan*publish*pull*read*wait*write* ]]
     [ "$(stat -c %a pull.json)" = 600 ]
-    run -15 --separate-stderr "$NIXL_FETCH" pull "$info" --out b --trace pull.json
+    run -11 --separate-stderr "$NIXL_FETCH" pull "$info" --out b --trace pull.json
     has "cannot make the trace pull.json"
     [ ! -e b ]
     run -0 "$NIXL_FETCH" bench "$info" --iterations 3 --trace bench.json

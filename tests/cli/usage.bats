@@ -222,6 +222,13 @@ END
     done
 }
 
+@test "an unknown command is told as JSON, too" {
+    run -2 --separate-stderr "$NIXL_FETCH" pul h:1 --json
+    [ "$(jq -r .error.status <<<"$output")" = FANIN_ERR_ARGUMENT ]
+    run -2 --separate-stderr "$NIXL_FETCH" pul h:1
+    [ -z "$output" ]
+}
+
 @test "a tree that is not there is not looked at" {
     for option in --sysfs --procfs --dev; do
         run -11 "$NIXL_FETCH" doctor $option ./nowhere
@@ -272,17 +279,20 @@ END
     run -13 "$NIXL_FETCH" ping 127.0.0.1:1 --timeout 1s
 }
 
-@test "target files: absent is 11, malformed is 2" {
+@test "target files: absent or malformed is 11, no target is 2" {
     run -11 "$NIXL_FETCH" list ./absent.json
     has absent.json
     mkfifo pipe.json
-    run -2 timeout 20 "$NIXL_FETCH" list pipe.json
+    run -11 timeout 20 "$NIXL_FETCH" list pipe.json
     has "pipe.json is no regular file"
     run -2 "$NIXL_FETCH" list 127.0.0.1
     has "'127.0.0.1' has no port"
     echo '{"host": "h"}' >bad.json
-    run -2 "$NIXL_FETCH" list bad.json
-    has bad.json
+    : >empty.json
+    for file in bad empty; do
+        run -11 "$NIXL_FETCH" list $file.json
+        has $file.json
+    done
 }
 
 @test "an adapter that is none cannot be served" {

@@ -107,6 +107,15 @@ static void on_progress(void *cookie, const fanin_pull_progress *p)
     progress_update(&t->bar, p->bytes_done, p->bytes_total, p->slowest);
 }
 
+/* Ranks that do not answer have to do with it, or are worth knowing of. They may be about to, where the call
+   itself was wrong, or this host. */
+static bool is_of_ranks(fanin_status status)
+{
+    return status == FANIN_OK ||
+           (status <= FANIN_ERR_STALE && status >= FANIN_ERR_MISMATCH &&
+            status != FANIN_ERR_LIMIT);
+}
+
 static int pull(session *s, const common_options *common, const pull_options *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -146,7 +155,9 @@ static int pull(session *s, const common_options *common, const pull_options *o)
             s->client, &options, o->directory, &result, &error);
     waiting_end(&telling.waiting);
     progress_end(&telling.bar);
-    missing_warn(s);
+    if (is_of_ranks(status)) {
+        missing_warn(s);
+    }
     if (status != FANIN_OK) {
         return session_failure(s, "cannot pull", &error);
     }

@@ -26,7 +26,7 @@ typedef struct reading {
 
 static bool wrong(const reading *r, const char *field, const char *what)
 {
-    failure_set(r->error, FANIN_ERR_MISMATCH, "save the mapping again",
+    failure_set(r->error, FANIN_ERR_ARGUMENT, "save the mapping again",
                 "%.300s: %s%s%s %s", r->path, r->where,
                 r->where[0] != '\0' && field[0] != '\0' ? "." : "", field, what);
     return false;
@@ -328,7 +328,7 @@ static json_t *load(const char *path, fanin_error *error)
     json_t *root = json_file_read(descriptor, &why);
     if (!json_is_object(root)) {
         json_decref(root);
-        failure_set(error, FANIN_ERR_MISMATCH, "give the file of a mapping",
+        failure_set(error, FANIN_ERR_ARGUMENT, "give the file of a mapping",
                     "%.300s is no mapping: %s", path,
                     why.text[0] != '\0' ? why.text : "no JSON object");
         return NULL;

@@ -445,6 +445,15 @@ static int read_options(const command *self, const flat_table *flat, arguments *
     return code;
 }
 
+void options_expect_json(int argc, const char *const *argv)
+{
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0) {
+            failure_use_json(true);
+        }
+    }
+}
+
 bool options_parse(const command *self, int argc, const char **argv,
                    struct poptOption *table, common_options *common, arguments *parsed,
                    int *status_out)
@@ -461,11 +470,7 @@ bool options_parse(const command *self, int argc, const char **argv,
     split_table(&flat, parsed->split);
     parsed->context = poptGetContext(NULL, argc, argv, parsed->split, 0);
     *status_out = EXIT_USAGE;
-    for (int i = 1; i < argc; i++) { /* so that a wrong option is told as JSON too */
-        if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0) {
-            failure_use_json(true);
-        }
-    }
+    options_expect_json(argc, argv); /* so that a wrong option is told as JSON too */
     int code = read_options(self, &flat, parsed, &good);
     if (code == OPTION_HELP) {
         print_help(self, argc, argv, table);

@@ -67,6 +67,9 @@ const char *options_given_other(const arguments *parsed, const char *names);
     letter ("" if it has none), by tabs. */
 void options_list_only(FILE *stream);
 
+/** Failures are told as JSON if one of the words from the second on asks for that, whatever the others are. */
+void options_expect_json(int argc, const char *const *argv);
+
 /**
  * Parses. Numbers must be whole and in their option's range, texts not empty. The value of
  * --timeout or NIXL_FETCH_TIMEOUT goes to common->timeout_ms.

@@ -205,7 +205,9 @@ int session_open(session *s, const command *self, const invocation *line,
     if (target_parse(target_text, (uint32_t)world_size, &s->target, &error) !=
         FANIN_OK) {
         code = failure_report("cannot use the target", &error);
-        return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
+        return error.status == FANIN_ERR_ARGUMENT && !target_is_file(target_text)
+                   ? EXIT_USAGE
+                   : code;
     }
     code = session_choose_run(s, run);
     if (code != 0) {

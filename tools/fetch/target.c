@@ -429,7 +429,7 @@ static fanin_status parse_file(const char *text, uint32_t world_size, target *ou
     return status;
 }
 
-static bool is_path(const char *text)
+bool target_is_file(const char *text)
 {
     size_t length = strlen(text);
     return strchr(text, '/') != NULL ||
@@ -451,7 +451,7 @@ fanin_status target_parse(const char *text, uint32_t world_size, target *out,
     fanin_status status;
     if (text[0] == '\0') {
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target is empty");
-    } else if (is_path(text)) {
+    } else if (target_is_file(text)) {
         status = parse_file(text, world_size, out, error);
         out->in_rank_order = true;
     } else if (strpbrk(text, ":,") == NULL) {

@@ -53,6 +53,9 @@ enum { TARGET_CHOICES = 512 };
  */
 const char *target_choose(const target *t, char choices[TARGET_CHOICES]);
 
+/** Whether the text names a file or a directory, and no addresses. */
+bool target_is_file(const char *text);
+
 /** 32 hexadecimal digits that are not all zero, which would demand nothing. */
 bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE]);
 

@@ -91,8 +91,9 @@ static opened devices[DEVICE_MAX];
 
 static fanin_status unsupported(fanin_error *error, const char *what)
 {
-    return failure_set(error, FANIN_ERR_UNSUPPORTED,
-                       "run where an NVIDIA driver and a GPU are, or without --device",
+    return failure_set(error, FANIN_ERR_TRANSPORT,
+                       "run where an NVIDIA driver and a GPU are, or with host memory: "
+                       "without --device, --dest device",
                        "no CUDA: %s", what);
 }
 

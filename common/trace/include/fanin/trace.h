@@ -32,7 +32,7 @@ extern "C" {
  * Errors:
  * - FANIN_ERR_ARGUMENT: @p file is NULL or "".
  * - FANIN_ERR_STATE: this process has a trace already, perhaps by FANIN_TRACE. Stop it first.
- * - FANIN_ERR_IO: the file is there already, or cannot be made; sys_errno says why (ETIMEDOUT: the file
+ * - FANIN_ERR_EXISTS: the file is there already. FANIN_ERR_IO: it cannot be made; sys_errno says why (ETIMEDOUT: the file
  *   system has not answered).
  * - FANIN_ERR_LIMIT: no thread can be had.
  * - FANIN_ERR_MEMORY: out of memory.
