@@ -57,6 +57,26 @@ def pulls(good: str, stale: str) -> dict[str, str]:
     return {f'{name}"good"}}': good, f'{name}"stale"}}': stale}
 
 
+def moved(series: str) -> str:
+    """The same of a page at another address."""
+    return series.replace('"a:1"', '"b:1"')
+
+
+def silent(
+    alert: str, series: str, then: str, summary: str, labels: dict[str, str]
+) -> Iterator[Case]:
+    """A page with *series* that answers twice: it is told a minute later, and for an hour."""
+    for minutes, told in ((2, None), (3, summary), (60, summary), (62, None)):
+        yield Case(alert, {PAGE: f"1 1 {then}", series: "1 1 stale"}, minutes, told, labels)
+
+
+AT = 'job="run",instance="a:1"'
+PAGE = f"up{{{AT}}}"
+EXPORTED = f'fanin_run_up{{{AT},publication="lora:0"}}'
+CONNECTIONS = f"fanin_connections{{{AT}}}"
+PUBLISHED = f'fanin_publication_state{{{AT},publication="lora:0",rank="1",state="stable"}}'
+OF_PAGE = {"job": "run", "instance": "a:1"}
+SILENT = "a:1, a rank's page or an exporter of run, does not answer"
 UP = 'fanin_run_up{job="run",publication="lora:0"}'
 STEP = f"fanin_publication_step{{{RANK}}}"
 OTHER = STEP.replace('rank="1"', 'rank="0"')
@@ -82,6 +102,30 @@ CASES = (
         OF_RANK,
     ),
     Case("FaninRankDown", {f"fanin_rank_up{{{RANK}}}": "1 0 1 0 1x9"}, 3, None),
+    *silent("FaninPageDown", EXPORTED, "0x90", SILENT, OF_PAGE),
+    *silent("FaninPageDown", CONNECTIONS, "0x90", SILENT, OF_PAGE),
+    Case("FaninPageDown", {PAGE: "1 0 1 0 1x9", CONNECTIONS: "1 stale 1 stale 1x9"}, 4, None),
+    Case("FaninPageDown", {PAGE: "0x9"}, 5, None),  # of something else, or it was never there
+    Case("FaninPageDown", {PAGE: "0x9", moved(CONNECTIONS): "1x9"}, 5, None),
+    Case("FaninPageDown", {PAGE: "1 1 stale", CONNECTIONS: "1 1 stale"}, 5, None),
+    *silent(
+        "FaninPageGone",
+        EXPORTED,
+        "stale",
+        "no target tells of the exporter of run any more",
+        {"job": "run"},
+    ),
+    *silent(
+        "FaninPageGone",
+        PUBLISHED,
+        "stale",
+        "no target tells of rank 1 of run any more",
+        {"job": "run", "rank": "1"},
+    ),
+    Case("FaninPageGone", {PUBLISHED: "1 1 stale", moved(PUBLISHED): "_ _ 1x9"}, 5, None),
+    Case("FaninPageGone", {PUBLISHED: "1 1 stale", PAGE: "1x9"}, 5, None),  # it was withdrawn
+    Case("FaninPageGone", {PUBLISHED: "1 1 stale", PAGE: "1 1 0x9"}, 5, None),
+    Case("FaninPageGone", {EXPORTED: "1 1 stale", moved(EXPORTED): "_ _ 1x9"}, 5, None),
     Case(
         "FaninNoCommit",
         {COMMITTED: "60x40"},
@@ -247,6 +291,9 @@ def test_a_real_prometheus(exporting: tuple[list[fanin.Server], str], tmp_path: 
         assert {target["labels"]["job"]: target["health"] for target in told} == {
             job: "up" for job in jobs
         }
+        silent_pages = rules["FaninPageDown"]["query"]
+        page.close()
+        until(lambda: [one["metric"]["job"] for one in prometheus.value(silent_pages)] == ["rank"])
         assert sum(len(page) for page in prometheus.ask("metadata").values()) > 20
 
 

@@ -92,8 +92,9 @@ const command cmd_secret = {
     .summary = "make a file with a new launch's secret",
     .help =
         "Examples:\n"
-        "  nixl-fetch secret /run/user/1000/launch.secret\n"
-        "  nixl-fetch serve --secret-file launch.secret --info nixl_info.json\n"
+        "  nixl-fetch secret launch.secret\n"
+        "  nixl-fetch serve --adapter-shape small --secret-file launch.secret --info "
+        "nixl_info.json\n"
         "\n"
         "32 random bytes as hexadecimal digits, mode 0600; never over a file that is "
         "there. Ranks\n"
