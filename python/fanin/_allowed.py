@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fanin.errors import RequestError
 from fanin.info import split_address
 
-__all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_environment", "parse"]
+__all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_config", "parse"]
 
 ANY = "any"
 VARIABLE = "FANIN_ALLOW_TRAINERS"
@@ -112,18 +112,22 @@ def check(
         )
 
 
-def check_by_environment(
+def check_by_config(
     text: str,
     path: str | None,
     addresses: Sequence[str],
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """:func:`check` where vLLM's or SGLang's own routes name a trainer, if there is a list."""
-    given = environ.get(VARIABLE, "").strip()
-    if not given:
-        return
-    try:
-        entries = parse(given)
-    except ValueError as error:
-        raise RequestError.make(f"{VARIABLE} is not {error}", "correct it") from None
-    check(entries, text, path, addresses)
+    """:func:`check` where vLLM's or SGLang's own routes name a trainer, if there is a list.
+
+    The list is that of :func:`fanin.config.inference_config`, of which nothing else is looked at.
+    Blocks for reading the file that FANIN_CONFIG names. Raises ConfigError, too.
+    """
+    from fanin import config  # not above: it imports this module
+
+    file = environ.get("FANIN_CONFIG", "").strip() or None
+    keys = config._INFERENCE_KEYS
+    only = [key for key in keys if key.name == "allow_trainers"]
+    entries = config._Settings(file, environ, keys, only=only).get("allow_trainers", ())
+    if entries:
+        check(entries, text, path, addresses)

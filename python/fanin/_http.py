@@ -7,6 +7,7 @@ import functools
 import http.client
 import io
 import json
+import re
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -16,23 +17,28 @@ from typing import Any
 from fanin._otel import carried
 from fanin.errors import RequestError, status_name
 
-__all__ = ["FAILURES", "Reply", "Until", "ask_json", "base_url", "post_json"]
+__all__ = ["FAILURES", "Reply", "Until", "ask_json", "base_url", "checked_key", "post_json"]
 
 FAILURES = (OSError, http.client.HTTPException)
 """What :func:`ask_json` raises when no answer was got."""
 
 _MAX_REPLY = 1 << 20
+_UNSAID = re.compile(r"[\x00-\x20\x7f]")  # what http.client has in no request line
 
 
 def base_url(url: str) -> str:
     """An engine's URL without a final ``/`` and without OpenAI's ``/v1``.
 
-    Raises RequestError unless it is ``http://host[:port][/path]`` or https.
+    Raises RequestError unless it is ``http://host[:port][/path]`` or https, of a host that can be
+    looked up.
     """
     try:
         split = urllib.parse.urlsplit(url.strip())
         good = split.scheme in ("http", "https") and bool(split.hostname)
-        split.port  # raises ValueError if it is none  # noqa: B018
+        good = good and split.path.isascii() and not _UNSAID.search(split.netloc + split.path)
+        # These raise ValueErrors for what is no port, and no name that can be looked up.
+        split.port  # noqa: B018
+        split.hostname.encode("idna")  # type: ignore[union-attr]
     except (ValueError, AttributeError):
         good = False
     if not good or split.query or split.fragment or split.username:
@@ -43,6 +49,30 @@ def base_url(url: str) -> str:
     if path.endswith("/v1"):
         path = path[:-3].rstrip("/")
     return f"{split.scheme}://{split.netloc}{path}"
+
+
+def checked_key(key: str | None) -> str | None:
+    """A bearer token as it is sent: without whitespace at its ends, which files of secrets have.
+
+    None stays None. Does not block; any thread. Raises RequestError, which does not tell the key,
+    if nothing else is in it, or if it is not printable ASCII.
+    """
+    if key is None:
+        return None
+    bare = key.strip() if isinstance(key, str) else ""
+    if not bare:
+        raise RequestError.make(
+            "the api_key is empty" if isinstance(key, str) else "the api_key is no text",
+            "give a key, or leave it out where none is wanted",
+            key="api_key",
+        )
+    if not (bare.isascii() and bare.isprintable()):
+        raise RequestError.make(
+            "the api_key has a character that no HTTP header may have",
+            "give a key of printable ASCII characters",
+            key="api_key",
+        )
+    return bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +167,13 @@ def ask_json(
             content[:_MAX_REPLY].decode("utf-8", "replace"),
             _seconds(response.getheader("Retry-After")),
         )
+    except FAILURES:
+        raise  # of SSL's some are ValueErrors too
+    except ValueError:
+        # Not in its own words: they have the header that is wrong, which may be a key.
+        raise http.client.HTTPException(
+            "the request cannot be said in HTTP: look at the URL and the api_key"
+        ) from None
     finally:
         connection.close()
 

@@ -52,6 +52,7 @@ class HttpServer:
     """Answers requests on a port by *answering*, in threads, until :meth:`close`.
 
     answering: any thread, several at once; what it raises closes the connection and is logged.
+    It is asked only when all of a request has come; a body in chunks is refused (411).
     host: numeric address. port: 0: one that the system chooses. most: connections at a time; for
     one more, the one makes room that has been silent longest, and if all wait for answers the new
     one is closed. seconds: that a request may take to come, and its answer to be taken. keep: a
@@ -242,19 +243,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        self._answer(b"")
-
-    def do_HEAD(self) -> None:
-        self._answer(b"")
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if not (length.isascii() and length.isdigit()) or int(length) > self.server.largest:
-            self.close_connection = True
-            told = f"a body has a length, and {self.server.largest} bytes at most\n"
-            self._send(Answer(413, told.encode(), "text/plain; charset=utf-8"))
+        # What is not read here would be taken for the next request.
+        if "Transfer-Encoding" in self.headers:
+            self._refuse(411, "a body has a Content-Length here, and no Transfer-Encoding\n")
             return
-        self._answer(self.rfile.read(int(length)))
+        length = ",".join(self.headers.get_all("Content-Length", ["0"]))
+        if not (length.isascii() and length.isdigit()) or int(length) > self.server.largest:
+            self._refuse(413, f"a body has a length, and {self.server.largest} bytes at most\n")
+            return
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):  # the peer has gone: what it wanted is not known
+            self.close_connection = True
+            return
+        self._answer(body)
+
+    do_HEAD = do_POST = do_GET
+
+    def _refuse(self, status: int, told: str) -> None:
+        self.close_connection = True
+        self._send(Answer(status, told.encode(), "text/plain; charset=utf-8"))
 
     def _answer(self, body: bytes) -> None:
         self.server.silent(self.connection, None)

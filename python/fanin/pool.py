@@ -21,11 +21,12 @@ import queue
 import ssl
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fanin._http import FAILURES, Reply, base_url, post_json
+from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import handed_on
 from fanin._otel import carry, span
 from fanin.errors import (
@@ -54,6 +55,7 @@ LOAD_PATH = "/load_lora_adapter_nixl"
 INIT_PATH = "/init_nixl_client"
 _AGAIN = frozenset((429, 502, 503, 504))
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_CANCELLED = "the update was cancelled"
 # An answer may still arrive so long after the deadline that the engines were given.
 _GRACE = 0.5
 _CODES = {status_name(code): code for code in range(-699, -99)}
@@ -197,7 +199,7 @@ def newest_step(
             if stop is None:
                 time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             elif stop.wait(min(pause, max(deadline - time.monotonic(), 0))):
-                raise CancelledError.make("the update was cancelled")
+                raise CancelledError.make(_CANCELLED)
             pause = min(pause * 2, 0.25)
     wanted = "" if beyond is None else f" above {beyond}"
     raise PullTimeoutError.make(
@@ -273,6 +275,18 @@ def _no_answer(engine: str, error: BaseException, attempts: int) -> EngineFailur
     )
 
 
+def _bug(engine: str, error: BaseException) -> EngineFailure:
+    """Without the error's text: http.client's quotes the header that it does not take."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return EngineFailure(
+        engine,
+        None,
+        "FANIN_ERR_INTERNAL",
+        f"{type(error).__name__} in {at.name}, {at.filename}:{at.lineno}",
+        "this is a bug of fanin: report it",
+    )
+
+
 def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
     told = reply.error()
     remedy, rank, address, key = (told.get(name) for name in ("remedy", "rank", "address", "key"))
@@ -305,7 +319,8 @@ class EnginePool:
     have their own.
 
     Objects are immutable; any thread may use one, several updates at once. Raises RequestError
-    for malformed or repeated URLs, TypeError naming an argument that fanin.Client does not take.
+    for malformed or repeated URLs and for a key that no header can have, TypeError naming an
+    argument that fanin.Client does not take.
     """
 
     def __init__(
@@ -338,7 +353,7 @@ class EnginePool:
         self.run = None if run is None else check_run(run)
         self.lora_alpha = lora_alpha
         self.server_name = server_name
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
 
     # -------------------------------------------------------------- public
 
@@ -390,8 +405,9 @@ class EnginePool:
     ) -> UpdateResult:
         """:meth:`update_weights` for asyncio: runs in a thread, does not block the loop.
 
-        When the task is cancelled, no further request is made; those under way are left to
-        themselves, so engines may or may not have the adapter.
+        When the task is cancelled, no further request is made, also where the marker was still
+        waited for; those under way are left to themselves, so engines may or may not have the
+        adapter.
         """
         stop = threading.Event()
         try:
@@ -459,7 +475,7 @@ class EnginePool:
             )
         wanted = self._parse(lora_name, step)
         with span("fanin.update", step=step, engines=len(self.engines)) as told:
-            info = _trainer(weight_dir, deadline)
+            info = _trainer(weight_dir, deadline, stop)
             name = self._name(wanted, lora_name, step, info)
             told.set(run=name.run, lora_name=str(name))
             flight = _Flight(deadline, stop, info.world_id)
@@ -537,7 +553,7 @@ class EnginePool:
             try:
                 failure = self._told(engine, path, body, name, flight)
             except BaseException as error:  # a bug must not look like an engine that hangs
-                failure = EngineFailure(engine, None, "FANIN_ERR_INTERNAL", repr(error))
+                failure = _bug(engine, error)
             results.put(_Outcome(engine, name, failure, time.monotonic()))
 
         # Daemons: a name server or an engine that hangs must not hold up the process's end.
@@ -563,6 +579,8 @@ class EnginePool:
         attempts = 0
         pause = _FIRST_PAUSE
         while True:
+            if flight.stop.is_set():
+                return EngineFailure(engine, None, "", _CANCELLED, attempts=attempts)
             attempts += 1
             wait = pause
             try:
@@ -637,14 +655,35 @@ def _pairs(addresses: Sequence[str]) -> list[list[Any]]:
     return [list(split_address(address)) for address in addresses]
 
 
-def _trainer(weight_dir: Target, deadline: float) -> TrainerInfo:
+def _trainer(weight_dir: Target, deadline: float, stop: threading.Event) -> TrainerInfo:
     if isinstance(weight_dir, TrainerInfo):
         return weight_dir
     if isinstance(weight_dir, os.PathLike) or (
         isinstance(weight_dir, str) and weight_dir and is_path(weight_dir)
     ):
-        return wait_stable(weight_dir, deadline - time.monotonic())
+        return _stable(weight_dir, deadline, stop)
     return TrainerInfo(addresses_of(weight_dir))
+
+
+def _stable(
+    directory: str | os.PathLike[str], deadline: float, stop: threading.Event
+) -> TrainerInfo:
+    """:func:`wait_stable` until *deadline*, or until the caller has gone."""
+    seconds = max(deadline - time.monotonic(), 0)
+    pause = 0.001
+    while True:
+        try:
+            return wait_stable(directory, 0)
+        except PullTimeoutError as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = error.message.partition(" is not there")[0]
+                raise PullTimeoutError.make(
+                    f"{missing} is not there after {seconds:g} s", error.remedy
+                ) from None
+        if stop.wait(min(pause, left)):
+            raise CancelledError.make(_CANCELLED)
+        pause = min(pause * 2, 0.05)
 
 
 class _Update:
@@ -675,7 +714,7 @@ class _Update:
         while len(self.done) < len(self.pool.engines):
             outcome = _next(self.results, self._until())
             if self.flight.stop.is_set():
-                raise CancelledError.make("the update was cancelled")
+                raise CancelledError.make(_CANCELLED)
             if outcome is None:
                 if time.monotonic() < self._end():
                     continue

@@ -402,7 +402,6 @@ def test_metrics(bench: Bench) -> None:
     for line in (
         'fanin_pulls_total{result="ok"} 1.0',
         'fanin_pulls_total{result="FANIN_ERR_SUPERSEDED"} 1.0',
-        "fanin_pull_bytes_total 100.0",
         'fanin_adapter_step{run="0"} 1.0',
         "fanin_pull_inflight 0.0",
         "fanin_pull_seconds_count 2.0",

@@ -78,6 +78,52 @@ def test_a_connection_asks_again_and_again() -> None:
         assert one.getresponse().getheader("Connection") == "close"
 
 
+def answered(server: HttpServer, sent: bytes) -> bytes:
+    """What comes back until the server closes, which has no more than *sent* to read."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as peer:
+        peer.sendall(sent)
+        peer.shutdown(socket.SHUT_WR)
+        while piece := peer.recv(65536):
+            got += piece
+    return got
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_what_did_not_come_whole_is_not_acted_on(method: str) -> None:
+    head = f"{method} /a HTTP/1.1\r\nContent-Length: 7\r\n\r\n".encode()
+    with serving() as (server, desk):
+        for sent in (head, head + b"cont"):
+            assert answered(server, sent) == b""
+        assert not desk.asked.acquire(blocking=False)
+        assert answered(server, head + b"content").endswith(f"{method} /a content".encode())
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_body_in_chunks_is_refused(method: str) -> None:
+    """Not taken for none, nor its chunks for the next request."""
+    head = f"{method} /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    chunks = "\r\n7\r\ncontent\r\n0\r\n\r\nGET /b HTTP/1.1\r\n\r\n"
+    with serving() as (server, desk):
+        for more in ("", "Content-Length: 7\r\n"):
+            got = answered(server, (head + more + chunks).encode())
+            assert got.startswith(b"HTTP/1.1 411 ") and got.count(b"HTTP/1.1") == 1
+            assert b"Content-Length here" in got and b"Connection: close" in got
+        assert not desk.asked.acquire(blocking=False)
+
+
+def test_one_length_and_the_body_of_a_get_is_no_request() -> None:
+    inner = b"GET /b"
+    with serving() as (server, desk):
+        head = b"GET /a HTTP/1.1\r\nContent-Length: 6\r\n"
+        got = answered(server, head + b"\r\n" + inner)
+        assert got.count(b"HTTP/1.1") == 1 and got.endswith(b"GET /a GET /b")
+        assert desk.asked.acquire(blocking=False)
+        got = answered(server, head + b"Content-Length: 0\r\n\r\n" + inner)
+        assert got.startswith(b"HTTP/1.1 413 ") and got.count(b"HTTP/1.1") == 1
+        assert not desk.asked.acquire(blocking=False)
+
+
 def test_who_is_silent_makes_room_and_who_waits_does_not() -> None:
     with serving(most=2) as (server, desk), closing(connected(server)) as waiting:
         waiting.request("GET", "/held")

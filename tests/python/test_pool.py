@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import fanin
 import pytest
 from fanin.errors import CancelledError, PullTimeoutError, RequestError
-from fanin.info import TrainerInfo, write_info
+from fanin.info import TrainerInfo, wait_stable, write_info
 from fanin.pool import EnginePool, PoolError, UpdateResult, newest_step
 from fanin.vllm.faults import body_of, status_of
 from http_engine import OK, SUPERSEDED, Answer, Engine, Request, Trainer, refusal
@@ -107,7 +108,7 @@ def test_waits_for_the_marker(tmp_path: Path, stack: ExitStack) -> None:
     write_info(tmp_path / "step_1", HERE)
     thread.join()
     assert results[0].step == 1
-    with pytest.raises(PullTimeoutError, match="step_2 is not there"):
+    with pytest.raises(PullTimeoutError, match=r"step_2 is not there after 0\.0"):
         pool_of(made, timeout=0.05).update_weights(tmp_path / "step_2", "p", 2)
     assert len(made[0].requests) == 1
 
@@ -478,6 +479,60 @@ def test_a_cancelled_task_asks_nobody_again(stack: ExitStack) -> None:
     assert len(made[0].requests) <= 2
 
 
+def test_a_cancelled_task_waits_for_no_marker(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engines(stack, [OK])
+    pool = pool_of(made, timeout=2 * PATIENCE)
+    looked = threading.Event()
+
+    def look(directory: Any, timeout: float) -> TrainerInfo:
+        looked.set()
+        return wait_stable(directory, timeout)
+
+    monkeypatch.setattr("fanin.pool.wait_stable", look)
+
+    async def main() -> None:
+        task = asyncio.create_task(pool.aupdate_weights(tmp_path / "step_1", "p", 1))
+        await asyncio.to_thread(looked.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    began = time.monotonic()
+    asyncio.run(main())  # waits for the thread of the update
+    assert time.monotonic() - began < PATIENCE
+    write_info(tmp_path / "step_1", HERE)
+    assert not made[0].requests
+
+
+@pytest.mark.parametrize("when", ["the marker comes", "the threads start"])
+def test_who_has_gone_has_nobody_asked(
+    when: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engines(stack, [OK])
+    stop = threading.Event()
+    begun: list[Callable[[], None]] = []
+
+    def come(*_: Any) -> TrainerInfo:
+        if when == "the marker comes":
+            stop.set()
+        return HERE
+
+    def begin(drive: Callable[[], None]) -> Callable[[], None]:
+        stop.set()
+        begun.append(drive)
+        return lambda: None
+
+    monkeypatch.setattr("fanin.pool.wait_stable", come)
+    monkeypatch.setattr("fanin.pool.carry", begin)
+    with pytest.raises(CancelledError):
+        pool_of(made)._update(tmp_path, "p", 1, None, None, stop)
+    for drive in begun:
+        drive()
+    assert not made[0].requests
+
+
 def test_newest_step_can_be_stopped() -> None:
     stop = threading.Event()
     stop.set()
@@ -531,6 +586,31 @@ def test_the_file_is_of_another_run(stack: ExitStack) -> None:
 def test_urls(urls: Any) -> None:
     with pytest.raises(RequestError):
         EnginePool(urls)
+
+
+def test_keys(stack: ExitStack) -> None:
+    made = engines(stack, [OK])
+    pool_of(made, api_key=" secret\n").update_weights(HERE, "p", 1)
+    assert made[0].requests[0].headers["Authorization"] == "Bearer secret"
+    for bad in ("s3\ncret", "s3\0cret", "s3€cret", " "):
+        with pytest.raises(RequestError, match="api_key") as caught:
+            pool_of(made, api_key=bad)
+        assert "s3" not in str(caught.value) and "cret" not in str(caught.value)
+
+
+def test_a_bug_is_told_without_what_was_sent(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engines(stack, [OK])
+
+    def post_json(*_: Any, api_key: str, **__: Any) -> Any:
+        raise ValueError(f"Invalid header value b'Bearer {api_key}'")
+
+    monkeypatch.setattr("fanin.pool.post_json", post_json)
+    with pytest.raises(PoolError, match="ValueError in post_json, .*test_pool.py:") as caught:
+        pool_of(made, api_key="s3cret").update_weights(HERE, "p", 1)
+    assert caught.value.name == "FANIN_ERR_INTERNAL"
+    assert "s3cret" not in str(caught.value) and "s3cret" not in repr(caught.value.failures)
 
 
 def test_a_path_before_v1_stays() -> None:

@@ -77,7 +77,7 @@ def test_load_and_unload(tmp_path: Path, trainer: Trainer) -> None:
             http.url + "/v1",
             trainer=tmp_path / "weights",
             cache_dir=tmp_path / "cache",
-            api_key="k",
+            api_key="k\n",  # as a file has it
             server_name="job",
         )
         adapter = engine.load(0, 3, pinned=True)
@@ -344,6 +344,7 @@ def test_arguments(tmp_path: Path) -> None:
         {"prefix": "a b"},
         {"cache_dir": "relative"},
         {"path": "tcp"},
+        {"api_key": "k\0"},
     ):
         with pytest.raises(RequestError):
             SGLangEngine(**{"url": "http://a:1", "trainer": "a:1", **bad})  # type: ignore[arg-type]

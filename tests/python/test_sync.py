@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fanin.sync.registry as registry_module
 import pytest
+from fanin._http import FAILURES, ask_json
 from fanin.errors import (
     NotFoundError,
     PausedError,
@@ -23,7 +27,9 @@ from fanin.errors import (
 from fanin.info import write_info
 from fanin.sync import EndpointResult, Registry, SyncError
 from fanin.sync.trainer import look
+from fanin.sync.wire import Wire
 from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
+from local_world import until
 
 TRAINER = "10.0.0.1:6000,10.0.0.2:6000"
 WAY = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
@@ -382,6 +388,23 @@ def test_the_wrong_key(stack: ExitStack) -> None:
     assert registry_of(engine, api_key="k").sync(1).ok
 
 
+def test_a_key_that_no_header_may_have_is_told_to_nobody(stack: ExitStack) -> None:
+    """http.client says the whole header."""
+    (engine,) = fleet(stack, 1)
+    for key in ("hidden\n", "hidden\u20ac"):
+        with pytest.raises(FAILURES, match="look at the URL and the api_key") as caught:
+            ask_json("GET", engine.url, "/health", deadline=time.monotonic() + 30, api_key=key)
+        assert "hidden" not in "".join(traceback.format_exception(caught.value))
+    assert not engine.paths
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "..x"])
+def test_a_host_that_is_no_name(host: str) -> None:
+    wire = Wire(f"http://{host}:80")
+    with pytest.raises(UnreachableError, match="look at the URL"):
+        wire.get("/health", "health", time.monotonic() + 30)
+
+
 def test_resume_of_one_whose_weights_are_whole(stack: ExitStack) -> None:
     engines = fleet(stack)
     registry = registry_of(*engines)
@@ -500,6 +523,90 @@ def test_two_syncs_of_the_same_engine(stack: ExitStack) -> None:
     hold.set()
     first.join()
     assert engines[0].version == "step-1" and registry.sync(3).ok
+
+
+def test_interrupted_it_is_in_that_sync_until_its_phase_has_ended(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    hold = engines[0].hang("/update_weights")
+
+    def ctrl_c(_: Any) -> None:
+        if engines[0].at["/update_weights"].is_set() and engines[1].version == "step-1":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry_module, "_SAY_WAITING", 0.01)
+    monkeypatch.setattr(registry_module, "_say_waiting", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        registry.sync(1)
+    monkeypatch.undo()
+    until(lambda: registry.busy() == [engines[0].url])
+    with pytest.raises(StateError, match="in another sync"):
+        registry.sync(2)
+    assert engines[0].count("/health") == 1
+    hold.set()
+    until(lambda: not registry.busy())
+    assert engines[0].paused and not engines[0].count("/finish_weight_update")
+    assert registry.sync(2).ok and engines[0].model == "weights of step 2" and not engines[0].paused
+
+
+def test_no_thread_can_be_had_for_one_of_them(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    hold = engines[0].hang("/health")
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if engines[1].url in thread.name:
+            assert engines[0].at["/health"].wait(30)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError):
+        registry.sync(1)
+    monkeypatch.undo()
+    assert registry.busy() == [engines[0].url]
+    with pytest.raises(StateError, match="in another sync"):
+        registry.sync(1)
+    hold.set()
+    until(lambda: not registry.busy())
+    assert registry.sync(1).ok and engines[0].count(INIT) == 1
+
+
+def test_one_whose_name_is_looked_up_for_ever_holds_up_no_other_sync(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past its deadline its thread asks nothing of the engine; its end is not the next one's."""
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    found = threading.Event()
+
+    def look_up(*arguments: Any) -> Any:
+        assert found.wait(30)
+        raise UnreachableError.make("no such host")
+
+    monkeypatch.setattr(registry_module, "driver_of", look_up)
+    monkeypatch.setattr(registry_module, "_HEALTH", 0.01)
+    monkeypatch.setattr(registry_module, "_GRACE", 0.01)
+    with pytest.raises(SyncError, match="no answer in time"):
+        registry.sync(1)
+    monkeypatch.undo()
+    (slow,) = (t for t in threading.enumerate() if t.name == f"fanin-sync {engine.url}")
+    assert not registry.busy()
+    hold = engine.hang("/update_weights")
+    second = threading.Thread(target=registry.sync, args=(2,))
+    second.start()
+    assert engine.at["/update_weights"].wait(30)
+    found.set()
+    slow.join(30)
+    assert not slow.is_alive() and registry.busy() == [engine.url]
+    hold.set()
+    second.join()
+    assert not registry.busy() and engine.version == "step-2"
 
 
 def test_removed_during_a_sync(stack: ExitStack) -> None:

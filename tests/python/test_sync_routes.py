@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +24,7 @@ from fanin.errors import (
     UnreachableError,
 )
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
+from fanin.sync.wire import Wire
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 from http_engine import Engine
 
@@ -125,6 +127,12 @@ def test_quantization_is_refused_with_what_is_supported(
         ("/add_inference_endpoint", {"host": "h", "port": 70000}, "make no address"),
         ("/add_inference_endpoint", {"host": "h/x", "port": 1}, "make no address"),
         ("/add_inference_endpoint", {"url": "http://h:1", "host": "h"}, "url is given"),
+        ("/add_inference_endpoint", {"host": "a" * 70, "port": 1}, "no engine's URL"),
+        ("/add_inference_endpoint", {"url": "http://..x:1"}, "no engine's URL"),
+        ("/add_inference_endpoint", {"url": "http://a b:1"}, "no engine's URL"),
+        ("/add_inference_endpoint", {"url": "http://h:1/\u00fc"}, "no engine's URL"),
+        ("/add_inference_endpoint", {"host": "h", "port": 1, "api_key": ""}, "api_key is empty"),
+        ("/add_inference_endpoint", {"host": "h", "port": 1, "sync_weights": 1}, "sync_weights 1"),
         (
             "/add_inference_endpoint",
             {"host": "h", "port": 1, "receiver_kv_cache_dtype": "fp8"},
@@ -153,6 +161,17 @@ def test_a_dead_endpoint_is_not_added(service: Service, engine: FakeVLLM) -> Non
     engine.__exit__(None, None, None)
     status, reply = call(service, "/add_inference_endpoint", place(engine.url))
     assert status == 503 and engine.url in reply["detail"]
+    assert not service.registry.endpoints()
+
+
+def test_one_whose_check_meets_a_fault_is_not_added(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(url: str) -> Any:
+        raise ValueError("a fault of the program's own")
+
+    monkeypatch.setattr(service.registry, "check", check)
+    assert call(service, "/add_inference_endpoint", {"host": "h", "port": 1})[0] == 500
     assert not service.registry.endpoints()
 
 
@@ -226,6 +245,88 @@ def test_a_key(engine: FakeVLLM) -> None:
         assert service.answer("GET", "/health")[0] == 401
 
 
+TAKES_A_KEY: dict[str, Callable[[str], Any]] = {
+    "Service": lambda key: Service(Registry("h:1"), api_key=key),
+    "SyncClient": lambda key: SyncClient("http://h:1", api_key=key),
+    "Registry": lambda key: Registry("h:1", api_key=key),
+    "Registry.add": lambda key: Registry("h:1").add("http://h:1", api_key=key),
+    "SyncClient.add": lambda key: SyncClient("http://h:1").add("h", 1, api_key=key),
+    "Wire": lambda key: Wire("http://h:1", key),
+}
+
+
+@pytest.mark.parametrize("what", TAKES_A_KEY)
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("", "the api_key is empty; remedy: give a key"),
+        (" \n", "the api_key is empty"),
+        ("hidden\nkey", "a character that no HTTP header may have"),
+        ("hidden-s\u00e9same", "a character that no HTTP header may have"),
+        (b"hidden", "the api_key is no text"),
+    ],
+)
+def test_what_is_no_key(what: str, key: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        TAKES_A_KEY[what](key)
+    assert caught.value.key == "api_key" and "hidden" not in str(caught.value)
+
+
+def test_whitespace_around_a_key_is_no_part_of_it(engine: FakeVLLM) -> None:
+    """As a mounted secret has it."""
+    service = Service(Registry("h:1", ask_trainer=False, api_key="engines\n"), api_key="secret\n")
+    with SyncServer(service) as server:
+        assert SyncClient(server.url, api_key=" secret\r\n").add(**place(engine.url))["success"]
+    assert keys_sent(engine) == {"Bearer engines"}
+
+
+def keys_sent(engine: FakeVLLM) -> set[str | None]:
+    """What the requests since the last look had as Authorization."""
+    requests, engine.http.requests = engine.http.requests, []
+    return {request.headers.get("Authorization") for request in requests}
+
+
+def test_who_need_not_know_a_key_has_no_use_of_the_engines(engine: FakeVLLM) -> None:
+    """Any user of the host may add a listener of their own."""
+    registry = Registry("h:1", ask_trainer=False, api_key="engines")
+    add = place(engine.url)
+    everybody = Service(registry)
+    assert call(everybody, "/add_inference_endpoint", add)[0] == 200
+    assert call(everybody, "/add_inference_endpoint", add)[0] == 200
+    assert call(everybody, "/sync_inference_weights", {"step": 1})[0] == 200
+    assert keys_sent(engine) == {None}
+    with SyncServer(everybody) as server:
+        SyncClient(server.url).add(**add, api_key="own\n")
+    assert keys_sent(engine) == {"Bearer own"}
+    call(everybody, "/remove_inference_endpoint", add)
+
+    engine.hooks["/health"] = lambda r: (
+        (401, {"error": "Unauthorized"}) if r.headers.get("Authorization") is None else None
+    )
+    status, reply = call(everybody, "/add_inference_endpoint", add)
+    assert status == 400 and "give the engine's api_key with the request" in reply["detail"]
+    assert "not sent to engines that they add" in reply["detail"]
+    assert keys_sent(engine) == {None}
+
+
+def test_the_engines_key_is_sent_where_it_was_meant(engine: FakeVLLM) -> None:
+    add = place(engine.url)
+    registry = Registry("h:1", ask_trainer=False, api_key="engines")
+    everybody, knowing = Service(registry), Service(registry, api_key="secret")
+
+    # By who knows the service's key.
+    with SyncServer(knowing) as server:
+        SyncClient(server.url, api_key="secret").add(**add)
+    assert keys_sent(engine) == {"Bearer engines"}
+    # Added in the process, also after somebody has added it; then it keeps what it has.
+    registry.remove(engine.url)
+    call(everybody, "/add_inference_endpoint", add)
+    assert keys_sent(engine) == {None}
+    registry.add(engine.url)
+    call(everybody, "/add_inference_endpoint", add)
+    assert keys_sent(engine) == {"Bearer engines"}
+
+
 def test_others_can_reach_it_only_with_a_key(service: Service) -> None:
     with pytest.raises(RequestError, match="can be reached by others"):
         SyncServer(service, bind="0.0.0.0")
@@ -276,6 +377,23 @@ async def test_mounted_in_an_application(service: Service, engine: FakeVLLM) -> 
 
     await asyncio.wait_for(app({"type": "lifespan"}, receive, send), 30)
     assert done == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+async def test_mounted_and_the_peer_goes(service: Service, engine: FakeVLLM) -> None:
+    """Before its request has come: no sync of all engines."""
+    call(service, "/add_inference_endpoint", place(engine.url))
+    scope = {"type": "http", "method": "POST", "path": "/sync_inference_weights", "headers": []}
+    gone = {"type": "http.disconnect"}
+    for messages in ([gone], [{"type": "http.request", "body": b"", "more_body": True}, gone]):
+
+        async def receive(messages: list[Any] = messages) -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        await asyncio.wait_for(asgi_app(service)(scope, receive, send), 30)
+    assert not engine.count("/pause")
 
 
 def test_a_server_of_its_own(engine: FakeVLLM) -> None:
@@ -359,10 +477,10 @@ def test_a_second_signal_ends_it_with_a_word(engine: FakeVLLM) -> None:
             thread.join()
 
 
-def test_a_key_that_is_no_ascii(engine: FakeVLLM) -> None:
-    service = Service(Registry("h:1", timeout=30, ask_trainer=False), api_key="sésame")
+def test_a_caller_whose_key_is_no_ascii() -> None:
+    service = Service(Registry("h:1", timeout=30, ask_trainer=False), api_key="sesame")
     assert service.answer("GET", "/health", b"", "Bearer sésam\xff")[0] == 401
-    assert service.answer("GET", "/health", b"", "Bearer sésame")[0] == 200
+    assert service.answer("GET", "/health", b"", "Bearer sesame")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -371,6 +489,8 @@ def test_a_key_that_is_no_ascii(engine: FakeVLLM) -> None:
         ([], "trainer"),
         (["h:1", "--port", "x"], "invalid int"),
         (["h:1", "--prefetch", "x"], "invalid choice"),
+        (["h:1", "--api-key", ""], "argument --api-key: the api_key is empty"),
+        (["h:1", "--engine-api-key", ""], "argument --engine-api-key: the api_key is empty"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], says: str) -> None:
@@ -398,3 +518,13 @@ def test_a_server_that_cannot_start(arguments: list[str], says: str) -> None:
         [sys.executable, "-m", "fanin.sync", *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and says in done.stderr
+
+
+def test_a_variable_that_is_empty_is_no_key() -> None:
+    """With which a service would look guarded, and let everybody in."""
+    command = [sys.executable, "-m", "fanin.sync", "h:1", "--bind", "0.0.0.0", "--port", "0"]
+    empty = {"FANIN_SYNC_API_KEY": "", "FANIN_ENGINE_API_KEY": ""}
+    done = subprocess.run(
+        command, env={**os.environ, **empty}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "can be reached by others" in done.stderr

@@ -121,6 +121,47 @@ def test_a_tensor_that_is_missing_changed_or_there_twice() -> None:
         assert engine.version != "step-1" and (engine.into["b.weight"] == 3).all()
 
 
+def test_a_tensor_that_is_refused_is_not_taken_for_published() -> None:
+    refused = np.ones(3, np.clongdouble)  # which safetensors has no name for
+    with PullingVLLM() as engine:
+        for _ in range(2):
+            backend = TransportBackend(config(engine))
+            backend.initialize()
+            with pytest.raises(RequestError, match="b.weight"):
+                backend.transfer_bucket([("b.weight", refused)])
+            backend.destroy(complete_receiver=False)
+        backend = TransportBackend(config(engine))
+        backend.initialize()
+        send(backend, 3)
+        backend.destroy()
+        assert all((values == 3).all() for values in engine.into.values())
+
+
+@pytest.mark.parametrize("call", ["put", "commit"])
+def test_what_was_not_published_is_sent_anew(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+
+    def fail(server: fanin.Server, *_: Any, **__: Any) -> None:
+        ports.append(server.port)
+        raise KeyboardInterrupt
+
+    with PullingVLLM() as engine:
+        backend = TransportBackend(config(engine))
+        backend.initialize()
+        send(backend, 1)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(fanin.Server, call, fail)
+            backend.destroy()
+        assert not engine.count("/pause")
+        with fanin.Client([f"127.0.0.1:{ports[0]}"]) as client:
+            assert [one.state for one in client.publications()] == ["unpublished"]
+        backend = TransportBackend(config(engine))
+        backend.initialize()
+        send(backend, 2)
+        backend.destroy()
+        assert all((values == 2).all() for values in engine.into.values())
+
+
 def test_an_engine_that_fails_is_told_of() -> None:
     with PullingVLLM() as good, FakeVLLM() as bad:
         bad.refuse("/update_weights", 500, "no memory")
@@ -140,6 +181,9 @@ def test_used_wrongly() -> None:
             send(backend, 1)
         with pytest.raises(RequestError, match="unknown field 'speed'"):
             TransportBackend(config(engine, speed="0"))
+        with pytest.raises(RequestError, match="api_key") as caught:
+            TransportBackend(config(engine, api_key="s3\0cret"))
+        assert "cret" not in str(caught.value)
         with pytest.raises(RequestError, match="no endpoint"):
             TransportBackend(config()).initialize()
         backend.initialize()

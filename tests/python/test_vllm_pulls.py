@@ -25,7 +25,8 @@ from fanin.vllm.faults import status_of
 from fanin.vllm.pull_log import PullLog
 from fanin.vllm.pulls import Adapter, PullService, Wanted
 from fanin.vllm.trainers import Trainer
-from local_world import CONFIG, PUBLICATION, addresses, publish, servers, until
+from fanin.vllm.waits import Waits
+from local_world import CONFIG, PATIENCE, PUBLICATION, addresses, publish, servers, until
 
 
 class Bench:
@@ -383,6 +384,79 @@ def test_lines_of_pulls_are_few(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "vllm.fanin"):
         lines.tell(a_pull(32))
     assert caplog.records[-1].levelname == "DEBUG" and "step32 " in caplog.messages[-1]
+
+
+def test_a_client_that_showed_nothing_is_not_lent_for_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    trainer = FakeTrainer()
+    given: list[str | None] = []
+
+    def factory(addresses: list[str], secret_file: str | None = None, **options: Any) -> Any:
+        given.append(secret_file)
+        return trainer.client(addresses, **options)
+
+    write_info(tmp_path, TrainerInfo((ADDRESS,), secret_file="/run/secret/launch"))
+    plain, named = Source.of([ADDRESS]).resolve(), Source.of(str(tmp_path)).resolve()
+    pool, deadline = ClientPool(factory, limit=2), time.monotonic() + 10
+    with pool.borrow(plain, WORLD, deadline) as showed_nothing:
+        pass
+    with pool.borrow(named, WORLD, deadline) as showed_it:
+        assert showed_it is not showed_nothing
+    assert given == [None, "/run/secret/launch"]
+    # Neither is the world that somebody else told.
+    assert pool.discover(plain, deadline) == WORLD
+    trainer.restart(OTHER_WORLD, 1)
+    assert pool.world_of(named, deadline) == OTHER_WORLD
+    assert pool.world_of(plain, deadline) == WORLD
+    pool.forget(plain)
+    assert showed_nothing.closed and not showed_it.closed
+    assert pool.world_of(plain, deadline) == OTHER_WORLD
+    # Together they are no more of a trainer than the limit says.
+    with pool.borrow(plain, OTHER_WORLD, deadline), pool.borrow(plain, OTHER_WORLD, deadline):
+        with pytest.raises(errors.ConnectionFailedError, match="busy"):
+            with pool.borrow(named, OTHER_WORLD, time.monotonic() + 0.05):
+                raise AssertionError
+    pool.close()
+
+
+def test_who_waits_with_a_secret_waits_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What became of a wait that showed nothing is not told to who shows a secret."""
+    monkeypatch.delenv("FANIN_SECRET_FILE", raising=False)
+    write_info(tmp_path, TrainerInfo((ADDRESS,), secret_file="/run/secret/launch"))
+    named = Source.of(str(tmp_path)).resolve()
+    waiting: list[str | None] = []
+
+    class Waiting:
+        def __init__(self, secret_file: str | None) -> None:
+            self.secret_file = secret_file
+            self.cancelled = threading.Event()
+
+        def wait(self, *_: Any, **__: Any) -> int:
+            waiting.append(self.secret_file)
+            assert self.cancelled.wait(PATIENCE)
+            raise errors.CancelledError.make("cancelled")
+
+        def cancel(self) -> None:
+            self.cancelled.set()
+
+        def close(self) -> None:
+            pass
+
+    def factory(*_: Any, secret_file: str | None = None, **__: Any) -> Any:
+        return Waiting(secret_file)
+
+    waits = Waits(ClientPool(factory))
+    futures = [waits.expect(one, WORLD, "0", 1) for one in (Source.of([ADDRESS]).resolve(), named)]
+    until(lambda: len(waiting) == 2)
+    assert set(waiting) == {None, "/run/secret/launch"}
+    waits.close()
+    for future in futures:
+        with pytest.raises(errors.CancelledError):
+            future.result(PATIENCE)
 
 
 def test_what_ranks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

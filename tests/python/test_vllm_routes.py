@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_trainer import OTHER_WORLD, WORLD, at_rest, until
 from fanin import errors
-from fanin._allowed import check_by_environment
+from fanin._allowed import check_by_config
 from fanin.config import ConfigError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm import worker
@@ -381,14 +381,36 @@ def test_a_wrong_list_of_trainers(tmp_path: Path, allow: str) -> None:
         Desk(tmp_path, FANIN_ALLOW_TRAINERS=allow)
 
 
-def test_the_list_holds_for_the_routes_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_by_environment("h:1", None, ("h:1",), {})
-    environ = {"FANIN_ALLOW_TRAINERS": "10.0.0.0/8"}
-    check_by_environment("10.0.0.1:1", None, ("10.0.0.1:1",), environ)
+def test_the_list_holds_for_the_routes_of_vllm_too(tmp_path: Path) -> None:
+    def named(address: str, **environ: str) -> None:
+        check_by_config(address, None, (address,), environ)
+
+    named("h:1")
+    named("10.0.0.1:1", FANIN_ALLOW_TRAINERS="10.0.0.0/8")
     with pytest.raises(errors.RequestError, match="takes no trainer h:1"):
-        check_by_environment("h:1", None, ("h:1",), environ)
-    with pytest.raises(errors.RequestError, match="FANIN_ALLOW_TRAINERS is not"):
-        check_by_environment("h:1", None, ("h:1",), {"FANIN_ALLOW_TRAINERS": "10.0.0.0/77"})
+        named("h:1", FANIN_ALLOW_TRAINERS="10.0.0.0/8")
+    with pytest.raises(ConfigError, match="FANIN_ALLOW_TRAINERS is '10.0.0.0/77'"):
+        named("h:1", FANIN_ALLOW_TRAINERS="10.0.0.0/77")
+    file = tmp_path / "inference.toml"
+    head = '[weight_broadcast]\ntype = "nixl"\n'
+    # What else the file says is looked at by who uses it.
+    file.write_text(f'enable_lora = false\n{head}allow_trainers = ["10.0.0.0/8"]\nkeep = 0\n')
+    by_file = {"FANIN_CONFIG": str(file)}
+    named("10.0.0.1:1", **by_file)
+    with pytest.raises(errors.RequestError, match="takes no trainer h:1") as caught:
+        named("h:1", **by_file)
+    assert caught.value.name == "FANIN_ERR_AUTH"
+    named("h:1", **by_file, FANIN_ALLOW_TRAINERS="h")  # as everywhere the variable goes first
+    with pytest.raises(errors.RequestError, match="takes no trainer 10.0.0.1:1"):
+        named("10.0.0.1:1", **by_file, FANIN_ALLOW_TRAINERS="h")
+    file.write_text(head)
+    named("h:1", **by_file)
+    file.write_text(f"{head}allow_trainers = []\n")
+    with pytest.raises(ConfigError, match="inference.toml: weight_broadcast.allow_trainers is"):
+        named("h:1", **by_file)
+    file.unlink()
+    with pytest.raises(ConfigError, match="inference.toml: No such file"):
+        named("h:1", **by_file)
 
 
 async def test_status(desk: Desk) -> None:

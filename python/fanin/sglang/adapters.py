@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fanin._http import FAILURES, Reply, base_url, post_json
+from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import handed_on
 from fanin.client import Client, PullResult
 from fanin.config import PATHS, default_cache_dir
@@ -166,8 +166,8 @@ class SGLangEngine:
     tls_ca; without a secret or certificate the environment's, else the secret that *trainer*'s
     nixl_info.json names.
 
-    Any thread; loads of different steps may run at once. Raises RequestError; TypeError for an
-    argument that is none.
+    Any thread; loads of different steps may run at once. Raises RequestError, also for a key that
+    no header can have; TypeError for an argument that is none.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class SGLangEngine:
         self._path = path
         self._max_bytes = max_bytes
         self._trust_config = trust_config
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
         self._places = Places(root)
         self._lock = threading.Lock()
         self._loaded: dict[str, LoadedAdapter] = {}

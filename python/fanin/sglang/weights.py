@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fanin._allowed import check_by_environment
+from fanin._allowed import check_by_config
 from fanin.errors import FaninError, RequestError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
 from fanin.vllm.clients import Source
@@ -140,7 +140,7 @@ class _Live:
     def _trainer_of(self, request: Request) -> Trainer:
         trainer = request.trainer if isinstance(request.trainer, str) else list(request.trainer)
         source = Source.of(trainer, request.server_name)
-        check_by_environment(source.text, source.path, source.addresses)
+        check_by_config(source.text, source.path, source.addresses)
         wanted = (source, "full:" + request.run)
         if self._trainer is None or self._source != wanted:
             if self._trainer is not None:

@@ -10,7 +10,8 @@ import signal
 import sys
 from queue import Empty, SimpleQueue
 
-from fanin.errors import FaninError
+from fanin._http import checked_key
+from fanin.errors import FaninError, RequestError
 from fanin.sync import Registry, Service, SyncServer
 
 _LOOK = 0.1  # seconds
@@ -49,15 +50,25 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("FANIN_SYNC_API_KEY"),
+        type=_key,
+        default=os.environ.get("FANIN_SYNC_API_KEY") or None,
         help="what callers must send as bearer token; FANIN_SYNC_API_KEY",
     )
     parser.add_argument(
         "--engine-api-key",
-        default=os.environ.get("FANIN_ENGINE_API_KEY"),
-        help="what engines want; FANIN_ENGINE_API_KEY",
+        type=_key,
+        default=os.environ.get("FANIN_ENGINE_API_KEY") or None,
+        help="what engines want; FANIN_ENGINE_API_KEY. Without --api-key, engines that callers add"
+        " are not sent it",
     )
     return parser
+
+
+def _key(text: str) -> str | None:
+    try:
+        return checked_key(text)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

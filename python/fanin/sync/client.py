@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fanin._http import FAILURES, ask_json, base_url
+from fanin._http import FAILURES, ask_json, base_url, checked_key
 from fanin.errors import (
     ConnectionFailedError,
     PeerError,
@@ -27,22 +27,34 @@ _EXTRA = 15.0
 class SyncClient:
     """Calls a server of :class:`Service`. Any thread; no state but the address.
 
-    url: ``http://host:port``. api_key: of that server. timeout: seconds for a sync. Raises
-    RequestError.
+    url: ``http://host:port``. api_key: of that server, printable ASCII; whitespace at its ends is
+    dropped. timeout: seconds for a sync. Raises RequestError, also for an empty key.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
         self.url = base_url(url)
         self.timeout = timeout
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
 
     def add(
-        self, host: str, port: int, *, world_size: int | None = None, pool: str = "default"
+        self,
+        host: str,
+        port: int,
+        *,
+        world_size: int | None = None,
+        pool: str = "default",
+        api_key: str | None = None,
     ) -> dict[str, Any]:
-        """Adds an engine that lives; twice is safe. The reply's object. Raises as :meth:`call`."""
+        """Adds an engine that lives; twice is safe. The reply's object.
+
+        api_key: the engine's; None: the one that the server has for engines, if it asks its callers
+        for a key, else none. Raises RequestError for what is no key, and as :meth:`call`.
+        """
         body: dict[str, Any] = {"host": host, "port": port, "pool": pool}
         if world_size is not None:
             body["world_size"] = world_size
+        if api_key is not None:
+            body["api_key"] = checked_key(api_key)
         return self.call("add_inference_endpoint", body, 60.0)
 
     def remove(self, host: str, port: int) -> bool:

@@ -30,7 +30,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True)
 class Record:
-    """What is known of an engine. Registry's lock held, but the driver is its flight's."""
+    """What is known of an engine. Registry's lock held, but the driver is its flight's.
+
+    taken: by a call of the registry. flight: the one whose thread is at it.
+    """
 
     endpoint: Endpoint
     wire: Wire
@@ -39,11 +42,17 @@ class Record:
     step: int | None = None
     world: str = ""
     version: str | None = None
-    busy: bool = False
+    taken: bool = False
+    flight: Flight | None = None
     paused: bool = False
     open: bool = False
     dirty: bool = False
     removed: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sync is at it, also one whose caller was interrupted."""
+        return self.taken or self.flight is not None
 
 
 class LeaveAlone(Exception):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fanin._http import checked_key
 from fanin._options import handed_on
 from fanin._otel import carry, span
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
@@ -55,13 +56,13 @@ class Registry:
     timeout: seconds for a whole sync. pull_timeout: seconds that an engine is given for its pull;
     None: nine tenths of *timeout*. server_name: demand this job's ranks of the trainer.
     ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
-    where only the engines can reach them. api_key: of engines that are added without one. init:
-    what vLLM's init_info is to have besides: ``{"unused": [...]}``, ``{"mode": "loader"}``.
-    prefetch: of syncs that do not say it: "auto": engines that can read a step beside their model
-    before they are paused, at the price of as much memory; False: none does; True: those that
-    cannot are an error. client: what else fanin.Client takes, for asking the trainer: secret_file,
-    or tls_cert, tls_key and tls_ca; without any the environment's, else the secret that
-    nixl_info.json names. Engines have their own.
+    where only the engines can reach them. api_key: of engines that are added without one, printable
+    ASCII; whitespace at its ends is dropped. init: what vLLM's init_info is to have besides:
+    ``{"unused": [...]}``, ``{"mode": "loader"}``. prefetch: of syncs that do not say it: "auto":
+    engines that can read a step beside their model before they are paused, at the price of as much
+    memory; False: none does; True: those that cannot are an error. client: what else fanin.Client
+    takes, for asking the trainer: secret_file, or tls_cert, tls_key and tls_ca; without any the
+    environment's, else the secret that nixl_info.json names. Engines have their own.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
     PyTorch. Raises RequestError, and TypeError for an argument that fanin.Client does not take.
@@ -99,7 +100,7 @@ class Registry:
         self.ask_trainer = ask_trainer
         self._trainer = trainer
         self._said = _said(trainer)
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
 
@@ -113,14 +114,20 @@ class Registry:
         group: str = "default",
         world_size: int | None = None,
         api_key: str | None = None,
+        use_key: bool = True,
     ) -> Endpoint:
         """Adds an engine; the same one twice is one engine. Asks nothing of it: does not block.
 
-        kind: "vllm", "sglang", "auto": asked at its first health check. group: of syncs. An engine
-        that is there already keeps what it is, and goes into *group*. Raises RequestError.
+        kind: "vllm", "sglang", "auto": asked at its first health check. group: of syncs. api_key:
+        None: the registry's. use_key: False: without an api_key of its own it is sent none, not
+        the registry's either: for URLs that come from whoever asks. An engine that is there already
+        keeps what it is, its key too unless one is given, and goes into *group*. Any thread. Raises
+        RequestError, also for what is no key.
         """
         endpoint = endpoint_of(url, kind, group, world_size)
-        wire = Wire(endpoint.url, api_key if api_key is not None else self._api_key)
+        withheld = api_key is None and self._api_key is not None and not use_key
+        own = self._api_key if api_key is None and use_key else api_key
+        wire = Wire(endpoint.url, own, withheld=withheld)
         with self._changed:
             known = self._records.get(endpoint.url)
             if known is None:
@@ -138,7 +145,7 @@ class Registry:
                 group=group,
                 world_size=world_size or known.endpoint.world_size,
             )
-            if api_key is not None:
+            if api_key is not None or (known.wire.withheld and not withheld):
                 known.wire = wire
                 known.driver = None
             return known.endpoint
@@ -270,7 +277,10 @@ class Registry:
 
         Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
         failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
-        if there is none; RequestError; and what wait_for_step raises of the trainer.
+        if there is none; RequestError; RuntimeError if the process gets no thread; and what
+        wait_for_step raises of the trainer. One that is interrupted (KeyboardInterrupt) begins no
+        further phase, and an engine may stay paused; each is in that sync until the phase that it
+        is in has ended, at the timeout at the latest. The next sync then mends it.
         """
         started = time.monotonic()
         seconds = self.timeout if timeout is None else _positive(timeout, "timeout")
@@ -351,12 +361,12 @@ class Registry:
                         address=record.endpoint.url,
                     )
             for record in records:
-                record.busy = True
+                record.taken = True
 
     def _release(self, records: Sequence[Record]) -> None:
         with self._changed:
             for record in records:
-                record.busy = False
+                record.taken = False
 
     def _run(
         self, records: Sequence[Record], plan: Plan, started: float, skip_dead: bool
@@ -380,33 +390,47 @@ class Registry:
     ) -> None:
         """Each in a thread of its own, until all have ended, are removed or are out of time."""
         pending: set[int] = set()
-        for number, flight in enumerate(flights):
-            pending.add(number)
-            # Daemons: an engine that hangs must not hold up the process's end.
-            threading.Thread(
-                target=carry(self._one),
-                args=(flight, work, pending, number),
-                name=f"fanin-sync {flight.record.endpoint.url}",
-                daemon=True,
-            ).start()
+        try:
+            for number, flight in enumerate(flights):
+                pending.add(number)
+                # Daemons: an engine that hangs must not hold up the process's end.
+                threading.Thread(
+                    target=carry(self._one),
+                    args=(flight, work, pending, number),
+                    name=f"fanin-sync {flight.record.endpoint.url}",
+                    daemon=True,
+                ).start()
+            self._wait(flights, pending, deadline + _GRACE)
+        except BaseException:  # Ctrl-C, or no thread could be had
+            with self._changed:
+                for flight in flights:
+                    flight.over = True  # its thread ends with its phase, and lets the engine go
+            raise
 
+    def _wait(self, flights: Sequence[Flight], pending: set[int], until: float) -> None:
         def settled() -> bool:
             return all(flights[number].record.removed for number in pending)
 
         with self._changed:
-            while (left := deadline + _GRACE - time.monotonic()) > 0:
+            while (left := until - time.monotonic()) > 0:
                 if self._changed.wait_for(settled, min(left, _SAY_WAITING)):
                     break
                 _say_waiting([flights[number] for number in sorted(pending)])
             for number in pending:
-                flights[number].over = True
-                self._give_up(flights[number])
+                flight = flights[number]
+                flight.over = True
+                # Past its deadline it has no request under way: it looks up a name, or dials.
+                flight.record.flight = None
+                self._give_up(flight)
 
     def _one(
         self, flight: Flight, work: Callable[[Flight], None], pending: set[int], number: int
     ) -> None:
         error: BaseException | None = None
         left = False
+        with self._changed:
+            if not flight.over:
+                flight.record.flight = flight
         try:
             work(flight)
         except LeaveAlone:
@@ -421,6 +445,8 @@ class Registry:
                 _log.warning("%s", flight.result.error)
             if left:  # while others are still at it, nobody else would say so
                 self._give_up(flight)
+            if flight.record.flight is flight:
+                flight.record.flight = None
             pending.discard(number)
             self._changed.notify_all()
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fanin._http import checked_key
 from fanin.errors import (
     FaninError,
     NotFoundError,
@@ -139,13 +140,16 @@ class _Body:
 class Service:
     """The routes of one registry, for whichever server mounts them.
 
-    registry: what they work on. api_key: what callers must send as bearer token; None: nobody is
-    asked. Any thread; a sync blocks the thread that :meth:`answer` is called in.
+    registry: what they work on. api_key: what callers must send as bearer token, printable ASCII;
+    whitespace at its ends is dropped. None: nobody is asked; then engines that are added by these
+    routes are not sent the registry's api_key, but the one that the request has: anybody could add
+    a listener of their own. Any thread; a sync blocks the thread that :meth:`answer` is called in.
+    Raises RequestError for what is no key, such as an empty one.
     """
 
     def __init__(self, registry: Registry, *, api_key: str | None = None) -> None:
         self.registry = registry
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
         routes: dict[str, tuple[str, Callable[[Any], tuple[int, dict[str, Any]]]]] = {
             "add_inference_endpoint": ("POST", self._add),
             "remove_inference_endpoint": ("POST", self._remove),
@@ -214,6 +218,7 @@ class Service:
             body.number("worker_port")
             notices.append("worker_port is not needed: the engine itself is asked")
         url = body.url()
+        sync = body.flag("sync_weights")
         known = {endpoint.url for endpoint in self.registry.endpoints()}
         endpoint = self.registry.add(
             url,
@@ -221,11 +226,12 @@ class Service:
             group=body.text("pool", "default"),
             world_size=body.number("world_size"),
             api_key=body.text("api_key"),
+            use_key=self.guarded,
         )
         twice = endpoint.url in known
         try:
             endpoint = self.registry.check(endpoint.url)
-        except FaninError:
+        except BaseException:  # whatever it was, each later sync would meet it again
             if not twice:
                 self.registry.remove(endpoint.url)
             raise
@@ -238,7 +244,7 @@ class Service:
             "sync_message": None,
             "notices": notices,
         }
-        if body.flag("sync_weights"):
+        if sync:
             self._sync_new(endpoint, reply)
         return 200, reply
 

@@ -101,7 +101,10 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def asgi_app(service: Service) -> Callable[[_Scope, _Receive, _Send], Awaitable[None]]:
-    """An ASGI application with the routes, to be mounted or served. Syncs run in threads."""
+    """An ASGI application with the routes, to be mounted or served. Syncs run in threads.
+
+    A peer that has gone before its request came whole is not answered, and nothing is done.
+    """
 
     async def app(scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "lifespan":
@@ -111,6 +114,8 @@ def asgi_app(service: Service) -> Callable[[_Scope, _Receive, _Send], Awaitable[
             return
         body = await _body_of(receive)
         if body is None:
+            return
+        if len(body) > _MAX_BODY:
             status, reply = 413, {"detail": f"a body has {_MAX_BODY} bytes at most"}
         else:
             headers = {name.lower(): value for name, value in scope["headers"]}
@@ -141,12 +146,12 @@ async def _lifespan(receive: _Receive, send: _Send) -> None:
 
 
 async def _body_of(receive: _Receive) -> bytes | None:
-    """None: it is too large."""
+    """All of it, or more than _MAX_BODY. None: the peer has gone before all of it came."""
     body: bytes = b""
     while True:
         message = await receive()
-        body += message.get("body", b"")
-        if len(body) > _MAX_BODY:
+        if message["type"] != "http.request":
             return None
-        if message["type"] != "http.request" or not message.get("more_body"):
+        body += message.get("body", b"")
+        if len(body) > _MAX_BODY or not message.get("more_body"):
             return body

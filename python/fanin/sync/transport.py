@@ -13,14 +13,16 @@ it where the calling code cannot be changed, or first.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Iterable
 from typing import Any
 
+from fanin._http import checked_key
 from fanin._options import names_of
 from fanin._tensors import Shard, shard_of
-from fanin.errors import RequestError, StateError
+from fanin.errors import FaninError, RequestError, StateError
 from fanin.info import join_address
 from fanin.names import check_run
 from fanin.server import Server
@@ -76,8 +78,10 @@ class _Publication:
         """Copies the tensor. The shard to publish, None if it is published already."""
         kept = self.kept.get(name)
         if kept is None:
-            kept = self.kept[name] = self._copy(value)
-            return shard_of(name, kept)
+            copy = self._copy(value)
+            shard = shard_of(name, copy)
+            self.kept[name] = copy  # not before: what is refused is not published
+            return shard
         if tuple(kept.shape) != tuple(value.shape) or kept.dtype != value.dtype:
             raise RequestError.make(
                 f"{name} was {kept.dtype} {tuple(kept.shape)}, and is {value.dtype}"
@@ -111,7 +115,7 @@ class TransportBackend:
     ``keep_on`` (device of the copies: "cpu"), ``timeout``, ``kind``, ``api_key``, ``pause_mode``,
     ``prefetch`` as Registry takes them, and what else fanin.Server takes: ``secret_file``,
     ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure``, ``peer_cpu`` and so on. A field that is not
-    known is an error. keyword arguments: the same.
+    known is an error, and so is a key that no header can have. keyword arguments: the same.
 
     One object is used by one thread; one of a run at a time. What is published, the engines'
     mapping and their connections stay from one object to the next: :meth:`close_all` ends them.
@@ -129,7 +133,7 @@ class TransportBackend:
             )
         self.config = config
         self.endpoint_results: list[dict[str, Any]] = []
-        self._settings = given
+        self._settings = {**given, "api_key": checked_key(given.get("api_key"))}
         self._run = check_run(given.get("run", "0"))
         self._publication: _Publication | None = None
         self._new: list[Shard] = []
@@ -234,7 +238,8 @@ class TransportBackend:
         Blocks until the endpoints have it: at most the timeout. ``endpoint_results`` says what
         became of each. Safe if initialize was not called, and twice. Raises SyncError naming each
         endpoint that failed, RequestError naming a tensor that the sync before had and this one has
-        not.
+        not, and what fanin.Server's put and commit raise: nothing is published then, and the
+        engines are not asked.
         """
         if self._publication is None:
             return
@@ -256,10 +261,15 @@ class TransportBackend:
             self._leave()
 
     def _complete(self, held: _Publication) -> None:
-        if self._new:
-            held.server.put(held.publication, self._new)
-            self._new = []
-        held.server.commit(held.publication, held.step + 1)
+        try:
+            if self._new:
+                held.server.put(held.publication, self._new)
+                self._new = []
+            held.server.commit(held.publication, held.step + 1)
+        except BaseException:
+            with contextlib.suppress(FaninError):  # what is told is why it failed
+                self._drop(held)
+            raise
         held.step += 1
         try:
             result = held.registry.sync(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fanin._http import FAILURES, Reply, ask_json
+from fanin._http import FAILURES, Reply, ask_json, checked_key
 from fanin.errors import (
     ConnectionFailedError,
     FaninError,
@@ -22,6 +22,11 @@ __all__ = ["CODES", "InitInfo", "Options", "Wire"]
 
 CODES = {status_name(code): code for code in range(-699, -99)}
 """By name, of the errors that engines pass on."""
+
+_WITHHELD = (
+    "give the engine's api_key with the request that adds it: where callers are asked for no key,"
+    " the registry's own is not sent to engines that they add"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,16 @@ class Options:
 
 
 class Wire:
-    """Requests to one engine, whose errors name it and say what to do. Any thread."""
+    """Requests to one engine, whose errors name it and say what to do. Any thread.
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    withheld: there is a key that this engine is not sent, for the sake of who added it. Raises
+    RequestError for what is no key.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, *, withheld: bool = False) -> None:
         self.url = url
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
+        self.withheld = withheld
 
     def get(self, path: str, phase: str, deadline: float) -> Reply:
         """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
@@ -90,7 +100,7 @@ class Wire:
         code = CODES.get(reply.code)
         advice = told.get("remedy")
         if reply.status in (401, 403):
-            remedy = "give the engine's api_key"
+            remedy = _WITHHELD if self.withheld else "give the engine's api_key"
         kind: type[FaninError] = RequestError if reply.status < 500 else ConnectionFailedError
         rank = told.get("rank")
         return (kind if code is None else error_class(code)).make(

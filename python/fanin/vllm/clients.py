@@ -130,6 +130,7 @@ class ClientPool:
         self._credentials = credentials
         self._limit = limit
         self._changed = threading.Condition()
+        # A key is (trainer, what it is shown, world).
         self._idle: list[tuple[Any, Any]] = []  # (key, client), the longest unused first
         self._busy: dict[Any, Any] = {}  # client: key
         self._making: list[Any] = []  # their keys
@@ -150,13 +151,21 @@ class ClientPool:
             world_id=world,
             connect_timeout=min(_CONNECT, remaining(deadline)),
             path=self._path,
-            **(self._credentials.arguments() or secret_arguments(target.secret_file)),
+            **self._arguments(target),
         )
+
+    def _arguments(self, target: Target) -> dict[str, Any]:
+        return self._credentials.arguments() or secret_arguments(target.secret_file)
+
+    def key_of(self, target: Target) -> tuple[Any, ...]:
+        """What clients of *target*, and what they find there, are kept by. Does not block."""
+        # One that shows nothing is shown nothing: it does not know that its ranks are the trainer.
+        return target.key, tuple(sorted(self._arguments(target).items()))
 
     def shown(self, target: Target) -> str:
         """What ranks of *target* over a network are shown, for humans; "": nothing that it knows
         of. Does not block."""
-        given = self._credentials.arguments() or secret_arguments(target.secret_file)
+        given = self._arguments(target)
         for name, kind in (("secret_file", "the secret"), ("tls_cert", "the certificate")):
             if name in given:
                 return f"{kind} {given[name]}"
@@ -187,21 +196,22 @@ class ClientPool:
         if not worlds:
             raise PeerError.make("no rank said which world it is of", "look at the trainer's log")
         with self._changed:
-            self._worlds[target.key] = worlds[0]
+            self._worlds[self.key_of(target)] = worlds[0]
         return str(worlds[0])
 
     def world_of(self, target: Target, deadline: float) -> str:
         """The world that *target* names or that was last seen there; else :meth:`discover`."""
         with self._changed:
-            world = target.world_id or self._worlds.get(target.key)
+            world = target.world_id or self._worlds.get(self.key_of(target))
         return world or self.discover(target, deadline)
 
     def forget(self, target: Target) -> None:
         """The trainer at *target* is another than before: drops what is known and idle."""
+        gone = self.key_of(target)
         with self._changed:
-            self._worlds.pop(target.key, None)
-            old = [client for key, client in self._idle if key[:2] == target.key]
-            self._idle = [pair for pair in self._idle if pair[0][:2] != target.key]
+            self._worlds.pop(gone, None)
+            old = [client for key, client in self._idle if key[:2] == gone]
+            self._idle = [pair for pair in self._idle if pair[0][:2] != gone]
             self._changed.notify_all()
         for client in old:
             client.close()
@@ -220,7 +230,7 @@ class ClientPool:
         one is free and connected, until *deadline*. It is closed, not kept, if the body raises
         anything that may leave its connections in doubt.
         """
-        key = (*target.key, world)
+        key = (*self.key_of(target), world)
         client = self._take(key, deadline, prefer)
         if client is None:
             client = self._make(key, target, world, deadline)
@@ -249,7 +259,7 @@ class ClientPool:
                     self._idle.remove(pair)
                     self._busy[pair[1]] = key
                     return pair[1]
-                idle = [index for index, (k, _) in enumerate(self._idle) if k[:2] == key[:2]]
+                idle = [index for index, (k, _) in enumerate(self._idle) if k[0] == key[0]]
                 if self._in_use(key) + len(idle) < self._limit:
                     self._making.append(key)
                     return None
@@ -269,7 +279,7 @@ class ClientPool:
 
     def _in_use(self, key: Any) -> int:
         """Clients of the trainer of *key* that are not idle."""
-        return sum(other[:2] == key[:2] for other in (*self._busy.values(), *self._making))
+        return sum(other[0] == key[0] for other in (*self._busy.values(), *self._making))
 
     def _make(self, key: Any, target: Target, world: str, deadline: float) -> Any:
         client = None

@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from fanin._allowed import check_by_environment
+from fanin._allowed import check_by_config
 from fanin.errors import RequestError
 from fanin.vllm.clients import Source
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
@@ -71,7 +71,7 @@ class InitInfo(WeightTransferInitInfo):
                 said = f"init_info's {name} is {getattr(self, name)!r}"
                 raise RequestError.make(said, remedy, key=name)
         source = Source.of(self.trainer)
-        check_by_environment(source.text, source.path, source.addresses)
+        check_by_config(source.text, source.path, source.addresses)
         return Init(
             source=source,
             run=full_run(self.run),

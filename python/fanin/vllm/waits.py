@@ -63,7 +63,7 @@ class Waits:
         cancels it. Does not block.
         """
         future: Done = Future()
-        key = (target.key, world, run)
+        key = (self._pool.key_of(target), world, run)
         with self._lock:
             found = self._runs.get(key)
             if found is None and len(self._runs) >= MAX_RUNS:

@@ -128,11 +128,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         except BaseException as error:
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        said: list[str | None] = [text]
-        dist = torch.distributed
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            said = [None] * dist.get_world_size()
-            dist.all_gather_object(said, text)
+        # By the server's own group: the job may have ranks that are none of the trainer's.
+        said: list[str | None] = self._server._ranks.gather(text)
         if failure is not None:
             raise failure
         for rank, other in enumerate(said):
