@@ -60,28 +60,33 @@ static bool surely_full(const adapter *a)
            info.f_frsize > 0 && info.f_bfree < a->files.bytes / info.f_frsize;
 }
 
+static fanin_status too_large(const adapter *a, uint64_t most, const char *whose,
+                              fanin_error *error)
+{
+    error_place where = {.phase = "plan",
+                         .remedy = "if that is right, raise max_bytes (--max-bytes)"};
+    return error_set(error, FANIN_ERR_LIMIT, &where,
+                     "the %s has %" PRIu64 " bytes, more than the %" PRIu64
+                     " that a pull into '%.256s' may bring (%s)",
+                     adapter_kind(a), a->files.bytes, most, a->place.directory, whose);
+}
+
 fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
                                 fanin_error *error)
 {
     struct statvfs info;
-    uint64_t most = max_bytes;
-    error_place where = {.phase = "plan",
-                         .remedy = "if that is right, raise max_bytes (--max-bytes)"};
-    if (max_bytes == 0 && a->is_model)
-        return FANIN_OK; /* as much as fits */
-    if (max_bytes == 0) {
-        if (fstatvfs(a->place.parent, &info) != 0 || info.f_blocks == 0 ||
-            info.f_bfree < a->files.bytes / info.f_frsize)
-            return FANIN_OK; /* no size is known, or it will not fit: adapter_map() says so */
-        most = (uint64_t)info.f_blocks * info.f_frsize / 4;
-    }
-    if (a->files.bytes <= most)
+    if (max_bytes > 0 && a->files.bytes > max_bytes)
+        return too_large(a, max_bytes, "max_bytes", error);
+    if (fstatvfs(a->place.parent, &info) != 0 || info.f_blocks == 0)
+        return FANIN_OK; /* no size is known */
+    /* A plan takes the longer the more there is said to be. */
+    if (info.f_blocks < a->files.bytes / info.f_frsize)
+        return full_disk(a, ENOSPC, error);
+    uint64_t most = (uint64_t)info.f_blocks * info.f_frsize / 4;
+    if (max_bytes > 0 || a->is_model || a->files.bytes <= most ||
+        info.f_bfree < a->files.bytes / info.f_frsize) /* adapter_map() says so */
         return FANIN_OK;
-    return error_set(error, FANIN_ERR_LIMIT, &where,
-                     "the %s has %" PRIu64 " bytes, more than the %" PRIu64
-                     " that a pull into '%.256s' may bring (%s)",
-                     adapter_kind(a), a->files.bytes, most, a->place.directory,
-                     max_bytes ? "max_bytes" : "a quarter of its file system");
+    return too_large(a, most, "a quarter of its file system", error);
 }
 
 static uint64_t size_of(const adapter *a, size_t file)

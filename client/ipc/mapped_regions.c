@@ -83,8 +83,8 @@ static fanin_status check_reach(const regions_use *r, fanin_error *error)
 
 /* ------------------------------------------------------------------ mapping */
 
-/* Marks the regions of the first arena that the plan reads from the peer. */
-static void mark_read(const path_plan *p, size_t peer, bool *marks)
+/* Marks those of the @p count regions, of the first arena, that the plan reads from the peer. */
+static void mark_read(const path_plan *p, size_t peer, uint32_t count, bool *marks)
 {
     size_t s = 0;
     while (s < p->n_sources && p->peer_of[s] != peer)
@@ -95,7 +95,8 @@ static void mark_read(const path_plan *p, size_t peer, bool *marks)
         if (i > 0 && pieces[i].box == pieces[i - 1].box)
             continue;
         box_table_get(p->sources[s].boxes, pieces[i].box, NULL, NULL, &place);
-        marks[place.region] = true;
+        if (place.region < count)
+            marks[place.region] = true;
     }
 }
 
@@ -131,21 +132,18 @@ static fanin_status need_view(const regions_use *r, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Which regions the plan reads, in any arena that a lease may name; NULL: no memory. */
+/* Which regions the plan reads, in any arena that a lease may name; NULL: no memory. Where boxes are known in part they
+   do not tell how many regions an arena has: of a second one it is half of the table. */
 static bool *find_needed(const regions_use *r)
 {
-    uint32_t n = box_table_regions(r->round->publication->shards[r->index].boxes);
-    bool *read = calloc((size_t)n + 1, sizeof *read);
-    bool *needed = calloc((size_t)r->shard->regions->count + 1, sizeof *needed);
-    if (read && needed)
-        mark_read(r->round->goal->plan, r->index, read);
-    for (uint32_t i = 0; read && needed && n > 0 && i < r->shard->regions->count; i++)
-        needed[i] = read[i % n];
-    if (!read) {
-        free(needed);
-        needed = NULL;
-    }
-    free(read);
+    uint32_t known = box_table_regions(r->round->publication->shards[r->index].boxes);
+    uint32_t count = r->shard->regions->count, half = count / 2;
+    bool *needed = calloc((size_t)count + 1, sizeof *needed);
+    if (needed)
+        mark_read(r->round->goal->plan, r->index, count, needed);
+    bool may_be_two = known <= half && count % 2 == 0;
+    for (uint32_t i = half; needed && may_be_two && i < count; i++)
+        needed[i] = needed[i - half];
     return needed;
 }
 

@@ -9,6 +9,7 @@
 #include "socket_owner.h"
 #include <errno.h>
 #include <stddef.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -302,8 +303,15 @@ void connection_fail(connection *c, const fanin_error *fault)
 
 /* --------------------------------------------------------------- replies */
 
+/* The kernel tells nothing of who has closed its end. */
+static bool is_closed_there(int fd)
+{
+    struct pollfd end = {fd, POLLRDHUP, 0};
+    return poll(&end, 1, 0) > 0;
+}
+
 /* On loopback whoever came first has the port. Root needs no port to alter what this process pulls. */
-static bool is_trusted_owner(const connection *c, int fd, char what[CONNECTION_WHY])
+static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
 {
     uid_t uid;
     if (c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
@@ -311,33 +319,39 @@ static bool is_trusted_owner(const connection *c, int fd, char what[CONNECTION_W
     bool told = socket_owner(fd, &uid);
     if (told && (uid == geteuid() || uid == 0))
         return true;
+    *why =
+        (secure_fault){FANIN_ERR_AUTH,
+                       "may be any user's process: the kernel does not say whose it is",
+                       "run both as one user, or take it as it is: trust_other_users, "
+                       "--trust-other-users, FANIN_TRUST_OTHER_USERS=1"};
     if (told)
         snprintf(
-            what, CONNECTION_WHY,
+            why->what, sizeof why->what,
             "is a process of uid %u, and this one is of uid %u: any user can take a "
             "port of this host",
             (unsigned)uid, (unsigned)geteuid());
-    else
-        snprintf(what, CONNECTION_WHY,
-                 "may be any user's process: the kernel does not say whose it is");
+    else if (is_closed_there(fd))
+        *why = (secure_fault){FANIN_ERR_CLOSED,
+                              "closed the connection when it was made", STOPPED_REMEDY};
     return false;
 }
 
 /* A port and a name are free again while their rank ends, which still answers by the connections that it has. */
-static bool is_same_process(const connection *c, int fd, char what[CONNECTION_WHY])
+static bool is_same_process(const connection *c, int fd, secure_fault *why)
 {
     uid_t uid;
     pid_t pid;
     if (socket_peer_credentials(fd, &uid, &pid) && uid == c->uid && pid == c->pid)
         return true;
-    snprintf(what, CONNECTION_WHY,
-             "has its Unix name no more: another process answers there");
+    *why = (secure_fault){FANIN_ERR_CLOSED,
+                          "has its Unix name no more: another process answers there",
+                          "has the trainer just ended?"};
     return false;
 }
 
-bool connection_trusts(const connection *c, int fd, char what[CONNECTION_WHY])
+bool connection_trusts(const connection *c, int fd, secure_fault *why)
 {
-    return c->is_unix ? is_same_process(c, fd, what) : is_trusted_owner(c, fd, what);
+    return c->is_unix ? is_same_process(c, fd, why) : is_trusted_owner(c, fd, why);
 }
 
 static void on_hello_ok(connection *c, message_type type, body *b)
@@ -376,15 +390,14 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         start_tcp(c);
         return;
     }
-    char what[CONNECTION_WHY];
+    secure_fault why;
     /* By TLS it proves itself; of the Unix name its owner was looked at before. */
-    if (!c->tls && !c->is_unix && !is_trusted_owner(c, c->source.fd, what)) {
-        fail_here(c, FANIN_ERR_AUTH, 0, "connect", OTHER_USER_REMEDY, what);
-        return;
-    }
-    if (!secure_proven(c->tls, &peer)) {
-        secure_fault why;
+    bool trusted = c->tls || c->is_unix || is_trusted_owner(c, c->source.fd, &why);
+    if (trusted && !secure_proven(c->tls, &peer)) {
         secure_explain_unproven(c->tls, &peer, &why);
+        trusted = false;
+    }
+    if (!trusted) {
         fail_here(c, why.status, 0, "connect", why.remedy, why.what);
         return;
     }

@@ -12,17 +12,13 @@
 #include "net/handshakes.h"
 #include "net/late_sends.h"
 #include "net/loop.h"
+#include "net/secure.h"
 #include "socket.h"
 #include "tls.h"
 #include "trace.h"
 
 /** Where a rank is not reached. */
 #define STOPPED_REMEDY "is the trainer process stopped, or a firewall in between?"
-
-/** Where any user's process may listen. */
-#define OTHER_USER_REMEDY                                                              \
-    "run both as one user, or take it as it is: trust_other_users, "                   \
-    "--trust-other-users, FANIN_TRUST_OTHER_USERS=1"
 
 typedef struct connection connection;
 
@@ -135,10 +131,9 @@ struct error_place connection_place(const connection *c, const char *phase);
     expects its answer. */
 void connection_encode_data_hello(const connection *c, buffer *out, framing *in);
 
-#define CONNECTION_WHY 160
 /** Whether a data connection without TLS, connected by @p fd, leads to who this one leads to, as far as the kernel tells:
     by the Unix name to the same process, from when on it is connected; by TCP on loopback to a user that is trusted,
-    from when on it has answered. False: @p what says why not. */
-bool connection_trusts(const connection *c, int fd, char what[CONNECTION_WHY]);
+    from when on it has answered. False: @p why says why not; FANIN_ERR_CLOSED: it may do so next time. */
+bool connection_trusts(const connection *c, int fd, secure_fault *why);
 
 #endif

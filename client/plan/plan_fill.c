@@ -12,8 +12,9 @@ typedef struct filling {
     fill_set *set;
     uint32_t unique;
     uint64_t from,
-        to; /* of the cut block's first element: in the box, in the target (as
+        to;          /* of the cut block's first element: in the box, in the target (as
                           measured by a copy_block) */
+    work_stop *stop; /* a box may be as large as its rank says */
 } filling;
 
 static bool add_template(void *cookie, const copy_block *part, uint64_t from,
@@ -21,6 +22,8 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from,
 {
     filling *f = cookie;
     fill_set *set = f->set;
+    if (work_stopped(f->stop))
+        return false;
     piece p = {.box = f->unique, .offset = f->from + from, .length = (uint32_t)length};
     p.to = (uint64_t)copy_landed(part->convert, (int64_t)(f->to + to));
     if (!view_of_block(&set->views, part, &p.view) ||
@@ -33,7 +36,8 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from,
 
 /* What the target wants of one box. */
 static bool fill_box(fill_set *set, const geometry *g, uint32_t unique,
-                     const block *want, const int64_t *stride, uint32_t convert)
+                     const block *want, const int64_t *stride, uint32_t convert,
+                     work_stop *stop)
 {
     block box, part;
     uint64_t box_at[FANIN_MAX_DIMS], box_extent[FANIN_MAX_DIMS],
@@ -47,7 +51,7 @@ static bool fill_box(fill_set *set, const geometry *g, uint32_t unique,
     block_to_units(want, g->unit, want_at, unused);
     copy.n_dims = block_to_units(&part, g->unit, part_at, copy.extent);
     block_packed_strides(copy.n_dims, box_extent, g->unit.bytes, copy.from);
-    filling f = {.set = set, .unique = unique};
+    filling f = {.set = set, .unique = unique, .stop = stop};
     for (uint32_t i = 0; i < copy.n_dims; i++) {
         copy.to[i] = stride[i];
         f.from += (part_at[i] - box_at[i]) * (uint64_t)copy.from[i];
@@ -80,7 +84,7 @@ static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
         geometry_block(g, u, &box);
         if (g->n_dims && box.offset[g->axis] >= end)
             break;
-        if (work_stopped(stop) || !fill_box(set, g, u, want, stride, convert))
+        if (work_stopped(stop) || !fill_box(set, g, u, want, stride, convert, stop))
             return false;
     }
     return true;

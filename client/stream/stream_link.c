@@ -625,13 +625,11 @@ static bool is_unix(const data_connection *d)
 /* Without TLS: nobody else has come to the rank's address. False: it is lost. */
 static bool is_trusted(data_connection *d)
 {
-    char what[CONNECTION_WHY];
-    if (connection_trusts(d->link->control, d->source.fd, what))
-        return true;
-    fail(d->link, is_unix(d) ? FANIN_ERR_CLOSED : FANIN_ERR_AUTH, 0, what,
-         is_unix(d) ? "has the trainer just ended?" : OTHER_USER_REMEDY);
-    close_data(d);
-    return false;
+    secure_fault why;
+    bool trusted = connection_trusts(d->link->control, d->source.fd, &why);
+    if (!trusted)
+        lose_by_fault(d, 0, &why);
+    return trusted;
 }
 
 /* It is the rank of the control connection; secured it proves that. False: it does not, and is lost. */

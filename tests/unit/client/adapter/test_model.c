@@ -413,10 +413,12 @@ static void a_full_disk_is_an_error(void **state)
         skip();
     }
     adapter *a = open_model(FILE_BYTES, &to, &span);
+    fanin_status known = adapter_check_size(a, 0, &error);
     fanin_status status = adapter_map(a, &base, &error);
     adapter_close(&a);
     int left = count_entries(root);
     assert_int_equal(umount2(root, MNT_DETACH), 0);
+    assert_int_equal(known, FANIN_ERR_IO); /* before there is a plan */
     assert_int_equal(status, FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ENOSPC);
     assert_says(error.message, "8388608 are free");

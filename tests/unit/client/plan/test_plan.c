@@ -280,6 +280,39 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
     world_free(&w);
 }
 
+/* A rank says that it holds more than there is memory for the pieces of. */
+static void a_box_of_any_size_stops_as_well(void **state)
+{
+    const key_entry key = {.name = (char *)(uintptr_t) "w",
+                           .dtype = FANIN_DTYPE_U8,
+                           .n_dims = 1,
+                           .shape = {UINT64_C(1) << 60}};
+    const box_record whole = {.block = {.n_dims = 1, .extent = {key.shape[0]}},
+                              .place = {.packed = true}};
+    const uint64_t to_of_key[] = {0};
+    buffer blob = {0};
+    fanin_error error = FANIN_ERROR_INIT;
+    key_table *keys;
+    box_table *boxes;
+    plan *p = NULL;
+    work_stop stop = {.fn = stop_now};
+    const plan_rules rules = {.stop = &stop};
+    key_table_encode(&blob, &key, 1, NULL, 0);
+    assert_ok(key_table_decode(blob.data, blob.size, NULL, &keys, &error), error);
+    buffer_free(&blob);
+    box_table_encode(&blob, keys->entries, 1, &whole, 1, 0, 1);
+    assert_ok(box_table_decode(blob.data, blob.size, keys, NULL, &boxes, &error),
+              error);
+    buffer_free(&blob);
+    const plan_source source = {.boxes = boxes};
+    assert_int_equal(
+        plan_build(keys, &source, 1, NULL, 0, to_of_key, &rules, &p, &error),
+        FANIN_ERR_TIMEOUT);
+    assert_null(p);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+}
+
 static void too_many_pieces_are_not_want_of_memory(void **state)
 {
     world w;
@@ -595,6 +628,7 @@ int main(void)
         cmocka_unit_test(empty_shards_and_tensors_need_nobody),
         cmocka_unit_test(nothing_is_planned_from_nothing),
         cmocka_unit_test(a_plan_stops_when_nobody_waits_for_it),
+        cmocka_unit_test(a_box_of_any_size_stops_as_well),
         cmocka_unit_test(too_many_pieces_are_not_want_of_memory),
         cmocka_unit_test(neighbouring_boxes_stay_together),
         cmocka_unit_test(unequal_replicas_are_levelled),
