@@ -11,9 +11,10 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fanin.errors import RequestError
-from fanin.info import split_address
+from fanin.info import addresses_of, is_path, split_address
 
 __all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_config", "parse"]
 
@@ -120,14 +121,24 @@ def check_by_config(
 ) -> None:
     """:func:`check` where vLLM's or SGLang's own routes name a trainer, if there is a list.
 
-    The list is that of :func:`fanin.config.inference_config`, of which nothing else is looked at.
-    Blocks for reading the file that FANIN_CONFIG names. Raises ConfigError, too.
+    The engine's own trainer may be named besides. Both are those of
+    :func:`fanin.config.inference_config`, of which nothing else is looked at. Blocks for reading
+    the file that FANIN_CONFIG names. Raises ConfigError, too.
     """
     from fanin import config  # not above: it imports this module
 
     file = environ.get("FANIN_CONFIG", "").strip() or None
     keys = config._INFERENCE_KEYS
-    only = [key for key in keys if key.name == "allow_trainers"]
-    entries = config._Settings(file, environ, keys, only=only).get("allow_trainers", ())
-    if entries:
+
+    def setting(name: str) -> Any:
+        only = [key for key in keys if key.name == name]
+        return config._Settings(file, environ, keys, only=only).get(name, None)
+
+    entries = setting("allow_trainers")
+    if not entries:
+        return
+    own = setting("trainer")
+    if own is not None and not is_path(own):
+        own = ",".join(addresses_of(own))  # as *text* is written
+    if text != own:
         check(entries, text, path, addresses)

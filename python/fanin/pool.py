@@ -468,14 +468,15 @@ class EnginePool:
         stop: threading.Event,
     ) -> UpdateResult:
         started = time.monotonic()
-        deadline = started + (self.timeout if timeout is None else timeout)
+        timeout = self.timeout if timeout is None else timeout
+        deadline = started + timeout
         if stragglers is not None and not stragglers >= 0:
             raise RequestError.make(
                 f"stragglers {stragglers!r} is not 0 or above", "give seconds, or None"
             )
         wanted = self._parse(lora_name, step)
         with span("fanin.update", step=step, engines=len(self.engines)) as told:
-            info = _trainer(weight_dir, deadline, stop)
+            info = _trainer(weight_dir, timeout, deadline, stop)
             name = self._name(wanted, lora_name, step, info)
             told.set(run=name.run, lora_name=str(name))
             flight = _Flight(deadline, stop, info.world_id)
@@ -655,21 +656,22 @@ def _pairs(addresses: Sequence[str]) -> list[list[Any]]:
     return [list(split_address(address)) for address in addresses]
 
 
-def _trainer(weight_dir: Target, deadline: float, stop: threading.Event) -> TrainerInfo:
+def _trainer(
+    weight_dir: Target, timeout: float, deadline: float, stop: threading.Event
+) -> TrainerInfo:
     if isinstance(weight_dir, TrainerInfo):
         return weight_dir
     if isinstance(weight_dir, os.PathLike) or (
         isinstance(weight_dir, str) and weight_dir and is_path(weight_dir)
     ):
-        return _stable(weight_dir, deadline, stop)
+        return _stable(weight_dir, timeout, deadline, stop)
     return TrainerInfo(addresses_of(weight_dir))
 
 
 def _stable(
-    directory: str | os.PathLike[str], deadline: float, stop: threading.Event
+    directory: str | os.PathLike[str], timeout: float, deadline: float, stop: threading.Event
 ) -> TrainerInfo:
-    """:func:`wait_stable` until *deadline*, or until the caller has gone."""
-    seconds = max(deadline - time.monotonic(), 0)
+    """:func:`wait_stable` until *deadline*, or until the caller has gone. timeout: as asked for."""
     pause = 0.001
     while True:
         try:
@@ -679,7 +681,7 @@ def _stable(
             if left <= 0:
                 missing = error.message.partition(" is not there")[0]
                 raise PullTimeoutError.make(
-                    f"{missing} is not there after {seconds:g} s", error.remedy
+                    f"{missing} is not there after {max(timeout, 0):g} s", error.remedy
                 ) from None
         if stop.wait(min(pause, left)):
             raise CancelledError.make(_CANCELLED)

@@ -583,15 +583,21 @@ def test_one_whose_name_is_looked_up_for_ever_holds_up_no_other_sync(
     """Past its deadline its thread asks nothing of the engine; its end is not the next one's."""
     (engine,) = fleet(stack, 1)
     registry = registry_of(engine)
-    found = threading.Event()
+    asked, found = threading.Event(), threading.Event()
 
     def look_up(*arguments: Any) -> Any:
+        asked.set()
         assert found.wait(30)
         raise UnreachableError.make("no such host")
 
+    wait = registry._wait
+
+    def out_of_time(flights: Any, pending: Any, until: float) -> None:
+        assert asked.wait(30)  # however late its thread runs
+        wait(flights, pending, time.monotonic())
+
     monkeypatch.setattr(registry_module, "driver_of", look_up)
-    monkeypatch.setattr(registry_module, "_HEALTH", 0.01)
-    monkeypatch.setattr(registry_module, "_GRACE", 0.01)
+    monkeypatch.setattr(registry, "_wait", out_of_time)
     with pytest.raises(SyncError, match="no answer in time"):
         registry.sync(1)
     monkeypatch.undo()

@@ -86,6 +86,17 @@ def test_two_syncs_by_two_objects() -> None:
         assert one.count("/init_weight_transfer_engine") == 1  # connections and mapping stay
 
 
+def test_what_is_said_of_one_sync_is_not_of_the_next() -> None:
+    with PullingVLLM() as engine:
+        backend = TransportBackend(config(engine))
+        for version in ("mine", None):
+            backend.initialize()
+            send(backend, 1.0)
+            backend.transfer_bucket([], flush_cache=True, weight_version=version)
+            backend.destroy()
+            assert engine.version == (version or "step-2")
+
+
 def test_dropped_and_sent_again() -> None:
     with PullingVLLM() as engine:
         backend = TransportBackend(config(engine))
@@ -105,12 +116,20 @@ def test_a_tensor_that_is_missing_changed_or_there_twice() -> None:
         backend = TransportBackend(config(engine))
         backend.initialize()
         send(backend, 1)
-        with pytest.raises(RequestError, match="a.weight was sent twice"):
-            send(backend, 1, ["a.weight"])
         backend.destroy()
+        backend.initialize()
+        send(backend, 2)
+        with pytest.raises(RequestError, match="a.weight was sent twice"):
+            send(backend, 2, ["a.weight"])
+        with pytest.raises(RequestError, match="no engine asked: .*a.weight was sent twice"):
+            backend.destroy()
         backend.initialize()
         with pytest.raises(RequestError, match=r"b.weight was float32 \(3,\)"):
             backend.transfer_bucket([("b.weight", np.zeros(4, np.float32))])
+        send(backend, 2, ["a.weight"])
+        with pytest.raises(RequestError, match=r"no engine asked: .*b.weight was float32 \(3,\)"):
+            backend.destroy()
+        backend.initialize()
         send(backend, 2, ["a.weight"])
         with pytest.raises(RequestError, match="b.weight was not sent"):
             backend.destroy()
@@ -137,12 +156,61 @@ def test_a_tensor_that_is_refused_is_not_taken_for_published() -> None:
         assert all((values == 3).all() for values in engine.into.values())
 
 
-@pytest.mark.parametrize("call", ["put", "commit"])
-def test_what_was_not_published_is_sent_anew(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports: list[int] = []
+class Stuck:
+    """A tensor that cannot be copied."""
 
-    def fail(server: fanin.Server, *_: Any, **__: Any) -> None:
+    def copy(self, order: str) -> None:
+        raise MemoryError("no room for a copy")
+
+
+def torn() -> Iterator[tuple[str, Any]]:
+    yield "b.weight", np.ones(3, np.float32)
+    raise ValueError("the gather has failed")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "why"),
+    [
+        (lambda: [("b.weight", np.ones(3, np.clongdouble))], "RequestError: .*b.weight"),
+        (lambda: [("b.weight", Stuck())], "MemoryError: no room for a copy"),
+        (torn, "ValueError: the gather has failed"),
+    ],
+)
+@pytest.mark.parametrize("before", [[], ["a.weight"]])
+def test_a_bucket_that_failed_ends_its_sync(before: list[str], bucket: Any, why: str) -> None:
+    with PullingVLLM() as engine:
+        backend = TransportBackend(config(engine))
+
+        def sync() -> None:
+            backend.initialize()
+            try:
+                send(backend, 1, before)
+                backend.transfer_bucket(bucket())
+            finally:
+                backend.destroy()
+
+        with pytest.raises(RequestError, match=f"no engine asked: {why}"):
+            sync()
+        assert not engine.count("/pause") and not engine.count("/update_weights")
+        backend.initialize()
+        send(backend, 2)
+        backend.destroy()
+        assert all((values == 2).all() for values in engine.into.values())
+
+
+@pytest.mark.parametrize("takes_effect", [False, True])
+@pytest.mark.parametrize("call", ["put", "commit"])
+def test_what_was_not_published_is_sent_anew(
+    call: str, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during a call of the server is raised when the call has ended."""
+    ports: list[int] = []
+    real = getattr(fanin.Server, call)
+
+    def fail(server: fanin.Server, *arguments: Any, **options: Any) -> None:
         ports.append(server.port)
+        if takes_effect:
+            real(server, *arguments, **options)
         raise KeyboardInterrupt
 
     with PullingVLLM() as engine:
@@ -154,12 +222,14 @@ def test_what_was_not_published_is_sent_anew(call: str, monkeypatch: pytest.Monk
             backend.destroy()
         assert not engine.count("/pause")
         with fanin.Client([f"127.0.0.1:{ports[0]}"]) as client:
-            assert [one.state for one in client.publications()] == ["unpublished"]
-        backend = TransportBackend(config(engine))
-        backend.initialize()
-        send(backend, 2)
-        backend.destroy()
-        assert all((values == 2).all() for values in engine.into.values())
+            state = "stable" if takes_effect and call == "commit" else "unpublished"
+            assert [one.state for one in client.publications()] == [state]
+        for value in (2, 3):
+            backend = TransportBackend(config(engine))
+            backend.initialize()
+            send(backend, value)
+            backend.destroy()
+            assert all((values == value).all() for values in engine.into.values())
 
 
 def test_an_engine_that_fails_is_told_of() -> None:

@@ -405,6 +405,17 @@ def test_the_list_holds_for_the_routes_of_vllm_too(tmp_path: Path) -> None:
         named("10.0.0.1:1", **by_file, FANIN_ALLOW_TRAINERS="h")
     file.write_text(head)
     named("h:1", **by_file)
+    # The engine's own trainer needs no line in the list.
+    file.write_text(f'{head}trainer = "t:1, t:2"\nallow_trainers = ["10.0.0.0/8"]\n')
+    check_by_config("t:1,t:2", None, ("t:1", "t:2"), by_file)
+    for other in ("t:1", "h:1"):
+        with pytest.raises(errors.RequestError, match=f"takes no trainer {other}"):
+            named(other, **by_file)
+    named("h:1", **by_file, FANIN_TRAINER="h:1")
+    named("h:1", FANIN_TRAINER="h:1", FANIN_ALLOW_TRAINERS="10.0.0.0/8")
+    path = str(tmp_path / "nixl_info.json")
+    check_by_config(path, path, (), {**by_file, "FANIN_TRAINER": path})
+    named("h:1", FANIN_TRAINER="h:no port")  # where there is no list nobody looks at it
     file.write_text(f"{head}allow_trainers = []\n")
     with pytest.raises(ConfigError, match="inference.toml: weight_broadcast.allow_trainers is"):
         named("h:1", **by_file)

@@ -22,7 +22,7 @@ from typing import Any
 from fanin._http import checked_key
 from fanin._options import names_of
 from fanin._tensors import Shard, shard_of
-from fanin.errors import FaninError, RequestError, StateError
+from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import join_address
 from fanin.names import check_run
 from fanin.server import Server
@@ -74,14 +74,15 @@ class _Publication:
         self.step = 0
         self.user: object | None = None
 
-    def take(self, name: str, value: Any) -> Shard | None:
-        """Copies the tensor. The shard to publish, None if it is published already."""
+    def take(self, name: str, value: Any, new: list[Shard]) -> None:
+        """Copies the tensor. If it is not published yet, *new* gets the shard to publish."""
         kept = self.kept.get(name)
         if kept is None:
             copy = self._copy(value)
-            shard = shard_of(name, copy)
-            self.kept[name] = copy  # not before: what is refused is not published
-            return shard
+            # In this order: what is refused is in neither, and what is kept can be dropped.
+            new.append(shard_of(name, copy))
+            self.kept[name] = copy
+            return
         if tuple(kept.shape) != tuple(value.shape) or kept.dtype != value.dtype:
             raise RequestError.make(
                 f"{name} was {kept.dtype} {tuple(kept.shape)}, and is {value.dtype}"
@@ -93,7 +94,6 @@ class _Publication:
             kept.copy_(value.detach())
         else:
             kept[...] = value
-        return None
 
     def _copy(self, value: Any) -> Any:
         if hasattr(value, "detach"):
@@ -138,6 +138,7 @@ class TransportBackend:
         self._publication: _Publication | None = None
         self._new: list[Shard] = []
         self._seen: set[str] = set()
+        self._failed = ""  # why a bucket did not come whole
         self._flush = False
         self._version: str | None = None
 
@@ -214,20 +215,27 @@ class TransportBackend:
         bucket: (checkpoint name, tensor) pairs, contiguous or not. flush_cache, weight_version: of
         the whole sync; told with any bucket. Blocks as long as the copies take. Raises StateError
         before initialize; RequestError for a name that came already, or whose shape or dtype is
-        another than in the sync before.
+        another than in the sync before. After an error, also one of *bucket*'s own, nothing can
+        complete this sync: destroy publishes nothing.
         """
         held = self._held()
+        try:
+            self._take(held, bucket, src_rank)
+        except BaseException as error:
+            # Callers destroy in a finally, and nobody knows which names were still to come.
+            self._failed = self._failed or f"{type(error).__name__}: {error}"
+            raise
+        self._flush = self._flush or flush_cache
+        self._version = weight_version or self._version
+
+    def _take(self, held: _Publication, bucket: Iterable[tuple[str, Any]], src_rank: int) -> None:
         if src_rank != 0:
             raise RequestError.make(f"rank {src_rank} sends", "only rank 0 may", rank=src_rank)
         for name, value in bucket:
             if name in self._seen:
                 raise RequestError.make(f"{name} was sent twice", "send it once", key=name)
-            shard = held.take(name, value)
+            held.take(name, value, self._new)
             self._seen.add(name)
-            if shard is not None:
-                self._new.append(shard)
-        self._flush = self._flush or flush_cache
-        self._version = weight_version or self._version
 
     def flush_pending_transfers(self) -> None:
         """Nothing is pending: transfer_bucket returns when its copies are made."""
@@ -238,13 +246,18 @@ class TransportBackend:
         Blocks until the endpoints have it: at most the timeout. ``endpoint_results`` says what
         became of each. Safe if initialize was not called, and twice. Raises SyncError naming each
         endpoint that failed, RequestError naming a tensor that the sync before had and this one has
-        not, and what fanin.Server's put and commit raise: nothing is published then, and the
-        engines are not asked.
+        not, or why a bucket failed, and what fanin.Server's put and commit raise: nothing is
+        published then, and the engines are not asked.
         """
         if self._publication is None:
             return
         held = self._publication
         try:
+            if complete_receiver and self._failed:
+                self._drop(held)
+                raise RequestError.make(
+                    f"a bucket failed, so nothing was published and no engine asked: {self._failed}"
+                )
             if not (complete_receiver and self._seen):
                 self._drop(held)
                 return
@@ -265,12 +278,14 @@ class TransportBackend:
             if self._new:
                 held.server.put(held.publication, self._new)
                 self._new = []
-            held.server.commit(held.publication, held.step + 1)
+            # Before the commit: one that Ctrl-C ends has taken effect, and its number is used.
+            held.step += 1
+            held.server.commit(held.publication, held.step)
         except BaseException:
             with contextlib.suppress(FaninError):  # what is told is why it failed
+                self._take_back(held)
                 self._drop(held)
             raise
-        held.step += 1
         try:
             result = held.registry.sync(
                 held.step,
@@ -290,6 +305,12 @@ class TransportBackend:
             body = {"host": host.strip("[]"), "port": int(port), **entry.to_json()}
             self.endpoint_results.append(body)
 
+    def _take_back(self, held: _Publication) -> None:
+        """A put that Ctrl-C ends has taken effect, too."""
+        for shard in self._new:
+            with contextlib.suppress(NotFoundError):
+                held.server.remove(held.publication, shard.name)
+
     def _drop(self, held: _Publication) -> None:
         """What is not published yet was copied in part: it is sent anew."""
         for shard in self._new:
@@ -308,6 +329,8 @@ class TransportBackend:
                 self._publication.user = None
         self._publication = None
         self._seen = set()
+        self._failed = ""
+        self._flush, self._version = False, None
 
     @staticmethod
     def close_all() -> None:
