@@ -2,7 +2,8 @@
 #include "control/evict.h"
 #include "control/reply.h"
 
-/* When nobody could go, nobody can for a moment: to look at all sessions costs more than to accept. */
+/* When nobody could go for a peer, nobody can for a moment: to look at all sessions costs more than
+   to accept. For others somebody may. */
 #define LOOK_AGAIN_MS 50
 
 static bool holds_lease(const reader *r)
@@ -48,13 +49,14 @@ static session *find_idle(struct control *c, const peer_share *newcomer,
     return found;
 }
 
-bool evict_idle(struct control *c, const peer_share *newcomer, admission_room room)
+bool evict_idle(struct control *c, peer_share *newcomer, admission_room room)
 {
-    if (!deadline_passed(c->evict_again))
+    deadline *again = &newcomer->evict_again[room == ROOM_NONE];
+    if (!deadline_passed(*again))
         return false;
     session *s = find_idle(c, newcomer, room);
     if (!s) {
-        c->evict_again = deadline_in_ms(LOOK_AGAIN_MS);
+        *again = deadline_in_ms(LOOK_AGAIN_MS);
         return false;
     }
     reply_fault(s, 0, FANIN_ERR_CLOSED,

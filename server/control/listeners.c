@@ -24,10 +24,13 @@ static bool watch_it(struct control *c, listener *l)
     return l->fd < 0 || epoll_ctl(c->epoll, EPOLL_CTL_ADD, l->fd, &event) == 0;
 }
 
-static void stop_watching(struct control *c, const listener *l)
+/* It stays in the set while it rests: to add it again could fail for want of memory, and this
+   cannot. */
+static void set_listening(struct control *c, listener *l, bool listens)
 {
+    struct epoll_event event = {.events = listens ? EPOLLIN : EPOLLET, .data.ptr = l};
     if (l->fd >= 0)
-        epoll_ctl(c->epoll, EPOLL_CTL_DEL, l->fd, NULL);
+        (void)epoll_ctl(c->epoll, EPOLL_CTL_MOD, l->fd, &event);
 }
 
 bool listeners_start(struct control *c, int tcp_fd, int unix_fd)
@@ -44,7 +47,7 @@ static void pause_all(struct control *c, int code)
     log_write(&c->server->log, FANIN_LOG_ERROR, "accept-failed",
               "cannot accept connections (errno %d); see `ulimit -n`", code);
     for (listener *l = &c->tcp; l; l = next_of(c, l))
-        stop_watching(c, l);
+        set_listening(c, l, false);
     c->paused = true;
     c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
 }
@@ -104,7 +107,7 @@ void listener_accept(struct control *c, listener *l)
     if (bucket_ready(&l->accepts, ACCEPT_WINDOW_NS) <= clock_ns() || c->paused ||
         l->fd < 0)
         return;
-    stop_watching(c, l);
+    set_listening(c, l, false);
     l->rests_until = bucket_ready(&l->accepts, ACCEPT_WINDOW_NS);
     atomic_fetch_add(&c->server->rests, 1);
 }
@@ -126,7 +129,7 @@ void listeners_resume(struct control *c)
             l->rests_until = UINT64_MAX;
         if (c->listening && !c->paused && (rested || resumed) &&
             l->rests_until == UINT64_MAX)
-            watch_it(c, l);
+            set_listening(c, l, true);
     }
 }
 
@@ -135,7 +138,7 @@ static void close_one(struct control *c, listener *l)
     if (l->fd < 0)
         return;
     /* Children of a fork hold copies of the socket: shutting it down frees the port. */
-    stop_watching(c, l);
+    epoll_ctl(c->epoll, EPOLL_CTL_DEL, l->fd, NULL);
     shutdown(l->fd, SHUT_RDWR);
     close(l->fd);
     l->fd = -1;

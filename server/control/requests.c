@@ -119,10 +119,12 @@ static fanin_status encode_regions(session *s, shard_catalog *catalog,
 static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *catalog,
                                 const msg_blob_request *m, body *in)
 {
+    fanin_server *server = s->control->server;
+    const part_room room = {&server->memory, server->max_memory};
     const buffer *blob = &catalog->boxes_blob;
-    fanin_status status = m->keys.size > 0
-                              ? shard_catalog_part(catalog, m->keys, &blob, &in->why)
-                              : FANIN_OK;
+    fanin_status status = FANIN_OK;
+    if (m->keys.size > 0)
+        status = shard_catalog_part(catalog, m->keys, room, &blob, &in->why);
     if (status == FANIN_OK)
         reply_page(s, request, MSG_BOXES_OK, blob, m->offset);
     return status;

@@ -90,8 +90,7 @@ struct control {
     atomic_bool quit, stop_listening;
     bool listening, paused; /**< paused: no descriptors left, until resume_at */
     deadline resume_at;
-    deadline evict_again; /**< when to look for idle sessions again */
-    bool ucx_again;       /**< UCX has more to do before the thread may sleep */
+    bool ucx_again; /**< UCX has more to do before the thread may sleep */
     unsigned n_refused;
     unsigned told;       /**< of those differences the log has spoken */
     deadline due;        /**< no session has one before */

@@ -24,7 +24,10 @@ struct peer_share {
     bucket work, sent; /**< CPU time of its requests, and of tensors: peer_work.h */
     atomic_uint_fast64_t
         slow_at; /**< when the log was told that what is sent to it waits; 0: never */
-    bool has_proven;             /**< the launch's secret; the control thread's */
+    bool has_proven; /**< the launch's secret; the control thread's */
+    /** When to look again for idle sessions that make room for it: its own, [true] anybody's; the
+        control thread's. */
+    deadline evict_again[2];
     atomic_uint_fast64_t memory; /**< bytes of its connections */
     bucket held_up;              /**< what it has had of its share (publish/drain.h) */
     uint64_t

@@ -9,7 +9,19 @@ typedef struct catalog_parts {
     box_table *boxes;
     digest of; /* what was asked for */
     buffer blob;
+    atomic_uint_fast64_t *counted_in;
+    uint64_t counted;
 } catalog_parts;
+
+#define OF_KEY 64 /* its name and its place, roughly */
+#define OF_BOX 32
+
+/* About what is kept, and rather more. */
+static uint64_t memory_of_parts(const shard_catalog *s)
+{
+    return s->n_keys * (uint64_t)(sizeof(key_entry) + OF_KEY) + s->n_boxes * OF_BOX +
+           2 * (uint64_t)(s->keys_blob.size + s->boxes_blob.size);
+}
 
 void catalog_parts_free(catalog_parts *p)
 {
@@ -18,16 +30,21 @@ void catalog_parts_free(catalog_parts *p)
     box_table_free(&p->boxes);
     key_table_free(&p->keys);
     buffer_free(&p->blob);
+    atomic_fetch_sub(p->counted_in, p->counted);
     free(p);
 }
 
 /* The tables as readers have them; NULL: no memory. */
-static catalog_parts *open_parts(shard_catalog *s)
+static catalog_parts *open_parts(shard_catalog *s, part_room room)
 {
     if (s->parts)
         return s->parts;
     catalog_parts *p = calloc(1, sizeof *p);
-    if (p &&
+    if (!p)
+        return NULL;
+    p->counted_in = room.used;
+    p->counted = memory_of_parts(s);
+    if (atomic_fetch_add(room.used, p->counted) + p->counted <= room.most &&
         key_table_decode(s->keys_blob.data, s->keys_blob.size, NULL, &p->keys, NULL) ==
             FANIN_OK &&
         box_table_decode(s->boxes_blob.data, s->boxes_blob.size, p->keys, NULL,
@@ -37,14 +54,14 @@ static catalog_parts *open_parts(shard_catalog *s)
     return NULL;
 }
 
-fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, const buffer **out,
-                                const char **why)
+fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, part_room room,
+                                const buffer **out, const char **why)
 {
     key_set wanted;
     digest of = digest_of(keys.data, keys.size);
     *out = &s->boxes_blob;
     fanin_status status = key_set_decode(keys, s->n_keys, &wanted, why);
-    catalog_parts *p = status == FANIN_OK && wanted.n > 0 ? open_parts(s) : NULL;
+    catalog_parts *p = status == FANIN_OK && wanted.n > 0 ? open_parts(s, room) : NULL;
     if (p && (p->blob.size == 0 || !digest_equal(&p->of, &of))) {
         buffer_clear(&p->blob);
         box_table_encode_part(&p->blob, p->boxes, &wanted);

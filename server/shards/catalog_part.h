@@ -5,6 +5,12 @@
 
 #include "shards/shard_catalog.h"
 
+/** What readers may have of the server's memory, and have: what is made for them counts. */
+typedef struct part_room {
+    atomic_uint_fast64_t *used; /**< outlives the catalog */
+    uint64_t most;
+} part_room;
+
 /**
  * The blob that answers a request for the boxes of @p keys (as encoded there); *out is the catalog's,
  * until the next call. The first call for a catalog reads its own tables, later ones take as long as
@@ -12,10 +18,11 @@
  * nothing. One thread only: the one that serves control connections.
  *
  * FANIN_ERR_PROTOCOL, with *why: @p keys is malformed, or of keys that are not there. Without the
- * memory for it *out is the whole table, which answers any such request.
+ * memory for it, or @p room for what is to be kept, *out is the whole table, which answers any such
+ * request.
  */
-fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, const buffer **out,
-                                const char **why);
+fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, part_room room,
+                                const buffer **out, const char **why);
 /** NULL is fine. */
 void catalog_parts_free(struct catalog_parts *p);
 

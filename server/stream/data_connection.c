@@ -70,6 +70,36 @@ bool connection_account(fanin_server *s, connection *c)
     return memory_account(s, c->from, &c->memory, now);
 }
 
+/* ----------------------------------------------------------------- shares */
+
+/* Tensors are what the server is for, and have a share of their own. */
+static bool is_reading(const connection *c)
+{
+    return c->job.left > 0 || c->digester.on;
+}
+
+static bool is_counted(const stream_tools *t, const connection *c)
+{
+    if (is_reading(c))
+        return peer_send_is_counted(t->server, c->from);
+    return !c->closing && outgoing_is_empty(&c->out) && !t->server->tls &&
+           peer_is_counted(t->server, c->from);
+}
+
+bool connection_may_go_on(const stream_tools *t, const connection *c)
+{
+    return !is_counted(t, c) ||
+           !(is_reading(c) ? peer_send_must_rest(t->server, c->from)
+                           : peer_must_rest(t->server, c->from));
+}
+
+/* Others were before it, or nothing is left. */
+static bool turn_is_over(const stream_tools *t, const connection *c)
+{
+    return is_counted(t, c) &&
+           (t->crowded[is_reading(c)] || !connection_may_go_on(t, c));
+}
+
 /* ---------------------------------------------------------------- replies */
 
 static void reply_error(connection *c, uint64_t request, fanin_status code,
@@ -322,6 +352,15 @@ static void gather_start(gather *g, const connection *c, size_t most)
     gather_add(g, c->out.bytes.data + c->out.sent, outgoing_left(&c->out));
 }
 
+/* The socket is full. */
+static progress wait_for_room(connection *c)
+{
+    c->can_write = false;
+    if (!c->closing)
+        c->stalled_at = deadline_in_ms(STALL_MS);
+    return PROGRESS_WAIT;
+}
+
 /* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
    *of_job. */
 static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t *of_job)
@@ -344,18 +383,11 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
         send_leave(t->server, c, reading, *of_job, full);
     if (n < 0 && code != EAGAIN && code != EINTR)
         return PROGRESS_CLOSE;
-    if (n > 0 && !c->closing)
-        c->stalled_at = UINT64_MAX;
     c->burst = full ? c->burst / 2 : 2 * c->burst;
     c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
     job_advance(&c->job, *of_job);
-    if (!full)
-        return PROGRESS_MORE;
-    c->can_write = false;
-    if (c->stalled_at == UINT64_MAX)
-        c->stalled_at = deadline_in_ms(STALL_MS);
-    return PROGRESS_WAIT;
+    return full ? wait_for_room(c) : PROGRESS_MORE;
 }
 
 static progress send_some(stream_tools *t, connection *c)
@@ -390,8 +422,8 @@ static void give_up(stream_tools *t, connection *c, const fanin_error *why)
 {
     fanin_server *s = t->server;
     job *j = &c->job;
-    log_write(&s->log, FANIN_LOG_ERROR, "device-failed",
-              "a read of %s for %s fails: %s", j->of->name, c->peer, why->message);
+    peer_log(s, c->from, FANIN_LOG_ERROR, "read-failed",
+             "a read of %s for %s fails: %s", j->of->name, c->peer, why->message);
     stage_leave(t->stage, c);
     if (j->header_due) {
         refuse_read(t, c, j->request, why->status, why->message);
@@ -405,11 +437,19 @@ static void give_up(stream_tools *t, connection *c, const fanin_error *why)
     pthread_mutex_unlock(&s->lock);
 }
 
+/* The first one if it can be sent, and one more unless its turn is over. */
+static bool may_fill(const stream_tools *t, const connection *c)
+{
+    const job *j = &c->job;
+    return c->staged.count < CHUNKS_EACH && j->ungathered > 0 && !j->is_void &&
+           (c->staged.first ? !turn_is_over(t, c) : c->can_write);
+}
+
 /* Starts copies as long as there are chunks for them; false: the read was given up. */
 static bool fill_chunks(stream_tools *t, connection *c)
 {
     job *j = &c->job;
-    while (c->staged.count < CHUNKS_EACH && j->ungathered > 0 && !j->is_void) {
+    while (may_fill(t, c)) {
         fanin_error why = FANIN_ERROR_INIT;
         fill_result result = stage_fill(t->stage, c, j, &why);
         j->is_void = result == FILL_VOID;
@@ -445,7 +485,7 @@ static void drop_sent(stream_tools *t, staged *of, uint64_t bytes)
 void connection_return_chunks(stream_tools *t, connection *c)
 {
     uint64_t unsent = 0;
-    if ((c->can_write && !c->resting) || !c->staged.first)
+    if (c->can_write || !c->staged.first)
         return;
     for (const chunk *at = c->staged.first; at; at = at->next)
         unsent += at->bytes - at->sent;
@@ -559,16 +599,11 @@ static progress digest_progress(stream_tools *t, connection *c)
 /* What TLS has taken already, before anything else. */
 static progress flush_tls(connection *c)
 {
-    size_t before = tls_unsent(c->tls);
     if (!c->can_write)
         return PROGRESS_WAIT;
     if (tls_flush(c->tls) != 0)
         return PROGRESS_CLOSE;
-    size_t left = tls_unsent(c->tls);
-    c->can_write = left == 0;
-    if (left < before && !c->closing)
-        c->stalled_at = left > 0 ? deadline_in_ms(STALL_MS) : UINT64_MAX;
-    return c->can_write ? PROGRESS_MORE : PROGRESS_WAIT;
+    return tls_unsent(c->tls) > 0 ? wait_for_room(c) : PROGRESS_MORE;
 }
 
 static progress progress_once(stream_tools *t, connection *c)
@@ -584,34 +619,13 @@ static progress progress_once(stream_tools *t, connection *c)
     return c->closing ? discard(c) : next_frame(t, c);
 }
 
-/* ------------------------------------------------------------- CPU time */
+/* ---------------------------------------------------------------- CPU time */
 
-/* Tensors are what the server is for, and have a share of their own. */
-static bool is_reading(const connection *c)
-{
-    return c->job.left > 0 || c->digester.on;
-}
-
-static bool is_counted(const stream_tools *t, const connection *c)
-{
-    if (is_reading(c))
-        return peer_send_is_counted(t->server, c->from);
-    return !c->closing && outgoing_is_empty(&c->out) && !t->server->tls &&
-           peer_is_counted(t->server, c->from);
-}
-
-bool connection_may_go_on(const stream_tools *t, const connection *c)
-{
-    return !is_counted(t, c) ||
-           !(is_reading(c) ? peer_send_must_rest(t->server, c->from)
-                           : peer_must_rest(t->server, c->from));
-}
-
-/* Others were before it, or nothing is left. */
+/* Who waits for a chunk, or has one, is in the midst of its turn: it would keep the chunk from others,
+   or have it filled again and again and never send it. */
 static bool must_rest(const stream_tools *t, const connection *c)
 {
-    return is_counted(t, c) &&
-           (t->crowded[is_reading(c)] || !connection_may_go_on(t, c));
+    return turn_is_over(t, c) && !stage_serves(&c->staged);
 }
 
 /* Whoever asks why pulls from there are slow is to find it. */
@@ -656,8 +670,9 @@ progress connection_progress(stream_tools *t, connection *c)
 {
     /* With a secret there are none but of peers that have proven it. */
     bool counts = !c->from->is_own && !t->server->tls, reads = is_reading(c);
+    /* Of who rests the socket tells nothing: first there must be room in it. */
     if (counts && must_rest(t, c))
-        return rest(t, c);
+        return c->can_write ? rest(t, c) : PROGRESS_WAIT;
     c->resting = false;
     uint64_t began = counts ? thread_cpu_ns() : 0;
     progress result = progress_once(t, c);

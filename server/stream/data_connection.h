@@ -36,7 +36,8 @@ typedef struct connection {
     bool can_read, can_write, queued;
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
-        resting; /**< it waits: its peer has had its share of CPU time (core/peer_work.h) */
+        resting; /**< it waits, with room in its socket: its peer has had its share of CPU
+                      time (core/peer_work.h) */
     peer_turn turn; /**< of those that rest */
     bool waiting;   /**< its socket is full: counted in sends_waiting */
     bool closing;   /**< an error is on its way; nothing is read any more */
@@ -60,8 +61,8 @@ connection *connection_make(const handover *h);
 void connection_free(stream_tools *t, connection *c);
 /** False: the connections have all the memory they may. */
 bool connection_account(fanin_server *s, connection *c);
-/** Gives back the chunks of a connection that can send nothing now: what is in them is gathered
-    again later. For others that wait for chunks. */
+/** Gives back the chunks of a connection whose socket is full: what is in them is gathered again
+    later. For others that wait for chunks. */
 void connection_return_chunks(stream_tools *t, connection *c);
 /** Whether its peer's shares leave it something, whoever else waits. */
 bool connection_may_go_on(const stream_tools *t, const connection *c);

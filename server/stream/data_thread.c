@@ -158,6 +158,15 @@ static void accept_handovers(data_thread *t)
 
 /* ----------------------------------------------------------------- thread */
 
+static void note_events(connection *c, uint32_t events)
+{
+    const uint32_t ends = EPOLLRDHUP | EPOLLHUP | EPOLLERR;
+    c->can_read = c->can_read || events & (EPOLLIN | ends);
+    c->can_write = c->can_write || events & (EPOLLOUT | EPOLLERR);
+    if (c->can_write && !c->closing)
+        c->stalled_at = UINT64_MAX; /* it has taken bytes: it waits for this thread */
+}
+
 /* Packets for who rests would wake the thread, and nobody would pay for it. What came meanwhile is
    told when it goes on. */
 static void listen_to(data_thread *t, connection *c)
@@ -235,8 +244,7 @@ static deadline sweep(data_thread *t)
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
-        deadline at =
-            c->resting ? c->stalled_at : deadline_sooner(c->stalled_at, c->begun_at);
+        deadline at = deadline_sooner(c->stalled_at, c->begun_at);
         if (at == UINT64_MAX || !deadline_passed(at)) {
             soonest = deadline_sooner(soonest, at);
             continue;
@@ -294,9 +302,7 @@ static void *run(void *cookie)
                 close_unowned(t);
                 continue;
             }
-            c->can_read = c->can_read || events[i].events & (EPOLLIN | EPOLLRDHUP |
-                                                             EPOLLHUP | EPOLLERR);
-            c->can_write = c->can_write || events[i].events & (EPOLLOUT | EPOLLERR);
+            note_events(c, events[i].events);
             if (!c->resting) /* those have their turn when they may go on */
                 enqueue(t, c);
         }

@@ -15,6 +15,7 @@
 
 #define CHUNK_SIZE (CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry))
 #define UNSETTLED_MS 1000
+#define TELL_MS 60000 /* a device that has failed is told of so often, by each stage */
 
 struct stage {
     fanin_server *server;
@@ -25,8 +26,10 @@ struct stage {
     gpu_stream *streams[GPU_MAX_DEVICES];
     chunk *free, *copying, *lost; /* lost: what a device may still write to */
     unsigned n_made, n_most;
-    size_t memory;                                   /* counted */
-    struct connection *first_waiting, *last_waiting; /* for chunks */
+    size_t memory;                     /* counted */
+    peer_turns waiting[2];             /* for chunks; [true]: of the own user */
+    bool own_was_last;                 /* ... to get one that both waited for */
+    deadline tell_at[GPU_MAX_DEVICES]; /* that it has failed */
     _Atomic(chunk *) done; /* the latest first; written by the driver's threads */
 };
 
@@ -61,45 +64,43 @@ static chunk *chunk_make(stage *s, fanin_error *error)
 
 static void unwait(stage *s, connection *c)
 {
-    if (!c->staged.waiting)
-        return;
-    connection *before = NULL, *at = s->first_waiting;
-    for (; at != c; at = at->staged.next_waiting)
-        before = at;
-    if (before)
-        before->staged.next_waiting = c->staged.next_waiting;
-    else
-        s->first_waiting = c->staged.next_waiting;
-    if (s->last_waiting == c)
-        s->last_waiting = before;
-    c->staged.waiting = false;
+    if (c->staged.turn.waits)
+        turns_leave(&s->waiting[c->from->is_own], &c->staged.turn);
 }
 
 static void await(stage *s, connection *c)
 {
-    if (c->staged.waiting)
+    if (c->staged.turn.waits)
         return;
-    c->staged.waiting = true;
     c->staged.wait_due = deadline_in_ms((uint64_t)2 * STALL_MS);
-    c->staged.next_waiting = NULL;
-    if (s->last_waiting)
-        s->last_waiting->staged.next_waiting = c;
-    else
-        s->first_waiting = c;
-    s->last_waiting = c;
+    turns_append(&s->waiting[c->from->is_own], &c->staged.turn, c, c->from);
 }
 
-/* To who has waited longest, or to the pool. */
+static bool anybody(void *cookie, void *of)
+{
+    (void)cookie;
+    (void)of;
+    return true;
+}
+
+/* The own user and all others take turns: however many these are, it waits for one of them. */
+static connection *next_waiting(stage *s)
+{
+    bool own = s->waiting[true].first && !(s->own_was_last && s->waiting[false].first);
+    s->own_was_last = own;
+    return turns_next(&s->waiting[own], anybody, NULL);
+}
+
+/* To who is next of those that wait, or to the pool. */
 static void chunk_free(stage *s, chunk *c)
 {
-    connection *next = s->first_waiting;
+    connection *next = next_waiting(s);
     c->owner = NULL;
     if (!next) {
         c->next = s->free;
         s->free = c;
         return;
     }
-    unwait(s, next);
     next->staged.granted = c;
     s->wake(s->cookie, next);
 }
@@ -109,17 +110,17 @@ static chunk *chunk_obtain(stage *s, connection *c, fanin_error *error)
 {
     chunk *found = c->staged.granted;
     c->staged.granted = NULL;
-    if (c->staged.waiting && deadline_passed(c->staged.wait_due)) {
+    if (c->staged.turn.waits && deadline_passed(c->staged.wait_due)) {
         error_set(error, FANIN_ERR_LIMIT, NULL,
                   "other connections have had all chunks of pinned memory for %d s",
                   2 * STALL_MS / 1000);
         return NULL;
     }
-    if (!found && !s->first_waiting && s->free) {
+    if (!found && !stage_is_short(s) && s->free) {
         found = s->free;
         s->free = found->next;
     }
-    if (!found && !s->first_waiting && s->n_made < s->n_most) {
+    if (!found && !stage_is_short(s) && s->n_made < s->n_most) {
         found = chunk_make(s, error);
         if (!found && s->n_made > 0)
             *error = (fanin_error)FANIN_ERROR_INIT; /* the others will do */
@@ -179,7 +180,17 @@ static fanin_status launch(stage *s, const filling *f, bool *settled,
     return status;
 }
 
-static void name_device(stage *s, int device, fanin_error *error)
+/* The log gets to know it, however many reads fail and whoever's they are. */
+static void tell_failed(stage *s, int device, const fanin_error *why)
+{
+    if (!deadline_passed(s->tell_at[device]))
+        return;
+    s->tell_at[device] = deadline_in_ms(TELL_MS);
+    log_write(&s->server->log, FANIN_LOG_ERROR, "device-failed",
+              "%s: reads of its memory fail; %s", why->message, why->remedy);
+}
+
+static void device_failed(stage *s, int device, fanin_error *error)
 {
     fanin_error why = *error;
     error_place place = {.phase = "read",
@@ -190,6 +201,7 @@ static void name_device(stage *s, int device, fanin_error *error)
                                          "has failed stays so for its process"};
     error_set(error, FANIN_ERR_TRANSPORT, &place, "CUDA device %d of rank %u: %.300s",
               device, (unsigned)s->server->rank, why.message);
+    tell_failed(s, device, error);
 }
 
 static void append(staged *of, chunk *c)
@@ -237,7 +249,7 @@ fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
     to->due = deadline_in_ms(STALL_MS);
     bool settled = true;
     if (f.device >= 0 && launch(s, &f, &settled, error) != FANIN_OK) {
-        name_device(s, f.device, error);
+        device_failed(s, f.device, error);
         unread(s, to);
         if (settled) {
             chunk_free(s, to);
@@ -315,6 +327,20 @@ void stage_reap(stage *s)
     }
 }
 
+/* Of each peer who has waited longest comes first. */
+static deadline expire_waits(stage *s, const peer_turns *q)
+{
+    deadline soonest = UINT64_MAX;
+    for (const peer_turn *t = q->first; t; t = t->next_peer) {
+        connection *c = t->of;
+        if (deadline_passed(c->staged.wait_due))
+            s->wake(s->cookie, c);
+        else
+            soonest = deadline_sooner(soonest, c->staged.wait_due);
+    }
+    return soonest;
+}
+
 deadline stage_expire(stage *s)
 {
     deadline soonest = UINT64_MAX;
@@ -333,18 +359,14 @@ deadline stage_expire(stage *s)
         if (c->owner)
             s->wake(s->cookie, c->owner);
     }
-    /* Who has waited longest comes first. */
-    for (connection *c = s->first_waiting; c; c = c->staged.next_waiting) {
-        if (!deadline_passed(c->staged.wait_due))
-            return deadline_sooner(soonest, c->staged.wait_due);
-        s->wake(s->cookie, c);
-    }
-    return soonest;
+    return deadline_sooner(soonest,
+                           deadline_sooner(expire_waits(s, &s->waiting[false]),
+                                           expire_waits(s, &s->waiting[true])));
 }
 
 bool stage_is_short(const stage *s)
 {
-    return s->first_waiting != NULL;
+    return s->waiting[false].first || s->waiting[true].first;
 }
 
 void stage_explain(stage *s, const chunk *c, fanin_error *error)
@@ -358,7 +380,7 @@ void stage_explain(stage *s, const chunk *c, fanin_error *error)
                   atomic_load(&c->broken) ? "it has failed"
                                           : "it does not finish a copy");
     *error = why;
-    name_device(s, c->device, error);
+    device_failed(s, c->device, error);
 }
 
 /* -------------------------------------------------------------------- life */

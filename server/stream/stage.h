@@ -5,8 +5,9 @@
  * into a chunk of pinned host memory, from which they are sent. For a reply of digests another
  * kernel writes those of pieces into a chunk, if the device has that kernel. A connection has two chunks at
  * most, so that one fills while the other is sent; all connections of a data thread share a bounded pool. While
- * none is free connections wait in a queue, and those that cannot send what they have give
- * it back and gather it again later: who does not take its bytes keeps nobody waiting.
+ * none is free connections wait: those of the own user and all others take turns, and these peer by
+ * peer. Those that cannot send what they have give it back and gather it again later: who does not
+ * take its bytes keeps nobody waiting.
  *
  * Memory is read only inside a bracket that begin_update waits for (bracket_enter() ..
  * publication_read_leave()): from the launch of a copy until it has completed, failed, or run for
@@ -21,6 +22,7 @@
 #define STAGE_H
 
 #include "box_digest.h"
+#include "core/peer_turns.h"
 #include "stream/read_job.h"
 
 #define CHUNK_BYTES ((size_t)1 << 20)
@@ -63,9 +65,8 @@ typedef struct staged {
     chunk *first, *last; /**< in the order of the reply */
     unsigned count;
     chunk *granted; /**< taken out of the pool for it while it waited */
-    bool waiting;
+    peer_turn turn; /**< of those that wait */
     deadline wait_due;
-    struct connection *next_waiting;
 } staged;
 
 /** Gives a connection another turn. */
@@ -85,6 +86,11 @@ void stage_reap(stage *s);
 deadline stage_expire(stage *s);
 /** Whether connections wait for chunks. */
 bool stage_is_short(const stage *s);
+/** Whether the connection waits for a chunk, or has some. */
+static inline bool stage_serves(const staged *of)
+{
+    return of->turn.waits || of->granted || of->first;
+}
 
 /** FILL_WAIT: there is no chunk for it now. If it has none at all it is woken when there is. */
 typedef enum fill_result { FILL_DONE, FILL_WAIT, FILL_VOID, FILL_FAILED } fill_result;

@@ -194,6 +194,43 @@ static void boxes_of_some_keys(void **state)
     peer_end(&p, &g, false);
 }
 
+#define MANY 60000
+
+/* What the server keeps to make parts from counts; where it does not fit the whole table is the
+   answer. */
+static void parts_count_as_memory(void **state)
+{
+    static fanin_tensor t[MANY];
+    static fanin_box boxes[MANY];
+    static char names[MANY][16];
+    static uint8_t memory[1];
+    for (unsigned i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof names[i], "%08u", i);
+        t[i] = byte_tensor(names[i], &boxes[i], memory, sizeof memory);
+    }
+    for (unsigned fits = 0; fits < 2; fits++) {
+        fanin_server_config c = server_config();
+        c.data_threads = 1;
+        c.max_memory = (uint64_t)(fits ? 256 : 8) << 20;
+        fanin_server *s = server_start(&c);
+        assert_int_equal(fanin_server_put(s, RUN, t, MANY, false, NULL), FANIN_OK);
+        server_commit(s, 1);
+        peer p = peer_open(s);
+        grant g = peer_lease(&p);
+        uint64_t whole = ask_part(&p, &g, "", 0, 0).total;
+        uint64_t before = server_stats(s).session_memory;
+        uint64_t part = ask_part(&p, &g, "\x01\x01", 2, 0).total;
+        uint64_t kept = server_stats(s).session_memory - before;
+        assert_int_equal(part < whole, fits);
+        assert_int_equal(kept > MANY * sizeof(key_entry), fits);
+        peer_end(&p, &g, false);
+        peer_close(&p);
+        assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+        server_expect_idle(s);
+        server_stop(&s, 0);
+    }
+}
+
 static void boxes_of_keys_that_are_not_there(void **state)
 {
     static const struct {
@@ -517,6 +554,7 @@ int main(void)
         server_test(list_shows_publications_and_states),
         server_test(list_tells_ages),
         server_test(boxes_of_some_keys),
+        server_test(parts_count_as_memory),
         server_test(boxes_of_keys_that_are_not_there),
         server_test(a_pull_over_tcp_and_over_unix),
         server_test(regions_without_keys_have_no_addresses),

@@ -10,11 +10,13 @@
 #include "server_peer.h"
 #include "testing.h"
 #include <arpa/inet.h>
+#include <errno.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -22,7 +24,10 @@
 
 /* Time passes when a test says so. */
 static atomic_uint_fast64_t skew_ns;
-static atomic_bool hasty; /* a peer that stalls has no patience left */
+static atomic_uint_fast64_t late_ns; /* the same for deadlines that are there */
+static atomic_bool hasty;            /* a peer that stalls has no patience left */
+static atomic_bool reluctant;        /* who found no session to end never looks again */
+static atomic_bool no_memory;        /* for another listener in a set of epoll's */
 
 uint64_t __real_clock_ns(void);
 uint64_t __wrap_clock_ns(void);
@@ -35,14 +40,41 @@ deadline __real_deadline_in_ms(uint64_t ms);
 deadline __wrap_deadline_in_ms(uint64_t ms);
 deadline __wrap_deadline_in_ms(uint64_t ms)
 {
+    if (atomic_load(&reluctant) && ms == 50)
+        return UINT64_MAX;
     return __real_deadline_in_ms(atomic_load(&hasty) && ms == 10000 ? 1 : ms);
+}
+
+bool __real_deadline_passed(deadline at);
+bool __wrap_deadline_passed(deadline at);
+bool __wrap_deadline_passed(deadline at)
+{
+    uint64_t late = atomic_load(&late_ns);
+    return __real_deadline_passed(at == UINT64_MAX || at < late ? at : at - late);
+}
+
+int __real_epoll_ctl(int set, int what, int fd, struct epoll_event *event);
+int __wrap_epoll_ctl(int set, int what, int fd, struct epoll_event *event);
+int __wrap_epoll_ctl(int set, int what, int fd, struct epoll_event *event)
+{
+    int listens = 0;
+    socklen_t size = sizeof listens;
+    if (atomic_load(&no_memory) && what == EPOLL_CTL_ADD &&
+        getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) == 0 && listens) {
+        errno = ENOMEM;
+        return -1;
+    }
+    return __real_epoll_ctl(set, what, fd, event);
 }
 
 static int end(void **state)
 {
     int result = server_tear_down(state);
     atomic_store(&skew_ns, 0);
+    atomic_store(&late_ns, 0);
     atomic_store(&hasty, false);
+    atomic_store(&reluctant, false);
+    atomic_store(&no_memory, false);
     return result;
 }
 
@@ -223,6 +255,25 @@ static void who_is_idle_for_longest_makes_room(void **state)
     peer_ping(&late);
 }
 
+/* Nothing can go for the stranger; that says nothing of the own user. */
+static void who_finds_no_room_pauses_for_itself_alone(void **state)
+{
+    fanin_server *s = start_with(12);
+    peer p[6], stranger = peer_connect(s);
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    for (unsigned i = 0; i < 6; i++)
+        p[i] = peer_open_unix(s);
+    atomic_store(&skew_ns, UINT64_C(20) * 1000000000);
+    atomic_store(&reluctant, true);
+    peer_request_hello(&stranger, &hello);
+    peer_expect_error(&stranger, FANIN_ERR_LIMIT);
+    peer late = peer_open_unix(s);
+    assert_int_equal(server_stats(s).sessions_evicted, 1);
+    expect_word(&p[0], FANIN_ERR_CLOSED);
+    peer_ping(&late);
+}
+
 static void connections_make_room_too(void **state)
 {
     fanin_server *s = start_with(8);
@@ -298,6 +349,8 @@ static void requests_that_never_end(void **state)
 }
 
 /* ------------------------------------------------------------------ floods */
+
+static peer_share all_others;
 
 #define BATCH 500
 
@@ -408,6 +461,44 @@ static void digests_for_strangers_wait(void **state)
     reads_wait(true);
 }
 
+#define MANY 200 /* more turns than one look at the queue has */
+
+/* Takes what is there until the server lets the peer wait; how many bytes. */
+static uint64_t drain_until_rest(fanin_server *s, const peer *p)
+{
+    static uint8_t some[1 << 16];
+    uint64_t taken = 0;
+    deadline by = deadline_in_ms(20000);
+    while (server_stats(s).requests_delayed == 0) {
+        ssize_t n = recv(p->fd, some, sizeof some, MSG_DONTWAIT);
+        assert_true((n > 0 || (n < 0 && errno == EAGAIN)) && !deadline_passed(by));
+        taken += n > 0 ? (uint64_t)n : 0;
+    }
+    return taken;
+}
+
+/* Who has taken its bytes, and is sent no more for a while, is not dropped for taking none. */
+static void who_rests_does_not_stall(void **state)
+{
+    static uint8_t memory[4 << 20], rest[2 * (FRAME_SIZE + sizeof memory)];
+    fanin_server_config config = server_config();
+    config.stranger_cpu = config.data_threads = 1;
+    fanin_server *s = server_publish(&config, memory, sizeof memory);
+    puller stranger = puller_open(s), own = puller_open_unix(s);
+    puller_begin(&stranger);
+    request_all(&stranger, false, sizeof memory);
+    peer_await_count(&own.data, s, offsetof(fanin_server_stats, sends_waiting), 1);
+    peer_charge_send(s, &all_others, UINT64_C(1000000000));
+    request_all(&stranger, false, sizeof memory); /* which wakes the thread too */
+    uint64_t taken = drain_until_rest(s, &stranger.data);
+    atomic_store(&late_ns, UINT64_C(15) * 1000000000);
+    for (unsigned i = 0; i < MANY; i++)
+        peer_ping(&own.data);
+    atomic_store(&late_ns, 0);
+    atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
+    assert_true(peer_receive_raw(&stranger.data, rest, sizeof rest - taken));
+}
+
 /* However many addresses they have; but who knows the launch's secret does not wait for them. */
 static void all_strangers_have_two_shares(void **state)
 {
@@ -510,7 +601,7 @@ static void who_leaves_has_no_turn(void **state)
 
 #define CROWD 50
 static fanin_server asked = {.peer_cpu = 50};
-static peer_share many, alone, all_others;
+static peer_share many, alone;
 static const session *went;
 
 static void use_up(void)
@@ -568,6 +659,21 @@ static void who_waits_may_leave(void **state)
     peer_close(&q);
     atomic_store(&skew_ns, UINT64_C(3600) * 1000000000);
     peer_await_count(&own, s, offsetof(fanin_server_stats, sessions), 1);
+}
+
+/* However little memory the kernel has. */
+static void listeners_that_have_rested_listen(void **state)
+{
+    fanin_server *s = start_with_cpu(10); /* it rests for less than a second */
+    atomic_store(&no_memory, true);
+    deadline by = deadline_in_ms(20000);
+    while (server_stats(s).requests_delayed == 0 && !deadline_passed(by)) {
+        peer p = peer_connect(s);
+        peer_close(&p);
+    }
+    assert_true(server_stats(s).requests_delayed > 0);
+    peer late = peer_open(s);
+    peer_ping(&late);
 }
 
 static void without_a_limit_nobody_waits(void **state)
@@ -656,6 +762,7 @@ int main(void)
         cmocka_unit_test_teardown(strangers_leave_room_for_the_own_user, end),
         cmocka_unit_test_teardown(sessions_in_use_stay, end),
         cmocka_unit_test_teardown(who_is_idle_for_longest_makes_room, end),
+        cmocka_unit_test_teardown(who_finds_no_room_pauses_for_itself_alone, end),
         cmocka_unit_test_teardown(connections_make_room_too, end),
         cmocka_unit_test_teardown(many_engines_behind_one_address, end),
         cmocka_unit_test_teardown(very_many_engines_behind_one_address, end),
@@ -665,10 +772,12 @@ int main(void)
         cmocka_unit_test_teardown(all_strangers_have_two_shares, end),
         cmocka_unit_test_teardown(tensors_for_strangers_wait, end),
         cmocka_unit_test_teardown(digests_for_strangers_wait, end),
+        cmocka_unit_test_teardown(who_rests_does_not_stall, end),
         cmocka_unit_test(each_peer_has_one_turn),
         cmocka_unit_test(who_leaves_has_no_turn),
         cmocka_unit_test_teardown(many_connections_have_one_turn, end),
         cmocka_unit_test_teardown(who_waits_may_leave, end),
+        cmocka_unit_test_teardown(listeners_that_have_rested_listen, end),
         cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
         cmocka_unit_test_teardown(other_users_on_the_unix_socket_wait, end),
         cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),

@@ -2,6 +2,7 @@
 /* Device memory by stream: layouts, order, bounded memory, epochs and faults of the device. The
    driver is a stand-in. */
 #include "call.h"
+#include "core/peer_work.h"
 #include "gpu.h"
 #include "log_catcher.h"
 #include "server_device.h"
@@ -183,6 +184,95 @@ static void chunks_are_few(void **state)
     share_chunks(4, 9 * MIB);
 }
 
+/* --------------------------------------------------------- whose turn it is */
+
+enum {
+    SMALL = 65536,
+    STRANGERS = 3,
+    MANY = 200
+}; /* more turns than one look at a queue has */
+
+/* One tensor on each device, and strangers who have both chunks there are, whose copies stand still,
+   and wait for one more. */
+typedef struct queue_scene {
+    puller own, strangers[STRANGERS];
+} queue_scene;
+
+static void request_small(puller *l, uint64_t box)
+{
+    read_entry all = {.box = box, .count = 1};
+    peer_request_read(&l->data, l->grant.token, SMALL, &all, 1);
+}
+
+static void ping_often(peer *p)
+{
+    for (int i = 0; i < MANY; i++)
+        peer_ping(p);
+}
+
+/* Stranger i reads the box that is on device of[i]. */
+static queue_scene chunks_are_out(const int of[STRANGERS])
+{
+    queue_scene q;
+    fanin_server_config c = server_config();
+    c.data_threads = 1;
+    c.max_memory = 8 * MIB;
+    c.stranger_cpu = 10;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", device_alloc(0, SMALL, FAKE_CUDA_MALLOC), SMALL);
+    server_put(s, RUN, "b", device_alloc(1, SMALL, FAKE_CUDA_MALLOC), SMALL);
+    server_commit(s, 1);
+    q.own = puller_open_unix(s);
+    puller_begin(&q.own);
+    fake_cuda_hold(0);
+    fake_cuda_hold(1);
+    for (int i = 0; i < STRANGERS; i++) {
+        q.strangers[i] = puller_open(s);
+        puller_begin(&q.strangers[i]);
+        request_small(&q.strangers[i], (uint64_t)of[i]);
+        ping_often(&q.own.data); /* it has had its turn */
+    }
+    return q;
+}
+
+static void expect_small(puller *l)
+{
+    assert_int_equal(peer_expect(&l->data, MSG_READ_OK).size, SMALL);
+}
+
+/* It gets the next chunk, however many strangers were there before. */
+static void the_own_user_waits_for_one_stranger(void **state)
+{
+    queue_scene q = chunks_are_out((int[]){1, 0, 0});
+    request_small(&q.own, 1);
+    peer more = peer_data_unix(q.own.server, &q.own.control);
+    ping_often(&more);
+    fake_cuda_release(1);
+    expect_small(&q.own);
+    expect_small(&q.strangers[0]);
+    fake_cuda_release(0);
+    expect_small(&q.strangers[1]);
+    expect_small(&q.strangers[2]);
+}
+
+/* What strangers may have of CPU time is gone meanwhile: a chunk that they have, or get, they do not
+   keep. */
+static void who_has_to_rest_keeps_no_chunk(void **state)
+{
+    peer_share others = {.is_own = false};
+    queue_scene q = chunks_are_out((int[]){0, 0, 0});
+    peer_charge_send(q.own.server, &others, UINT64_C(100000000000));
+    fake_cuda_release(0);
+    for (int i = 0; i < STRANGERS; i++)
+        expect_small(&q.strangers[i]);
+    request_small(&q.strangers[0], 0);
+    peer_await_count(&q.own.data, q.own.server,
+                     offsetof(fanin_server_stats, requests_delayed), 1);
+    fake_cuda_release(1);
+    request_small(&q.own, 1);
+    expect_small(&q.own);
+}
+
 /* ------------------------------------------------------------------ epochs */
 
 /* 4 MiB at @p memory of a server whose leases delay nothing. */
@@ -290,6 +380,26 @@ static void broken_devices_are_errors(void **state)
     fake_cuda_repair(1);
 }
 
+/* Reads that fail are a stranger's lines, of which there are few; the device's is there. */
+static void failing_reads_do_not_flood_the_log(void **state)
+{
+    static uint8_t got[1];
+    read_entry all = {.box = 0, .count = 1};
+    fanin_box box;
+    fanin_tensor t = byte_tensor(
+        "t", &box, device_alloc(0, sizeof got, FAKE_CUDA_MALLOC), sizeof got);
+    puller l = puller_serve(puller_open, &t, 1);
+    log_listen("device-failed");
+    fake_cuda_fail("cuLaunchKernel", CUDA_ERROR_OUT_OF_MEMORY, 0, 0);
+    for (int i = 0; i < MANY; i++) {
+        peer_request_read(&l.data, l.grant.token, sizeof got, &all, 1);
+        peer_expect_error(&l.data, FANIN_ERR_TRANSPORT);
+    }
+    fake_cuda_fail("cuLaunchKernel", CUDA_SUCCESS, 0, 0);
+    log_expect(1, "CUDA device 0 of rank 0");
+    assert_in_range(server_stats(l.server).log_lines_left_out, 1, MANY - 1);
+}
+
 /* The second half of a reply fails: it cannot become an error any more. */
 static void late_failures_void_the_lease(void **state)
 {
@@ -383,9 +493,12 @@ int main(void)
         device_clean_test(places_mix_in_one_read),
         device_clean_test(reads_are_pipelined),
         device_clean_test(chunks_are_few),
+        device_clean_test(the_own_user_waits_for_one_stranger),
+        device_clean_test(who_has_to_rest_keeps_no_chunk),
         device_clean_test(begin_update_waits_for_copies),
         device_clean_test(removal_while_copying),
         device_clean_test(ends_while_copying),
+        device_clean_test(failing_reads_do_not_flood_the_log),
         device_clean_test(late_failures_void_the_lease),
         device_clean_test(hung_devices_are_given_up),
         device_clean_test(any_failure_is_survived),
