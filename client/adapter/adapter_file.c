@@ -200,7 +200,8 @@ static fanin_status map_all(adapter *a, fanin_error *error)
     }
     for (size_t i = 0; i < a->n_mapped && status == FANIN_OK; i++)
         status = map(a, i, a->base ? a->base + a->files.files[i].at : NULL, error);
-    a->base = a->mapped[0].memory.base;
+    if (a->span == 0)
+        a->base = a->mapped[0].memory.base; /* else the first one is mapped there */
     bool anonymous = false;
     for (size_t i = 0; i < a->n_mapped; i++)
         anonymous = anonymous || a->mapped[i].anonymous;

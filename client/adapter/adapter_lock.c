@@ -77,10 +77,11 @@ fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error 
 }
 
 /* -1 with errno; EAGAIN: it was removed just now. */
-static int open_lock_file(const adapter_place *place, const char *name)
+static int open_lock_file(const adapter_place *place, const char *name, bool *made)
 {
     int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
     int fd = openat(place->parent, name, flags | O_CREAT | O_EXCL, 0600);
+    *made = fd >= 0;
     if (fd >= 0 || errno != EEXIST)
         return fd;
     fd = openat(place->parent, name, flags);
@@ -112,6 +113,21 @@ static fanin_status refuse_lock_file(const adapter *a, const char *name,
     return error_set(error, FANIN_ERR_EXISTS, &where,
                      "'%.200s' cannot be locked: '%.120s' beside it %.120s",
                      a->place.directory, name, why);
+}
+
+/* A file system that gives files to others than who makes them. */
+static fanin_status refuse_owners(const adapter *a, const char *name, const char *why,
+                                  fanin_error *error)
+{
+    error_place where = {
+        .phase = "write",
+        .remedy =
+            "pull as that user or onto another file system: root_squash, uid= and "
+            "file_mode= of a mount do that"};
+    unlinkat(a->place.parent, name, 0);
+    return error_set(error, FANIN_ERR_IO, &where,
+                     "a file that was just made beside '%.200s' %.120s",
+                     a->place.directory, why);
 }
 
 /* @p reason: why it could not be opened. */
@@ -166,7 +182,8 @@ static fanin_status try_file(const adapter *a, const char *name, int *lock_out,
 {
     struct stat info;
     char why[OWNERSHIP_TEXT];
-    int fd = open_lock_file(&a->place, name);
+    bool made;
+    int fd = open_lock_file(&a->place, name, &made);
     *lock_out = -1;
     if (fd < 0)
         return errno == EAGAIN ? FANIN_OK : explain(a, name, errno, error);
@@ -174,7 +191,7 @@ static fanin_status try_file(const adapter *a, const char *name, int *lock_out,
     if (fstat(fd, &info) != 0)
         status = explain(a, name, errno, error);
     else if (!is_ours(&info, why))
-        status = refuse_lock_file(a, name, why, error);
+        status = (made ? refuse_owners : refuse_lock_file)(a, name, why, error);
     if (status == FANIN_OK)
         status = wait_for_lock(a, fd, error);
     if (status == FANIN_OK && is_current(&a->place, name, fd))
@@ -202,7 +219,8 @@ bool adapter_try_lock(const adapter_place *place, int *lock_out)
     struct stat info;
     char name[NAME_MAX + 1], why[OWNERSHIP_TEXT];
     lock_name(place, name);
-    int fd = open_lock_file(place, name);
+    bool made;
+    int fd = open_lock_file(place, name, &made);
     if (fd < 0)
         return false;
     if (fstat(fd, &info) == 0 && is_ours(&info, why) &&

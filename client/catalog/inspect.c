@@ -31,7 +31,7 @@ fanin_rank_info rank_describe(const peer *p)
 fanin_status fanin_client_ranks(fanin_client *client, fanin_rank_fn fn, void *cookie,
                                 fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
+    fanin_status status = client_check_told(client, fn, error);
     for (size_t i = 0; status == FANIN_OK && i < client->n_peers; i++) {
         fanin_rank_info info = rank_describe(&client->peers[i]);
         if (!fn(cookie, &info))
@@ -71,7 +71,7 @@ fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
                                fanin_publication_fn fn, void *cookie,
                                fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
+    fanin_status status = client_check_told(client, fn, error);
     if (status != FANIN_OK)
         return status;
     survey s = {.client = client, .type = MSG_LIST, .at = deadline_in_ms(timeout_ms)};
@@ -88,7 +88,7 @@ fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
 fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
                                fanin_ping_fn fn, void *cookie, fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
+    fanin_status status = client_check_told(client, fn, error);
     if (status != FANIN_OK)
         return status;
     survey s = {.client = client, .type = MSG_PING, .at = deadline_in_ms(timeout_ms)};

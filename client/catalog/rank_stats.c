@@ -109,11 +109,9 @@ fanin_status fanin_client_stats(fanin_client *client, const char *publication,
                                 uint32_t timeout_ms, fanin_stats_fn fn, void *cookie,
                                 fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
+    fanin_status status = client_check_told(client, fn, error);
     if (status != FANIN_OK)
         return status;
-    if (!fn)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no callback");
     told *t = calloc(1, sizeof *t);
     if (!t)
         return error_set_memory(error);

@@ -265,7 +265,7 @@ fanin_status fanin_client_follow(fanin_client *client, const char *publication,
                                  uint32_t quiet_ms, fanin_quiet_fn quiet, void *cookie,
                                  fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
+    fanin_status status = client_check_told(client, fn, error);
     if (status != FANIN_OK)
         return status;
     if (!publication || (quiet && quiet_ms == 0))

@@ -67,6 +67,9 @@ fanin_status client_watch_cancel(fanin_client *client, fanin_error *error);
 fanin_status client_check(const fanin_client *client, fanin_error *error);
 /** client_check(), and that fanin_client_connect() gave addresses. */
 fanin_status client_check_connected(const fanin_client *client, fanin_error *error);
+/** client_check_connected(), and that there is a callback (@p told). */
+fanin_status client_check_told(const fanin_client *client, bool told,
+                               fanin_error *error);
 
 /**
  * Steps the loop until *@p left is 0. FANIN_ERR_CANCELLED; FANIN_ERR_TIMEOUT when @p at passes.

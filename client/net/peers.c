@@ -42,6 +42,15 @@ fanin_status client_check_connected(const fanin_client *client, fanin_error *err
     return FANIN_OK;
 }
 
+fanin_status client_check_told(const fanin_client *client, bool told,
+                               fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    return status == FANIN_OK && !told
+               ? error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no callback")
+               : status;
+}
+
 /* ------------------------------------------------------------------ cancel */
 
 static void on_cancel(loop_source *source, uint32_t events)

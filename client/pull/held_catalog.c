@@ -170,8 +170,9 @@ fanin_status fanin_client_catalog(fanin_client *client, const char *publication,
                                   fanin_entry_fn fn, void *cookie, fanin_error *error)
 {
     snapshot s = {0};
-    fanin_status status =
-        snapshot_take(client, publication, timeout_ms, false, &s, error);
+    fanin_status status = client_check_told(client, fn, error);
+    if (status == FANIN_OK)
+        status = snapshot_take(client, publication, timeout_ms, false, &s, error);
     if (status == FANIN_OK)
         status = report_catalog(client, &s, name, fn, cookie, error);
     snapshot_free(&s);
@@ -183,8 +184,9 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
                                    fanin_error *error)
 {
     snapshot s = {0};
-    fanin_status status =
-        snapshot_take(client, publication, timeout_ms, true, &s, error);
+    fanin_status status = client_check_told(client, fn, error);
+    if (status == FANIN_OK)
+        status = snapshot_take(client, publication, timeout_ms, true, &s, error);
     const key_table *keys = status == FANIN_OK ? s.publication->keys : NULL;
     for (uint32_t i = 0; keys && i < keys->n_pairs; i++) {
         if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))
@@ -237,7 +239,9 @@ fanin_status fanin_client_adapter_config(fanin_client *client,
 {
     snapshot s = {0};
     fanin_pull_options checked;
-    fanin_status status = pull_check(client, options, &checked, error);
+    fanin_status status = client_check_told(client, fn, error);
+    if (status == FANIN_OK)
+        status = pull_check(client, options, &checked, error);
     deadline at = status == FANIN_OK ? deadline_in_ms(checked.timeout_ms) : 0;
     if (status == FANIN_OK)
         status = snapshot_take(client, checked.publication, checked.timeout_ms, false,

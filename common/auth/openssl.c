@@ -2,9 +2,9 @@
 #include "openssl.h"
 #include "error_set.h"
 #include "library_table.h"
+#include "load_lock.h"
 
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static const char install_hint[] = "TLS needs OpenSSL 3: install it (Debian: "
                                    "libssl3), or name its libssl.so.3 in "
                                    "FANIN_OPENSSL_LIBRARY";
 
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static load_lock loading = LOAD_LOCK_INIT;
 static openssl table;
 static bool loaded;
 
@@ -67,9 +67,11 @@ static fanin_status load(fanin_error *error)
 
 fanin_status openssl_load(const openssl **out, fanin_error *error)
 {
-    pthread_mutex_lock(&load_lock);
+    *out = NULL;
+    if (!load_lock_take(&loading))
+        return load_lock_lost("OpenSSL", error);
     fanin_status status = loaded ? FANIN_OK : load(error);
-    pthread_mutex_unlock(&load_lock);
+    load_lock_give(&loading);
     *out = status == FANIN_OK ? &table : NULL;
     return status;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gpu_internal.h"
 #include "library_table.h"
+#include "load_lock.h"
 
 #include <ctype.h>
 #include <dlfcn.h>
@@ -14,7 +15,7 @@
 #define OLDEST_VERSION 11040
 
 /* The one driver of the process. Published when complete, never changed nor freed. */
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static load_lock loading = LOAD_LOCK_INIT;
 static _Atomic(gpu *) loaded;
 
 bool gpu_built(void)
@@ -217,7 +218,8 @@ fanin_status gpu_load(const logger *log, gpu **out, fanin_error *error)
 {
     void *handle = NULL;
     fanin_status status = FANIN_OK;
-    pthread_mutex_lock(&load_lock);
+    if (!load_lock_take(&loading))
+        return load_lock_lost("CUDA", error);
     gpu *g = atomic_load(&loaded);
     if (g) {
         if (g->pid != getpid())
@@ -239,7 +241,7 @@ fanin_status gpu_load(const logger *log, gpu **out, fanin_error *error)
     }
     if (status == FANIN_OK)
         *out = g;
-    pthread_mutex_unlock(&load_lock);
+    load_lock_give(&loading);
     return status;
 }
 

@@ -124,8 +124,11 @@ static void *work(void *cookie)
     int failed = 0;
     if (status == FANIN_OK) {
         write_on(r);
+        int fd = r->file.fd;
+        /* A child closes what is there; the number is others' from now on. */
+        r->file.fd = -1;
         pthread_mutex_unlock(r->lock);
-        failed = close(r->file.fd) != 0 ? errno : 0;
+        failed = close(fd) != 0 ? errno : 0;
         pthread_mutex_lock(r->lock);
     }
     r->failed = r->failed ? r->failed : failed;
@@ -227,7 +230,8 @@ int recorder_end(recorder *r, deadline at)
 
 void recorder_leave(recorder *r)
 {
-    close(r->file.fd);
+    if (r->file.fd >= 0)
+        close(r->file.fd);
 }
 
 uint32_t recorder_number(const recorder *r)

@@ -3,10 +3,10 @@
 #include "neighbour.h"
 
 #include "socket.h"
+#include "load_lock.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -66,7 +66,7 @@ static unsigned compare_spaces(pid_t pid)
 
 /* A descriptor that is given back when there is no other for a moment: with none this process would
    take its own user for a stranger. */
-static pthread_mutex_t reserve_lock = PTHREAD_MUTEX_INITIALIZER;
+static load_lock reserve_lock = LOAD_LOCK_INIT;
 static int reserve = -1;
 
 /* -1: there is none to be had. */
@@ -77,10 +77,11 @@ static int take_another(void)
 
 void neighbour_prepare(void)
 {
-    pthread_mutex_lock(&reserve_lock);
+    if (!load_lock_take(&reserve_lock))
+        return;
     if (reserve < 0)
         reserve = take_another();
-    pthread_mutex_unlock(&reserve_lock);
+    load_lock_give(&reserve_lock);
 }
 
 /* A descriptor of the peer's process itself, or -1 and errno. */
@@ -96,9 +97,10 @@ static int open_process(int fd)
    descriptors takes every number for its first owner's. */
 static bool is_alive(int fd)
 {
-    pthread_mutex_lock(&reserve_lock);
+    bool held = load_lock_take(&reserve_lock);
     int process = open_process(fd);
-    bool lacks = process < 0 && (errno == EMFILE || errno == ENFILE) && reserve >= 0;
+    bool lacks =
+        process < 0 && (errno == EMFILE || errno == ENFILE) && held && reserve >= 0;
     if (lacks) {
         close(reserve);
         process = open_process(fd);
@@ -110,7 +112,8 @@ static bool is_alive(int fd)
     }
     if (lacks)
         reserve = take_another();
-    pthread_mutex_unlock(&reserve_lock);
+    if (held)
+        load_lock_give(&reserve_lock);
     return alive;
 }
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "library_table.h"
 #include "ucx_internal.h"
+#include "load_lock.h"
 #include <dlfcn.h>
 #include <limits.h>
 #include <link.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,7 @@ static const char install_hint[] =
    mapped library belongs to the process anyway and UCX can neither be unloaded nor be there
    twice, so the table is kept until the process ends and never changes once it is
    published. */
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static load_lock loading = LOAD_LOCK_INIT;
 static ucx *loaded;
 
 /* Left alone, UCX patches libc's mmap and installs signal handlers as soon as it is mapped.
@@ -208,13 +208,14 @@ static fanin_status load(const logger *log, fanin_error *error)
 
 fanin_status ucx_load(const logger *log, ucx **out, fanin_error *error)
 {
-    pthread_mutex_lock(&load_lock);
+    if (!load_lock_take(&loading))
+        return load_lock_lost("UCX", error);
     const ucx_scope scope = ucx_scope_enter(log, true);
     fanin_status status = load(log, error);
     ucx_scope_leave(&scope);
     if (status == FANIN_OK)
         *out = loaded;
-    pthread_mutex_unlock(&load_lock);
+    load_lock_give(&loading);
     return status;
 }
 

@@ -459,6 +459,25 @@ static void test_directory_unwritable(void **state)
     assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
 }
 
+/* As by a mount that gives files to others than who makes them. */
+static void test_directory_of_other_owners(void **state)
+{
+    char scratch[64], path[128];
+    if (geteuid() != 0)
+        skip();
+    start_good();
+    make_scratch(scratch);
+    snprintf(path, sizeof path, "%s/adapter", scratch);
+    assert_int_equal(chmod(scratch, 0777), 0);
+    setfsuid(65534);
+    fanin_status status = pull_directory(path);
+    setfsuid(0);
+    expect(status, FANIN_ERR_IO, "a file that was just made beside");
+    assert_says(error.message, "65534");
+    assert_says(error.remedy, "root_squash");
+    assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
+}
+
 static void test_directory_occupied(void **state)
 {
     char scratch[64], path[128], file[160];
@@ -505,6 +524,27 @@ static void test_port_in_use(void **state)
     expect(status, FANIN_ERR_EXISTS, port);
 }
 
+static void test_callbacks_absent(void **state)
+{
+    start_good();
+    fanin_client *client = connect_client(NULL, t.list, RANKS);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    const fanin_status all[] = {
+        fanin_client_ranks(client, NULL, NULL, &error),
+        fanin_client_list(client, 1000, NULL, NULL, &error),
+        fanin_client_ping(client, 1000, NULL, NULL, &error),
+        fanin_client_stats(client, NULL, 1000, NULL, NULL, &error),
+        fanin_client_catalog(client, "lora:0", NULL, 1000, NULL, NULL, &error),
+        fanin_client_metadata(client, "lora:0", 1000, NULL, NULL, &error),
+        fanin_client_adapter_config(client, &options, NULL, NULL, &error),
+        fanin_client_watch(client, "lora:0", 1000, NULL, NULL, &error),
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        assert_int_equal(all[i], FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "there is no callback");
+    fanin_client_destroy(&client);
+}
+
 #define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
@@ -525,7 +565,9 @@ int main(void)
         CASE(test_wrong_wishes),
         CASE(test_steps),
         CASE(test_directory_unwritable),
+        CASE(test_directory_of_other_owners),
         CASE(test_directory_occupied),
+        CASE(test_callbacks_absent),
         CASE(test_port_in_use),
     };
     return cmocka_run_group_tests_name("refusals", tests, NULL, NULL);

@@ -5,7 +5,8 @@
  * puts it together in the caller's memory or as a directory, a PEFT adapter's or a model's.
  *
  * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
- * signal handler. Callbacks come in the calling thread, but the log's. The calling thread does
+ * signal handler. Callbacks come in the calling thread, but the log's; what they call of their client is
+ * fanin_client_cancel() and nothing else. The calling thread does
  * the work, with helper threads that end before the call returns. Four kinds of thread do not:
  * one that asks for a host's name, which getaddrinfo() does not give back; and, until the client is
  * disconnected or destroyed, one that makes the spare file, if pull options ask for that, those

@@ -21,6 +21,16 @@
 #include <unistd.h>
 
 static bool no_shared_mappings;
+static bool no_mappings_in_range, unmapped_from_null;
+
+int __real_munmap(void *address, size_t size);
+int __wrap_munmap(void *address, size_t size);
+
+int __wrap_munmap(void *address, size_t size)
+{
+    unmapped_from_null = unmapped_from_null || !address;
+    return address ? __real_munmap(address, size) : 0;
+}
 
 void *__real_mmap64(void *address, size_t size, int protection, int flags, int fd,
                     off_t offset);
@@ -30,6 +40,10 @@ void *__wrap_mmap64(void *address, size_t size, int protection, int flags, int f
 void *__wrap_mmap64(void *address, size_t size, int protection, int flags, int fd,
                     off_t offset)
 {
+    if (no_mappings_in_range && (flags & MAP_FIXED)) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
     if (no_shared_mappings && (flags & MAP_SHARED)) {
         errno = ENODEV;
         return MAP_FAILED;
@@ -227,6 +241,24 @@ static void it_appears_without_shared_mappings(void **state)
     no_shared_mappings = true;
     make_model();
     assert_whole();
+}
+
+/* Nothing but the range is given back: who unmapped from NULL on would have the program itself. */
+static void a_mapping_that_fails_takes_nothing_with_it(void **state)
+{
+    (void)state;
+    const uint64_t *to;
+    uint64_t span;
+    uint8_t *base;
+    fanin_error error = FANIN_ERROR_INIT;
+    adapter *a = open_model(FILE_BYTES, &to, &span);
+    no_mappings_in_range = true;
+    fanin_status status = adapter_map(a, &base, &error);
+    no_mappings_in_range = false;
+    assert_true(status != FANIN_OK);
+    adapter_close(&a);
+    assert_false(unmapped_from_null);
+    assert_int_equal(count_entries(root), 0);
 }
 
 static void files_lie_side_by_side(void **state)
@@ -444,6 +476,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(a_model_appears_whole_and_is_used_again),
         TEST(it_appears_without_shared_mappings),
+        TEST(a_mapping_that_fails_takes_nothing_with_it),
         TEST(files_lie_side_by_side),
         TEST(a_new_attempt_fills_it_anew),
         TEST(a_table_of_other_sizes_is_mapped_anew),

@@ -16,7 +16,7 @@
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t turn;
-    bool hangs, is_there;
+    bool hangs, is_there, is_full;
 } disk = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 ssize_t __real_pwrite64(int fd, const void *from, size_t size, off_t at);
@@ -29,8 +29,10 @@ ssize_t __wrap_pwrite64(int fd, const void *from, size_t size, off_t at)
     pthread_cond_broadcast(&disk.turn);
     while (disk.hangs)
         assert_true(condition_wait(&disk.turn, &disk.lock, until));
+    bool full = disk.is_full;
     pthread_mutex_unlock(&disk.lock);
-    return __real_pwrite64(fd, from, size, at);
+    errno = ENOSPC;
+    return full ? -1 : __real_pwrite64(fd, from, size, at);
 }
 
 static void hang(bool hangs)
@@ -206,6 +208,41 @@ static void a_file_system_that_does_not_answer_is_left(void **state)
         assert_false(deadline_passed(until));
 }
 
+/* A file that has been given up is closed, and its number is somebody else's: children leave that alone. */
+static void a_child_closes_no_number_of_others(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    char name[64], target[128];
+    int fd = -1, status;
+    start();
+    while (++fd < 1024) {
+        snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+        ssize_t n = readlink(name, target, sizeof target - 1);
+        target[n > 0 ? n : 0] = '\0';
+        if (strcmp(target, file) == 0)
+            break;
+    }
+    assert_true(fd < 1024);
+    pthread_mutex_lock(&disk.lock);
+    disk.is_full = true;
+    pthread_mutex_unlock(&disk.lock);
+    add(1);
+    trace_settle(FANIN_ERR_STALE);
+    const deadline until = deadline_in_ms(10000);
+    while (fcntl(fd, F_GETFD) >= 0)
+        assert_false(deadline_passed(until));
+    assert_int_equal(open("/dev/null", O_RDONLY | O_CLOEXEC), fd);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(fcntl(fd, F_GETFD) >= 0 ? 0 : 1);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(fd);
+    assert_int_equal(fanin_trace_stop(&error), FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOSPC);
+    disk.is_full = false;
+}
+
 /* Nobody calls once more for it. */
 static void it_is_written_within_a_second(void **state)
 {
@@ -260,6 +297,7 @@ int main(void)
         CASE(a_row_is_told_once),
         CASE(what_has_no_room_is_counted),
         CASE(a_file_system_that_does_not_answer_is_left),
+        CASE(a_child_closes_no_number_of_others),
         CASE(it_is_written_within_a_second),
         CASE(starting_and_stopping_beside_calls),
     };

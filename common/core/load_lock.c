@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "load_lock.h"
+
+#include "error_set.h"
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static load_lock *_Atomic all;
+
+/* Who held a lock is not here. */
+static void in_child(void)
+{
+    for (load_lock *l = atomic_load(&all); l; l = l->next) {
+        if (pthread_mutex_trylock(&l->mutex) == 0)
+            pthread_mutex_unlock(&l->mutex);
+        else
+            atomic_store(&l->lost, true);
+    }
+}
+
+static void install(void)
+{
+    (void)pthread_atfork(NULL, NULL, in_child);
+}
+
+bool load_lock_take(load_lock *l)
+{
+    pthread_once(&once, install);
+    if (!atomic_exchange(&l->known, true)) {
+        l->next = atomic_load(&all);
+        while (!atomic_compare_exchange_weak(&all, &l->next, l))
+            ;
+    }
+    if (atomic_load(&l->lost))
+        return false;
+    pthread_mutex_lock(&l->mutex);
+    return true;
+}
+
+void load_lock_give(load_lock *l)
+{
+    pthread_mutex_unlock(&l->mutex);
+}
+
+fanin_status load_lock_lost(const char *what, fanin_error *error)
+{
+    const error_place place = {
+        .phase = "load",
+        .remedy = "fork before the first client or server is made, or start a new "
+                  "program in the child"};
+    return error_set(error, FANIN_ERR_FORKED, &place,
+                     "this process was forked while its parent loaded %s", what);
+}

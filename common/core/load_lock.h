@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Locks of what is loaded once a process, which takes long and is another library's work. A child that is forked
+ * meanwhile has the lock, and half of the library, for ever: it is told, instead of waiting.
+ */
+#ifndef LOAD_LOCK_H
+#define LOAD_LOCK_H
+
+#include <fanin/error.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+/** Of static storage. */
+typedef struct load_lock {
+    pthread_mutex_t mutex;
+    atomic_bool known, lost;
+    struct load_lock *next;
+} load_lock;
+
+#define LOAD_LOCK_INIT                                                                 \
+    {                                                                                  \
+        .mutex = PTHREAD_MUTEX_INITIALIZER                                             \
+    }
+
+/** False: this process was forked while its parent had it. It is not held then, and never will be. Thread: any. */
+bool load_lock_take(load_lock *l);
+void load_lock_give(load_lock *l);
+/** FANIN_ERR_FORKED: why @p what, a library, cannot be had. */
+fanin_status load_lock_lost(const char *what, fanin_error *error);
+
+#endif

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A process that is forked while another thread loads a library. */
+#include "load_lock.h"
+#include "testing.h"
+#include <semaphore.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static load_lock lock = LOAD_LOCK_INIT, other = LOAD_LOCK_INIT;
+static sem_t held, done;
+
+static void *hold(void *cookie)
+{
+    assert_true(load_lock_take(&lock));
+    sem_post(&held);
+    sem_wait(&done);
+    load_lock_give(&lock);
+    return cookie;
+}
+
+/* The child has its answer, and does not wait for who is not there. */
+static bool child_is_told(void)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    bool others = load_lock_take(&other);
+    load_lock_give(&other);
+    return others && !load_lock_take(&lock) && !load_lock_take(&lock) &&
+           load_lock_lost("it", &error) == FANIN_ERR_FORKED &&
+           strstr(error.message, "while its parent loaded it");
+}
+
+static int fork_meanwhile(void)
+{
+    int status;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(child_is_told() ? 0 : 1);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    return status;
+}
+
+static void a_child_of_a_process_that_loads_is_told(void **state)
+{
+    pthread_t thread;
+    assert_int_equal(sem_init(&held, 0, 0), 0);
+    assert_int_equal(sem_init(&done, 0, 0), 0);
+    assert_true(load_lock_take(&other));
+    load_lock_give(&other);
+    assert_int_equal(pthread_create(&thread, NULL, hold, NULL), 0);
+    sem_wait(&held);
+    int status = fork_meanwhile();
+    sem_post(&done);
+    pthread_join(thread, NULL);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_true(load_lock_take(&lock)); /* the parent's is as it was */
+    load_lock_give(&lock);
+}
+
+static void a_child_of_one_that_does_not_takes_it(void **state)
+{
+    int status;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(load_lock_take(&lock) && load_lock_take(&other) ? 0 : 1);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_child_of_a_process_that_loads_is_told),
+        cmocka_unit_test(a_child_of_one_that_does_not_takes_it),
+    };
+    return cmocka_run_group_tests_name("load_lock", tests, NULL, NULL);
+}
