@@ -132,6 +132,13 @@ static fanin_status make_choice(const char *text, choice **out, fanin_error *err
     return status;
 }
 
+static bool is_same_file(int one, int other)
+{
+    struct stat a, b;
+    return fstat(one, &a) == 0 && fstat(other, &b) == 0 && a.st_dev == b.st_dev &&
+           a.st_ino == b.st_ino;
+}
+
 /* Whoever is first, for all: no lock, which a forked child could find held. The thread that writes stayed with the
    parent, so that a child makes its own. */
 static fanin_status choose(const char *text, choice **out, fanin_error *error)
@@ -146,7 +153,8 @@ static fanin_status choose(const char *text, choice **out, fanin_error *error)
         return status;
     made->parents = now;
     if (atomic_compare_exchange_strong(&chosen, &now, made)) {
-        if (now && now->fd >= 0)
+        /* The child may have closed it, and use the number for what is its own. */
+        if (now && is_same_file(now->fd, made->fd))
             close(now->fd);
         *out = made;
         return FANIN_OK;

@@ -104,6 +104,35 @@ static bool write_in_children(void)
     exit(0);
 }
 
+/* As a daemon does: all that it had is closed, and the numbers are its own. */
+static bool begin_anew(void)
+{
+    logger log;
+    for (int fd = 3; fd < 64; fd++)
+        close(fd);
+    reader = open(place, O_RDONLY | O_NONBLOCK);
+    while (open("/dev/null", O_RDONLY) < 63)
+        ;
+    if (!choose(&log))
+        return false;
+    bool all = true;
+    for (int fd = 3; fd < 64; fd++)
+        all = all && fcntl(fd, F_GETFD) >= 0;
+    return all;
+}
+
+static bool begin_anew_in_a_child(void)
+{
+    logger log;
+    int status = 1;
+    if (!choose(&log))
+        return false;
+    pid_t child = fork();
+    if (child == 0)
+        exit(begin_anew() ? 0 : 1);
+    return waitpid(child, &status, 0) == child && status == 0;
+}
+
 static bool is_refused(void)
 {
     fanin_log_fn fn = NULL;
@@ -126,6 +155,16 @@ static void a_forked_child_has_a_log_of_its_own(void **state)
     expect_in_child(write_in_children);
 }
 
+static void what_a_daemon_opens_is_its_own(void **state)
+{
+#ifdef __has_feature
+#if __has_feature(thread_sanitizer)
+    skip(); /* it lets no child of several threads begin one */
+#endif
+#endif
+    expect_in_child(begin_anew_in_a_child);
+}
+
 static void another_users_pipe_is_refused(void **state)
 {
     if (geteuid() != 0)
@@ -141,6 +180,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         CASE(a_reader_that_leaves_kills_nobody),
         CASE(a_forked_child_has_a_log_of_its_own),
+        CASE(what_a_daemon_opens_is_its_own),
         CASE(another_users_pipe_is_refused),
     };
     return cmocka_run_group_tests_name("log choice", tests, NULL, NULL);
