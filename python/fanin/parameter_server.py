@@ -96,9 +96,12 @@ class _Entry:
     version: int | None = None
     #: Where the tensor lies, if PyTorch counts.
     extent: Any = None
+    #: Where and how it lay when *shard* was made; None: it is not PyTorch's.
+    place: Any = None
 
     def __post_init__(self) -> None:
         self.published()
+        self.place = _place(self.tensor)
         if self.version is not None:
             from fanin.torch._writes import extent_of
 
@@ -111,12 +114,27 @@ class _Entry:
     def written(self) -> bool:
         return self.version != _version(self.tensor)
 
+    @property
+    def moved(self) -> bool:
+        return bool(self.place != _place(self.tensor))
+
 
 def _version(tensor: Any) -> int | None:
     try:
         return getattr(tensor, "_version", None)
     except RuntimeError:  # a tensor made in inference mode
         return None
+
+
+def _place(tensor: Any) -> tuple[Any, ...] | None:
+    if not hasattr(tensor, "data_ptr"):
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _refuse_offloaded(tensor: Any) -> None:
+    if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+        raise StateError.make("its storage has no bytes")
 
 
 class ParameterServer:
@@ -258,11 +276,7 @@ class ParameterServer:
             shard = shard_of(name, tensor)
             self._finish_writes(shard)
             with self._change(publication):
-                self._server.put(publication, [shard], replace=True)
-                devices = self._devices[publication]
-                devices[_device(self._let_go(key).shard)] -= 1
-                devices[_device(shard)] += 1
-                self._keep(key, _Entry(tensor, shard))
+                self._replace(publication, key, _Entry(tensor, shard))
 
     def remove(self, key: str) -> None:
         """Takes the tensor out; when this returns, nobody reads its memory any more.
@@ -291,6 +305,33 @@ class ParameterServer:
     def _drop(self, key: str, publication: str) -> None:
         self._devices[publication][_device(self._let_go(key).shard)] -= 1
         self._sizes[publication] -= 1
+        del self._store[key]
+
+    def _replace(self, publication: str, key: str, entry: _Entry) -> None:
+        self._server.put(publication, [entry.shard], replace=True)
+        devices = self._devices[publication]
+        devices[_device(self._let_go(key).shard)] -= 1
+        devices[_device(entry.shard)] += 1
+        self._keep(key, entry)
+
+    def _tell_what_moved(self) -> None:
+        """``p.data = ...`` and ``module.to()`` give a tensor other memory, of which nobody tells:
+        what is registered would be published as the new step, and is what it was before."""
+        for key, entry in self._store.items():
+            publication, name = split_key(key)
+            try:
+                if entry.moved:
+                    _refuse_offloaded(entry.tensor)
+                    shard = shard_of(name, entry.tensor)
+                    self._replace(publication, key, _Entry(entry.tensor, shard))
+            except (FaninError, RuntimeError) as error:  # PyTorch's: it has no memory at all
+                raise StateError.make(
+                    f"the memory of '{key}' was replaced, and what it has now cannot be served: "
+                    f"{error.message if isinstance(error, FaninError) else error}",
+                    "bring the tensor back before updating() ends, or remove() it before it is "
+                    "offloaded and put() it afterwards",
+                    key=key,
+                ) from error
 
     def _keep(self, key: str, entry: _Entry) -> None:
         self._store[key] = entry
@@ -304,9 +345,13 @@ class ParameterServer:
             self._counting = True
 
     def _let_go(self, key: str) -> _Entry:
-        entry = self._store.pop(key)
+        """The key's entry, which counts no writes any more: it is to be removed or replaced."""
+        entry = self._store[key]
         if entry.extent is not None:
-            self._lent.get(entry.extent.storage, {}).pop(key, None)
+            there = self._lent.get(entry.extent.storage, {})
+            there.pop(key, None)
+            if not there:  # storages come and go
+                self._lent.pop(entry.extent.storage, None)
         return entry
 
     def _published(self, param: Any) -> list[Any]:
@@ -322,6 +367,10 @@ class ParameterServer:
     @contextlib.contextmanager
     def updating(self, step: int | None = None) -> Iterator[None]:
         """In this block registered tensors may be written; its end publishes them as one step.
+
+        They may also be given other memory (``p.data = ...``, ``module.to()``): the end registers
+        what a tensor has then, and raises StateError with its key if that cannot be served. Another
+        tensor object in its place is to be given to ``update``.
 
         step: of all publications, above their last; None: each one's next. Readers that are at
         work are waited for at first, at most the lease; new ones wait until the block ends, and
@@ -346,6 +395,7 @@ class ParameterServer:
                 for publication in [p for p, size in self._sizes.items() if size > 0]:
                     self._begin(publication)
                 yield
+                self._tell_what_moved()
                 for publication in sorted(self._open):
                     number = self._steps.get(publication, 0) + 1 if step is None else step
                     self._commit(publication, number, self._stream(publication))

@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 pytestmark = pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
 
 
-def gpt_model(config: Any, tp_size: int) -> Any:
+def gpt_model(config: Any, tp_size: int, expert_size: int | None) -> Any:
     """Megatron's model of that configuration, as this tensor-parallel rank has it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -56,7 +56,7 @@ def gpt_model(config: Any, tp_size: int) -> Any:
         normalization="RMSNorm",
         qk_layernorm=True,
         tensor_model_parallel_size=tp_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_size,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         **moe,
@@ -71,28 +71,37 @@ def gpt_model(config: Any, tp_size: int) -> Any:
     )
 
 
-def tell(rank: int, size: int, kind: str, folder: str) -> None:
+def tell(rank: int, size: int, kind: str, expert_size: int | None, folder: str) -> None:
     """In a process of its own: what that rank tells the others of its part."""
     from megatron.core import parallel_state
 
     where = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(size, expert_tensor_parallel_size=1)
+    parallel_state.initialize_model_parallel(size, expert_tensor_parallel_size=expert_size)
     config = config_of(kind, False)
-    model = gpt_model(config, size)
-    names = megatron(config, tp_rank=rank, tp_size=size)
+    model = gpt_model(config, size, expert_size)
+    share = {
+        "expert_tp_rank": parallel_state.get_expert_tensor_parallel_rank(),
+        "expert_tp_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    if share["expert_tp_size"] == 1:
+        share = {}
+    names = megatron(config, tp_rank=rank, tp_size=size, **share)
     shards = Parameters(model, find_weights, names).look().shards
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(compress(table_of(shards))))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("kind", "expert_size"),
+    [("qwen3", None), ("qwen3-moe", 1), ("qwen3-moe", None)],  # None: Megatron's default
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_of_megatrons_own_model_are_the_checkpoint(
-    kind: str, size: int, tmp_path: Path
+    kind: str, expert_size: int | None, size: int, tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(tell, (size, kind, str(tmp_path)), nprocs=size)
+    torch.multiprocessing.spawn(tell, (size, kind, expert_size, str(tmp_path)), nprocs=size)
     answers: list[tuple[Told, bytes]] = [
         pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(size)
     ]

@@ -42,6 +42,7 @@ class Normed(torch.nn.Module):
         self.body = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 6, bias=False))
         self.head = torch.nn.Linear(6, 12, bias=False)
         self.head.weight = self.embed.weight
+        self.idle = torch.nn.Sequential(torch.nn.Identity())
         self.scale = torch.nn.Parameter(torch.tensor(2.0))
         self.register_buffer("cache", torch.ones(4), persistent=False)
         self.register_buffer("shift", torch.arange(3.0))
@@ -456,6 +457,22 @@ def test_pause_offload_and_resume():
 
 
 CHANGES = {
+    "what had no parameters replaced": (
+        lambda model: setattr(model, "idle", torch.nn.Linear(6, 1)),
+        "'idle.weight' has joined",
+    ),
+    "what had no parameters replaced deep inside": (
+        lambda model: setattr(model.idle, "0", torch.nn.LayerNorm(6)),
+        "'idle.0.weight' has joined",
+    ),
+    "a buffer persistent at last": (
+        lambda model: model.register_buffer("cache", model.cache),
+        "'cache' has joined",
+    ),
+    "a buffer persistent no more": (
+        lambda model: model.register_buffer("shift", model.shift, persistent=False),
+        "'shift' has left",
+    ),
     "converted": (
         lambda model: model.body.to(torch.float16),
         "'body.0.weight' is F16 [5, 6] on this rank now, and was F32 [5, 6]",

@@ -118,6 +118,8 @@ class FakeVLLM(FakeEngine):
         self.held: int | None = None
         self.cache_reset = 0
         self.workers = 2
+        #: The launch of the trainer that each worker's weights are of, in turn.
+        self.worlds = ["a" * 32]
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
         self.ahead: int | None = None
@@ -144,19 +146,20 @@ class FakeVLLM(FakeEngine):
             return 200, {"success": True}
         if path == "/collective_rpc":
             assert body == {"method": "fanin_weights_state"}
-            return 200, {"results": [self._state() for _ in range(self.workers)]}
+            return 200, {"results": [self._state(worker) for worker in range(self.workers)]}
         if path == "/init_weight_transfer_engine":
             self.initialised = body["init_info"]
             return 200, {"message": "Weight transfer initialized"}
         return self._update(path, body)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, worker: int) -> dict[str, Any]:
         ahead, last = None, None
         if self.ahead is not None:
             ahead = {"step": self.ahead, **self.reads[0]}
             self.reads = self.reads[1:] or self.reads
         if self.held is not None:
             last = {"bytes": 50, "read": 0.5, "path": "cma"}
+            last["worlds"] = [self.worlds[worker % len(self.worlds)]]
         return {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
 
     def _update(self, path: str, body: Any) -> Answer | None:

@@ -309,6 +309,66 @@ def test_writes_outside_of_updating_are_refused(server: ParameterServer, how: st
         assert (client.get(A, timeout=20.0).numpy() == 3).all()
 
 
+MOVES = {
+    "assigned": lambda p: setattr(p, "data", p.data - 0.25),
+    "converted": lambda p: setattr(p, "data", p.data.half()),
+    "reshaped": lambda p: setattr(p, "data", torch.ones(2, 3)),
+    "transposed": lambda p: setattr(p, "data", p.data.t().contiguous().t()),
+    "brought back": lambda p: [setattr(p, "data", torch.ones(n)) for n in (0, 3)],
+}
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("how", MOVES)
+def test_memory_that_is_replaced_is_published(how: str, snapshot: bool) -> None:
+    param, beside = torch.nn.Parameter(torch.ones(4, 2)), torch.zeros(2)
+    with ParameterServer("moves", port=0, snapshot=snapshot) as server:
+        server.put(A, param)
+        server.put(OTHER, beside)
+        before = weakref.ref(param.untyped_storage())
+        with connect(server) as client:
+            client.get(A)
+            for step in (2, 3):
+                with server.updating():
+                    beside.add_(1)
+                    MOVES[how](param)
+                assert torch.equal(client.get(A), param.detach())
+                assert (client.get(OTHER) == step - 1).all()
+                assert client.steps["lora:0"] == server.steps["lora:0"] == step
+        assert server.keys() == [A, OTHER] and server.get(A) is param
+        gc.collect()
+        assert before() is None
+        if not snapshot:  # what it has now is watched, and nothing else
+            assert list(server._lent) == [p.untyped_storage().data_ptr() for p in (beside, param)]
+            with torch.no_grad():
+                param.add_(1)
+            with pytest.raises(StateError, match="outside of updating"), server.updating():
+                raise AssertionError("the block must not run")
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+def test_memory_that_cannot_be_served_is_not_published(server: ParameterServer) -> None:
+    param, other = torch.nn.Parameter(torch.ones(8)[4:]), torch.ones(3, 1)
+    server.put(A, param)
+    server.put(OTHER, other)
+    with connect(server, timeout=0.2) as client:
+        for change in (
+            lambda: param.untyped_storage().resize_(0),  # as FSDP and offloading do
+            lambda: setattr(param, "data", torch.ones(1).expand(4)),
+        ):
+            with pytest.raises(StateError, match="memory of '.*q_proj.*remove") as caught:
+                with server.updating():
+                    change()
+            assert caught.value.key == A
+            with pytest.raises((PullAgainError, PullTimeoutError)):
+                client.get(A)
+        with server.updating():
+            param.data = torch.full((4,), 3.0)
+        with connect(server) as patient:
+            assert (patient.get(A) == 3).all() and (patient.get(OTHER) == 1).all()
+
+
 @pytest.mark.skipif(torch is None, reason="no PyTorch here")
 @pytest.mark.parametrize("form", ["itself", "detach", "data", "rows"])
 @pytest.mark.parametrize("fused", [False, True])

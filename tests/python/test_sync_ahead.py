@@ -215,6 +215,19 @@ def test_removed_while_it_reads(engine: FakeVLLM) -> None:
     assert "was removed" in str(caught[0]) and not engine.count("/pause")
 
 
+def test_workers_of_two_launches_of_the_trainer(engine: FakeVLLM) -> None:
+    """Started again between one worker's pull and another's: the same step, and other weights."""
+    registry = registry_of(engine)
+    engine.worlds = ["a" * 32, "b" * 32]
+    with pytest.raises(SyncError, match=f"different launches.*{'a' * 32}, {'b' * 32}") as caught:
+        registry.sync(7)
+    told = failure(caught, engine)
+    assert told.phase == "finish" and told.paused and engine.paused
+    assert "sync again" in told.error
+    engine.worlds = ["b" * 32]
+    assert registry.sync(7).ok and not engine.paused
+
+
 def test_the_log_says_how_far_it_is(
     engine: FakeVLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

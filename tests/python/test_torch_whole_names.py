@@ -182,6 +182,7 @@ CONFIG = {
     "head_dim": 3,
     "vocab_size": 10,
 }
+MOE = {**CONFIG, "moe_intermediate_size": 2}
 LAYER = "decoder.layers.0"
 
 
@@ -230,12 +231,59 @@ def test_projections_of_megatron():
         "model.layers.0.self_attn.o_proj.weight": [(0, 0), (0, 3)]
     }
     for name in ("experts.linear_fc1.weight3", "experts.local_experts.3.linear_fc1.weight"):
-        names = megatron(CONFIG, tp_rank=1, tp_size=2, first_expert=8)
+        names = megatron(MOE, tp_rank=1, tp_size=2, first_expert=8)
         out = published(names, (4, 1), f"{LAYER}.mlp.{name}")
         assert list(out) == [
             f"model.layers.0.mlp.experts.11.{name}_proj.weight" for name in ("gate", "up")
         ]
         assert rows(out, "model.layers.0.mlp.experts.11.up_proj.weight") == [2, 3]
+
+
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, "moe_intermediate_size": 4}])
+@pytest.mark.parametrize("name", ["experts.{}.weight3", "experts.local_experts.3.{}.weight"])
+def test_experts_of_megatron_that_are_tensor_parallel(config, name):
+    """In groups of their own: of four ranks that share a layer two share an expert."""
+    expert = "model.layers.0.mlp.experts.3"
+
+    def of(leaf, shape):
+        parts = [
+            published(
+                megatron(config, tp_rank=2 + r, tp_size=4, expert_tp_rank=r, expert_tp_size=2),
+                shape,
+                f"{LAYER}.mlp.{name.format(leaf)}",
+            )
+            for r in (0, 1)
+        ]
+        for key in parts[0]:
+            one, other = parts[0][key], parts[1][key]
+            assert one[0] == other[0] and not one[1].keys() & other[1].keys()
+            assert len(one[1]) + len(other[1]) == math.prod(one[0])
+        return parts
+
+    first, second = of("linear_fc1", (4, 1))
+    assert list(first) == [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"]
+    assert rows(first, f"{expert}.up_proj.weight") == [2, 3, None, None]
+    assert rows(second, f"{expert}.gate_proj.weight") == [None, None, 0, 1]
+    first, second = of("linear_fc2", (2, 2))
+    assert first[f"{expert}.down_proj.weight"][0] == (2, 4)
+    assert second[f"{expert}.down_proj.weight"][1] == {(0, 2): 0, (0, 3): 1, (1, 2): 2, (1, 3): 3}
+
+
+def test_experts_of_megatron_that_may_be_parts_are_refused():
+    fc1, fc2 = (f"{LAYER}.mlp.experts.linear_fc{which}.weight0" for which in (1, 2))
+    for size in (1, 2):  # Megatron's default is that experts are shared as all else is
+        names = megatron(MOE | {"moe_intermediate_size": 4}, tp_size=size)
+        for name, shape in ((fc1, (4, 1)), (fc2, (1, 2))):
+            with pytest.raises(ValueError, match="has 2 of .* 4, .*expert_tp_rank and") as caught:
+                names(name, shape)
+            assert name in str(caught.value)
+        with pytest.raises(ValueError, match="cannot be told: give moe_intermediate_size .* or"):
+            megatron(CONFIG, tp_size=size)(fc1, (4, 1))
+    with pytest.raises(ValueError, match="which 4 such parts do not make"):
+        megatron(MOE, expert_tp_rank=0, expert_tp_size=4)(fc2, (1, 2))
+    for more in ({"expert_tp_rank": 1}, {"expert_tp_size": 2}):
+        with pytest.raises(ValueError, match="both"):
+            megatron(MOE, **more)
 
 
 def test_padded_vocabularies_of_megatron():

@@ -95,6 +95,8 @@ class VLLM(Driver):
             found = [state.get("ahead") for state in self._states("ahead", deadline)]
             states = [one for one in found if isinstance(one, dict) and one.get("step") == step]
             failed = [one for one in states if one.get("state") == "failed"]
+            # What other workers have read by then is harmless: the update installs it only if the
+            # trainer is still the launch that it is of, from which all others pull.
             if failed or len(states) < len(found):
                 return self._not_ahead(failed)
             tell(_sum(states, "bytes"), _sum(states, "total"))
@@ -125,6 +127,7 @@ class VLLM(Driver):
             self._reset_cache(options.pause_mode == "retract", deadline)
         self._proven(version, deadline)
         pulled = None
+        worlds: set[str] = set()
         for state in self._states("finish", deadline):
             held, last = state.get("step"), state.get("last")
             told = last if isinstance(last, dict) else {}
@@ -134,6 +137,16 @@ class VLLM(Driver):
                 held, _sum([told], "bytes"), float(told.get("read") or 0), str(told.get("path"))
             )
             pulled = one if pulled is None else _joined(pulled, one)
+            known = told.get("worlds")
+            worlds.update(map(str, known) if isinstance(known, list) else ())
+        if len(worlds) > 1:
+            raise PeerError.make(
+                f"{self.wire.url}: its workers hold step {step} of different launches of the"
+                f" trainer: {', '.join(sorted(worlds))}",
+                "the trainer was started again meanwhile: sync again",
+                address=self.wire.url,
+                phase="finish",
+            )
         return self._holding(pulled, step)
 
     def _states(self, phase: str, deadline: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ their place. So nothing is remembered but the owning module and the attribute's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,28 +86,42 @@ class Tree:
         self._names = [name for _, name, _ in links.values()]
         self._modules = [child for _, _, child in links.values()]
         self._aliases = found.aliases if found is not None else []
+        everything = list(root.modules()) if found is not None and found.whole else []
         self._dicts = [
             getattr(module, kind)
-            for module in (root.modules() if found is not None and found.whole else ())
+            for module in everything
             for kind in (PARAMETER, BUFFER, "_modules")
         ]
+        # What has no parameter yet may be replaced by what has: an Identity by a Linear.
+        self._kept = [module._modules for module in everything if module._modules]
+        self._whole = list(_values(self._kept))
+        # Of which buffers are persistent: the sets themselves, and what was in them.
+        self._unsaved = [m._non_persistent_buffers_set for m in everything if m._buffers]
+        self._were_unsaved = list(map(set, self._unsaved))
         self._sizes = list(map(len, self._dicts))
         unset = [(kept, name) for kept in self._dicts for name in kept if kept[name] is None]
         self._lacking = [kept for kept, _ in unset]
         self._unset = [name for _, name in unset]
 
     def stands(self) -> bool:
-        """Whether each module on the way to an item is the one that was found there, nothing has
-        joined a tree that is published whole, and each alias still is one."""
+        """Whether each module on the way to an item is the one that was found there, and each alias
+        still is one; of a tree that is published whole also whether nothing has joined it, all of
+        its modules are those of before, and the same buffers are persistent."""
         return (
             all(map(is_, map(dict.get, self._children, self._names), self._modules))
             and list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, _values(self._kept), self._whole))
+            and self._unsaved == self._were_unsaved
             and all(map(is_, map(dict.get, self._lacking, self._unset), repeat(None)))
             and all(
                 getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
                 for alias in self._aliases
             )
         )
+
+
+def _values(dicts: list[Any]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
 def root_of(model: Any) -> Any:

@@ -127,10 +127,21 @@ class _Model(NamedTuple):
     size: int
     layer: int
     expert: int
+    expert_part: tuple[int, int] | None
+    """Rank and size of the group that shares an expert; None: nobody has said."""
+    expert_width: int | None
+    """Of whole experts; None: the configuration does not say."""
 
 
 def megatron(
-    config: Any, *, tp_rank: int = 0, tp_size: int = 1, first_layer: int = 0, first_expert: int = 0
+    config: Any,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    first_layer: int = 0,
+    first_expert: int = 0,
+    expert_tp_rank: int | None = None,
+    expert_tp_size: int | None = None,
 ) -> NamesFunction:
     """Megatron-Core's GPTModel to the names of Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
@@ -140,14 +151,18 @@ def megatron(
     tensors to PyTorch, get their places in the whole ones.
 
     :param config: of the model as transformers has it: ``num_attention_heads``,
-        ``num_key_value_heads``, ``head_dim`` (or ``hidden_size``), ``vocab_size``; an object, or a
-        mapping.
+        ``num_key_value_heads``, ``head_dim`` (or ``hidden_size``), ``vocab_size``, and of experts
+        ``moe_intermediate_size``; an object, or a mapping.
     :param tp_rank: this rank in its tensor-parallel group of *tp_size* ranks.
     :param first_layer: the number of this pipeline stage's first layer in the whole model.
     :param first_expert: the number of this rank's first expert.
+    :param expert_tp_rank: this rank in its expert-tensor-parallel group of *expert_tp_size* ranks
+        (``expert_tensor_parallel_size``, which is ``tensor_model_parallel_size`` unless Megatron
+        was told otherwise). Default: 0 of 1, where an expert's width is ``moe_intermediate_size``.
 
     The function raises ValueError for names that it does not know (experts in one matrix,
-    ``experts.weight1``, among them: use grouped or sequential experts) and shapes that do not fit.
+    ``experts.weight1``, among them: use grouped or sequential experts) and shapes that do not fit:
+    an expert's also where nothing says whether it is whole.
     """
 
     def told(field: str, default: Any = None) -> Any:
@@ -157,6 +172,11 @@ def megatron(
             raise ValueError(f"the configuration has no {field}")
         return int(value)
 
+    part = None
+    if expert_tp_rank is not None and expert_tp_size is not None:
+        part = expert_tp_rank, expert_tp_size
+    elif expert_tp_rank is not None or expert_tp_size is not None:
+        raise ValueError("give both expert_tp_rank and expert_tp_size, or neither")
     heads = told("num_attention_heads")
     model = _Model(
         heads,
@@ -167,6 +187,8 @@ def megatron(
         tp_size,
         first_layer,
         first_expert,
+        part,
+        told("moe_intermediate_size", 0) or None,
     )
     if model.groups % tp_size:
         raise ValueError(f"{model.groups} groups of heads are not {tp_size} equal parts")
@@ -262,7 +284,8 @@ def _projection(
     where = f"{layer}.mlp"
     if number:
         where += f".experts.{model.expert + int(number)}"
-        model = model._replace(rank=0, size=1)  # experts are whole on their rank
+        rank, size = _part_of_expert(model, name, shape[1] if fc["which"] == "2" else shape[0] // 2)
+        model = model._replace(rank=rank, size=size)
     elif fc["shared"]:
         where += ".shared_experts"
     if fc["which"] == "2":
@@ -271,3 +294,24 @@ def _projection(
         _rows(model, f"{where}.{target}.weight", shape, part[0])
         for target, part in _equal_parts(name, ("gate_proj", "up_proj"), shape[0])
     ]
+
+
+def _part_of_expert(model: _Model, name: str, width: int) -> tuple[int, int]:
+    """Rank and size of the group that shares the expert, of whose width the rank has so much.
+
+    A part looks like a whole expert of a narrower model, so nothing is taken for granted.
+    """
+    part, whole = model.expert_part, model.expert_width
+    if part is None and whole is None:
+        raise ValueError(
+            f"whether {name} is a whole expert cannot be told: give moe_intermediate_size in the "
+            "configuration, or expert_tp_rank and expert_tp_size"
+        )
+    rank, size = part or (0, 1)
+    if whole is not None and width * size != whole:
+        raise ValueError(
+            f"{name} has {width} of an expert's moe_intermediate_size, {whole}, which {size} such "
+            "parts do not make: give expert_tp_rank and expert_tp_size as Megatron has them "
+            "(get_expert_tensor_parallel_rank() and get_expert_tensor_parallel_world_size())"
+        )
+    return rank, size

@@ -31,6 +31,8 @@ _ALIGN = 256
 # Of the device's free memory, for what else is allocated meanwhile.
 _SPARE = 1.1
 _GIVE_UP = 15.0
+# For the ranks to say which launch they are; one round is less than a millisecond.
+_ASK = 5.0
 
 
 class Shadow:
@@ -123,6 +125,8 @@ class Prefetch:
     def __init__(self, shadow: Shadow, trainer: Trainer, step: int, timeout: float) -> None:
         self.step = step
         self._shadow, self._trainer = shadow, trainer
+        #: Where the trainer was; before it is asked, so that what changes meanwhile is noticed.
+        self._target: Any = None
         self._result: Any = None
         self._error: Exception | None = None
         self._progress = Progress(step, shadow.bytes)
@@ -134,6 +138,7 @@ class Prefetch:
 
     def _run(self, deadline: float) -> None:
         try:
+            self._target = self._trainer.source.resolve()
             self._trainer.ready(deadline)
             with self._on_stream():
                 self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
@@ -155,14 +160,40 @@ class Prefetch:
         }
 
     def wait(self, deadline: float) -> bool:
-        """Whether the step is in the shadow, whole. Blocks until it is, or has failed."""
+        """Whether the step may be installed: it is in the shadow, whole, and the trainer is still
+        the launch that it was read from. Blocks until it is there, or has failed."""
         self._thread.join(left(deadline))
         if self._thread.is_alive():
             self.cancel()
             raise PullTimeoutError.make(
                 f"step {self.step} is still being read ahead", "give init_info a longer timeout"
             )
+        if self._error is None and not self._is_of_now(deadline):
+            _log.warning(
+                "fanin: step %d was read ahead from launch %s of the trainer, which is not there"
+                " now; it is pulled again",
+                self.step,
+                self._result.world_id,
+            )
+            return False
         return self._error is None
+
+    def _is_of_now(self, deadline: float) -> bool:
+        """A trainer that was started again has other weights in its step of the same number, and
+        other workers may have read those.
+
+        Trainer.ready() would wait here while the trainer writes its next step.
+        """
+        trainer = self._trainer
+        try:
+            if trainer.source.resolve() != self._target:
+                return False
+            trainer.client.publications(min(_ASK, left(deadline)))
+            worlds = {one.world_id for one in trainer.client.ranks() if one.connected}
+        except FaninError as error:
+            _log.info("fanin: the trainer does not say which launch it is: %s", error)
+            return False
+        return worlds == {self._result.world_id}
 
     def install(self, writing: Callable[[], None]) -> Summary:
         """Brings it into the model; :meth:`wait` has said that it is there."""
@@ -177,6 +208,7 @@ class Prefetch:
             install=time.monotonic() - start,
             path=f"{result.path}, read ahead into {self._shadow.place}",
             restarts=result.restarts,
+            worlds={str(result.world_id)},
         )
 
     def cancel(self) -> None:
