@@ -197,6 +197,31 @@ def test_a_narrow_tensor_is_widened_after_it_has_landed() -> None:
     assert torch.equal(model.bias, expected.bias)
 
 
+def test_padding_of_a_widened_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of what lies beside it is copied to it: whatever new memory holds must not be."""
+
+    class Padded(Wide):
+        def load_weights(self, weights: Weights) -> None:
+            for _, weight in weights:
+                self.gate.data[:3].copy_(weight)
+                self.gate.data[3:].fill_(-2)
+
+    published = [Entry("gate", "BF16", (3, 6))]
+    weights = values(published)
+    model, expected = Padded(), Padded()
+    del model.bias, expected.bias
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model, published).mapping()
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **more: empty(*a, **more).fill_(5))
+    packed = mapping.pack(model)
+    mapping.fill(model)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1)
+    packed.settle()
+    assert torch.equal(model.gate, expected.gate)
+
+
 def test_one_tensor_may_go_to_two_modules() -> None:
     published = [Entry("shared", "BF16", (4, 6))]
     model = torch.nn.ModuleList(torch.nn.Linear(6, 2, bias=False) for _ in range(2)).bfloat16()
@@ -337,6 +362,21 @@ def joins_others(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].copy_(torch.cat([weight[2:], torch.zeros_like(weight[:2])]))
 
 
+def joins_and_overwrites(model: Fused, name: str, weight: torch.Tensor) -> None:
+    whole = torch.cat([weight[2:], weight[:2]])
+    whole[1:].copy_(torch.zeros(3, 6))
+    model.rows.data[:4].copy_(whole)
+
+
+def overwrites(model: Fused, name: str, weight: torch.Tensor) -> None:
+    weight[2:].copy_(torch.zeros(2, 6))
+    model.rows.data[:4].copy_(weight)
+
+
+def fills_bytes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].view(torch.uint8).fill_(1)
+
+
 def buffers(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].copy_(torch.empty(4, 6, dtype=weight.dtype).copy_(weight))
 
@@ -414,6 +454,9 @@ def breaks(model: Fused, name: str, weight: torch.Tensor) -> None:
         (joins_and_changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
         (joins_and_reads_bits, r"tensor 'up' into 'rows': the loader computes it by aten\.cat"),
         (joins_others, r"tensor 'up' into 'rows': the loader computes it by aten\."),
+        (joins_and_overwrites, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_"),
+        (overwrites, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* into it"),
+        (fills_bytes, r"into 'rows': the loader writes by aten\.fill_.*, not by copy_"),
         (buffers, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* of its own"),
         (changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
         (adds, r"tensor 'up' into 'rows': the loader writes by aten\.add_"),
@@ -456,6 +499,38 @@ def test_a_refused_module_can_be_left_to_the_loader() -> None:
     assert set(left.taken) == {"bad.up", "bad.down", "bad.norm"}
     assert mapping.unwanted == ()
     assert {shard.name for shard in mapping.shards(model)} == {"good.up", "good.down", "good.norm"}
+
+
+def copies_bytes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].view(torch.uint8).copy_(weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("put", [computes, casts, broadcasts, adds, replaces, copies_bytes])
+def test_what_only_the_loader_writes_counts_as_filled(put: Loader) -> None:
+    recording = recorded(bad(put))
+    assert recording.whole and recording.unfilled == ()
+    assert recording.mapping(fallback=True).modules[0].fallback
+
+
+@pytest.mark.parametrize("put", [computes, casts, broadcasts, adds])
+def test_what_nothing_fills_is_not_left_to_the_loader(put: Loader) -> None:
+    """It has no values for the rest, either: that would be what memory happens to hold."""
+    recording = recorded(bad(put), changed(down=None))
+    said = r"into 'rows': 36 of 60 elements are filled by no published tensor, .* \[4, 0\]"
+    with pytest.raises(MappingError, match=said) as caught:
+        recording.mapping()
+    assert not recording.only_computes(caught.value)
+    with pytest.raises(MappingError, match=said):
+        recording.mapping(fallback=True)
+    assert [(r.leaf, r.unfilled) for r in recording.unfilled] == [("rows", 36)]
+    whole = recorded(bad(put))
+    with pytest.raises(MappingError) as caught:
+        whole.mapping()
+    assert whole.only_computes(caught.value)
+
+
+def test_a_loader_that_failed_tells_nothing_of_the_rest() -> None:
+    assert not recorded(bad(breaks)).whole
 
 
 def test_what_fails_as_a_whole_has_no_fallback() -> None:

@@ -18,6 +18,7 @@ from families import FAMILIES, Engine, Entry, Layout, checkpoint, served, values
 from fanin import mapping as maps
 from fanin.mapping import Mapping, MappingError
 from fanin.vllm import reload
+from vllm.model_executor.model_loader.reload import layerwise
 
 LAYOUTS = [
     (name, layout)
@@ -128,6 +129,39 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
         assert all(mapping.unwanted for mapping in mappings)
     else:
         assert all(mapping.unwanted == () for mapping in mappings)
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda value: str(value))
+def test_nothing_is_missed_of_a_whole_model(
+    name: str, layout: Layout, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding of vocabularies, scales and tables are no parts that are missing; a norm is."""
+    published = checkpoint(FAMILIES[name].configuration())
+    weights = values(published)
+    made = engine(name, layout)
+    norm = next(entry.name for entry in published if entry.name.endswith("input_layernorm.weight"))
+    with made.rank(0) as model:
+        recording = reload.record_model(published, model, made.config)
+        assert reload.lacking(recording, model) == []
+        fewer = [entry for entry in published if entry.name != norm]
+        recording = reload.record_model(fewer, model, made.config)
+        assert [f"{r.module}.{r.leaf}" for r in reload.lacking(recording, model)] == [norm]
+
+        def put_back(module: Any, info: Any) -> None:  # a model that cannot run is not processed
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
+
+        monkeypatch.setattr(layerwise, "_layerwise_process", put_back)
+        try:
+            reload.begin(model)
+            model.load_weights(iter(weights.items()))
+            reload.require_filled(model, "")
+            reload.begin(model)
+            model.load_weights((n, tensor) for n, tensor in weights.items() if n != norm)
+            with pytest.raises(fanin.PeerError, match=norm.removesuffix(".weight")):
+                reload.require_filled(model, "")
+        finally:
+            reload.abandon(model)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,68 @@ def test_so_is_each_that_was_read_ahead(
         landing.close()
 
 
+# -------------------------------------------------------------------- what is not all published
+
+MISSING = "model.layers.1.mlp.up_proj.weight"
+HALF = "gate_up_proj.weight': 6144 of 12288 elements are filled by no published tensor"
+
+
+def publish_as(place: Place, run: str, tensors: dict[str, torch.Tensor]) -> None:
+    place.server.put(f"full:{run}", [fanin.shard_of(n, t) for n, t in tensors.items()])
+    place.server.commit(f"full:{run}", 1)
+
+
+@pytest.fixture
+def part(place: Place) -> Place:
+    """The run "part" has all but half of a module."""
+    publish_as(place, "part", {n: t for n, t in place.first.items() if n != MISSING})
+    return place
+
+
+def reading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A loader that needs values, so that it cannot be run without weights."""
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return load((n, t) for n, t in weights if t.flatten()[0].item() < 1e9)
+
+    return load_weights
+
+
+@pytest.mark.parametrize("kind", ["mixed", "loader"])
+def test_half_a_module_is_no_step(part: Place, kind: str) -> None:
+    """vLLM would take what new memory happens to hold for the other half."""
+    with part.engine.rank(0) as model:
+        prepared(model, Nothing, part.engine.config, part.first)
+        end = time.monotonic() + 120
+        landing = part.landing(kind, model, part.trainer.ready(end))
+        trainer = Trainer(part.trainer.source, "full:part")
+        partial = trainer.ready(end)
+        if isinstance(landing, MixedLanding):
+            landing._names.remove(MISSING)
+        else:
+            landing = StockLanding(model, part.engine.config.model_config, CPU, partial)
+        before = tensors_of(model)
+        with pytest.raises(fanin.PeerError, match=HALF) as caught:
+            landing.pull(trainer, 1, end, lambda: None)
+        assert caught.value.remedy and caught.value.key == "model.layers.1.mlp.gate_up_proj"
+        name = "model.layers.1.mlp.gate_up_proj.weight"
+        assert torch.equal(tensors_of(model)[name], before[name])
+        trainer.close()
+        landing.close()
+
+
+def test_padding_that_vllm_declares_is_not_missed(part: Place) -> None:
+    with part.engine.rank(0) as model:
+        weight = model.model.layers[1].mlp.gate_up_proj.weight
+        weight.weight_loader_numel = weight.numel() // 2
+        prepared(model, Nothing, part.engine.config, part.first)
+        transfer = WeightTransferConfig(backend="nccl")
+        backend = Backend(transfer, part.engine.config, CPU, model)
+        backend.init_transfer_engine(told(part, run="part", mode="loader"))
+        updated(backend, 1)
+        backend.shutdown()
+
+
 # -------------------------------------------------------------------- what comes after all modules
 
 
@@ -309,6 +371,80 @@ def test_what_the_model_does_not_have(place: Place, backend: Backend) -> None:
         backend.init_transfer_engine(told(place, mode=mode, unused=["model.layers.61.*"]))
         updated(backend, 2)
     assert backend.holds()[0]["step"] == 2
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+@pytest.mark.parametrize("loads", [list, computing])
+def test_what_nothing_fills_is_refused_at_init(
+    part: Place, backend: Backend, mode: str, loads: Callable[[Any], Any]
+) -> None:
+    if loads is computing:
+        backend.model.load_weights = computing(backend.model.load_weights)
+    with pytest.raises(fanin.FaninError, match=HALF) as caught:
+        backend.init_transfer_engine(told(part, run="part", mode=mode))
+    assert "publish the" in caught.value.remedy
+    backend.init_transfer_engine(told(part, mode=mode))
+    updated(backend, 1)
+
+
+def test_a_loader_that_needs_values_is_judged_at_each_step(part: Place, backend: Backend) -> None:
+    backend.model.load_weights = reading(backend.model.load_weights)
+    with pytest.raises(fanin.FaninError, match="reads values"):
+        backend.init_transfer_engine(told(part))
+    backend.init_transfer_engine(told(part, run="part", mode="loader"))
+    backend.start_weight_update()
+    with pytest.raises(fanin.PeerError, match=HALF):
+        backend.update_weights({"step": 1})
+    assert backend.holds()[0]["dirty"]
+    with pytest.raises(fanin.StateError):
+        backend.finish_weight_update()
+    backend.reset_weight_update_target()
+    backend.init_transfer_engine(told(part, mode="loader"))
+    updated(backend, 1)
+    assert not backend.holds()[0]["dirty"]
+
+
+EXTRA = "model.layers.0.self_attn.rotary_emb.inv_freq"  # vLLM's loader passes over it
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+def test_what_the_loader_passes_over_is_refused(place: Place, backend: Backend, mode: str) -> None:
+    more = place.first | {EXTRA: torch.ones(4, dtype=torch.bfloat16)}
+    publish_as(place, "more", more)
+    with pytest.raises(fanin.PeerError, match=EXTRA + ".*unused"):
+        backend.init_transfer_engine(told(place, run="more", mode=mode))
+    backend.init_transfer_engine(told(place, run="more", mode=mode, unused=[EXTRA]))
+    updated(backend, 1)
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+def test_it_may_be_of_replicas_that_share_experts(
+    place: Place, backend: Backend, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_as(place, "more", place.first | {EXTRA: torch.ones(4, dtype=torch.bfloat16)})
+    monkeypatch.setattr(backend.parallel_config, "data_parallel_size", 2)
+    monkeypatch.setattr(backend.parallel_config, "enable_expert_parallel", True)
+    backend.init_transfer_engine(told(place, run="more", mode=mode))
+    updated(backend, 1)
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+def test_of_a_draft_it_is_too(place: Place, backend: Backend, mode: str) -> None:
+    publish_as(place, "more", place.first | {EXTRA: torch.ones(4, dtype=torch.bfloat16)})
+    with place.engine.rank(0) as draft:
+        prepared(draft, Nothing, place.engine.config, place.first)
+        backend.init_transfer_engine(told(place, mode=mode, draft_run="more"))
+        backend.set_weight_update_target(draft, backend.model_config)
+        for _ in range(2):
+            with pytest.raises(fanin.PeerError, match=EXTRA) as caught:
+                backend.start_weight_update()
+            assert "draft model" in caught.value.remedy
+        # In one run of both models the rest is the main model's.
+        main = told(place, run="more", mode=mode, draft_run="more", unused=[EXTRA])
+        backend.reset_weight_update_target()
+        backend.init_transfer_engine(main)
+        backend.set_weight_update_target(draft, backend.model_config)
+        updated(backend, 1)
 
 
 def test_a_worker_that_can_open_no_more_files(place: Place, backend: Backend) -> None:

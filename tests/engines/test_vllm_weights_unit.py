@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fanin
 import pytest
 import torch
 from fanin.errors import RequestError, StateError
+from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
-from fanin.vllm import guard
+from fanin.vllm import clients, guard
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
+from fanin.vllm.shadow import Prefetch
+from fanin.vllm.trainers import Trainer, left
 from fanin.vllm.weights import _named, _refuse_what_moves
 from vllm_server import free_ports
 
@@ -146,6 +155,94 @@ def test_what_the_loader_writes_beside_is_the_loaders() -> None:
     assert [path for path, one in found.items() if one.fallback] == ["far", "near", "computed"]
     assert found["near"].taken == ("b", "c") and "'b'" in found["near"].fallback
     assert found["far"].taken == ("c", "d") and "'c'" in found["far"].fallback
+
+
+class Launch:
+    """One launch of a trainer, which publishes one step of one value."""
+
+    def __init__(self, value: float, port: int = 0) -> None:
+        world = os.urandom(16)
+        self.world = world.hex()
+        self.server = fanin.Server(world_id=world, rank=0, world_size=1, base_port=port)
+        self.server.put("full:0", [fanin.shard_of("w", torch.full((4,), value))])
+        self.server.commit("full:0", 7)
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def tell(self, folder: Path) -> None:
+        write_info(folder, TrainerInfo((self.address,), world_id=self.world))
+
+
+class OneTensor:
+    """What a shadow is to what reads ahead."""
+
+    bytes, place = 16, "cpu"
+
+    def __init__(self) -> None:
+        self.read, self.model = torch.zeros(4), torch.zeros(4)
+
+    def on_stream(self) -> Any:
+        return nullcontext
+
+    def fill(self, trainer: Trainer, step: int, deadline: float, progress: Any) -> Any:
+        return trainer.client.pull_into(
+            trainer.run, {"w": self.read}, step=step, timeout=left(deadline)
+        )
+
+    def install(self) -> None:
+        self.model.copy_(self.read)
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    one = Launch(1.0)
+    yield one
+    one.server.close()
+
+
+def read_ahead(source: str, shadow: OneTensor) -> Prefetch:
+    ahead = Prefetch(shadow, Trainer(clients.Source.of(source), "full:0"), 7, 30)  # type: ignore[arg-type]
+    ahead._thread.join(30)
+    assert ahead.state()["state"] == "ready"
+    return ahead
+
+
+def may_be_installed(ahead: Prefetch) -> bool:
+    return ahead.wait(time.monotonic() + 30)
+
+
+def test_what_was_read_ahead_is_installed_while_the_trainer_goes_on(launch: Launch) -> None:
+    shadow = OneTensor()
+    ahead = read_ahead(launch.address, shadow)
+    launch.server.begin_update("full:0")  # and nothing of it can be read for as long as it likes
+    assert may_be_installed(ahead)
+    assert ahead.install(lambda: None).as_dict()["worlds"] == [launch.world]
+    assert (shadow.model == 1).all()
+    launch.server.abort_update("full:0")
+    launch.server.pause("full:0", "offloaded")
+    assert may_be_installed(ahead)
+
+
+@pytest.mark.parametrize("how", ["same port", "told by the file", "beside the old", "not there"])
+def test_what_was_read_ahead_of_a_launch_that_has_ended_is_not_installed(
+    launch: Launch, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new launch has a step of that number, too, and other weights in it."""
+    launch.tell(tmp_path)
+    by_address = how in ("same port", "not there")
+    ahead = read_ahead(launch.address if by_address else str(tmp_path), OneTensor())
+    if how != "beside the old":
+        launch.server.close()
+    if how == "not there":
+        assert not may_be_installed(ahead)
+        return
+    other = Launch(2.0, launch.server.port if how == "same port" else 0)
+    other.tell(tmp_path)
+    try:
+        assert not may_be_installed(ahead)
+        assert f"read ahead from launch {launch.world}" in caplog.text
+        assert ahead._trainer.ready(time.monotonic() + 30).world == other.world
+    finally:
+        other.server.close()
 
 
 def linear(loaded: torch.dtype, bias: torch.dtype) -> torch.nn.Module:

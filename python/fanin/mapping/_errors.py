@@ -25,6 +25,9 @@ class Refusal:
     tensor: str
     #: One sentence.
     why: str
+    #: Elements of the parameter or buffer that nothing fills, not even what the loader computes:
+    #: whoever loads it, they are not of the publication.
+    unfilled: int = 0
 
     def __str__(self) -> str:
         place = ".".join(part for part in (self.module, self.leaf) if part)

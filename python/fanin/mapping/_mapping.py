@@ -404,13 +404,7 @@ class Mapping:
             if leaf.fills:
                 tensor = lookup(path, leaf.name)
                 check_layout(path, leaf, tensor)
-                size = tensor.element_size()
-                for fill in leaf.fills:
-                    tensor.detach().as_strided(
-                        fill.extent,
-                        [step // size for step in fill.stride],
-                        tensor.storage_offset() + fill.at // size,
-                    ).fill_(fill.value)
+                _pad(tensor, leaf, tensor.element_size())
 
     # ------------------------------------------------------------------ on disk
 
@@ -541,7 +535,20 @@ def _narrow(live: Any, leaf: Leaf) -> Any:
     import torch
 
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[leaf.lands]
-    return torch.empty_strided(live.shape, live.stride(), dtype=dtype, device=live.device)
+    made = torch.empty_strided(live.shape, live.stride(), dtype=dtype, device=live.device)
+    # All of it is copied to the live one, and pulls fill what is published only.
+    _pad(made, leaf, live.element_size())
+    return made
+
+
+def _pad(tensor: Any, leaf: Leaf, size: int) -> None:
+    """Sets a leaf's padding in a tensor that has its layout; size: of the leaf's elements."""
+    for fill in leaf.fills:
+        tensor.detach().as_strided(
+            fill.extent,
+            [step // size for step in fill.stride],
+            tensor.storage_offset() + fill.at // size,
+        ).fill_(fill.value)
 
 
 def _bytes(shard: Shard) -> int:

@@ -118,12 +118,19 @@ def record(
     finally:
         changed = state.restore()
     recorder.refusals += [_replaced(path, targets) for path in changed]
+    # What comes in the place of a tensor is not looked at: it may have all elements.
+    recorder.written += [
+        Spot(index, 0, tuple(target.tensor.shape), target.tensor.stride())
+        for index, target in enumerate(targets)
+        if target.path in changed
+    ]
     return Recording(
         tuple(tensors),
         tuple(targets),
         tuple(recorder.copies),
         tuple(recorder.fills),
         tuple(recorder.refusals),
+        tuple(recorder.written),
         time.perf_counter() - start,
         about or About(),
         own,
@@ -200,6 +207,8 @@ class Recording:
     fills: tuple[Filled, ...]
     #: What the loader did that no copy says.
     refusals: tuple[Refusal, ...]
+    #: Where it wrote by that.
+    written: tuple[Spot, ...]
     #: How long the loader ran.
     seconds: float
     about: About
@@ -216,7 +225,8 @@ class Recording:
             the reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published tensors
             that the loader gave them, so that the loader itself may be run for them.
         :raises MappingError: something fails the checks, all of which is in its ``refusals``; with
-            *fallback* only what cannot be laid to a module.
+            *fallback* only what cannot be laid to a module, and elements that nothing fills: the
+            loader has no values for them, either.
         """
         return _Checker(self).mapping(fallback)
 
@@ -224,7 +234,18 @@ class Recording:
         """Whether nothing is wrong, of what *error* of :meth:`mapping` names, but that the loader
         computes what it writes into some tensors: then it may be run for these itself."""
         computed = {(r.module, r.leaf) for r in self.refusals if r.tensor and r.leaf}
-        return all((r.module, r.leaf) in computed for r in error.refusals)
+        return all(not r.unfilled and (r.module, r.leaf) in computed for r in error.refusals)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the loader ran to its end: else what it takes and fills is not known."""
+        return all(r.module or r.leaf for r in self.refusals)
+
+    @property
+    def unfilled(self) -> tuple[Refusal, ...]:
+        """Parameters and buffers of which elements are filled by nothing: neither by what is
+        published, nor by what the loader computes of it."""
+        return tuple(refusal for refusal in _Checker(self).refusals() if refusal.unfilled)
 
     @property
     def unwanted(self) -> tuple[str, ...]:
@@ -244,6 +265,8 @@ class _Gathered:
     #: Of the copy, for each block.
     numbers: list[int] = field(default_factory=list)
     fills: list[tuple[Fill, list[Block], int]] = field(default_factory=list)
+    #: What the loader writes in a way that boxes cannot say.
+    written: list[Block] = field(default_factory=list)
 
 
 class _Checker:
@@ -268,30 +291,35 @@ class _Checker:
                 found[index] = seen[key]
         return found
 
-    def mapping(self, fallback: bool) -> ModelMapping:
+    def refusals(self) -> list[Refusal]:
+        """All that is wrong, what no loader mends first. To be called once."""
         for number, copy in enumerate(self._r.copies):
             self._copied(number, copy)
         for fill in self._r.fills:
             self._filled(fill)
-        reasons = [self._covered(index) for index in range(len(self._r.targets))]
-        nowhere = [r for r in self._refusals if not (r.module or r.leaf)]
-        if self._refusals and (not fallback or nowhere):
-            raise MappingError.of(
-                nowhere + [r for r in self._refusals if r not in nowhere], _REMEDY
-            )
+        for spot in self._r.written:
+            self._written(spot)
+        self._reasons = [self._covered(index) for index in range(len(self._r.targets))]
+        return sorted(self._refusals, key=lambda r: (bool(r.module or r.leaf), not r.unfilled))
+
+    def mapping(self, fallback: bool) -> ModelMapping:
+        refusals = self.refusals()
+        hard = any(r.unfilled or not (r.module or r.leaf) for r in refusals)
+        if refusals and (not fallback or hard):
+            raise MappingError.of(refusals, _REMEDY)
         return ModelMapping(
             about=self._r.about,
             keys=len(self._r.published),
             digest=key_digest(self._r.published),
-            modules=self._modules(reasons),
+            modules=self._modules(self._reasons),
             unwanted=self._r.unwanted,
         )
 
     # -------------------------------------------------------------- copies and fills
 
-    def _refuse(self, index: int, name: str, why: str) -> None:
+    def _refuse(self, index: int, name: str, why: str, unfilled: int = 0) -> None:
         target = self._r.targets[index]
-        self._refusals.append(Refusal(target.module, target.leaf, name, why))
+        self._refusals.append(Refusal(target.module, target.leaf, name, why, unfilled))
 
     def _copied(self, number: int, copy: Copied) -> None:
         index, entry = copy.to.place, self._published[copy.name]
@@ -299,6 +327,7 @@ class _Checker:
         why = _types(entry.dtype, target.tensor.dtype, copy.dtypes)
         if why:
             self._refuse(index, copy.name, why)
+            self._written(copy.to)
             return
         try:
             parts = _boxes.parts_of(
@@ -307,6 +336,7 @@ class _Checker:
             blocks = self._blocks(index, copy.to)
         except _boxes.TooManyBoxesError as error:
             self._refuse(index, copy.name, f"too ragged for boxes: {error}")
+            self._written(copy.to)
             return
         into, size = self._into[index], target.tensor.element_size()
         into.sources.setdefault(copy.name, []).extend(
@@ -328,6 +358,7 @@ class _Checker:
             blocks = self._blocks(index, fill.to)
         except _boxes.TooManyBoxesError as error:
             self._refuse(index, "", f"padding too ragged for boxes: {error}")
+            self._written(fill.to)
             return
         spot = fill.to
         made = Fill(
@@ -335,20 +366,29 @@ class _Checker:
         )
         self._into[index].fills.append((made, blocks, fill.after))
 
+    def _written(self, spot: Spot) -> None:
+        """Counts as filled: only the loader can do that, and it does."""
+        shape = self._memory[spot.place].shape
+        try:
+            blocks = self._blocks(spot.place, spot)
+        except _boxes.TooManyBoxesError:
+            blocks = [Block((0,) * len(shape), shape)]  # which ones cannot be said
+        self._into[spot.place].written += blocks
+
     # -------------------------------------------------------------- coverage
 
     def _covered(self, index: int) -> str:
         """Why a target need not be filled, ``""`` if it is; what is wrong is refused."""
         target, into = self._r.targets[index], self._into[index]
         memory = self._memory[index]
-        if not into.blocks and not into.fills:
+        if not (into.sources or into.fills or into.written):
             return self._untouched(index)
         if not memory.dense:
             self._refuse(index, "", "its memory has gaps or shares elements")
             return ""
         self._check_arrival(index)
         self._check_fills(index)
-        padding = [block for _, blocks, _ in into.fills for block in blocks]
+        padding = [block for _, blocks, _ in into.fills for block in blocks] + into.written
         found = _boxes.coverage(memory.shape, into.blocks, padding)
         if found.twice:
             both = _names_at(found.first_twice, into)
@@ -364,6 +404,7 @@ class _Checker:
                 "",
                 f"{found.unfilled} of {target.tensor.numel()} elements are filled by no published "
                 f"tensor, the first at {self._where(index, found.first_unfilled)}",
+                found.unfilled,
             )
         return ""
 
@@ -402,7 +443,7 @@ class _Checker:
             reason = "a buffer that no checkpoint has"
         refused = any((r.module, r.leaf) == (target.module, target.leaf) for r in self._refusals)
         if reason is None and not refused:
-            self._refuse(index, "", "no published tensor fills it")
+            self._refuse(index, "", "no published tensor fills it", target.tensor.numel())
         return reason or ""
 
     def _where(self, index: int, block: Block | None) -> list[int]:

@@ -132,6 +132,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.copies: list[Copied] = []
         self.fills: list[Filled] = []
         self.refusals: list[Refusal] = []
+        #: What is written in a way that no copy or fill says; there is a refusal for each.
+        self.written: list[Spot] = []
         #: The published tensor that was last given to an operation.
         self.last = ""
         self._places = places
@@ -221,10 +223,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _copy_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Into memory that is not the model's: what lies there is no view any more."""
         to, source = args[0], args[1]
-        origin = self._origin([source])
+        # Also where it goes to: a published tensor that is written to is not what is published.
+        origin = self._origin([to, source])
         if origin is None:
             return func(*args, **kwargs)
-        self._taint(to, origin._replace(operation=f"{func} into a tensor of its own"))
+        where = "it" if _storage(to) in self._published else "a tensor of its own"
+        self._taint(to, origin._replace(operation=f"{func} into {where}"))
         return to
 
     def _write(
@@ -245,7 +249,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             return self._ran(func, origin, args, kwargs)
         value = _filling(func, args)
         for spot in spots:
-            if value is not None and origin is None:
+            width = self._places[spot.place].tensor.element_size()
+            if value is not None and origin is None and flat[0].element_size() == width:
                 self.fills.append(Filled(spot, value, len(self.copies)))
             else:
                 for name in origin.names if origin is not None else ("",):
@@ -319,12 +324,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             begin = self._places[index].tensor.storage_offset()
             if self._places[home].tensor.storage_offset() < begin <= first:
                 home = index
-        first -= self._places[home].tensor.storage_offset()
+        place = self._places[home].tensor
+        if tensor.element_size() != place.element_size():
+            # Its elements are none of the place's: it may have any of those.
+            return Spot(home, 0, tuple(place.shape), place.stride())
+        first -= place.storage_offset()
         return Spot(home, first, tuple(tensor.shape), tensor.stride())
 
     def _refuse(self, spot: Spot, name: str, why: str) -> None:
         place = self._places[spot.place]
         self.refusals.append(Refusal(place.module, place.leaf, name, why))
+        self.written.append(spot)
 
 
 def _filling(func: Any, args: tuple[Any, ...]) -> float | int | bool | None:

@@ -176,14 +176,9 @@ class StockLanding(Landing):
                 raise StaleError.make(
                     f"the trainer was started again while step {step} was read", "update again"
                 )
-            missing = reload.unloaded(self._model)
-            if missing:
-                raise PeerError.make(
-                    f"nothing that is published fills {', '.join(missing[:4])}"
-                    + (f" and {len(missing) - 4} more modules" if len(missing) > 4 else ""),
-                    "publish the whole model under the names of its checkpoint",
-                    key=missing[0],
-                )
+            reload.require_filled(
+                self._model, "publish the whole model under the names of its checkpoint"
+            )
             start = time.monotonic()
             reload.end(self._model, self._config)
             summary.install += time.monotonic() - start

@@ -14,13 +14,13 @@ versions it knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fanin.errors import RequestError, StateError
-from fanin.mapping import About, ModelState, Recording, Target, record
+from fanin.errors import PeerError, RequestError, StateError
+from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
 
 __all__ = [
     "SUPPORTED",
@@ -34,12 +34,13 @@ __all__ = [
     "begin",
     "end",
     "engine_own",
+    "lacking",
     "of_all_workers",
     "record_model",
+    "require_filled",
     "require_version",
     "same_bytes",
     "skeletons",
-    "unloaded",
     "widened",
 ]
 
@@ -279,7 +280,7 @@ def end(model: Any, model_config: Any) -> None:
     _round(widened(model))
 
 
-def unloaded(model: Any) -> list[str]:
+def _unloaded(model: Any) -> list[str]:
     """Modules with parameters of which nothing was loaded since :func:`begin`.
 
     Not those that have none of their own: attention's scales, and what is tied to another module.
@@ -300,6 +301,79 @@ def unloaded(model: Any) -> list[str]:
         if any(id(tensor) not in filled for tensor in parameters.values()):
             missing.append(name)
     return missing
+
+
+def lacking(recording: Recording, model: Any) -> list[Refusal]:
+    """Parameters and buffers of which vLLM's own loader leaves elements that nothing has filled.
+
+    Not what the reload puts back as it was, attention's scales and buffers of modules that get
+    nothing; nor padding that vLLM declares of a weight.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    targets = recording.targets
+    spots = [*(copy.to for copy in recording.copies), *recording.written]
+    given = {targets[spot.place].module for spot in spots}
+    known = {(target.module, target.leaf): target for target in targets}
+    found = []
+    for refusal in recording.unfilled:
+        target = known[refusal.module, refusal.leaf]
+        count = target.tensor.numel()
+        declared = count - getattr(target.tensor, "weight_loader_numel", count)
+        kept = target.role != "parameter" and target.module not in given
+        if refusal.unfilled > declared and not kept:
+            if not is_deferred_attention_layer(model.get_submodule(target.module)):
+                found.append(refusal)
+    return found
+
+
+def _partly(model: Any) -> list[Refusal]:
+    """What is lacking of modules that have got something since :func:`begin`, and not all.
+
+    vLLM keeps what it has called their loaders with: each is called once more, and watched.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload import meta
+
+    found = []
+    for name, module, info in _books(model):
+        if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
+            continue
+        if not is_deferred_attention_layer(module):
+            recording = record((), _calls(module, info), module, own=engine_own)
+            found += [
+                replace(refusal, module=name)
+                for refusal in lacking(recording, module)
+                if not refusal.module and refusal.leaf not in meta.SKIP_LOAD_TENSORS
+            ]
+    return found
+
+
+def _calls(module: Any, info: Any) -> Callable[[Any], None]:
+    def load(_: Any) -> None:
+        for leaf, bound in info.loaded_weights:
+            parameter = bound.arguments["param"] = getattr(module, leaf)
+            _layerwise()._get_original_loader(parameter)(*bound.args, **bound.kwargs)
+
+    return load
+
+
+def require_filled(model: Any, remedy: str) -> None:
+    """To be called before :func:`end`, for which a part that is missing is whatever new memory
+    happens to hold.
+
+    :raises PeerError: not all of what :func:`begin` has put aside was loaded.
+    """
+    missing = _unloaded(model)
+    if missing:
+        more = f" and {len(missing) - 4} more modules" if len(missing) > 4 else ""
+        what = f"nothing that is published fills {', '.join(missing[:4])}{more}"
+        raise PeerError.make(what, remedy, key=missing[0])
+    partly = _partly(model)
+    if partly:
+        more = f"; and {len(partly) - 4} more" if len(partly) > 4 else ""
+        what = "; ".join(map(str, partly[:4])) + more
+        raise PeerError.make(what, remedy, key=partly[0].module)
 
 
 def widened(model: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fanin.errors import FaninError, HostError, PeerError, StateError
-from fanin.mapping import Mapping, MappingError
+from fanin.mapping import Mapping, MappingError, Recording
 from fanin.vllm import reload, weights_check
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.landing import Landing, StockLanding, Summary
@@ -34,6 +34,7 @@ _log = logging.getLogger("vllm.fanin")
 
 
 _UNUSED = 'init with {"unused": ["<pattern>"]} for what the model does not have'
+_ALL_OF_IT = "publish the model that the engine serves, or " + _UNUSED
 
 
 class _Target:
@@ -156,14 +157,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
         self._refuse_unused(set.intersection(*(set(names) for _, names in brought)))
 
-    def _refuse_unused(self, nobody: set[str]) -> None:
+    def _refuse_unused(self, nobody: set[str], remedy: str = _ALL_OF_IT) -> None:
         """Raises PeerError for what is published and no worker uses."""
         left_over = sorted(nobody)
         if left_over:
             more = f" and {len(left_over) - 3} more" if len(left_over) > 3 else ""
             raise PeerError.make(
                 f"published, and the model takes nothing of it: {', '.join(left_over[:3])}{more}",
-                "publish the model that the engine serves, or " + _UNUSED,
+                remedy,
                 key=left_over[0],
             )
 
@@ -301,9 +302,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.unwanted = ()
         if target is self._main:
             published = without(published, info.unused)
-        if info.mode == "loader":
-            return StockLanding(target.model, target.model_config, self.device, published)
         recording = record_model(published.entries, target.model, self.vllm_config)
+        if info.mode == "loader":
+            self._check_loader(target, info, recording)
+            return StockLanding(target.model, target.model_config, self.device, published)
         try:
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
@@ -311,7 +313,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 error.remedy += "; or " + _UNUSED
                 raise
             mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
-        target.unwanted = mapping.unwanted
+        self._keep_unwanted(target, info, mapping.unwanted)
         if info.save is not None:
             self._save(mapping, target, info.save)
         options: dict[str, Any] = {"ring": info.ring, "verify": info.verify}
@@ -328,6 +330,36 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             computes,
         )
         return mixed
+
+    def _check_loader(self, target: _Target, info: Init, recording: Recording) -> None:
+        """Raises MappingError for what vLLM's loader fills with nothing, before the first step."""
+        if not recording.whole:
+            # It needs values: what is lacking is an error at the end of each step, and no sooner.
+            _log.info(
+                "fanin: %s: vLLM's loader cannot be run without weights: %s",
+                self._worker,
+                "; ".join(str(one) for one in recording.refusals if not (one.module or one.leaf)),
+            )
+            return
+        lacking = reload.lacking(recording, target.model)
+        if lacking:
+            raise MappingError.of(
+                lacking, "publish the whole model under the names of its checkpoint"
+            )
+        self._keep_unwanted(target, info, recording.unwanted)
+
+    def _keep_unwanted(self, target: _Target, info: Init, names: tuple[str, ...]) -> None:
+        """Keeps what this worker takes nothing of. One alone knows that nobody does."""
+        remedy, parallel = _ALL_OF_IT, self.parallel_config
+        if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+            names = ()  # the rest may be experts of other replicas, which are not asked
+        if target is not self._main:
+            remedy = "publish in this run what the draft model has, and no more"
+            if info.draft_run == info.run:
+                names = ()  # the rest is the main model's
+        target.unwanted = names
+        if parallel.world_size == 1:
+            self._refuse_unused(set(names), remedy)
 
     def _save(self, mapping: Mapping, target: _Target, directory: str) -> None:
         parallel = self.vllm_config.parallel_config
