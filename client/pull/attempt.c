@@ -163,9 +163,9 @@ static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
 /* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
 static void look_for_more(pull *p, size_t there)
 {
-    bool coming = !p->patient && client_expects_more(p->client);
-    p->patient = p->patient || coming;
-    p->missing = client_count_ready(p->client) == there && !coming;
+    p->coming = !p->patient && client_expects_more(p->client);
+    p->patient = p->patient || p->coming;
+    p->missing = client_count_ready(p->client) == there && !p->coming;
 }
 
 /* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
@@ -256,7 +256,7 @@ static fanin_status make_ready(pull *p, fanin_error *error)
 {
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
-    p->cache->lacks_rank = false;
+    p->cache->lacks_rank = p->coming = false;
     uint64_t clock = clock_ns();
     fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
     info->connect_ns += part_ended(p, TRACE_CONNECT, status, &clock);

@@ -38,6 +38,8 @@ typedef struct pull {
     bool final;              /* the attempt ended by what no other one would mend */
     bool refused;            /* the attempt ended before anything was read: not stale */
     bool missing;            /* it ended for want of ranks that cannot be connected */
+    bool
+        coming; /* it ended for want of ranks that are being connected, and were not waited for */
     bool patient; /* ranks that did not answer the last time are waited for again */
     uint64_t leased_ns,
         held_ns;       /* when leases were granted; how long they were needed */

@@ -93,6 +93,8 @@ static fanin_status attempt(pull *p, fanin_error *error)
 
 static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
 {
+    if (p->coming) /* why the connection before was lost says nothing of this one */
+        return true;
     switch (status) {
     case FANIN_ERR_STALE:
         return p->options->max_attempts == 0 || p->refused ||

@@ -86,8 +86,9 @@ fanin_status fanin_client_wait(fanin_client *client, const fanin_pull_options *i
     step = step ? step : &unasked;
     fanin_error first = FANIN_ERROR_INIT;
     status = look(&w, &options, false, step, &first);
-    bool lost = status == FANIN_ERR_CLOSED || status == FANIN_ERR_UNREACHABLE;
-    if (!lost || !client_expects_more(client)) {
+    /* Maybe of the connection before that of a rank which is still to come. */
+    bool of_ranks = status <= FANIN_ERR_UNREACHABLE && status >= FANIN_ERR_MISMATCH;
+    if (!of_ranks || !client_expects_more(client)) {
         error_copy(error, &first);
         return status;
     }

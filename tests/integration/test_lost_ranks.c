@@ -4,9 +4,11 @@
 #include "local_world.h"
 #include "messages.h"
 #include "rank_proxy.h"
+#include "socket.h"
 #include "testing.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
@@ -179,6 +181,16 @@ static int be_silent(const char *address)
     return fd;
 }
 
+static int connect_to(const char *address)
+{
+    socket_address at;
+    int fd;
+    assert_int_equal(socket_resolve(address, &at, NULL), FANIN_OK);
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&at.storage, at.length), 0);
+    return fd;
+}
+
 static void connect_in(uint32_t connect_ms, uint32_t timeout_ms)
 {
     fanin_client_config config;
@@ -259,6 +271,89 @@ static void who_does_not_answer_has_one_time(void **state)
     assert_int_equal(fcntl(silent, F_SETFL, O_NONBLOCK), 0);
     assert_int_equal(accept(silent, NULL, NULL), -1);
     close(silent);
+}
+
+/* Whoever listens there is no rank. */
+static void *say_nonsense(void *cookie)
+{
+    static const char nonsense[64] = "HTTP/1.1 400 Bad Request\r\n\r\n";
+    int fd = accept(*(int *)cookie, NULL, NULL);
+    assert_int_equal(send(fd, nonsense, sizeof nonsense, MSG_NOSIGNAL),
+                     sizeof nonsense);
+    return (void *)(intptr_t)fd;
+}
+
+/* Between a connection that was taken while nobody answered and the rank that has come since, from when on the
+   client says that it waits for it. */
+typedef struct late_way {
+    int fds[2];
+    pthread_t thread;
+} late_way;
+
+static sem_t waits_again;
+
+static void on_restart(void *cookie, fanin_log_level level, const char *event,
+                       const char *message)
+{
+    if (strcmp(event, "restart") == 0)
+        sem_post(&waits_again);
+}
+
+static void *pass_on(void *cookie)
+{
+    late_way *l = cookie;
+    char bytes[65536];
+    struct pollfd ends[2] = {{l->fds[0], POLLIN, 0}, {l->fds[1], POLLIN, 0}};
+    sem_wait(&waits_again);
+    while (poll(ends, 2, -1) > 0) {
+        for (int i = 0; i < 2; i++) {
+            ssize_t n = ends[i].revents ? read(l->fds[i], bytes, sizeof bytes) : -1;
+            if (n == 0)
+                return NULL;
+            if (n > 0)
+                (void)!write(l->fds[1 - i], bytes, (size_t)n);
+        }
+    }
+    return NULL;
+}
+
+/* A rank is lost by what it says, another one takes long to come, and is not waited for at first: that the one
+   before was no rank is no reason to fail. */
+static void who_comes_late_is_waited_for_whatever_was_there_before(void **state)
+{
+    pthread_t other;
+    void *left;
+    late_way l;
+    fanin_client_config config;
+    begin(2, CUT_CHUNK0, 3);
+    fanin_client_config_init(&config, sizeof config);
+    config.path = FANIN_PATH_STREAM;
+    config.no_unix = true;
+    config.connect_timeout_ms = 60000;
+    config.log = on_restart;
+    client = connect_client(&config, w.address_list, w.size);
+    assert_int_equal(sem_init(&waits_again, 0, 0), 0);
+    world_stop_rank(&w, 0);
+    int listener = be_silent(w.addresses[0]);
+    assert_int_equal(pthread_create(&other, NULL, say_nonsense, &listener), 0);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, LONG_MS), FANIN_ERR_PROTOCOL);
+    assert_int_equal(pthread_join(other, &left), 0);
+    close((int)(intptr_t)left);
+    assert_true(pull_step(FANIN_STEP_NEWEST, 0, 200) != FANIN_OK);
+    l.fds[0] = accept(listener, NULL, NULL);
+    close(listener);
+    world_restart_rank(&w, 0);
+    world_commit_rank(&w, 0, 3);
+    l.fds[1] = connect_to(w.addresses[0]);
+    while (sem_trywait(&waits_again) == 0)
+        ;
+    assert_int_equal(pthread_create(&l.thread, NULL, pass_on, &l), 0);
+    expect_step(FANIN_STEP_NEWEST, 0, 3);
+    fanin_client_destroy(&client);
+    pthread_join(l.thread, NULL);
+    close(l.fds[0]);
+    close(l.fds[1]);
+    sem_destroy(&waits_again);
 }
 
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
@@ -367,6 +462,7 @@ int main(void)
         CASE(a_connection_left_half_made_is_made_again),
         CASE(who_does_not_answer_has_one_time),
         CASE(a_rank_that_stops_is_named_first),
+        CASE(who_comes_late_is_waited_for_whatever_was_there_before),
         CASE(a_lost_replica_is_not_to_blame),
         CASE(nobody_waits_for_what_is_in_vain),
         CASE(nobody_is_left),
