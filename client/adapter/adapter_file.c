@@ -77,7 +77,8 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     struct statvfs info;
     if (max_bytes > 0 && a->files.bytes > max_bytes)
         return too_large(a, max_bytes, "max_bytes", error);
-    if (fstatvfs(a->place.parent, &info) != 0 || info.f_blocks == 0)
+    if (fstatvfs(a->place.parent, &info) != 0 || info.f_blocks == 0 ||
+        info.f_frsize == 0)
         return FANIN_OK; /* no size is known */
     /* A plan takes the longer the more there is said to be. */
     if (info.f_blocks < a->files.bytes / info.f_frsize)

@@ -12,6 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Of max_memory what is kept for parts may have one, as chunks of pinned memory may. */
+#define PARTS_SHARE 4
+
 /* ------------------------------------------------------------------- list */
 
 static void fill_entry(const session *s, msg_list_entry *e, const publication *p)
@@ -120,7 +123,8 @@ static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *cat
                                 const msg_blob_request *m, body *in)
 {
     fanin_server *server = s->control->server;
-    const part_room room = {&server->memory, server->max_memory};
+    const part_room room = {&server->parts, &server->memory,
+                            server->max_memory / PARTS_SHARE};
     const buffer *blob = &catalog->boxes_blob;
     fanin_status status = FANIN_OK;
     if (m->keys.size > 0)

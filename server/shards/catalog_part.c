@@ -9,7 +9,7 @@ typedef struct catalog_parts {
     box_table *boxes;
     digest of; /* what was asked for */
     buffer blob;
-    atomic_uint_fast64_t *counted_in;
+    part_room room;
     uint64_t counted;
 } catalog_parts;
 
@@ -30,21 +30,24 @@ void catalog_parts_free(catalog_parts *p)
     box_table_free(&p->boxes);
     key_table_free(&p->keys);
     buffer_free(&p->blob);
-    atomic_fetch_sub(p->counted_in, p->counted);
+    atomic_fetch_sub(p->room.parts, p->counted);
+    atomic_fetch_sub(p->room.memory, p->counted);
     free(p);
 }
 
 /* The tables as readers have them; NULL: no memory. */
 static catalog_parts *open_parts(shard_catalog *s, part_room room)
 {
-    if (s->parts)
+    if (s->parts || s->parts_tried)
         return s->parts;
+    s->parts_tried = true;
     catalog_parts *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
-    p->counted_in = room.used;
+    p->room = room;
     p->counted = memory_of_parts(s);
-    if (atomic_fetch_add(room.used, p->counted) + p->counted <= room.most &&
+    atomic_fetch_add(room.memory, p->counted);
+    if (atomic_fetch_add(room.parts, p->counted) + p->counted <= room.most &&
         key_table_decode(s->keys_blob.data, s->keys_blob.size, NULL, &p->keys, NULL) ==
             FANIN_OK &&
         box_table_decode(s->boxes_blob.data, s->boxes_blob.size, p->keys, NULL,

@@ -5,9 +5,10 @@
 
 #include "shards/shard_catalog.h"
 
-/** What readers may have of the server's memory, and have: what is made for them counts. */
+/** What is kept for parts counts as memory for readers, of which it may be so much: what it leaves is theirs. The counters
+    outlive the catalog. */
 typedef struct part_room {
-    atomic_uint_fast64_t *used; /**< outlives the catalog */
+    atomic_uint_fast64_t *parts, *memory;
     uint64_t most;
 } part_room;
 
@@ -19,7 +20,7 @@ typedef struct part_room {
  *
  * FANIN_ERR_PROTOCOL, with *why: @p keys is malformed, or of keys that are not there. Without the
  * memory for it, or @p room for what is to be kept, *out is the whole table, which answers any such
- * request.
+ * request; then it is so for this catalog from now on, as a table is told in pages.
  */
 fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, part_room room,
                                 const buffer **out, const char **why);

@@ -37,7 +37,8 @@ typedef struct shard_catalog {
     strided *views;    /**< from: memory, to: packed */
     buffer keys_blob, boxes_blob;
     struct catalog_parts
-        *parts; /**< of the control thread, catalog_part.h; NULL: none yet */
+        *parts;       /**< of the control thread, catalog_part.h; NULL: none yet */
+    bool parts_tried; /**< likewise: there are none if there was no room for them */
     region_set regions;
     bool has_device; /**< some of it is device memory */
     registrar *registrar;

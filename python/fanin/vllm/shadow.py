@@ -31,8 +31,9 @@ _ALIGN = 256
 # Of the device's free memory, for what else is allocated meanwhile.
 _SPARE = 1.1
 _GIVE_UP = 15.0
-# For the ranks to say which launch they are; one round is less than a millisecond.
-_ASK = 5.0
+# For the ranks to say which launch they are, while the engine is paused; one round is less than a
+# millisecond, and one that is silent is not worth more.
+_ASK = 0.3
 
 
 class Shadow:
