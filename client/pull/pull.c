@@ -183,12 +183,14 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
 }
 
 /* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short right
-   after a rank that is short of something. */
+   after a rank that is short of something, or whose bytes were altered on the way. */
 static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
 {
     bool at_once = clock_ns() - began < MAX_LONG_PAUSE_MS * UINT64_C(1000000);
+    bool is_more =
+        p->lost.status == FANIN_ERR_LIMIT || p->lost.status == FANIN_ERR_TRANSPORT;
     return error->status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
-           (!error->key[0] || (p->lost.status == FANIN_ERR_LIMIT && at_once));
+           (!error->key[0] || (is_more && at_once));
 }
 
 /* Longer where what a rank is short of must become free first, and where the way alters what passes: that may last,
