@@ -11,7 +11,6 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from fanin.errors import RequestError
 from fanin.info import addresses_of, is_path, split_address
@@ -125,19 +124,12 @@ def check_by_config(
     :func:`fanin.config.inference_config`, of which nothing else is looked at. Blocks for reading
     the file that FANIN_CONFIG names. Raises ConfigError, too.
     """
-    from fanin import config  # not above: it imports this module
+    from fanin.config import inference_setting  # not above: it imports this module
 
-    file = environ.get("FANIN_CONFIG", "").strip() or None
-    keys = config._INFERENCE_KEYS
-
-    def setting(name: str) -> Any:
-        only = [key for key in keys if key.name == name]
-        return config._Settings(file, environ, keys, only=only).get(name, None)
-
-    entries = setting("allow_trainers")
+    entries = inference_setting("allow_trainers", environ)
     if not entries:
         return
-    own = setting("trainer")
+    own = inference_setting("trainer", environ)
     if own is not None and not is_path(own):
         own = ",".join(addresses_of(own))  # as *text* is written
     if text != own:

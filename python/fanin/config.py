@@ -54,6 +54,7 @@ __all__ = [
     "default_cache_dir",
     "engine_credentials",
     "inference_config",
+    "inference_setting",
     "orchestrator_config",
     "trainer_config",
     "validate_together",
@@ -380,6 +381,15 @@ def _join_credentials(settings: _Settings) -> None:
             " (FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA)",
         )
     settings.values["credentials"] = Credentials(**given)
+
+
+def inference_setting(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """One value of :func:`inference_config`, of which nothing else is looked at; None: it is not
+    set. Blocks for reading the file; any thread. Raises ConfigError.
+    """
+    path = environ.get("FANIN_CONFIG", "").strip() or None
+    only = [key for key in _INFERENCE_KEYS if key.name == name]
+    return _Settings(path, environ, _INFERENCE_KEYS, only=only).get(name, None)
 
 
 def engine_credentials(environ: Mapping[str, str] = os.environ) -> Credentials:

@@ -22,7 +22,7 @@ import ipaddress
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -574,13 +574,19 @@ def write_info(directory: str | os.PathLike[str], info: TrainerInfo) -> Path:
         ) from error
 
 
-def wait_stable(directory: str | os.PathLike[str], timeout: float) -> TrainerInfo:
+def wait_stable(
+    directory: str | os.PathLike[str],
+    timeout: float,
+    *,
+    rest: Callable[[float], object] = time.sleep,
+) -> TrainerInfo:
     """Waits until the trainer has finished *directory*, then reads its ``nixl_info.json``.
 
     directory: of the step; a path that ends in ``.json`` means the file, with the marker beside
-    it. timeout: seconds, 0: look once. Blocks at most so long (looks every 1 to 50 ms, because
-    network filesystems tell of no changes); any thread. Raises PullTimeoutError saying what is
-    not there yet, and the errors of :func:`read_info`.
+    it. timeout: seconds, 0: look once. rest: spends so many seconds between two looks; what it
+    raises ends the wait. Blocks at most so long (looks every 1 to 50 ms, because network
+    filesystems tell of no changes); any thread. Raises PullTimeoutError saying what is not there
+    yet, and the errors of :func:`read_info`.
     """
     place = Path(directory)
     place = place.parent if place.suffix == ".json" else place
@@ -608,5 +614,5 @@ def wait_stable(directory: str | os.PathLike[str], timeout: float) -> TrainerInf
                 f"{missing} is not there after {max(timeout, 0):g} s",
                 "check that the trainer runs and writes to this directory, which both must see",
             )
-        time.sleep(min(pause, remaining))
+        rest(min(pause, remaining))
         pause = min(pause * 2, 0.05)

@@ -476,7 +476,7 @@ class EnginePool:
             )
         wanted = self._parse(lora_name, step)
         with span("fanin.update", step=step, engines=len(self.engines)) as told:
-            info = _trainer(weight_dir, timeout, deadline, stop)
+            info = _trainer(weight_dir, timeout, stop)
             name = self._name(wanted, lora_name, step, info)
             told.set(run=name.run, lora_name=str(name))
             flight = _Flight(deadline, stop, info.world_id)
@@ -656,36 +656,18 @@ def _pairs(addresses: Sequence[str]) -> list[list[Any]]:
     return [list(split_address(address)) for address in addresses]
 
 
-def _trainer(
-    weight_dir: Target, timeout: float, deadline: float, stop: threading.Event
-) -> TrainerInfo:
+def _trainer(weight_dir: Target, timeout: float, stop: threading.Event) -> TrainerInfo:
+    def rest(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise CancelledError.make(_CANCELLED)
+
     if isinstance(weight_dir, TrainerInfo):
         return weight_dir
     if isinstance(weight_dir, os.PathLike) or (
         isinstance(weight_dir, str) and weight_dir and is_path(weight_dir)
     ):
-        return _stable(weight_dir, timeout, deadline, stop)
+        return wait_stable(weight_dir, timeout, rest=rest)
     return TrainerInfo(addresses_of(weight_dir))
-
-
-def _stable(
-    directory: str | os.PathLike[str], timeout: float, deadline: float, stop: threading.Event
-) -> TrainerInfo:
-    """:func:`wait_stable` until *deadline*, or until the caller has gone. timeout: as asked for."""
-    pause = 0.001
-    while True:
-        try:
-            return wait_stable(directory, 0)
-        except PullTimeoutError as error:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = error.message.partition(" is not there")[0]
-                raise PullTimeoutError.make(
-                    f"{missing} is not there after {max(timeout, 0):g} s", error.remedy
-                ) from None
-        if stop.wait(min(pause, left)):
-            raise CancelledError.make(_CANCELLED)
-        pause = min(pause * 2, 0.05)
 
 
 class _Update:

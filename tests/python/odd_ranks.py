@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
@@ -31,22 +32,28 @@ def refuse(listener: socket.socket) -> None:
 
 
 class NarrowWay:
-    """A way to a rank that lets *through* bytes of its answers pass until ``wide`` is set."""
+    """A way to a rank that lets *through* bytes of its answers pass until ``wide`` is set, and ends
+    the first *drops* data connections of its one reader when the rank has greeted."""
 
-    def __init__(self, port: int, through: int) -> None:
-        self.port, self.through = port, through
+    def __init__(self, port: int, through: int, drops: int = 0) -> None:
+        self.port, self.through, self.drops = port, through, drops
         self.wide = threading.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        for number in itertools.count():
             try:
                 reader, _ = self.listener.accept()
             except OSError:
                 return
             rank = socket.create_connection(("127.0.0.1", self.port))
+            if 1 <= number <= self.drops:  # the first is the control connection
+                with reader, rank:
+                    rank.sendall(reader.recv(1 << 16))
+                    reader.sendall(rank.recv(1 << 16))
+                continue
             threading.Thread(target=self._pass, args=(reader, rank, 1 << 40), daemon=True).start()
             threading.Thread(
                 target=self._pass, args=(rank, reader, self.through), daemon=True

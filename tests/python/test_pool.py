@@ -486,9 +486,9 @@ def test_a_cancelled_task_waits_for_no_marker(
     pool = pool_of(made, timeout=2 * PATIENCE)
     looked = threading.Event()
 
-    def look(directory: Any, timeout: float) -> TrainerInfo:
+    def look(directory: Any, timeout: float, **rest: Any) -> TrainerInfo:
         looked.set()
-        return wait_stable(directory, timeout)
+        return wait_stable(directory, timeout, **rest)
 
     monkeypatch.setattr("fanin.pool.wait_stable", look)
 
@@ -514,7 +514,7 @@ def test_who_has_gone_has_nobody_asked(
     stop = threading.Event()
     begun: list[Callable[[], None]] = []
 
-    def come(*_: Any) -> TrainerInfo:
+    def come(*_: Any, **__: Any) -> TrainerInfo:
         if when == "the marker comes":
             stop.set()
         return HERE

@@ -4,16 +4,13 @@ it has: whoever takes them then is not the rank."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import socket
-import threading
 
 import fanin
 import numpy as np
 import pytest
 from local_world import PATIENCE, publish, run_script, servers, weights
+from odd_ranks import NarrowWay
 
 SCRIPT = """
 import os, socket, struct, sys, threading
@@ -121,45 +118,11 @@ def test_a_port_that_another_user_has_taken() -> None:
     assert "trust_other_users" in remedy and changed == "False\n"
 
 
-class Dropping:
-    """A way to a rank that ends as many data connections, each when the rank has greeted."""
-
-    def __init__(self, port: int, drops: int) -> None:
-        self.port, self.drops = port, drops
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        for number in itertools.count():
-            try:
-                reader, _ = self.listener.accept()
-            except OSError:
-                return
-            rank = socket.create_connection(("127.0.0.1", self.port))
-            if 1 <= number <= self.drops:  # the first is the control connection
-                rank.sendall(reader.recv(65536))
-                reader.sendall(rank.recv(65536))
-                reader.close()
-                rank.close()
-                continue
-            for source, sink in ((reader, rank), (rank, reader)):
-                threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _pass(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while got := source.recv(65536):
-                sink.sendall(got)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
-
-
 def test_who_has_gone_is_no_stranger() -> None:
     """The kernel does not tell whose a connection was that is closed."""
     with servers(1) as ranks:
         publish(ranks, 1)
-        way = Dropping(ranks[0].port, 2)
+        way = NarrowWay(ranks[0].port, 1 << 40, drops=2)
         with fanin.Client([way.address], path="stream", use_unix=False, use_ucx=False) as client:
             into = {name: np.zeros_like(value) for name, value in weights(1).items()}
             assert client.pull_into(0, into, timeout=PATIENCE).step == 1

@@ -412,8 +412,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         published = target.trainer.ready(deadline)
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
-            if self.parallel_config.world_size == 1:
-                self._refuse_unused(set(target.unwanted))
         target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
         found = time.monotonic() - begun
