@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#define CHECKED 20         /* bytes of a header that its own checksum covers */
 #define TLS_HANDSHAKE 0x16 /* a ClientHello's first byte; kept free for later */
 
 static void put_le(uint8_t *out, uint64_t value, int bytes)
@@ -61,7 +60,7 @@ fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
 
 void seal_header(uint8_t header[FRAME_SIZE])
 {
-    put_le(header + CHECKED, checksum_of(header, CHECKED), 4);
+    put_le(header + FRAME_CHECKED, checksum_of(header, FRAME_CHECKED), 4);
 }
 
 void seal_encode(uint64_t sum, uint8_t out[SEAL_SIZE])
@@ -75,9 +74,10 @@ fanin_status seal_decode(const uint8_t header[FRAME_SIZE], bool sealed, frame *o
     uint8_t plain[FRAME_SIZE] = {0};
     if (!sealed)
         return frame_decode(header, out, why_out);
-    if (get_le(header + CHECKED, 4) != (uint32_t)checksum_of(header, CHECKED))
+    if (get_le(header + FRAME_CHECKED, 4) !=
+        (uint32_t)checksum_of(header, FRAME_CHECKED))
         return refuse(why_out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
-    memcpy(plain, header, CHECKED);
+    memcpy(plain, header, FRAME_CHECKED);
     return frame_decode(plain, out, why_out);
 }
 

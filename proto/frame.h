@@ -11,6 +11,8 @@
 #include <fanin/error.h>
 
 #define FRAME_SIZE 24
+#define FRAME_CHECKED                                                                  \
+    20 /**< bytes of a header that its own checksum, behind them, covers */
 #define FRAME_MAGIC UINT32_C(0x314e4146) /**< "FAN1", little-endian */
 #define FRAME_MAJOR 1
 

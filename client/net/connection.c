@@ -8,8 +8,8 @@
 #include "outgoing.h"
 #include "socket_owner.h"
 #include <errno.h>
-#include <stddef.h>
 #include <poll.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,8 @@
 /**
  * @file
  * Locks of what is loaded once a process, which takes long and is another library's work. A child that is forked
- * meanwhile has the lock, and half of the library, for ever: it is told, instead of waiting.
+ * meanwhile has the lock, and half of the library, for ever: it is told, instead of waiting. So it is with what any thread
+ * may hold for a moment, and a child can do without.
  */
 #ifndef LOAD_LOCK_H
 #define LOAD_LOCK_H

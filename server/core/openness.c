@@ -17,6 +17,15 @@ static bool is_wider_than_private(const network *n)
     return n->prefix < (n->family == AF_INET ? 8 : 7);
 }
 
+/* The first of those allowed; NULL: none is. */
+static const network *too_wide(const fanin_server *s)
+{
+    const network *n = s->allow, *end = s->allow + s->n_allow;
+    while (n < end && !is_wider_than_private(n))
+        n++;
+    return n < end ? n : NULL;
+}
+
 static bool is_open(const fanin_server *s)
 {
     return (s->flags & FANIN_SERVER_OPEN) && !socket_is_loopback(&s->address);
@@ -36,24 +45,19 @@ fanin_status openness_check(const fanin_server *s, fanin_error *error)
             error, FANIN_ERR_ARGUMENT, &place,
             "an open server without the launch's secret or certificates: " READ_BY_ALL);
     }
-    for (size_t i = 0; i < s->n_allow; i++) {
-        place.remedy = "allow the networks that the workers are in, or " INSECURE;
-        if (is_wider_than_private(&s->allow[i]))
-            return error_set(
-                error, FANIN_ERR_ARGUMENT, &place,
-                "the allow-list has a network of prefix /%u, which is wider "
-                "than any private one",
-                s->allow[i].prefix);
-    }
-    return FANIN_OK;
+    const network *wide = too_wide(s);
+    place.remedy = "allow the networks that the workers are in, or " INSECURE;
+    return wide
+               ? error_set(error, FANIN_ERR_ARGUMENT, &place,
+                           "the allow-list has a network of prefix /%u, which is wider "
+                           "than any private one",
+                           wide->prefix)
+               : FANIN_OK;
 }
 
 void openness_tell(const fanin_server *s)
 {
-    unsigned widest = 128;
-    for (size_t i = 0; i < s->n_allow; i++)
-        if (is_wider_than_private(&s->allow[i]) && s->allow[i].prefix < widest)
-            widest = s->allow[i].prefix;
+    const network *wide = too_wide(s);
     if (!is_open(s))
         return;
     if (!s->tls)
@@ -61,9 +65,9 @@ void openness_tell(const fanin_server *s)
                   "rank %u is open on %s without the launch's secret or "
                   "certificates: " READ_BY_ALL,
                   (unsigned)s->rank, s->address.text);
-    if (widest < 128)
+    if (wide)
         log_write(&s->log, FANIN_LOG_WARNING, "insecure",
                   "rank %u is open on %s to a network of prefix /%u, which is wider "
                   "than any private one",
-                  (unsigned)s->rank, s->address.text, widest);
+                  (unsigned)s->rank, s->address.text, wide->prefix);
 }

@@ -13,7 +13,6 @@
 #define PIECE 65536
 /* RFC 8446, 5.1: the type, a version, and the length of what follows. */
 #define RECORD_HEAD 5
-#define CHECKED 20 /* bytes of a header that the checksum behind them is of */
 
 typedef enum taking { TAKEN, NOT_ALL, NOT_ONE } taking;
 
@@ -114,7 +113,7 @@ static void put_frame(const link_pair *p, int to, const altered *a, const altere
     uint8_t head[FRAME_SIZE], theirs[FRAME_SIZE], seal[SEAL_SIZE];
     encode_head(p, to, a, head);
     encode_head(p, to, of, theirs);
-    memcpy(head + CHECKED, theirs + CHECKED, FRAME_SIZE - CHECKED);
+    memcpy(head + FRAME_CHECKED, theirs + FRAME_CHECKED, FRAME_SIZE - FRAME_CHECKED);
     buffer_append(out, head, sizeof head);
     buffer_append(out, a->body.data, a->body.size);
     if (!p->sealed || (to == TO_RANK && !p->begun[to]))

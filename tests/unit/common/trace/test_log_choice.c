@@ -145,24 +145,25 @@ static void a_reader_that_leaves_kills_nobody(void **state)
     expect_in_child(write_to_nobody);
 }
 
-static void a_forked_child_has_a_log_of_its_own(void **state)
+/* Whose own children begin a thread each. */
+static void expect_of_children(bool (*what)(void))
 {
 #ifdef __has_feature
 #if __has_feature(thread_sanitizer)
     skip(); /* it lets no child of several threads begin one */
 #endif
 #endif
-    expect_in_child(write_in_children);
+    expect_in_child(what);
+}
+
+static void a_forked_child_has_a_log_of_its_own(void **state)
+{
+    expect_of_children(write_in_children);
 }
 
 static void what_a_daemon_opens_is_its_own(void **state)
 {
-#ifdef __has_feature
-#if __has_feature(thread_sanitizer)
-    skip(); /* it lets no child of several threads begin one */
-#endif
-#endif
-    expect_in_child(begin_anew_in_a_child);
+    expect_of_children(begin_anew_in_a_child);
 }
 
 static void another_users_pipe_is_refused(void **state)
