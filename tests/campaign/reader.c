@@ -31,10 +31,12 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef FANIN_TEST_HOOKS
@@ -362,30 +364,46 @@ static void once(reader *r)
         board_sleep(10 * MS);
 }
 
-static unsigned sockets_open(void)
+/* Sockets that are open; by name on standard error, if told to. */
+static unsigned sockets_open(bool told)
 {
     unsigned n = 0;
     DIR *descriptors = opendir("/proc/self/fd");
     for (struct dirent *e; descriptors && (e = readdir(descriptors));) {
         struct stat is;
-        n +=
-            fstatat(dirfd(descriptors), e->d_name, &is, 0) == 0 && S_ISSOCK(is.st_mode);
+        if (fstatat(dirfd(descriptors), e->d_name, &is, 0) != 0 ||
+            !S_ISSOCK(is.st_mode))
+            continue;
+        n++;
+        struct sockaddr_storage own = {0};
+        socklen_t size = sizeof own;
+        int fd = (int)strtol(e->d_name, NULL, 10);
+        if (told && getsockname(fd, (struct sockaddr *)&own, &size) == 0)
+            fprintf(stderr, "reader: socket %d of family %d is open\n", fd,
+                    own.ss_family);
     }
     if (descriptors)
         closedir(descriptors);
     return n;
 }
 
-/* But a driver's, who begins some when it likes. */
-static unsigned threads_running(void)
+/* Threads; by name on standard error, if told to. A driver begins some when it likes, of devices and of
+   peers: those that it names begin with "cuda", and the others have the program's name. The library's
+   threads have names of their own. */
+static unsigned threads_running(bool told)
 {
     unsigned n = 0;
+    char path[300], name[32] = "", program[32] = "";
+    (void)pthread_getname_np(pthread_self(), program, sizeof program);
     DIR *tasks = opendir("/proc/self/task");
     for (struct dirent *e; tasks && (e = readdir(tasks));) {
-        char path[300], name[32] = "";
         snprintf(path, sizeof path, "/proc/self/task/%s/comm", e->d_name);
-        FILE *file = fopen(path, "re");
-        n += file && fgets(name, sizeof name, file) && strncmp(name, "cuda", 4) != 0;
+        FILE *file = e->d_name[0] != '.' ? fopen(path, "re") : NULL;
+        bool ours = file && fscanf(file, "%31s", name) == 1 &&
+                    strcmp(name, program) != 0 && strncmp(name, "cuda", 4) != 0;
+        n += ours;
+        if (ours && told)
+            fprintf(stderr, "reader: thread %s runs: %s\n", e->d_name, name);
         if (file)
             fclose(file);
     }
@@ -395,11 +413,17 @@ static unsigned threads_running(void)
 }
 
 /* Of a client that is gone; what looks up a name for it may go on for a while. */
-static bool has_left_threads(unsigned before)
+static bool has_left(unsigned sockets, unsigned threads)
 {
-    for (int i = 0; i < 500 && threads_running() > before; i++)
+    for (int i = 0; i < 500 && threads_running(false) > threads; i++)
         board_sleep(10 * MS);
-    return threads_running() > before;
+    if (sockets_open(false) == sockets && threads_running(false) <= threads)
+        return false;
+    fprintf(stderr, "reader: %u sockets and %u threads before its first client\n",
+            sockets, threads);
+    (void)sockets_open(true);
+    (void)threads_running(true);
+    return true;
 }
 
 int main(int argc, char **argv)
@@ -424,11 +448,11 @@ int main(int argc, char **argv)
     names_by(r.board);
     get_memory(&r);
     describe(&r);
-    const unsigned sockets = sockets_open(), threads = threads_running();
+    const unsigned sockets = sockets_open(false), threads = threads_running(false);
     while (!atomic_load(&r.board->over))
         once(&r);
     fanin_client_destroy(&r.client);
-    if (sockets_open() != sockets || has_left_threads(threads))
+    if (has_left(sockets, threads))
         return 5;
     return memory_left(1) ? 4 : 0;
 }
