@@ -100,6 +100,50 @@ finally:
     os.waitpid(child, 0)
 """
 
+BETWEEN = """
+import os, socket
+import fanin
+from local_world import PATIENCE, client_of, publish, servers, weights
+
+
+def take(port, have):
+    os.setuid(65534)
+    with socket.create_server(("127.0.0.1", port)) as taken:
+        os.write(have, b"x")
+        while True:
+            with taken.accept()[0] as peer:
+                peer.recv(1)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\\r\\n\\r\\n")
+
+
+def pulled(client, step):
+    into = {name: value * 0 for name, value in weights(1).items()}
+    assert client.pull_into(0, into, timeout=PATIENCE).step == step
+    assert all((into[name] == value).all() for name, value in weights(step).items())
+
+
+with servers(1) as ranks:
+    publish(ranks, 1)
+    port, client = ranks[0].port, client_of(ranks, use_unix=False)
+    pulled(client, 1)
+have, taken = os.pipe()
+child = os.fork()
+if child == 0:
+    take(port, taken)
+os.read(have, 1)
+for _ in range(2):
+    try:
+        pulled(client, 1)
+    except fanin.FaninError as error:
+        print(error.message)
+os.kill(child, 9)
+os.waitpid(child, 0)
+with servers(1, base_port=port) as ranks:
+    publish(ranks, 2)
+    pulled(client, 2)
+client.close()
+"""
+
 
 def told(way: str, uid: int) -> str:
     done = run_script(SCRIPT, way, str(uid))
@@ -116,6 +160,14 @@ def test_a_port_that_another_user_has_taken() -> None:
     message, remedy, changed = told("port", 65534).split(" | ")
     assert "is a process of uid 65534, and this one is of uid 0" in message
     assert "trust_other_users" in remedy and changed == "False\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_port_that_another_user_has_given_back() -> None:
+    """The client that was refused it pulls from the next launch there as if nothing had been."""
+    done = run_script(BETWEEN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 0 at 127.0.0.1:") == 2, done.stdout
 
 
 def test_who_has_gone_is_no_stranger() -> None:
