@@ -2,6 +2,7 @@
 #include "catalog/tables.h"
 
 #include "error_set.h"
+#include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,6 +83,32 @@ fanin_status tables_end_decoding(const client_work *work, const peer *p,
     return add_rank(p, client_work_end(work, status, error), error);
 }
 
+/* Says what two ranks' entries of one key differ in. */
+static bool entries_differ(const key_entry *x, uint32_t rank_x, const key_entry *y,
+                           uint32_t rank_y, const error_place *place,
+                           fanin_error *error)
+{
+    char shapes[400];
+    text both = text_in(shapes, sizeof shapes);
+    if (x->dtype != y->dtype) {
+        (void)error_set(error, FANIN_ERR_MISMATCH, place,
+                        "the key is %s on rank %u but %s on rank %u",
+                        fanin_dtype_name(x->dtype), rank_x, fanin_dtype_name(y->dtype),
+                        rank_y);
+        return true;
+    }
+    if (x->n_dims == y->n_dims &&
+        memcmp(x->shape, y->shape, x->n_dims * sizeof *x->shape) == 0)
+        return false;
+    text_add_shape(&both, x->shape, x->n_dims);
+    text_add(&both, " and ");
+    text_add_shape(&both, y->shape, y->n_dims);
+    (void)error_set(error, FANIN_ERR_MISMATCH, place,
+                    "ranks %u and %u give the key different global shapes: %s", rank_x,
+                    rank_y, shapes);
+    return true;
+}
+
 /* Says what the key tables of two ranks that announce different digests differ in. */
 static fanin_status explain_difference(const fanin_client *client, const key_table *a,
                                        size_t peer_a, const key_table *b, size_t peer_b,
@@ -104,16 +131,8 @@ static fanin_status explain_difference(const fanin_client *client, const key_tab
             return error_set(error, FANIN_ERR_MISMATCH, &place,
                              "the key is on rank %u but not on rank %u",
                              order < 0 ? rank_a : rank_b, order < 0 ? rank_b : rank_a);
-        if (x->dtype != y->dtype)
-            return error_set(error, FANIN_ERR_MISMATCH, &place,
-                             "the key is %s on rank %u but %s on rank %u",
-                             fanin_dtype_name(x->dtype), rank_a,
-                             fanin_dtype_name(y->dtype), rank_b);
-        if (x->n_dims != y->n_dims ||
-            memcmp(x->shape, y->shape, x->n_dims * sizeof *x->shape) != 0)
-            return error_set(error, FANIN_ERR_MISMATCH, &place,
-                             "ranks %u and %u give the key different global shapes",
-                             rank_a, rank_b);
+        if (entries_differ(x, rank_a, y, rank_b, &place, error))
+            return FANIN_ERR_MISMATCH;
         i++;
         j++;
     }

@@ -32,6 +32,7 @@ static void on_listed(void *cookie, connection *c, message_type type, body *b)
     if (count > 0) {
         q->of->present = true;
         q->of->state = entries[0].state;
+        q->of->age_ms = entries[0].state_age_ms;
         q->of->step = entries[0].step;
         q->of->version = entries[0].catalog_version;
         memcpy(q->of->keys, entries[0].key_digest, sizeof q->of->keys);
@@ -74,6 +75,7 @@ typedef struct blame {
     enum { GONE, SILENT, BEHIND } what;
     uint64_t step;
     int32_t state;
+    uint64_t age_ms;
     size_t peer;
 } blame;
 
@@ -96,6 +98,12 @@ static bool alike(const blame *x, const blame *y)
            x->state == y->state;
 }
 
+bool standing_reaches(const standing *of, uint64_t step)
+{
+    return of->answered && of->present && of->state == FANIN_PUBLICATION_STABLE &&
+           of->step >= step && of->step > 0;
+}
+
 static size_t find_blame(const fanin_client *client, const standing *all, uint64_t step,
                          blame *out)
 {
@@ -110,13 +118,14 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
         bool ready = peer_ready(&client->peers[i]);
         if (ready && gone && !answered)
             continue; /* there was no time to answer: who is gone used it up */
-        if (ready && s->answered && s->present && s->step >= step && s->step > 0)
+        if (ready && standing_reaches(s, step))
             continue;
         out[n++] = (blame){.what = !ready         ? GONE
                                    : !s->answered ? SILENT
                                                   : BEHIND,
                            .step = ready && s->answered ? s->step : 0,
                            .state = ready && s->answered && s->present ? s->state : -1,
+                           .age_ms = s->age_ms,
                            .peer = i};
     }
     qsort(out, n, sizeof *out, compare);
@@ -152,9 +161,12 @@ static void tell_group(const fanin_client *client, const blame *first,
     else if (first->step == 0)
         snprintf(text, size, "%s %s not committed it yet (%s)", ranks, has,
                  state_name(first->state));
-    else
+    else if (first->state == FANIN_PUBLICATION_STABLE || first->age_ms == 0)
         snprintf(text, size, "%s %s at step %" PRIu64 " (%s)", ranks, is, first->step,
                  state_name(first->state));
+    else
+        snprintf(text, size, "%s %s at step %" PRIu64 " (%s for %.1f s)", ranks, is,
+                 first->step, state_name(first->state), (double)first->age_ms / 1e3);
 }
 
 static void tell(const fanin_client *client, const blame *blames, size_t n, bool *mask,

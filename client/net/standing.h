@@ -9,6 +9,7 @@ typedef struct standing {
     bool answered;    /**< the rest is known */
     bool present;     /**< the rank publishes it */
     int32_t state;    /**< FANIN_PUBLICATION_... */
+    uint64_t age_ms;  /**< since it has this state; 0: not known */
     uint64_t step;    /**< last committed, 0: none */
     uint64_t version; /**< of the catalog; 0: none yet */
     uint8_t keys[16]; /**< digest of the key table */
@@ -21,9 +22,12 @@ typedef struct standing {
 fanin_status standing_ask(fanin_client *client, const char *publication, deadline at,
                           standing *out, fanin_error *error);
 
+/** Whether it can be read at @p step or a later one. */
+bool standing_reaches(const standing *of, uint64_t step);
+
 /**
- * Writes who has not committed @p step: first the ranks that are gone, then those that do not
- * answer, then those that are furthest behind. Returns the first peer that it names, n_peers if
+ * Writes who can't be read at @p step: first the ranks that are gone, then those that do not
+ * answer, then those that are furthest behind, then those that are in an update. Returns the first peer that it names, n_peers if
  * there is none.
  */
 size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,

@@ -521,26 +521,29 @@ static fanin_status explain_timeout(const agreement *g, fanin_error *error)
 {
     const fanin_client *client = g->client;
     char who[400];
-    uint64_t step = wanted(g);
+    uint64_t step = wanted(g) ? wanted(g) : 1;
+    bool committed = true;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (g->announced[i].valid)
+        if (g->announced[i].valid &&
+            (!g->standings[i].answered || g->announced[i].step > g->standings[i].step))
             g->standings[i] = (standing){.answered = true,
                                          .present = true,
                                          .state = FANIN_PUBLICATION_STABLE,
                                          .step = g->announced[i].step};
+        committed =
+            committed && g->standings[i].present && g->standings[i].step >= step;
     }
-    size_t culprit =
-        standing_text(client, g->standings, step ? step : 1, who, sizeof who);
+    size_t culprit = standing_text(client, g->standings, step, who, sizeof who);
     error_place place = {.phase = "wait"};
     if (culprit < client->n_peers)
         place = connection_place(client->peers[culprit].control, "wait");
     place.key = g->publication->name;
     place.remedy = "is the trainer stuck, or further behind than this pull may wait?";
-    return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "%s%" PRIu64
-                     " of %.80s was not committed on all ranks in time%s%s",
-                     step ? "step " : "a step, at least ", (step ? step : 1),
-                     g->publication->name, who[0] ? ": " : "", who);
+    return error_set(
+        error, FANIN_ERR_TIMEOUT, &place, "%s%" PRIu64 " of %.80s %s in time%s%s",
+        wanted(g) ? "step " : "a step, at least ", step, g->publication->name,
+        committed ? "could not be read" : "was not committed on all ranks",
+        who[0] ? ": " : "", who);
 }
 
 /* Nobody is asked any more, and nothing was agreed upon. */

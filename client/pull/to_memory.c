@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "pull/prepared.h"
 #include "pull/pull_session.h"
+#include "text.h"
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,6 +64,18 @@ static void mark(void *cookie, const key_table *keys, bool *marks)
     }
 }
 
+static fanin_status shape_error(const key_entry *e, const fanin_tensor *t,
+                                const error_place *place, fanin_error *error)
+{
+    char both[400];
+    text words = text_in(both, sizeof both);
+    text_add_shape(&words, e->shape, e->n_dims);
+    text_add(&words, ", not as ");
+    text_add_shape(&words, t->shape, t->n_dims);
+    return error_set(error, FANIN_ERR_MISMATCH, place,
+                     "the tensor is published with another global shape: as %s", both);
+}
+
 static fanin_status match(const memory_destination *m, size_t index,
                           const key_table *keys, fanin_error *error)
 {
@@ -86,8 +99,7 @@ static fanin_status match(const memory_destination *m, size_t index,
                          fanin_dtype_name(arrives), fanin_dtype_name(t->dtype));
     if (e->n_dims != t->n_dims ||
         memcmp(e->shape, t->shape, t->n_dims * sizeof *t->shape) != 0)
-        return error_set(error, FANIN_ERR_MISMATCH, &place,
-                         "the tensor is published with another global shape");
+        return shape_error(e, t, &place, error);
     return FANIN_OK;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "text.h"
 
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,6 +43,14 @@ bool text_add_whole(text *t, size_t spare, const char *format, ...)
     else if (t->used < t->size)
         t->chars[t->used] = '\0';
     return fits;
+}
+
+void text_add_shape(text *t, const uint64_t *shape, uint32_t n_dims)
+{
+    text_add(t, "[");
+    for (uint32_t i = 0; i < n_dims; i++)
+        text_add(t, "%s%" PRIu64, i ? ", " : "", shape[i]);
+    text_add(t, "]");
 }
 
 bool text_switched_on(const char *variable)

@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct text {
     char *chars; /**< always ends with a NUL, unless size is 0 */
@@ -20,6 +21,9 @@ void text_add(text *t, const char *format, ...) __attribute__((format(printf, 2,
 /** Appends all of it if @p spare bytes are left behind it; else nothing: false. */
 bool text_add_whole(text *t, size_t spare, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/** Appends a tensor's shape, "[4096, 16]". */
+void text_add_shape(text *t, const uint64_t *shape, uint32_t n_dims);
 
 /** Whether the environment variable of this name switches something on: "1", "true" or "yes", in any case. What it
     switches takes less care, so that other words do not. */

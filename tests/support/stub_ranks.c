@@ -279,6 +279,7 @@ static bool answer_list(stub_talk *t, uint64_t request)
                             .step = r->step,
                             .catalog_version = r->version,
                             .state = r->state,
+                            .state_age_ms = r->state_age_ms,
                             .tensors = 1};
     digest id = digest_of(r->keys.data, r->keys.size);
     memcpy(entry.key_digest, id.bytes, sizeof entry.key_digest);

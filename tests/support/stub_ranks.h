@@ -60,7 +60,7 @@ struct stub_rank {
 
     /* What it publishes; nothing while state is WIRE_STATE_UNPUBLISHED. */
     int32_t state;
-    uint64_t step, version;
+    uint64_t state_age_ms, step, version;
     buffer keys, boxes, regions;
     uint8_t *bytes;
     uint64_t size;

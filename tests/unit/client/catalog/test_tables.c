@@ -413,7 +413,11 @@ static void differences_are_told(void **state)
         {{t, t}, 2, 0, "u", "the key is on rank 1 but not on rank 0"},
         {{t}, 0, 0, "t", "the key is on rank 0 but not on rank 1"},
         {{t}, 1, 0, "t", "the key is U8 on rank 0 but I8 on rank 1"},
-        {{t}, 1, 0, "t", "ranks 0 and 1 give the key different global shapes"},
+        {{t},
+         1,
+         0,
+         "t",
+         "ranks 0 and 1 give the key different global shapes: [32] and [16]"},
         {{t}, 1, 1, "", "ranks 0 and 1 have different metadata (at \"r\")"},
     };
     cases[0].keys[1].name = "u";

@@ -512,6 +512,20 @@ static void time_is_up(void **state)
     assert_int_equal(s.took_ms, CALL_MS);
 }
 
+/* All have the step, but one is in its next update and stays there. */
+static void one_is_stuck_in_its_update(void **state)
+{
+    start(3, 3);
+    for (size_t i = 0; i < 3; i++)
+        s.world.ranks[i].impatient = true;
+    s.world.ranks[1].state = WIRE_STATE_WRITING;
+    s.world.ranks[1].state_age_ms = 2500;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_TIMEOUT);
+    assert_error("step 3 of lora:0 could not be read in time: rank 1 at ");
+    assert_error(" is at step 3 (writing for 2.5 s)");
+    assert_int_equal(s.error.rank, 1);
+}
+
 /* A rank says so a little before: time enough to ask where all are. */
 static void a_ranks_time_is_up(void **state)
 {
@@ -617,6 +631,7 @@ int main(void)
         SCENE(one_that_is_not_goes_on),
         SCENE(nobody_is_left),
         SCENE(time_is_up),
+        SCENE(one_is_stuck_in_its_update),
         SCENE(a_ranks_time_is_up),
         SCENE(a_wait_can_be_cancelled),
         SCENE(enough_is_what_holds_everything),
