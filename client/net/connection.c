@@ -492,7 +492,7 @@ static void fail_received(connection *c, int sys_errno)
         fail_here(c, why.status, EBADMSG, "connection", why.remedy, why.what);
     else
         fail_here(c, is_ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE, sys_errno,
-                  "connection", "is the trainer process still alive?",
+                  "connection", CLOSED_REMEDY,
                   sys_errno ? "broke the connection" : "closed the connection");
 }
 

@@ -17,7 +17,9 @@
 #include "tls.h"
 #include "trace.h"
 
-/** Where a rank is not reached. */
+/** Where a rank has closed a connection, and where it is not reached. */
+#define CLOSED_REMEDY                                                                  \
+    "is the trainer process still alive? if so, its log tells whom it turns away"
 #define STOPPED_REMEDY "is the trainer process stopped, or a firewall in between?"
 
 typedef struct connection connection;

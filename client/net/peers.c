@@ -108,7 +108,9 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
     char who[CONNECTION_NAME];
     if (owing)
         place = connection_place(owing, phase);
-    place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
+    place.remedy =
+        "allow more time, or look at the ranks with `nixl-fetch ping`; if all answer, "
+        "do large packets get through (path MTU)?";
     if (!owing)
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "the deadline passed in phase %s", phase);

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/secure.h"
 
+#include "net/connection.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -137,7 +139,7 @@ void secure_explain(const tls *t, secure_fault *out)
     } else if (tls_failed(t) == TLS_CLOSED) {
         snprintf(out->what, sizeof out->what,
                  "closed the connection before it was secured");
-        say(out, FANIN_ERR_UNREACHABLE, "is the trainer process still alive?");
+        say(out, FANIN_ERR_UNREACHABLE, CLOSED_REMEDY);
     } else if (tls_identity(t)) {
         explain_certificates(t, out);
     } else {

@@ -152,7 +152,8 @@ static fanin_status check_against(const fanin_client *client, size_t first, size
     if (b->world_size != client->n_peers && !client->config.partial) {
         snprintf(text, sizeof(text), "%u, but %zu addresses were given", b->world_size,
                  client->n_peers);
-        return world_error(p, error, "give the address of every rank, each once",
+        return world_error(p, error,
+                           "give the address of every rank of one launch, each once",
                            "says the world size is", text);
     }
     for (size_t j = 0; j < i; j++) {
