@@ -82,6 +82,8 @@ STEP = f"fanin_publication_step{{{RANK}}}"
 OTHER = STEP.replace('rank="1"', 'rank="0"')
 ANOTHER_RUN = STEP.replace('job="run"', 'job="another"')
 COMMITTED = f"fanin_publication_commit_timestamp_seconds{{{RANK}}}"
+NEVER = f'fanin_publication_state{{{RANK},state="unpublished"}}'
+ABSENT = 'fanin_problems{job="run",publication="lora:0",kind="absent"}'
 STATE = f'fanin_publication_state{{{RANK},state="writing"}}'
 OF_RANK = {"job": "run", "publication": "lora:0", "rank": "1"}
 OF_RUN = {"job": "run", "publication": "lora:0"}
@@ -135,6 +137,22 @@ CASES = (
     ),
     Case("FaninNoCommit", {COMMITTED: "60x40"}, 15, None),
     Case("FaninNoCommit", {COMMITTED: "60+60x40"}, 31, None),
+    Case(
+        "FaninNothingToRead",
+        {NEVER: "1x40", OTHER: "0+1x40"},
+        11,
+        "rank 1 of run's lora:0 has nothing to read: nothing is committed there yet, or its last step was taken back",
+        OF_RANK,
+    ),
+    Case("FaninNothingToRead", {NEVER: "1x5 0 1x9"}, 11, None),
+    Case(
+        "FaninNotPublished",
+        {ABSENT: "2x40"},
+        11,
+        "2 of run's ranks do not publish lora:0, which its exporter looks for",
+        OF_RUN,
+    ),
+    Case("FaninNotPublished", {ABSENT: "2x5 stale 2x9"}, 11, None),
     Case(
         "FaninRankBehind",
         {STEP: "7x9", OTHER: "8x9"},
