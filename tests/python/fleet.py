@@ -14,13 +14,16 @@ from typing import Any
 
 import fanin
 import numpy as np
-from fanin.info import TrainerInfo
+from fanin.info import TrainerInfo, addresses_of
 from http_engine import OK, Answer, Engine, Request
 
 Hook = Callable[[Request], Answer | None]
 
 HANG_UP: Answer = (0, None)
 """The connection ends without a word."""
+
+_LAUNCHES: dict[str, str] = {}
+"""Which launch of a WholeTrainer is at an address."""
 
 
 class FakeEngine:
@@ -118,8 +121,9 @@ class FakeVLLM(FakeEngine):
         self.held: int | None = None
         self.cache_reset = 0
         self.workers = 2
-        #: The launch of the trainer that each worker's weights are of, in turn.
-        self.worlds = ["a" * 32]
+        #: The launch that each worker says its weights are of, in turn; []: the trainer's.
+        self.worlds: list[str] = []
+        self._launch = ""
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
         self.ahead: int | None = None
@@ -159,7 +163,8 @@ class FakeVLLM(FakeEngine):
             self.reads = self.reads[1:] or self.reads
         if self.held is not None:
             last = {"bytes": 50, "read": 0.5, "path": "cma"}
-            last["worlds"] = [self.worlds[worker % len(self.worlds)]]
+            worlds = self.worlds or [self._launch]
+            last["worlds"] = [worlds[worker % len(worlds)]]
         return {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
 
     def _update(self, path: str, body: Any) -> Answer | None:
@@ -182,6 +187,9 @@ class FakeVLLM(FakeEngine):
                 self.ahead = info["step"]
             else:
                 self.pulled = info["step"]
+                assert self.initialised is not None
+                first, *_ = addresses_of(self.initialised["trainer"])
+                self._launch = _LAUNCHES.get(first, "a" * 32)
             return 200, {"message": "Weights updated"}
         if path == "/finish_weight_update":
             if not self.active or self.pulled is None:
@@ -283,6 +291,7 @@ class WholeTrainer:
                 "w", self.weights[rank], shape=(4 * size, 8), offset=(4 * rank, 0)
             )
             server.put(self.publication, [shard])
+            _LAUNCHES[f"127.0.0.1:{server.port}"] = world.hex()
         self.info = TrainerInfo(
             tuple(f"127.0.0.1:{server.port}" for server in self.servers), world.hex(), run, "job"
         )

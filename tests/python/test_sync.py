@@ -26,6 +26,7 @@ from fanin.errors import (
 )
 from fanin.info import write_info
 from fanin.sync import EndpointResult, Registry, SyncError
+from fanin.sync.flights import Flight
 from fanin.sync.trainer import look
 from fanin.sync.wire import Wire
 from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
@@ -423,6 +424,26 @@ def test_resume_of_one_whose_weights_are_whole(stack: ExitStack) -> None:
         registry.resume("http://127.0.0.1:1")
 
 
+def test_one_that_was_left_paused_is_told_of_as_such(stack: ExitStack) -> None:
+    """Also by a sync that did not come as far as to pause."""
+    bad, other = fleet(stack)
+    registry = registry_of(bad, other)
+    bad.refuse("/update_weights", 500, "torn")
+    with pytest.raises(SyncError):
+        registry.sync(1)
+    for unwell in (bad, other):
+        bad.hooks.clear()
+        unwell.refuse("/health", 500, "busy")
+        with pytest.raises(SyncError, match="nothing was paused") as caught:
+            registry.sync(1)
+        assert failure(caught, unwell).phase == "health"
+        results = caught.value.result.results
+        assert results[bad.url].paused and not results[other.url].paused
+        assert ("stays paused" in results[bad.url].error) == (unwell is bad)
+    other.hooks.clear()
+    assert not registry.sync(1).results[bad.url].paused and not bad.paused
+
+
 # ------------------------------------------------------------------ SGLang's own
 
 
@@ -551,6 +572,26 @@ def test_interrupted_it_is_in_that_sync_until_its_phase_has_ended(
     assert registry.sync(2).ok and engines[0].model == "weights of step 2" and not engines[0].paused
 
 
+@pytest.mark.parametrize("call", [lambda r, _: r.sync(1), lambda r, url: r.resume(url)])
+def test_interrupted_when_all_were_taken(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, call: Callable[[Registry, str], Any]
+) -> None:
+    """Before anything was asked of them: they are free."""
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    take = registry._take
+
+    def ctrl_c(*arguments: Any) -> None:
+        take(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "_take", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        call(registry, engines[0].url)
+    monkeypatch.undo()
+    assert not registry.busy() and registry.sync(1).ok
+
+
 def test_no_thread_can_be_had_for_one_of_them(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -638,6 +679,68 @@ def test_removed_during_a_sync(stack: ExitStack) -> None:
     assert not registry.remove(engines[0].url)
     assert len(registry.sync(2).results) == 1
     assert not engines[0].count("/finish_weight_update") and not engines[0].count("/resume")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_removed_and_added_it_is_in_that_sync_until_its_phase_has_ended(
+    stack: ExitStack, times: int
+) -> None:
+    """Else a late resume would come in the midst of the next update."""
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    hold = engine.hang("/resume")
+    caught: list[SyncError] = []
+
+    def run() -> None:
+        with pytest.raises(SyncError) as error:
+            registry.sync(1)
+        caught.append(error.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert engine.at["/resume"].wait(30)
+    for _ in range(times):
+        assert registry.remove(engine.url)
+        registry.add(engine.url)
+    thread.join()
+    assert "was removed during the sync" in str(caught[0])
+    assert registry.busy() == [engine.url]
+    with pytest.raises(StateError, match="in another sync"):
+        registry.sync(2)
+    hold.set()
+    until(lambda: not registry.busy())
+    assert registry.sync(2).ok and engine.model == "weights of step 2" and not engine.paused
+
+
+def test_removed_and_added_past_the_deadline_it_is_free(stack: ExitStack) -> None:
+    """Of a thread that looks up a name for ever nothing comes any more."""
+    plan = SimpleNamespace(deadline=time.monotonic() - 60)
+    registry = registry_of()
+    registry.add("http://127.0.0.1:9")
+    (record,) = registry._records.values()
+    flight = record.flight = Flight(record, plan, threading.Condition())  # type: ignore[arg-type]
+    assert registry.busy()
+    registry.remove("http://127.0.0.1:9")
+    registry.add("http://127.0.0.1:9")
+    assert not registry.busy() and record.flight is flight
+
+
+def test_added_with_another_key_during_a_sync(stack: ExitStack) -> None:
+    """The sync goes on with the one that its engine was found well with."""
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    hold = engines[1].hang("/health")
+
+    def add(_: Any) -> None:
+        registry.add(engines[0].url, api_key="other")
+        hold.set()
+
+    engines[0].hooks["/weight_info"] = add
+    assert registry.sync(1).ok
+    sent = {r.path: r.headers.get("Authorization") for r in engines[0].http.requests}
+    assert sent["/resume"] is None
+    assert registry.sync(2).ok
+    assert engines[0].http.requests[-1].headers.get("Authorization") == "Bearer other"
 
 
 def test_added_during_a_sync_is_not_part_of_it(stack: ExitStack) -> None:

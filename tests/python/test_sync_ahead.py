@@ -157,6 +157,21 @@ def test_an_engine_that_must_be_paused_before_it_starts(engine: FakeVLLM) -> Non
     assert engine.updates == [("update", True)] and engine.version == "step-7"
 
 
+def test_an_init_that_is_refused_while_it_generates(engine: FakeVLLM) -> None:
+    """It had forgotten the trainer, and does not get to it."""
+    registry = registry_of(engine)
+    registry.sync(6)
+    engine.initialised = None
+    engine.refuse("/init_weight_transfer_engine", 400, "no such run")
+    with pytest.raises(SyncError, match="no such run") as caught:
+        registry.sync(7)
+    told = failure(caught, engine)
+    assert told.phase == "init" and not told.paused and not engine.paused
+    assert engine.count("/pause") == 1 and engine.model == "weights of step 6"
+    engine.hooks.clear()
+    assert registry.sync(7).ok and engine.model == "weights of step 7"
+
+
 def test_a_step_that_has_passed_meanwhile_pauses_nothing(engine: FakeVLLM) -> None:
     engine.reads = [failed("step 7 has passed", "FANIN_ERR_SUPERSEDED")]
     registry = registry_of(engine)

@@ -13,8 +13,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import fanin.sync.registry as registry_module
 import pytest
 from fanin.errors import (
     ConnectionFailedError,
@@ -26,7 +28,7 @@ from fanin.errors import (
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
 from fanin.sync.wire import Wire
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
-from http_engine import Engine
+from http_engine import Answer, Engine, Request
 
 
 def place(url: str) -> dict[str, Any]:
@@ -129,6 +131,10 @@ def test_quantization_is_refused_with_what_is_supported(
         ("/add_inference_endpoint", {"url": "http://h:1", "host": "h"}, "url is given"),
         ("/add_inference_endpoint", {"host": "a" * 70, "port": 1}, "no engine's URL"),
         ("/add_inference_endpoint", {"url": "http://..x:1"}, "no engine's URL"),
+        ("/sync_inference_weights", {"step": 1, "timeout": float("inf")}, "is not below 1000000"),
+        ("/sync_inference_weights", {"step": 1, "timeout": 1e11}, "is not below 1000000"),
+        ("/sync_inference_weights", {"step": 1, "timeout": 10**400}, "is not below 1000000"),
+        ("/sync_inference_weights", {"step": 1, "timeout": float("nan")}, "is not above 0"),
         ("/add_inference_endpoint", {"url": "http://a b:1"}, "no engine's URL"),
         ("/add_inference_endpoint", {"url": "http://h:1/\u00fc"}, "no engine's URL"),
         ("/add_inference_endpoint", {"host": "h", "port": 1, "api_key": ""}, "api_key is empty"),
@@ -167,10 +173,10 @@ def test_a_dead_endpoint_is_not_added(service: Service, engine: FakeVLLM) -> Non
 def test_one_whose_check_meets_a_fault_is_not_added(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(url: str) -> Any:
+    def driver_of(*_: Any) -> Any:
         raise ValueError("a fault of the program's own")
 
-    monkeypatch.setattr(service.registry, "check", check)
+    monkeypatch.setattr(registry_module, "driver_of", driver_of)
     assert call(service, "/add_inference_endpoint", {"host": "h", "port": 1})[0] == 500
     assert not service.registry.endpoints()
 
@@ -327,6 +333,53 @@ def test_the_engines_key_is_sent_where_it_was_meant(engine: FakeVLLM) -> None:
     assert keys_sent(engine) == {"Bearer engines"}
 
 
+def test_a_key_that_is_refused_is_not_kept(engine: FakeVLLM) -> None:
+    """Nor is anything else of the request."""
+
+    def guard(request: Request) -> Answer | None:
+        known = request.headers.get("Authorization") == "Bearer right"
+        return None if known else (401, {"error": "Unauthorized"})
+
+    engine.hooks["/health"] = guard
+    registry = Registry("h:1", timeout=30, ask_trainer=False, api_key="right")
+    registry.add(engine.url)
+    assert registry.sync(1).ok
+    before = registry.endpoints()
+    add = {**place(engine.url), "pool": "eval", "world_size": 7}
+    status, reply = call(Service(registry), "/add_inference_endpoint", {**add, "api_key": "wrong"})
+    assert status == 400 and "give the engine's api_key" in reply["detail"]
+    assert registry.endpoints() == before and registry.sync(2).ok
+    add["api_key"] = "right"
+    assert call(Service(registry), "/add_inference_endpoint", add)[0] == 200
+    assert [entry.group for entry in registry.endpoints()] == ["eval"] and registry.sync(3).ok
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:hidden@h:1", "http://:hidden@h:1", "http://user:hid[den@h:1", "//u:hidden@h"],
+)
+def test_a_password_in_a_url_is_told_to_nobody(service: Service, url: str) -> None:
+    status, reply = call(service, "/add_inference_endpoint", {"url": url})
+    assert status == 400 and "a user or a password" in reply["detail"]
+    assert "hid" not in json.dumps(reply) and not service.registry.endpoints()
+    with pytest.raises(RequestError) as caught:
+        SyncClient(url)
+    assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), 1e11, 10**400, "5", True])
+def test_what_is_no_timeout(service: Service, timeout: Any) -> None:
+    for make in (
+        lambda: Registry("h:1", timeout=timeout),
+        lambda: Registry("h:1", pull_timeout=timeout),
+        lambda: service.registry.sync(1, timeout=timeout),
+        lambda: SyncClient("http://h:1", timeout=timeout),
+        lambda: SyncClient("http://h:1").sync_weights(timeout=timeout),
+    ):
+        with pytest.raises(RequestError, match="timeout"):
+            make()
+
+
 def test_others_can_reach_it_only_with_a_key(service: Service) -> None:
     with pytest.raises(RequestError, match="can be reached by others"):
         SyncServer(service, bind="0.0.0.0")
@@ -414,17 +467,20 @@ def test_a_server_of_its_own(engine: FakeVLLM) -> None:
 
 
 @contextmanager
-def served(engine: FakeVLLM, trainer: WholeTrainer) -> Iterator[tuple[Any, SyncClient]]:
-    command = [sys.executable, "-m", "fanin.sync", ",".join(trainer.info.addresses), engine.url]
+def served(
+    engine: FakeVLLM, trainer: WholeTrainer, *more: str, key: str | None = None
+) -> Iterator[tuple[Any, SyncClient]]:
+    """Options stand between the trainer and the engine, as they may."""
+    command = [sys.executable, "-m", "fanin.sync", ",".join(trainer.info.addresses)]
     process = subprocess.Popen(
-        [*command, "--port", "0", "--prefetch", "no"],
+        [*command, "--port", "0", "--prefetch", "no", *more, engine.url],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout is not None
-        yield process, SyncClient(process.stdout.readline().split()[-1], timeout=60)
+        yield process, SyncClient(process.stdout.readline().split()[-1], timeout=60, api_key=key)
     finally:
         process.kill()
         process.communicate(timeout=30)
@@ -439,6 +495,63 @@ def in_a_sync(engine: FakeVLLM, client: SyncClient) -> threading.Thread:
     thread.start()
     assert engine.at["/update_weights"].wait(60)
     return thread
+
+
+def test_keys_from_files(engine: FakeVLLM, tmp_path: Path) -> None:
+    """So that no user of the host reads them in the command line; they outdo the variables."""
+    mine, engines = tmp_path / "mine", tmp_path / "engines"
+    mine.write_text("sesame\n")
+    engines.write_text("theirs\n")
+    with WholeTrainer() as trainer, pytest.MonkeyPatch.context() as patched:
+        trainer.commit(1)
+        patched.setenv("FANIN_SYNC_API_KEY", "variable")
+        patched.setenv("FANIN_ENGINE_API_KEY", "variable")
+        more = ["--api-key-file", str(mine), "--engine-api-key-file", str(engines)]
+        with served(engine, trainer, *more, key="sesame") as (process, client):
+            assert client.sync_weights(1)["success"]
+            with pytest.raises(RequestError, match="unauthorized"):
+                SyncClient(client.url, api_key="variable").list()
+            line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            assert b"sesame" not in line and b"theirs" not in line
+    assert keys_sent(engine) == {"Bearer theirs"}
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--engine-api-key"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read {path}: No such file"),
+        (b"\xff\xfehidden", "cannot read {path}: it is no text"),
+        (b" \n", "the api_key is empty"),
+        (b"hidden\nkey\n", "the api_key has a character that no HTTP header may have"),
+    ],
+)
+def test_a_file_that_has_no_key(
+    tmp_path: Path, option: str, content: bytes | None, says: str
+) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "fanin.sync", "h:1", f"{option}-file", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "hidden" not in done.stderr
+    assert f"argument {option}-file: {says.format(path=path)}" in done.stderr
+
+
+def test_a_key_by_both_ways(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k")
+    both = ["--api-key", "k", "--api-key-file", str(tmp_path / "key")]
+    done = subprocess.run(
+        [sys.executable, "-m", "fanin.sync", "h:1", *both],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "not allowed with argument --api-key" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -491,6 +604,7 @@ def test_a_caller_whose_key_is_no_ascii() -> None:
         (["h:1", "--prefetch", "x"], "invalid choice"),
         (["h:1", "--api-key", ""], "argument --api-key: the api_key is empty"),
         (["h:1", "--engine-api-key", ""], "argument --engine-api-key: the api_key is empty"),
+        (["h:1", "--speed", "9", "http://h:1"], "unrecognized arguments: --speed"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], says: str) -> None:
@@ -505,7 +619,7 @@ def test_help() -> None:
         [sys.executable, "-m", "fanin.sync", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--api-key"):
+    for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--api-key-file"):
         assert option in done.stdout
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fanin.sync import Registry, SyncError
-from fleet import FakeVLLM
+from fleet import FakeEngine, FakeSGLang, FakeVLLM
 from http_engine import Engine
 
 SOON = 20.0
@@ -140,6 +140,7 @@ BODIES: list[Any] = [
     {"weight_version": "step-7", "is_paused": True, "results": [{"dirty": ""}]},
     {"weight_version": "step-7", "is_paused": True, "results": [{"dirty": "", "step": 6}]},
     {"weight_version": "step-7", "is_paused": True, "results": [{"dirty": "torn", "step": 7}]},
+    {"weight_version": "step-7", "is_paused": True, "results": [{"dirty": "", "step": 7}]},
 ]
 
 
@@ -154,6 +155,26 @@ def test_what_answers_yes_to_everything_has_got_nothing(
         registry_of(yes.url, prefetch=prefetch).sync(7, timeout=5)
     told = caught.value.result.results[yes.url]
     assert not told.ok and yes.url in told.error and told.phase != "done"
+
+
+@pytest.mark.parametrize("status", [401, 404, 500, 503])
+@pytest.mark.parametrize("kind", [FakeSGLang, FakeVLLM])
+def test_what_stands_before_an_engine_does_not_say_what_it_is(
+    stack: ExitStack, kind: type[FakeEngine], status: int
+) -> None:
+    """A gateway while the engine is being started."""
+    engine = stack.enter_context(kind())
+    registry = registry_of(engine.url)
+    for path in ("/model_info", "/health", "/weight_info"):
+        engine.hooks[path] = lambda _: (status, b"<html>later</html>")
+    with pytest.raises(SyncError, match=f"HTTP {status}"):
+        registry.sync(1)
+    assert registry.healthy() == set()
+    assert [entry.kind for entry in registry.endpoints()] == ["auto"]
+    engine.hooks.clear()
+    assert registry.sync(1).ok and registry.healthy() == {engine.url}
+    known = "vllm" if kind is FakeVLLM else "sglang"
+    assert [entry.kind for entry in registry.endpoints()] == [known]
 
 
 # ------------------------------------------------------------------ who has gone, and come again

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import fanin
 import numpy as np
@@ -38,7 +39,8 @@ class PullingVLLM(FakeVLLM):
         with fanin.Client() as client:
             client.connect(info["trainer"])
             step = request.body["update_info"]["step"]
-            client.pull_into("full:" + info["run"], self.into, step=step, timeout=20)
+            pulled = client.pull_into("full:" + info["run"], self.into, step=step, timeout=20)
+            self.worlds = [pulled.world_id]
 
 
 def config(*engines: FakeVLLM, **settings: Any) -> Any:
@@ -230,6 +232,59 @@ def test_what_was_not_published_is_sent_anew(
             send(backend, value)
             backend.destroy()
             assert all((values == value).all() for values in engine.into.values())
+
+
+class Device(NamedTuple):
+    type: str
+    index: int
+
+
+class OnDevice(np.ndarray):  # type: ignore[type-arg]
+    """What a device's tensor does: copies to it come when its stream is synchronized."""
+
+    device = Device("cuda", 1)
+    queue: ClassVar[list[Callable[[], None]]] = []
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def contiguous(self) -> OnDevice:
+        return self
+
+    def to(self, device: str, copy: bool) -> OnDevice:
+        assert device == "cuda:1" and copy
+        result = np.zeros(self.shape, self.dtype).view(OnDevice)
+        return result.copy_(self)
+
+    def copy_(self, other: OnDevice) -> OnDevice:
+        values = np.array(other)
+        self.queue.append(lambda: np.copyto(self, values))
+        return self
+
+
+def test_copies_of_a_stream_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit without a stream takes all for written."""
+
+    def current_stream(device: Any) -> Any:
+        assert device is OnDevice.device
+        return SimpleNamespace(synchronize=synchronize)
+
+    def synchronize() -> None:
+        while OnDevice.queue:
+            OnDevice.queue.pop(0)()
+
+    cuda = SimpleNamespace(current_stream=current_stream)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    with PullingVLLM() as engine:
+        for step in (1, 2):
+            backend = TransportBackend(config(engine, keep_on="cuda:1"))
+            backend.initialize()
+            for name, shape in SHAPES.items():
+                bucket = np.full(shape, step, np.float32).view(OnDevice)
+                backend.transfer_bucket([(name, bucket)])
+                assert not OnDevice.queue  # a bucket is written again at once
+            backend.destroy()
+            assert all((values == step).all() for values in engine.into.values())
 
 
 def test_an_engine_that_fails_is_told_of() -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from fanin._http import checked_key
@@ -22,6 +23,14 @@ _CREDENTIALS = {
     "tls_cert": "instead of a secret: this reader's certificate; FANIN_TLS_CERT",
     "tls_key": "its key; FANIN_TLS_KEY",
     "tls_ca": "the authorities of the ranks' certificates; FANIN_TLS_CA",
+}
+# Keys, and the variables that have them.
+_KEYS = {
+    "api-key": ("FANIN_SYNC_API_KEY", "what callers must send as bearer token"),
+    "engine-api-key": (
+        "FANIN_ENGINE_API_KEY",
+        "what engines want, but not those that callers add where these need no --api-key",
+    ),
 }
 
 
@@ -48,19 +57,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server-name", help="demand this job's ranks")
     for name, told in _CREDENTIALS.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
-    parser.add_argument(
-        "--api-key",
-        type=_key,
-        default=os.environ.get("FANIN_SYNC_API_KEY") or None,
-        help="what callers must send as bearer token; FANIN_SYNC_API_KEY",
-    )
-    parser.add_argument(
-        "--engine-api-key",
-        type=_key,
-        default=os.environ.get("FANIN_ENGINE_API_KEY") or None,
-        help="what engines want; FANIN_ENGINE_API_KEY. Without --api-key, engines that callers add"
-        " are not sent it",
-    )
+    for name, (variable, told) in _KEYS.items():
+        either = parser.add_mutually_exclusive_group()
+        either.add_argument(
+            f"--{name}",
+            type=_key,
+            default=os.environ.get(variable) or None,
+            help=f"{told}; {variable}. Every user of this host can read it in the command line",
+        )
+        either.add_argument(
+            f"--{name}-file",
+            type=_key_of,
+            dest=name.replace("-", "_"),
+            default=argparse.SUPPRESS,
+            metavar="FILE",
+            help=f"--{name}, in a file that others cannot read",
+        )
     return parser
 
 
@@ -71,13 +83,21 @@ def _key(text: str) -> str | None:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _key_of(path: str) -> str | None:
+    try:
+        return _key(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {why}") from None
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Serves until SIGINT or SIGTERM. A sync that is under way then is waited for, so that no
     engine is left paused; a second signal ends it, and names the engines that may be.
 
     Exit status 0, 2 for wrong arguments, 1 if it cannot serve or has left engines in a sync.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         registry = Registry(

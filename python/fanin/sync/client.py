@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fanin._http import FAILURES, ask_json, base_url, checked_key
+from fanin._http import FAILURES, ask_json, checked_key
 from fanin.errors import (
     ConnectionFailedError,
     PeerError,
@@ -16,6 +16,7 @@ from fanin.errors import (
     error_class,
 )
 
+from .endpoints import check_seconds, service_url
 from .wire import CODES
 
 __all__ = ["SyncClient"]
@@ -32,8 +33,8 @@ class SyncClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
-        self.url = base_url(url)
-        self.timeout = timeout
+        self.url = service_url(url)
+        self.timeout = check_seconds(timeout, "timeout")
         self._api_key = checked_key(api_key)
 
     def add(
@@ -82,9 +83,10 @@ class SyncClient:
 
         prefetch: as Registry.sync takes it, None: as that server was told. Blocks at most *timeout*
         seconds (None: the client's) and a little. Returns the reply's
-        object; raises as :meth:`call`, with the sentence that names every engine that failed.
+        object; raises as :meth:`call`, with the sentence that names every engine that failed, and
+        RequestError for what is no timeout.
         """
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}
         given = {
             "step": step,

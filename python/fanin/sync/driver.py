@@ -21,12 +21,15 @@ Tell = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
-    one, reading. how: the path, and where to."""
+    one, reading. how: the path, and where to. worlds: the launches of the trainer that the weights
+    are of, none: it does not tell. workers: that told, None: not known."""
 
     step: int
     bytes: int
     seconds: float
     how: str = ""
+    worlds: frozenset[str] = frozenset()
+    workers: int | None = None
 
 
 class Driver(ABC):
@@ -48,6 +51,14 @@ class Driver(ABC):
     @abstractmethod
     def health(self, deadline: float) -> str:
         """The version of the engine's weights."""
+
+    def holds(self, step: int, world: str, deadline: float) -> bool:
+        """Whether all workers say that they hold *step* of that launch of the trainer.
+
+        True also of an engine that does not tell: of such the version is all that is known.
+        """
+        del step, world, deadline
+        return True
 
     def ahead(self, step: int, deadline: float, tell: Tell) -> str:
         """Has all workers read the step beside the model, in an update that is open.

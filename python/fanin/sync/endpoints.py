@@ -21,7 +21,9 @@ __all__ = [
     "SyncError",
     "SyncResult",
     "check_group",
+    "check_seconds",
     "endpoint_of",
+    "service_url",
 ]
 
 KINDS = ("auto", "vllm", "sglang")
@@ -32,6 +34,7 @@ PREFETCH = (True, False, "auto")
 PHASES = ("health", "init", "ahead", "pause", "start", "update", "finish", "resume", DONE)
 """In this order; ``done``: the engine has the step and generates. ``ahead`` begins with the start
 of the update, if there is reading ahead."""
+_LONGEST = 1e6  # seconds: engines take no longer timeout, and no clock one that is much longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,26 @@ def check_group(group: object) -> str:
     return group
 
 
+def check_seconds(seconds: object, name: str) -> float:
+    """*seconds* if they can be a timeout, of an engine's pull too. Raises RequestError."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise RequestError.make(f"{name} {seconds!r} is not above 0", "give seconds", key=name)
+    if seconds >= _LONGEST:
+        raise RequestError.make(f"{name} is not below {_LONGEST:.0f}", "give seconds", key=name)
+    return float(seconds)
+
+
+def service_url(url: str) -> str:
+    """:func:`fanin._http.base_url`, but of none with a user or password: errors tell the URL."""
+    if isinstance(url, str) and "@" in url:
+        raise RequestError.make(
+            "the URL has an @ in it: a user or a password is not sent",
+            "give http://HOST:PORT, and a key by api_key",
+            key="url",
+        )
+    return base_url(url)
+
+
 def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endpoint:
     """A checked Endpoint. Raises RequestError naming what is wrong."""
     if kind not in KINDS:
@@ -63,7 +86,7 @@ def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endp
     number = isinstance(world_size, int) and not isinstance(world_size, bool)
     if world_size is not None and not (number and world_size > 0):
         raise RequestError.make(f"world_size {world_size!r} is not above 0", "give its workers")
-    return Endpoint(base_url(url), kind, check_group(group), world_size)
+    return Endpoint(service_url(url), kind, check_group(group), world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +95,14 @@ class EndpointResult:
 
     phase: the one that was reached, of PHASES; "done" if nothing failed, "" if nothing was asked of
     it, because the health check of another had failed. error: one sentence with the endpoint and
-    the remedy, "" if there is none. paused: whether it is left paused. skipped: it had the step
-    already. initialised: it was told where the trainer is. version: what the engine says its
-    weights are now, None: not known. step: that it was given, None: none. seconds: by phase. stall:
-    seconds from before the pause until after the resume, None: it was not both. bytes, read: pulled
-    by its workers in so many seconds, None: it did not tell. how: the path of the bytes, and where
-    they were read to. ahead: whether they were there before the pause. note: why they were not,
-    though that was to be tried.
+    the remedy, "" if there is none. paused: whether it is left paused, by this sync or one before.
+    skipped: it had the step already. initialised: it was told where the trainer is. version: what
+    the engine says its weights are now, None: not known. step: that it was given, None: none.
+    seconds: by phase. stall: seconds from before the pause until after the resume, None: it was not
+    both. bytes, read: pulled by its workers in so many seconds, None: it did not tell. how: the
+    path of the bytes, and where they were read to. ahead: whether they were there before the pause.
+    note: why they were not, though that was to be tried; how many of its workers have told what
+    they hold, if not all.
     """
 
     endpoint: Endpoint

@@ -33,6 +33,7 @@ class VLLM(Driver):
 
     kind = "vllm"
     reads_ahead = True
+    _PLUGIN = "start vLLM with fanin's plugin, of the same version as here"
     _DEV = "start vLLM with VLLM_SERVER_DEV_MODE=1"
     _BACKEND = 'start vLLM with --weight-transfer-config \'{"backend": "fanin"}\''
 
@@ -126,28 +127,34 @@ class VLLM(Driver):
         if options.flush_cache and options.pause_mode in ("retract", "keep"):
             self._reset_cache(options.pause_mode == "retract", deadline)
         self._proven(version, deadline)
+        pulled = self._holding(self._held("finish", deadline), step)
+        if len(pulled.worlds) == 1:
+            return pulled
+        problem, remedy = "do not say of which launch of the trainer it is", self._PLUGIN
+        if pulled.worlds:
+            launches = ", ".join(sorted(pulled.worlds))
+            problem = f"have it of different launches of the trainer: {launches}"
+            remedy = "the trainer was started again meanwhile: sync again"
+        raise PeerError.make(
+            f"{self.wire.url}: its workers hold step {step}, and {problem}",
+            remedy,
+            address=self.wire.url,
+            phase="finish",
+        )
+
+    def holds(self, step: int, world: str, deadline: float) -> bool:
+        held = self._held("health", deadline)
+        return held is not None and (held.step, held.worlds) == (step, frozenset((world,)))
+
+    def _held(self, phase: str, deadline: float) -> Pulled | None:
+        """What the workers that answer hold, None if one of them has nothing whole."""
         pulled = None
-        worlds: set[str] = set()
-        for state in self._states("finish", deadline):
-            held, last = state.get("step"), state.get("last")
-            told = last if isinstance(last, dict) else {}
-            if not isinstance(held, int) or state.get("dirty"):
-                return self._holding(None, step)
-            one = Pulled(
-                held, _sum([told], "bytes"), float(told.get("read") or 0), str(told.get("path"))
-            )
+        for state in self._states(phase, deadline):
+            if not isinstance(state.get("step"), int) or state.get("dirty"):
+                return None
+            one = _pulled(state)
             pulled = one if pulled is None else _joined(pulled, one)
-            known = told.get("worlds")
-            worlds.update(map(str, known) if isinstance(known, list) else ())
-        if len(worlds) > 1:
-            raise PeerError.make(
-                f"{self.wire.url}: its workers hold step {step} of different launches of the"
-                f" trainer: {', '.join(sorted(worlds))}",
-                "the trainer was started again meanwhile: sync again",
-                address=self.wire.url,
-                phase="finish",
-            )
-        return self._holding(pulled, step)
+        return pulled
 
     def _states(self, phase: str, deadline: float) -> list[dict[str, Any]]:
         """What each worker says of its weights; see :mod:`fanin.vllm.weights_state`."""
@@ -157,7 +164,7 @@ class VLLM(Driver):
         if not isinstance(found, list) or not good or "dirty" not in found[0]:
             raise PeerError.make(
                 f"{self.wire.url} does not say what its workers hold",
-                "start vLLM with fanin's plugin, of the same version as here",
+                self._PLUGIN,
                 address=self.wire.url,
                 phase=phase,
             )
@@ -195,8 +202,29 @@ def _sum(values: list[dict[str, Any]], name: str) -> int:
     return sum(one for one in found if isinstance(one, int) and not isinstance(one, bool))
 
 
+def _pulled(state: Mapping[str, Any]) -> Pulled:
+    """What one worker says of its last update."""
+    last = state.get("last")
+    told = last if isinstance(last, dict) else {}
+    worlds = told.get("worlds")
+    return Pulled(
+        state["step"],
+        _sum([told], "bytes"),
+        float(told.get("read") or 0),
+        str(told.get("path")),
+        frozenset(map(str, worlds) if isinstance(worlds, list) else ()),
+        1,
+    )
+
+
 def _joined(one: Pulled, other: Pulled) -> Pulled:
     """Of two workers of an engine; of another step if theirs differ."""
-    step = one.step if one.step == other.step else -1
     hows = dict.fromkeys([*one.how.split("; "), other.how])
-    return Pulled(step, one.bytes + other.bytes, max(one.seconds, other.seconds), "; ".join(hows))
+    return Pulled(
+        one.step if one.step == other.step else -1,
+        one.bytes + other.bytes,
+        max(one.seconds, other.seconds),
+        "; ".join(hows),
+        one.worlds | other.worlds,
+        (one.workers or 0) + (other.workers or 0),
+    )

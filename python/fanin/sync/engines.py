@@ -18,11 +18,17 @@ _DRIVERS: dict[str, type[Driver]] = {VLLM.kind: VLLM, SGLang.kind: SGLang}
 
 
 def driver_of(kind: str, wire: Wire, deadline: float) -> Driver:
-    """The driver of an engine of *kind*; "auto": asks the engine what it is. Blocks."""
+    """The driver of an engine of *kind*; "auto": asks the engine what it is. Blocks.
+
+    What it is told need not last: an engine that is being started, or what stands before it, may
+    answer so. Raises what requests do, and the refusal of an engine that does not say.
+    """
     if kind in _DRIVERS:
         return _DRIVERS[kind](wire)
     reply = wire.get("/model_info", "health", deadline)
+    if reply.status == 404:  # vLLM has no such route
+        return VLLM(wire)
+    if reply.status != 200:
+        raise wire.refusal(reply, "/model_info", "health", "look into the engine's log")
     body = reply.json()
-    if reply.status == 200 and isinstance(body, dict) and "model_path" in body:
-        return SGLang(wire)
-    return VLLM(wire)
+    return (SGLang if isinstance(body, dict) and "model_path" in body else VLLM)(wire)

@@ -11,18 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fanin._otel import span
-from fanin.errors import FaninError, PullTimeoutError, StateError, UnreachableError
+from fanin.errors import (
+    FaninError,
+    PeerError,
+    PullTimeoutError,
+    StateError,
+    UnreachableError,
+)
 
 from .driver import Driver, Pulled
 from .endpoints import DONE, Endpoint, EndpointResult
 from .wire import InitInfo, Options, Wire
 
-__all__ = ["RESUME_AT_LEAST", "SAY_EVERY", "Flight", "LeaveAlone", "Plan", "Record", "failure"]
+__all__ = ["GRACE", "SAY_EVERY", "Flight", "LeaveAlone", "Plan", "Record", "failure"]
 
 _log = logging.getLogger("fanin.sync")
 
 # An engine that has its weights is not left paused for want of a second.
-RESUME_AT_LEAST = 5.0
+_RESUME_AT_LEAST = 5.0
+GRACE = _RESUME_AT_LEAST + 1.0
+"""Threads see their deadline by themselves; what is waited for them beyond it."""
 SAY_EVERY = 5.0
 
 _Result = TypeVar("_Result")
@@ -32,7 +40,8 @@ _Result = TypeVar("_Result")
 class Record:
     """What is known of an engine. Registry's lock held, but the driver is its flight's.
 
-    taken: by a call of the registry. flight: the one whose thread is at it.
+    taken: by which call of the registry. flight: the one whose thread is at it. before: what was
+    known of it until it was removed and added again.
     """
 
     endpoint: Endpoint
@@ -42,8 +51,9 @@ class Record:
     step: int | None = None
     world: str = ""
     version: str | None = None
-    taken: bool = False
+    taken: object | None = None
     flight: Flight | None = None
+    before: Record | None = None
     paused: bool = False
     open: bool = False
     dirty: bool = False
@@ -52,7 +62,14 @@ class Record:
     @property
     def busy(self) -> bool:
         """Whether a sync is at it, also one whose caller was interrupted."""
-        return self.taken or self.flight is not None
+        return self.taken is not None or self.asked
+
+    @property
+    def asked(self) -> bool:
+        """Whether a thread may ask something of the engine: none does past its deadline."""
+        flight = self.flight
+        late = self.removed and flight is not None and flight.late
+        return (flight is not None and not late) or (self.before is not None and self.before.asked)
 
 
 class LeaveAlone(Exception):
@@ -61,7 +78,8 @@ class LeaveAlone(Exception):
 
 @dataclass(slots=True)
 class Plan:
-    """What one sync wants of every engine. world: of the trainer, "" if it was not asked."""
+    """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
+    the weights, as the first engine that has them says."""
 
     step: int
     version: str
@@ -70,16 +88,18 @@ class Plan:
     world: str
     deadline: float
     again: bool
+    held: str = ""
 
 
 @dataclass(slots=True)
 class Flight:
     """One engine's way through the phases. Its own thread runs :meth:`drive`; lock: the
-    registry's, which guards what others look at."""
+    registry's, which guards what others look at. driver: the health check has found it."""
 
     record: Record
     plan: Plan
     lock: threading.Condition
+    driver: Driver | None = None
     phase: str = ""
     since: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -97,6 +117,11 @@ class Flight:
     def url(self) -> str:
         """Of the engine."""
         return self.record.endpoint.url
+
+    @property
+    def late(self) -> bool:
+        """Whether its thread has no request under way any more, even if it has not ended."""
+        return time.monotonic() > self.plan.deadline + GRACE
 
     def run(self, name: str, call: Callable[[], _Result]) -> _Result:
         """One phase; its seconds are added up. Raises what *call* raises, and LeaveAlone."""
@@ -118,16 +143,20 @@ class Flight:
 
     def drive(self) -> None:
         """All phases after the health check. Raises what the driver raises, and LeaveAlone."""
-        record, plan = self.record, self.plan
-        driver = record.driver
-        assert driver is not None  # the health check has made it
-        if not plan.again and self._has_it():
+        record, plan, driver = self.record, self.plan, self.driver
+        assert driver is not None
+        if not plan.again and self._has_it(driver):
             self.skipped = True
         else:
             self._update(driver)
         if record.paused or not self.skipped:
-            until = max(plan.deadline, time.monotonic() + RESUME_AT_LEAST)
-            self.run("resume", lambda: driver.resume(until))
+            until = max(plan.deadline, time.monotonic() + _RESUME_AT_LEAST)
+            try:
+                self.run("resume", lambda: driver.resume(until))
+            except FaninError:
+                if self.skipped:  # of replicas one that was not asked may refuse, for its weights
+                    record.version = None
+                raise
             record.paused = False
         stall = None if self.paused_at is None else time.monotonic() - self.paused_at
         with self.lock:
@@ -152,13 +181,19 @@ class Flight:
             **more,
         )
 
-    def _has_it(self) -> bool:
+    def _has_it(self, driver: Driver) -> bool:
         """Whether these very weights are there: step and launch of the trainer, by all accounts."""
         record, plan = self.record, self.plan
         known = (record.step, record.world, record.version)
         wanted = (plan.step, plan.world, plan.version)
         whole = not record.dirty and not record.open and bool(plan.world)
-        return whole and known == wanted and self.seen == plan.version
+        if not whole or known != wanted or self.seen != plan.version:
+            return False
+        # Another service, of another trainer, calls its weights the same.
+        if self.run("health", lambda: driver.holds(plan.step, plan.world, plan.deadline)):
+            return True
+        record.version = None
+        return False
 
     def _tell(self, driver: Driver) -> None:
         record, plan = self.record, self.plan
@@ -205,8 +240,40 @@ class Flight:
         self.pulled = self.run(
             "finish", lambda: driver.finish(plan.step, plan.version, plan.options, plan.deadline)
         )
+        self._same_launch(self.pulled)
+        self._count(self.pulled)
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
+
+    def _same_launch(self, pulled: Pulled) -> None:
+        """Raises PeerError unless it is the launch that has said that it has the step; where the
+        trainer was not asked, the one that the sync's other engines have."""
+        plan = self.plan
+        world = next(iter(pulled.worlds), "")
+        with self.lock:
+            plan.held = plan.world or plan.held or world
+        if world not in ("", plan.held):
+            whose = "the one that was asked is" if plan.world else "other engines of this sync have"
+            raise PeerError.make(
+                f"{self.url}: its workers hold step {plan.step} of the launch {world} of the"
+                f" trainer, and {whose} {plan.held}",
+                "sync again; if they still differ, see that nixl_info.json is the same file on the"
+                " engine's host",
+                address=self.url,
+                phase="finish",
+            )
+
+    def _count(self, pulled: Pulled) -> None:
+        """Notes that not all workers have told, where it was said how many there are."""
+        size = self.record.endpoint.world_size
+        if size is None or pulled.workers is None or pulled.workers >= size:
+            return
+        told = (
+            f"{pulled.workers} of {size} workers say what they hold: of data parallel replicas vLLM"
+            " tells what the first one says"
+        )
+        self.note = f"{self.note}; {told}" if self.note else told
+        _log.warning("fanin.sync: %s: %s", self.url, told)
 
     def _read_ahead(self, driver: Driver) -> None:
         """While it generates: what fails here leaves the engine as it was."""
@@ -216,8 +283,11 @@ class Flight:
             self._start(driver, "ahead")
         except (UnreachableError, PullTimeoutError):
             raise
-        except FaninError as error:  # replicas that share experts must be paused before
+        except FaninError as error:
             self.record.open, why = False, error.message
+            if self.phase == "init":
+                raise  # the pause would not end
+            # Replicas that share experts must be paused before.
         else:
             why = self.run("ahead", lambda: driver.ahead(plan.step, plan.deadline, progress))
         self.ahead = not why
@@ -282,10 +352,9 @@ def failure(flight: Flight, error: BaseException) -> EndpointResult:
         told = f"{type(error).__name__}: {told}"
     if flight.url not in told:
         told = f"{flight.url}: {told}"
-    paused = record.paused and flight.phase != "health"
-    if paused and flight.phase == "pause":
+    if record.paused and flight.phase == "pause":
         told += " (it may be paused)"
-    elif paused:
+    elif record.paused:
         told += f" (failed in {flight.phase}; it stays paused until a sync succeeds)"
     code = error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL"
-    return flight.telling(error=told, paused=paused, version=record.version, code=code)
+    return flight.telling(error=told, paused=record.paused, version=record.version, code=code)

@@ -28,10 +28,11 @@ from .endpoints import (
     SyncError,
     SyncResult,
     check_group,
+    check_seconds,
     endpoint_of,
 )
 from .engines import driver_of
-from .flights import RESUME_AT_LEAST, SAY_EVERY, Flight, LeaveAlone, Plan, Record, failure
+from .flights import GRACE, SAY_EVERY, Flight, LeaveAlone, Plan, Record, failure
 from .trainer import wait_for_step
 from .wire import CODES, InitInfo, Options, Wire
 
@@ -43,8 +44,6 @@ _HEALTH = 10.0  # seconds
 _RESUME = 30.0
 # An engine's own reason for a pull that took too long must still arrive.
 _PULL_SHARE = 0.9
-# Threads see their deadline by themselves; what is waited for them beyond it.
-_GRACE = RESUME_AT_LEAST + 1.0
 _SAY_WAITING = 2 * SAY_EVERY
 
 
@@ -91,9 +90,9 @@ class Registry:
             raise RequestError.make(
                 f"init has the field {name!r}", "give it as the registry's own argument", key=name
             )
-        self.timeout = _positive(timeout, "timeout")
+        self.timeout = check_seconds(timeout, "timeout")
         self.pull_timeout = (
-            None if pull_timeout is None else _positive(pull_timeout, "pull_timeout")
+            None if pull_timeout is None else check_seconds(pull_timeout, "pull_timeout")
         )
         self.prefetch = _prefetch(prefetch)
         self.server_name = server_name
@@ -103,6 +102,7 @@ class Registry:
         self._api_key = checked_key(api_key)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
+        self._leaving: dict[str, Record] = {}  # were removed while a sync was at them
 
     # ------------------------------------------------------------ the engines
 
@@ -124,6 +124,39 @@ class Registry:
         keeps what it is, its key too unless one is given, and goes into *group*. Any thread. Raises
         RequestError, also for what is no key.
         """
+        with self._changed:
+            return self._keep(self._meant(url, kind, group, world_size, api_key, use_key))
+
+    def add_well(
+        self,
+        url: str,
+        *,
+        kind: str = "auto",
+        group: str = "default",
+        world_size: int | None = None,
+        api_key: str | None = None,
+        use_key: bool = True,
+        timeout: float = _HEALTH,
+    ) -> Endpoint:
+        """As :meth:`add`, of an engine that is well: it is asked first, with the key that it would
+        be sent then, and nothing has changed if this raises.
+
+        Blocks at most *timeout* seconds. Raises as :meth:`add` and :meth:`check`.
+        """
+        meant = self._meant(url, kind, group, world_size, api_key, use_key)
+        self._health(meant, time.monotonic() + timeout)
+        return self._keep(meant)
+
+    def _meant(
+        self,
+        url: str,
+        kind: str,
+        group: str,
+        world_size: int | None,
+        api_key: str | None,
+        use_key: bool,
+    ) -> Record:
+        """What an engine would be with this, one that is there already or not. Does not block."""
         endpoint = endpoint_of(url, kind, group, world_size)
         withheld = api_key is None and self._api_key is not None and not use_key
         own = self._api_key if api_key is None and use_key else api_key
@@ -131,36 +164,47 @@ class Registry:
         with self._changed:
             known = self._records.get(endpoint.url)
             if known is None:
-                self._records[endpoint.url] = Record(endpoint, wire)
-                return endpoint
+                return Record(endpoint, wire)
             if kind not in ("auto", known.endpoint.kind) and known.endpoint.kind != "auto":
                 raise RequestError.make(
                     f"{endpoint.url} is known as {known.endpoint.kind}, and added as {kind}",
                     "remove it first",
                     address=endpoint.url,
                 )
-            known.endpoint = replace(
+            endpoint = replace(
                 known.endpoint,
                 kind=known.endpoint.kind if kind == "auto" else kind,
                 group=group,
                 world_size=world_size or known.endpoint.world_size,
             )
             if api_key is not None or (known.wire.withheld and not withheld):
-                known.wire = wire
-                known.driver = None
+                return Record(endpoint, wire)
+            return Record(endpoint, known.wire, known.driver)
+
+    def _keep(self, meant: Record) -> Endpoint:
+        url = meant.endpoint.url
+        with self._changed:
+            known = self._records.setdefault(url, meant)
+            if known is meant:
+                meant.before = self._leaving.pop(url, None)
+            known.endpoint, known.wire, known.driver = meant.endpoint, meant.wire, meant.driver
             return known.endpoint
 
     def remove(self, url: str) -> bool:
         """Forgets an engine, dead or not, also while a sync is under way. False: it was not there.
 
         Asks nothing of it: does not block. A sync that is under way goes on without it; what it had
-        begun there ends with the phase that it is in, and it is not resumed.
+        begun there ends with the phase that it is in, and it is not resumed. Added again before
+        that, it is in that sync until then.
         """
         with self._changed:
             record = self._records.pop(endpoint_of(url, "auto", "default", None).url, None)
             if record is None:
                 return False
             record.removed = True
+            self._leaving = {url: left for url, left in self._leaving.items() if left.asked}
+            if record.asked:
+                self._leaving[record.endpoint.url] = record
             self._changed.notify_all()
             return True
 
@@ -182,8 +226,7 @@ class Registry:
         PeerError naming it.
         """
         record = self._known(url)
-        driver = self._driver(record, time.monotonic() + timeout)
-        driver.health(time.monotonic() + timeout)
+        self._health(record, time.monotonic() + timeout)
         with self._changed:
             return record.endpoint
 
@@ -196,7 +239,7 @@ class Registry:
 
         def ask(record: Record) -> None:
             with contextlib.suppress(FaninError):
-                self._driver(record, deadline).health(deadline)
+                self._health(record, deadline)
                 found.add(record.endpoint.url)
 
         threads = [threading.Thread(target=ask, args=(r,), daemon=True) for r in records]
@@ -212,17 +255,19 @@ class Registry:
         Blocks at most *timeout* seconds. Raises StateError if its weights were being written:
         then only a sync makes them whole; NotFoundError; what requests raise.
         """
-        record = self._known(url)
-        self._take([record])
+        record, caller = self._known(url), object()
         try:
+            self._take([record], caller)
             if record.dirty:
                 raise StateError.make(
                     f"{record.endpoint.url} may have weights of two steps", "sync it", address=url
                 )
-            self._driver(record, time.monotonic() + timeout).resume(time.monotonic() + timeout)
+            deadline = time.monotonic() + timeout
+            driver = record.driver or self._health(record, deadline)[0]
+            driver.resume(deadline)
             record.paused = False
         finally:
-            self._release([record])
+            self._release([record], caller)
 
     def _known(self, url: str) -> Record:
         wanted = endpoint_of(url, "auto", "default", None).url
@@ -232,14 +277,15 @@ class Registry:
             raise NotFoundError.make(f"{wanted} was not added", "add it", address=wanted)
         return record
 
-    def _driver(self, record: Record, deadline: float) -> Driver:
-        driver = record.driver
-        if driver is None:
-            driver = driver_of(record.endpoint.kind, record.wire, deadline)
-            with self._changed:
+    def _health(self, record: Record, deadline: float) -> tuple[Driver, str]:
+        """Its driver, which is kept if it is well, and the version of its weights."""
+        driver = record.driver or driver_of(record.endpoint.kind, record.wire, deadline)
+        version = driver.health(deadline)
+        with self._changed:
+            if driver.wire is record.wire:  # it has not got another key meanwhile
                 record.driver = driver
                 record.endpoint = replace(record.endpoint, kind=driver.kind)
-        return driver
+        return driver, version
 
     # ---------------------------------------------------------------- a sync
 
@@ -283,21 +329,21 @@ class Registry:
         is in has ended, at the timeout at the latest. The next sync then mends it.
         """
         started = time.monotonic()
-        seconds = self.timeout if timeout is None else _positive(timeout, "timeout")
+        seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         options = _options(pause_mode, flush_cache, self.prefetch if prefetch is None else prefetch)
         if step is not None:
             check_step(step)
         _check_version(version)
-        records = self._choose(group, urls)
-        self._take(records)
+        records, caller = self._choose(group, urls), object()
         try:
+            self._take(records, caller)
             with span("fanin.sync", run=self.run, step=step, engines=len(records)) as told:
                 plan = self._plan(step, version, options, started + seconds, again)
                 told.set(step=plan.step)
                 result = self._run(records, plan, started, skip_dead)
                 told.set(bytes=result.bytes)
         finally:
-            self._release(records)
+            self._release(records, caller)
         return result
 
     def _plan(
@@ -351,7 +397,7 @@ class Registry:
             raise NotFoundError.make("there is no engine to sync", "add one")
         return records
 
-    def _take(self, records: Sequence[Record]) -> None:
+    def _take(self, records: Sequence[Record], caller: object) -> None:
         with self._changed:
             for record in records:
                 if record.busy:
@@ -361,12 +407,14 @@ class Registry:
                         address=record.endpoint.url,
                     )
             for record in records:
-                record.taken = True
+                record.taken = caller
 
-    def _release(self, records: Sequence[Record]) -> None:
+    def _release(self, records: Sequence[Record], caller: object) -> None:
+        """Those that *caller* has taken: it may have been interrupted before it had all."""
         with self._changed:
             for record in records:
-                record.taken = False
+                if record.taken is caller:
+                    record.taken = None
 
     def _run(
         self, records: Sequence[Record], plan: Plan, started: float, skip_dead: bool
@@ -400,7 +448,7 @@ class Registry:
                     name=f"fanin-sync {flight.record.endpoint.url}",
                     daemon=True,
                 ).start()
-            self._wait(flights, pending, deadline + _GRACE)
+            self._wait(flights, pending, deadline + GRACE)
         except BaseException:  # Ctrl-C, or no thread could be had
             with self._changed:
                 for flight in flights:
@@ -420,7 +468,8 @@ class Registry:
                 flight = flights[number]
                 flight.over = True
                 # Past its deadline it has no request under way: it looks up a name, or dials.
-                flight.record.flight = None
+                if not flight.record.removed:
+                    flight.record.flight = None
                 self._give_up(flight)
 
     def _one(
@@ -466,9 +515,9 @@ class Registry:
         record = flight.record
 
         def look() -> str:
-            driver = self._driver(record, deadline)
-            driver.check_options(flight.plan.options)
-            return driver.health(deadline)
+            flight.driver, version = self._health(record, deadline)
+            flight.driver.check_options(flight.plan.options)
+            return version
 
         flight.seen = flight.run("health", look)
 
@@ -480,19 +529,15 @@ def _judged(plan: Plan, flights: Sequence[Flight], started: float, what: str) ->
     """The result. Raises SyncError if an engine has failed."""
     results = {
         flight.record.endpoint.url: flight.result
-        or EndpointResult(flight.record.endpoint, "", version=flight.seen)
+        or EndpointResult(
+            flight.record.endpoint, "", version=flight.seen, paused=flight.record.paused
+        )
         for flight in flights
     }
     result = SyncResult(plan.step, plan.version, results, time.monotonic() - started)
     if any(entry.error for entry in results.values()):
         raise SyncError.of(result, what, CODES)
     return result
-
-
-def _positive(seconds: float, name: str) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise RequestError.make(f"{name} {seconds!r} is not above 0", "give seconds")
-    return float(seconds)
 
 
 def _say_waiting(flights: Iterable[Flight]) -> None:

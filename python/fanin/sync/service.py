@@ -220,7 +220,7 @@ class Service:
         url = body.url()
         sync = body.flag("sync_weights")
         known = {endpoint.url for endpoint in self.registry.endpoints()}
-        endpoint = self.registry.add(
+        endpoint = self.registry.add_well(
             url,
             kind=body.one_of("kind", KINDS, "auto"),
             group=body.text("pool", "default"),
@@ -228,14 +228,7 @@ class Service:
             api_key=body.text("api_key"),
             use_key=self.guarded,
         )
-        twice = endpoint.url in known
-        try:
-            endpoint = self.registry.check(endpoint.url)
-        except BaseException:  # whatever it was, each later sync would meet it again
-            if not twice:
-                self.registry.remove(endpoint.url)
-            raise
-        said = "was already registered" if twice else "was added"
+        said = "was already registered" if endpoint.url in known else "was added"
         reply = {
             "success": True,
             "message": f"endpoint {endpoint.url} {said}",

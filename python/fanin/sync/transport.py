@@ -74,15 +74,18 @@ class _Publication:
         self.step = 0
         self.user: object | None = None
 
-    def take(self, name: str, value: Any, new: list[Shard]) -> None:
-        """Copies the tensor. If it is not published yet, *new* gets the shard to publish."""
+    def take(self, name: str, value: Any, new: list[Shard]) -> Any:
+        """Begins to copy the tensor. If it is not published yet, *new* gets the shard to publish.
+
+        Returns the copy.
+        """
         kept = self.kept.get(name)
         if kept is None:
             copy = self._copy(value)
             # In this order: what is refused is in neither, and what is kept can be dropped.
             new.append(shard_of(name, copy))
             self.kept[name] = copy
-            return
+            return copy
         if tuple(kept.shape) != tuple(value.shape) or kept.dtype != value.dtype:
             raise RequestError.make(
                 f"{name} was {kept.dtype} {tuple(kept.shape)}, and is {value.dtype}"
@@ -94,11 +97,23 @@ class _Publication:
             kept.copy_(value.detach())
         else:
             kept[...] = value
+        return kept
 
     def _copy(self, value: Any) -> Any:
         if hasattr(value, "detach"):
             return value.detach().to(self.keep_on, copy=True).contiguous()
         return value.copy(order="C")
+
+
+def _finish(copies: Iterable[Any]) -> None:
+    """Waits for what this thread's CUDA streams still copy: a commit, which may be made by another
+    thread, takes all for written, and callers write their buckets again."""
+    devices = {getattr(copy, "device", None) for copy in copies}
+    for device in devices:
+        if getattr(device, "type", "cpu") == "cuda":
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
 
 
 _lock = threading.Lock()
@@ -231,11 +246,13 @@ class TransportBackend:
     def _take(self, held: _Publication, bucket: Iterable[tuple[str, Any]], src_rank: int) -> None:
         if src_rank != 0:
             raise RequestError.make(f"rank {src_rank} sends", "only rank 0 may", rank=src_rank)
+        copies = []
         for name, value in bucket:
             if name in self._seen:
                 raise RequestError.make(f"{name} was sent twice", "send it once", key=name)
-            held.take(name, value, self._new)
+            copies.append(held.take(name, value, self._new))
             self._seen.add(name)
+        _finish(copies)
 
     def flush_pending_transfers(self) -> None:
         """Nothing is pending: transfer_bucket returns when its copies are made."""
