@@ -221,6 +221,8 @@ class _Flight:
         self.world = world
         #: Why the engines that are asked again do not have it yet.
         self.last: dict[str, EngineFailure] = {}
+        #: The trainer's launch whose step an engine says that it has.
+        self.loaded: dict[str, str] = {}
         self._changed = threading.Condition()
         self._name: AdapterName | None = None
 
@@ -246,7 +248,10 @@ class _Flight:
         """Whether an answer of status 200 says that what was asked for was done."""
         if name is None:
             return None
-        return _check_loaded(engine, reply, name, self.world, attempts)
+        failure = _check_loaded(engine, reply, name, self.world, attempts)
+        if failure is None:
+            self.loaded[engine] = str(reply.json().get("world") or "")
+        return failure
 
     def end(self) -> None:
         self.stop.set()
@@ -384,7 +389,8 @@ class EnginePool:
         long as one engine has the step. None: all are waited for.
 
         Blocks at most *timeout* and a little; any thread. Raises PoolError naming every engine
-        that failed and why (the others have the adapter: ``error.loaded``), PullTimeoutError if
+        that failed and why (the others have the adapter: ``error.loaded``), all of them if they
+        have the step of different launches of the trainer; PullTimeoutError if
         the marker does not come, RequestError for names that contradict, and the
         errors of fanin.info.read_info.
         """
@@ -766,6 +772,28 @@ class _Update:
         self.flight.set(self.name)
         return True
 
+    def _of_several_launches(self, failed: Mapping[str, EngineFailure]) -> dict[str, EngineFailure]:
+        """Of engines that have the step of different launches: all, for which launch is the
+        trainer's now is not known here."""
+        worlds = {
+            engine: world
+            for engine in self.pool.engines
+            if engine not in failed and (world := self.flight.loaded.get(engine))
+        }
+        if len(set(worlds.values())) < 2:
+            return {}
+        return {
+            engine: EngineFailure(
+                engine,
+                200,
+                "FANIN_ERR_WORLD",
+                f"loaded {self.name} from world {world}, and other engines from another one: the"
+                " trainer was started again",
+                "update again",
+            )
+            for engine, world in worlds.items()
+        }
+
     def _result(self) -> UpdateResult:
         failures: dict[str, EngineFailure] = {}
         for engine in self.pool.engines:
@@ -776,6 +804,7 @@ class _Update:
                 )
             elif outcome.failure is not None:
                 failures[engine] = outcome.failure
+        failures.update(self._of_several_launches(failures))
         loaded = [engine for engine in self.pool.engines if engine not in failures]
         if failures and (self.stragglers is None or not loaded):
             raise PoolError.of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
 import pickle
 import sys
@@ -29,7 +30,14 @@ from sglang_model import StandIn, published
 class Trainer:
     """Two ranks that hold the checkpoint, each half the rows of every tensor."""
 
-    def __init__(self, computes: bool = False, without: str = "", extra: str = "") -> None:
+    def __init__(
+        self,
+        computes: bool = False,
+        without: str = "",
+        extra: str = "",
+        world: bytes = b"w" * 16,
+        ports: tuple[int, ...] = (0, 0),
+    ) -> None:
         torch.manual_seed(4)
         shapes = dict(published(computes))
         shapes.pop(without, None)
@@ -39,7 +47,12 @@ class Trainer:
         self.servers = []
         for rank in range(2):
             server = fanin.Server(
-                world_id=b"w" * 16, rank=rank, world_size=2, name="job", use_ucx=False
+                world_id=world,
+                rank=rank,
+                world_size=2,
+                name="job",
+                use_ucx=False,
+                base_port=ports[rank] and ports[rank] - rank,
             )
             server.put("full:0", [self._part(name, rank) for name in self.tensors])
             self.servers.append(server)
@@ -336,6 +349,36 @@ def test_a_trainer_that_is_gone_and_one_that_was_started_again(trainer: Trainer)
     again.close()
 
 
+def test_a_trainer_that_is_started_again_between_two_pulls_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The boxes are of one launch then, and what the loader computes with of the next one, whose
+    step has the same number."""
+    trainers = [Trainer(computes=True)]
+    trainers[0].commit(1)
+    updater = Updater(StandIn(computes=True))
+    by_loader = weights._by_loader
+
+    def after_a_restart(*arguments: Any) -> None:
+        monkeypatch.undo()
+        old = trainers[0]
+        old.close()
+        ports = tuple(server.port for server in old.servers)
+        trainers.append(Trainer(computes=True, world=b"x" * 16, ports=ports))
+        trainers[1].commit(1)
+        by_loader(*arguments)
+
+    monkeypatch.setattr(weights, "_by_loader", after_a_restart)
+    told = updater.sync(trainers[0].request(1))
+    assert (b"w" * 16).hex() in told and (b"x" * 16).hex() in told and "sync again" in told
+    assert guard.standing.torn and updater.manager.scheduler._engine_paused
+    assert updater.manager.versions == []
+    assert updater.sync(trainers[1].request(1)) == ""
+    check(trainers[1], updater.manager.model)
+    assert not guard.standing.torn
+    trainers[1].close()
+
+
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
@@ -360,10 +403,9 @@ def test_a_model_that_says_no(trainer: Trainer) -> None:
     assert "captured graphs" in Updater(model).sync(trainer.request(1))
 
 
-def test_the_failure_of_another_rank_is_everybodys(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer.commit(1)
+def two_ranks(monkeypatch: pytest.MonkeyPatch, **other: Any) -> list[Any]:
+    """This process is the first of two; the second one says the same but for *other*. What the
+    first has said."""
     group = SimpleNamespace(tp_rank=0, tp_size=2, pp_size=1, tp_group=SimpleNamespace(cpu_group=0))
     monkeypatch.setattr(weights, "_parallel", lambda: group)
     monkeypatch.setattr(weights, "_about", lambda model: fanin.mapping.About("sglang"))
@@ -371,16 +413,33 @@ def test_the_failure_of_another_rank_is_everybodys(
 
     def gather(out: list[Any], mine: Any, group: Any) -> None:
         heard.append(mine)
-        other = copy.copy(mine)
-        other.failure = "rank 3 of the trainer is gone"
-        out[:] = [mine, other]
+        out[:] = [mine, dataclasses.replace(mine, **other)]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    model = StandIn(0, 2)
-    told = Updater(model).sync(trainer.request(1))
+    return heard
+
+
+def test_the_failure_of_another_rank_is_everybodys(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.commit(1)
+    heard = two_ranks(monkeypatch, failure="rank 3 of the trainer is gone")
+    told = Updater(StandIn(0, 2)).sync(trainer.request(1))
     assert told == "fanin: worker 1 of 2: rank 3 of the trainer is gone"
     assert heard[0].failure == ""  # this one had no failure of its own
     assert guard.standing.torn  # and has written
+
+
+def test_ranks_that_have_pulled_from_two_launches(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.commit(1)
+    two_ranks(monkeypatch, worlds={"78" * 16})
+    updater = Updater(StandIn(0, 2))
+    told = updater.sync(trainer.request(1))
+    assert f"worker 0 of 2 has pulled from {(b'w' * 16).hex()}" in told
+    assert f"worker 1 of 2 has pulled from {'78' * 16}" in told
+    assert guard.standing.torn and updater.manager.scheduler._engine_paused
 
 
 def test_pipeline_stages_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

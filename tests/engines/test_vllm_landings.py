@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import time
@@ -243,6 +244,10 @@ def test_padding_that_vllm_declares_is_not_missed(part: Place) -> None:
         prepared(model, Nothing, part.engine.config, part.first)
         transfer = WeightTransferConfig(backend="nccl")
         backend = Backend(transfer, part.engine.config, CPU, model)
+        # Boxes would leave in it what was there before.
+        with pytest.raises(fanin.FaninError, match=HALF) as caught:
+            backend.init_transfer_engine(told(part, run="part"))
+        assert '"mode": "loader"' in caught.value.remedy
         backend.init_transfer_engine(told(part, run="part", mode="loader"))
         updated(backend, 1)
         backend.shutdown()
@@ -404,6 +409,20 @@ def test_a_loader_that_needs_values_is_judged_at_each_step(part: Place, backend:
     assert not backend.holds()[0]["dirty"]
 
 
+def test_what_a_loader_makes_up_is_for_vllms_loader(place: Place, backend: Backend) -> None:
+    """As the bias that Whisper's checkpoints have not, which is zero."""
+    load, name = backend.model.load_weights, "model.norm.weight"
+    made = torch.full((64,), 3, dtype=torch.bfloat16)
+    backend.model.load_weights = lambda weights: load([*weights, (name, made)])
+    publish_as(place, "less", {n: t for n, t in place.first.items() if n != name})
+    with pytest.raises(fanin.FaninError, match=name) as caught:
+        backend.init_transfer_engine(told(place, run="less"))
+    assert '"mode": "loader"' in caught.value.remedy
+    backend.init_transfer_engine(told(place, run="less", mode="loader"))
+    updated(backend, 1)
+    assert torch.equal(backend.model.model.norm.weight, made)
+
+
 EXTRA = "model.layers.0.self_attn.rotary_emb.inv_freq"  # vLLM's loader passes over it
 
 
@@ -415,6 +434,27 @@ def test_what_the_loader_passes_over_is_refused(place: Place, backend: Backend, 
         backend.init_transfer_engine(told(place, run="more", mode=mode))
     backend.init_transfer_engine(told(place, run="more", mode=mode, unused=[EXTRA]))
     updated(backend, 1)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_so_is_what_a_trainer_publishes_in_addition(
+    place: Place, backend: Backend, prefetch: bool
+) -> None:
+    """Since it was started again, or with the very step that is waited for."""
+    backend.init_transfer_engine(told(place))
+    updated(backend, 1)
+    port = place.server.port
+    place.server.close(drain=0)
+    place.server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, base_port=port)
+    more = place.first | {EXTRA: torch.ones(4, dtype=torch.bfloat16)}
+    place.server.put("full:0", [fanin.shard_of(n, t) for n, t in more.items()])
+    place.server.commit("full:0", 2)
+    backend.start_weight_update()
+    if prefetch:
+        backend.update_weights({"step": 2, "prefetch": True})
+    with pytest.raises(fanin.PeerError, match=EXTRA + ".*unused"):
+        backend.update_weights({"step": 2})
+    assert backend.holds()[0]["step"] == 1 and not backend.holds()[0]["dirty"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "loader"])
@@ -447,6 +487,79 @@ def test_of_a_draft_it_is_too(place: Place, backend: Backend, mode: str) -> None
         updated(backend, 1)
 
 
+@pytest.fixture
+def sharing(place: Place, backend: Backend) -> Iterator[Any]:
+    """A draft model that has the main model's embedding and head: so vLLM leaves one that is loaded
+    without its own, or with the same."""
+    main = backend.model
+    with place.engine.rank(0) as draft:
+        prepared(draft, Nothing, place.engine.config, place.first)
+        del draft.model.embed_tokens, draft.lm_head
+        draft.model.embed_tokens, draft.lm_head = main.model.embed_tokens, main.lm_head
+        yield draft
+
+
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+@pytest.mark.parametrize("loads", [list, computing])
+def test_what_a_draft_shares_is_the_main_models(
+    place: Place,
+    backend: Backend,
+    sharing: Any,
+    mode: str,
+    loads: Callable[[Any], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its run need not have it, and writes nothing of it."""
+    caplog.set_level(logging.WARNING, "vllm.fanin")
+    if loads is computing:
+        sharing.load_weights = computing(sharing.load_weights)
+    whole = at_step(place.first, 5)
+    publish_as(place, "whole", whole)
+    publish_as(place, "own", {n: t for n, t in whole.items() if n not in SHARED})
+    for run in ("whole", "own"):
+        backend.init_transfer_engine(told(place, mode=mode, draft_run=run))
+        updated(backend, 1)
+        before = tensors_of(backend.model)
+        caplog.clear()
+        backend.set_weight_update_target(sharing, backend.model_config)
+        updated(backend, 1)
+        after = tensors_of(backend.model)
+        assert not [name for name in before if not torch.equal(before[name], after[name])]
+        assert torch.equal(sharing.model.norm.weight, whole["model.norm.weight"])
+        half = sharing.model.layers[1].mlp.gate_up_proj.weight.chunk(2)[0]
+        assert torch.equal(half, whole[COMPUTED])
+        said = [text for text in caplog.messages if "shares" in text]
+        assert len(said) == (run == "whole")
+        assert all(name in text for text in said for name in SHARED)
+        with torch.no_grad():
+            sharing.model.norm.weight.zero_()
+    assert [one["step"] for one in backend.holds()] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "loader"])
+def test_a_loader_that_may_write_what_a_draft_shares(
+    place: Place, backend: Backend, sharing: Any, mode: str
+) -> None:
+    load = sharing.load_weights
+
+    def pads(weights: Any) -> Any:
+        sharing.lm_head.weight.data[:1].fill_(0)
+        return load(weights)
+
+    backend.init_transfer_engine(told(place, mode=mode, draft_run="0"))
+    before = tensors_of(backend.model)
+    backend.set_weight_update_target(sharing, backend.model_config)
+    for loads, says in ((pads, "lm_head.weight.*fills them"), (reading(load), "reads values")):
+        sharing.load_weights = loads
+        with pytest.raises(fanin.RequestError, match=says) as caught:
+            backend.start_weight_update()
+        assert caught.value.key == "draft_run"
+    assert all(torch.equal(tensor, before[n]) for n, tensor in tensors_of(backend.model).items())
+
+
 def test_a_worker_that_can_open_no_more_files(place: Place, backend: Backend) -> None:
     taken = []
     try:
@@ -472,6 +585,7 @@ def test_what_it_holds_is_told(place: Place, backend: Backend) -> None:
     assert backend.holds()[0]["step"] is None and not backend.holds()[0]["dirty"]
     updated(backend, 1)
     assert backend.holds()[0]["step"] == 1
+    assert backend.holds()[0]["world"] == backend.state()["last"]["worlds"][0]
     # vLLM may carry it as it is (VLLM_ALLOW_INSECURE_SERIALIZATION), and answers with JSON.
     assert len(json.loads(json.dumps(backend.state()))["last"]["worlds"]) == 1
     place.publish(4)
@@ -485,5 +599,6 @@ def test_what_it_holds_is_told(place: Place, backend: Backend) -> None:
         "worker": "worker 0 of 1",
         "dirty": "",
         "step": None,
+        "world": "",
         "failed": "",
     }

@@ -199,8 +199,12 @@ def launch() -> Iterator[Launch]:
     one.server.close()
 
 
+LAYOUT = (("w", "F32", (4,)),)
+
+
 def read_ahead(source: str, shadow: OneTensor) -> Prefetch:
-    ahead = Prefetch(shadow, Trainer(clients.Source.of(source), "full:0"), 7, 30)  # type: ignore[arg-type]
+    trainer = Trainer(clients.Source.of(source), "full:0")
+    ahead = Prefetch(shadow, trainer, 7, LAYOUT, 30)  # type: ignore[arg-type]
     ahead._thread.join(30)
     assert ahead.state()["state"] == "ready"
     return ahead

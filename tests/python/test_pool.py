@@ -286,6 +286,29 @@ def test_answers_that_are_none(stack: ExitStack, answer: Answer, words: str) -> 
         pool_of(made).update_weights(TrainerInfo(("a:1",), world_id="11" * 16), "p", 1)
 
 
+@pytest.mark.parametrize("stragglers", [None, 10.0])
+def test_engines_that_have_the_step_of_two_launches(
+    stack: ExitStack, stragglers: float | None
+) -> None:
+    """The trainer is named by addresses: nobody but the engines tells which launch was there."""
+    worlds = ("11" * 16, "22" * 16, "22" * 16)
+    told = [[(200, {"status": "ok", "step": 1, "world": world})] for world in worlds]
+    made = engines(stack, *told)
+    with pytest.raises(PoolError, match="started again.*update again") as caught:
+        pool_of(made).update_weights("127.0.0.1:1", "p", 1, stragglers=stragglers)
+    assert caught.value.name == "FANIN_ERR_WORLD"
+    assert caught.value.loaded == ()
+    for engine, world in zip(made, worlds, strict=True):
+        assert f"loaded p-run0-step1 from world {world}" in str(caught.value.failures[engine.url])
+
+
+@pytest.mark.parametrize("world", ["11" * 16, None, ["11"]])
+def test_engines_that_tell_one_launch_or_none(stack: ExitStack, world: Any) -> None:
+    made = engines(stack, [OK], [(200, {"status": "ok", "step": 1, "world": world})])
+    result = pool_of(made).update_weights("127.0.0.1:1", "p", 1)
+    assert len(result.seconds) == 2 and not result.failures
+
+
 # ---------------------------------------------------------------- superseded
 
 

@@ -42,19 +42,33 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Transfer:
-    """The backend of one worker. fails: before or after the first byte was written."""
+    """The backend of one worker. fails: before or after the first byte was written. draft: of its
+    draft model, which updates are of as long as *of_draft* says so. world: of the trainer."""
 
     def __init__(self, name: str) -> None:
-        self.updates, self.fails = Updates(name), ""
+        self.main, self.draft = Updates(name), Updates(f"{name}, draft")
+        self.fails, self.world, self.of_draft, self.drafts = "", "a" * 32, False, False
+
+    @property
+    def updates(self) -> Updates:
+        return self.draft if self.of_draft else self.main
 
     def holds(self) -> list[dict[str, Any]]:
-        return [self.updates.holds()]
+        return [one.holds() for one in self._models()]
+
+    def lost(self, why: str) -> None:
+        for one in self._models():
+            one.lost(why)
+
+    def _models(self) -> list[Updates]:
+        return [self.main, self.draft] if self.drafts else [self.main]
 
     def reset_weight_update_target(self) -> None:
         self.updates.leave()
+        self.of_draft = False
 
     def reloaded(self) -> None:
-        self.updates.reloaded()
+        self.main.reloaded()
 
 
 class Worker:
@@ -70,14 +84,21 @@ class Worker:
         self.weight_transfer_engine.updates.start()
         self._weight_update_active = True
 
-    def update_weights(self, step: int) -> None:
+    def start_draft_weight_update(self) -> None:
+        self.weight_transfer_engine.of_draft = True
+        self.start_weight_update()
+
+    def update_weights(self, step: int, prefetch: bool = False) -> None:
         transfer = self.weight_transfer_engine
+        if prefetch:
+            return  # a thread of its own reads it, beside the model
         try:
             with transfer.updates.pull(step):
                 if transfer.fails != "before":
                     transfer.updates.writing(step)
                 if transfer.fails:
                     raise PeerError.make(f"{transfer.fails} the first byte", "mend it", rank=3)
+                transfer.updates.came_from(transfer.world)
         except BaseException:
             self._weight_update_active = False
             transfer.reset_weight_update_target()
@@ -85,7 +106,7 @@ class Worker:
 
     def finish_weight_update(self) -> int:
         step = self.weight_transfer_engine.updates.finish()
-        self._weight_update_active = False
+        self._weight_update_active = self.weight_transfer_engine.of_draft = False
         return step
 
     def reload_weights(self) -> None:
@@ -163,6 +184,12 @@ def update(core: Any, step: int) -> None:
     assert core.collective_rpc("finish_weight_update") == [step] * len(core.workers)
 
 
+def launched_again(core: Any) -> None:
+    """The trainer; its steps have the same numbers."""
+    for worker in core.workers:
+        worker.weight_transfer_engine.world = "b" * 32
+
+
 def failing(core: Any, step: int, **fails: str) -> FaninError:
     """An update that fails in the workers w0, w1 so named."""
     core.collective_rpc("start_weight_update")
@@ -213,11 +240,27 @@ def test_workers_of_two_steps_are_not_resumed() -> None:
     failing(core, 4, w1="before")
     said = refused(core)
     assert (
-        "worker 0 of 2 has step 4, worker 1 of 2 has the weights that it was started with" in said
+        f"worker 0 of 2 has step 4 of launch {'a' * 32}, worker 1 of 2 has the weights that it was"
+        " started with" in said
     )
     assert "before the first byte" in said
     update(core, 5)
     core.resume_scheduler()
+
+
+def test_workers_of_two_launches_are_not_resumed() -> None:
+    """A step of the same number has other weights in another launch of the trainer."""
+    core = engine(paused=True)
+    update(core, 7)
+    launched_again(core)
+    failing(core, 7, w1="before")
+    said = refused(core)
+    assert f"worker 0 of 2 has step 7 of launch {'b' * 32}" in said
+    assert f"worker 1 of 2 has step 7 of launch {'a' * 32}: " in said
+    assert "before the first byte" in said and core.fanin_not_whole()
+    update(core, 7)
+    core.resume_scheduler()
+    assert core.resumed == 1 and core.fanin_step() == (7, "b" * 32)
 
 
 def test_a_failure_before_the_first_byte_changes_nothing() -> None:
@@ -321,6 +364,46 @@ def test_weights_that_sleep_has_given_up() -> None:
     core.resume_scheduler()
 
 
+def test_reading_ahead_brings_nothing_yet() -> None:
+    core = engine(paused=True)
+    core.sleep(level=2)
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, (4, True))
+    assert "sleep at level 2" in refused(core)
+    with pytest.raises(StateError, match="not whole.*sleep at level 2"):
+        core.collective_rpc("finish_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    core.resume_scheduler()
+
+
+def test_an_update_under_way_is_lost_in_a_sleep() -> None:
+    core = engine(paused=True)
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    core.sleep(level=2)
+    with pytest.raises(StateError, match="not whole.*sleep at level 2"):
+        core.collective_rpc("finish_weight_update")
+    refused(core)
+
+
+def test_each_model_that_sleep_has_given_up_is_pulled() -> None:
+    core = engine(paused=True)
+    for worker in core.workers:
+        worker.weight_transfer_engine.drafts = True
+    core.sleep(level=2)
+    core.collective_rpc("start_draft_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    core.collective_rpc("finish_weight_update")
+    assert "worker 0 of 2: the weights were given up" in refused(core)
+    core.sleep(level=2)
+    update(core, 4)
+    assert "worker 0 of 2, draft: the weights were given up" in refused(core)
+    core.collective_rpc("start_draft_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    core.resume_scheduler()
+    assert core.resumed == 1
+
+
 def test_weights_that_are_loaded_from_disk_are_whole() -> None:
     core = engine()
     failing(core, 4, w1="after")
@@ -394,6 +477,8 @@ def test_replicas_that_share_experts_agree(
 ) -> None:
     """Whoever is refused is refused everywhere: vLLM would wait in there for the others."""
     core = engine(dp_group="group", paused=True)
+    for worker in core.workers:
+        worker.weight_transfer_engine.world = "0" * 32  # so that the step is all that is compared
     update(core, 3)
 
     def highest(group: str, mine: list[int]) -> list[int]:
@@ -408,6 +493,25 @@ def test_replicas_that_share_experts_agree(
     assert core.resumed == (not said)
 
 
+@pytest.mark.parametrize("step", [7, 8])
+def test_replicas_that_share_experts_agree_on_the_launch(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    one, other = (engine(dp_group="group", paused=True) for _ in range(2))
+    update(one, 7)
+    launched_again(other)
+    update(other, step)
+    brought: list[list[int]] = []
+
+    def highest(group: str, mine: list[int]) -> list[int]:
+        brought.append(mine)
+        return [max(numbers) for numbers in zip(*brought, strict=True)]
+
+    monkeypatch.setattr(guard, "_highest", highest)
+    one.resume_scheduler()
+    assert "different launches" in refused(other)
+
+
 # ------------------------------------------------------------------- where requests come in
 
 
@@ -419,7 +523,10 @@ class Dead(Exception):
     """As vLLM's own, which names nobody."""
 
 
-def server(*said: str, steps: tuple[int, ...] = (3, 3)) -> Any:
+THREE = (3, "a" * 32)
+
+
+def server(*said: str, held: tuple[tuple[int | None, str], ...] = (THREE, THREE)) -> Any:
     class Server:
         def __init__(self) -> None:
             self.vllm_config, self.engine_core = FANIN, self
@@ -427,7 +534,7 @@ def server(*said: str, steps: tuple[int, ...] = (3, 3)) -> Any:
 
         async def call_utility_all_async(self, method: str, *arguments: Any) -> list[Any]:
             self.calls.append((method, *arguments))
-            return list(steps if method == "fanin_step" else said)
+            return list(held if method == "fanin_step" else said)
 
         async def resume_generation(self) -> None:
             self.calls.append("resumed")
@@ -455,8 +562,15 @@ def test_no_replica_is_resumed_if_one_is_dirty() -> None:
 
 def test_replicas_of_different_steps_are_not_resumed() -> None:
     """One has failed before its first byte was written: both are whole."""
-    one = server("", "", steps=(4, -1))
+    one = server("", "", held=((4, ""), (None, "")))
     with pytest.raises(Refusal, match="different steps: step 4, the weights that it was started"):
+        asyncio.run(one.resume_generation())
+    assert "resumed" not in one.calls
+
+
+def test_replicas_of_different_launches_are_not_resumed() -> None:
+    one = server("", "", held=(THREE, (3, "b" * 32)))
+    with pytest.raises(Refusal, match=f"step 3 of launch {'a' * 32}, step 3 of launch {'b' * 32}"):
         asyncio.run(one.resume_generation())
     assert "resumed" not in one.calls
 

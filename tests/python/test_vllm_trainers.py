@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fanin.errors import NotFoundError, PullTimeoutError, UnreachableError
+from fanin.errors import NotFoundError, PullTimeoutError, SupersededError, UnreachableError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm.clients import Source
 from fanin.vllm.trainers import Published, Trainer, left, without
@@ -31,6 +31,7 @@ class Place:
     world: str = WORLDS[0]
     digest: str = "d1"
     names: tuple[str, ...] = ("a", "b")
+    more: tuple[str, ...] = ()
     down: bool = False
     made: list[dict[str, Any]] = field(default_factory=list)
     closed: int = 0
@@ -47,10 +48,14 @@ class Place:
 class Client:
     place: Place
 
-    def wait(self, run: str, timeout: float) -> int:
+    def wait(self, run: str, timeout: float, step: int | None = None) -> int:
         if self.place.down:
             raise UnreachableError.make("rank 0 is gone", rank=0)
-        return 1
+        if step == 0:
+            raise SupersededError.make("step 0 has passed")
+        if step is not None and self.place.more:
+            self.place.names, self.place.more, self.place.digest = self.place.more, (), "d2"
+        return step or 1
 
     def publications(self, timeout: float) -> list[Any]:
         one = type("P", (), {"name": "full:0", "key_digest": self.place.digest})
@@ -93,6 +98,25 @@ def test_what_is_published_has_changed() -> None:
     place.digest, place.names = "d2", ("a", "b", "c")
     assert trainer.ready(soon()).layout() != first.layout()
     assert (place.catalogs, len(place.made)) == (2, 1)
+
+
+def test_what_comes_with_a_step_has_changed() -> None:
+    """It was waited for, and the names before it were the old ones."""
+    place = Place(more=("a", "b", "c"))
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
+    first = trainer.ready(soon())
+    assert [entry.name for entry in first.entries] == ["a", "b"]
+    assert [entry.name for entry in trainer.ready(soon(), 2).entries] == ["a", "b", "c"]
+
+
+def test_a_step_that_has_passed_costs_no_connection() -> None:
+    place = Place()
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
+    first = trainer.ready(soon())
+    with pytest.raises(SupersededError):
+        trainer.ready(soon(), 0)
+    assert trainer.ready(soon(), 1) is first
+    assert (place.closed, len(place.made)) == (0, 1)
 
 
 def test_a_trainer_that_is_started_again_is_found_by_its_file(tmp_path: Path) -> None:

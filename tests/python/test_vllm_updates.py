@@ -105,6 +105,36 @@ def test_what_is_left_in_the_middle_stays_dirty() -> None:
     assert not updates.open
 
 
+def test_weights_that_are_lost_are_dirty_until_a_whole_pull() -> None:
+    updates = Updates(WORKER)
+    updates.start()
+    pulled(updates, 1)
+    updates.lost("given up")
+    with pytest.raises(StateError, match="not whole: given up"):
+        updates.finish()
+    failed(updates, 2, written=False)
+    assert updates.dirty and updates.holds()["dirty"]
+    updates.start()
+    pulled(updates, 2)
+    assert updates.finish() == 2 and not updates.dirty
+
+
+def test_the_launch_that_the_weights_are_of() -> None:
+    updates = Updates(WORKER)
+    for world in ("a" * 32, "b" * 32):
+        updates.start()
+        with updates.pull(3):
+            updates.writing(3)
+            updates.came_from(world)
+        updates.finish()
+        assert (updates.holds()["step"], updates.holds()["world"]) == (3, world)
+    updates.start()
+    failed(updates, 4, written=False)
+    assert updates.holds()["world"] == "b" * 32
+    updates.reloaded()
+    assert (updates.holds()["step"], updates.holds()["world"]) == (None, "")
+
+
 @pytest.mark.parametrize("step", [None, "7", 7.0, True, -1, 1 << 64, [7], {}])
 def test_what_is_no_step(step: Any) -> None:
     with pytest.raises(RequestError, match="update_info's step") as caught:

@@ -29,10 +29,14 @@ class Refusal:
     #: whoever loads it, they are not of the publication.
     unfilled: int = 0
 
+    @property
+    def path(self) -> str:
+        """Of the parameter or buffer, or of the module."""
+        return ".".join(part for part in (self.module, self.leaf) if part)
+
     def __str__(self) -> str:
-        place = ".".join(part for part in (self.module, self.leaf) if part)
         named = [f"tensor '{self.tensor}'"] if self.tensor else []
-        named += [f"into '{place}'"] if place else []
+        named += [f"into '{self.path}'"] if self.path else []
         return f"{' '.join(named)}: {self.why}" if named else self.why
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -246,6 +246,18 @@ class Recording:
         """Parameters and buffers of which elements are filled by nothing: neither by what is
         published, nor by what the loader computes of it."""
         return tuple(refusal for refusal in _Checker(self).refusals() if refusal.unfilled)
+
+    def into(self, paths: Container[str]) -> tuple[str, ...]:
+        """Names of published tensors of which something goes into these parameters and buffers."""
+        names = [copy.name for copy in self.copies if self.targets[copy.to.place].path in paths]
+        names += [refusal.tensor for refusal in self.refusals if refusal.path in paths]
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Paths of the parameters and buffers that the loader writes, as far as it ran."""
+        spots = [*(copy.to for copy in self.copies), *(fill.to for fill in self.fills)]
+        return frozenset(self.targets[spot.place].path for spot in [*spots, *self.written])
 
     @property
     def unwanted(self) -> tuple[str, ...]:

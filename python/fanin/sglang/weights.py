@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._allowed import check_by_config
-from fanin.errors import FaninError, RequestError
+from fanin.errors import FaninError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import groups_of, torch_dtype_of
@@ -81,13 +81,15 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 @dataclass
 class _Report:
     """What a pull did on one rank, or on all of them. writing: from when on weights are at stake.
-    unwanted: published tensors that this rank takes nothing of, if they were just found."""
+    worlds: launches of the trainer that it came from. unwanted: published tensors that this rank
+    takes nothing of, if they were just found."""
 
     failure: str = ""
     writing: bool = False
     bytes: int = 0
     seconds: float = 0.0
     how: list[str] = field(default_factory=list)
+    worlds: set[str] = field(default_factory=set)
     unwanted: frozenset[str] | None = None
 
 
@@ -112,12 +114,11 @@ class _Live:
         _check_model(model)
         deadline = time.monotonic() + request.timeout
         trainer = self._trainer_of(request)
-        published = trainer.ready(deadline)
+        published = trainer.ready(deadline, request.step)
         found = None
         if self._layout != published.layout():
             self._record(model, published)
             found = frozenset(self._mapping.unwanted) if self._mapping is not None else None
-        trainer.client.wait(trainer.run, step=request.step, timeout=left(deadline))
         start = time.monotonic()
         _settled(model)
         if self._mapping is not None:
@@ -195,6 +196,7 @@ class _Live:
         pulled = trainer.client.pull_into(trainer.run, boxes, timeout=left(deadline), **how)
         self._packed.settle()
         report.bytes += pulled.bytes
+        report.worlds.add(str(pulled.world_id))
         report.how.append(f"{pulled.tensors} tensors by {pulled.path}")
 
 
@@ -207,7 +209,8 @@ def _by_loader(
     deadline: float,
     report: _Report,
 ) -> None:
-    """Whole tensors through the model's own loader. All pulls are of the same step exactly."""
+    """Whole tensors through the model's own loader. All pulls are of the same step exactly; that
+    they are of one launch of the trainer is seen when all ranks have ended."""
     import torch
 
     entries = {entry.name: entry for entry in published.entries}
@@ -223,6 +226,7 @@ def _by_loader(
             }
             pulled = trainer.client.pull_into(trainer.run, group, step=step, timeout=left(deadline))
             report.bytes += pulled.bytes
+            report.worlds.add(str(pulled.world_id))
             report.writing = True
             yield from group.items()
 
@@ -354,6 +358,9 @@ def _agreed(mine: _Report) -> _Report:
         if one.failure:
             whole.failure = f"worker {rank} of {size}: {one.failure}"
             return whole
+    whole.failure = _of_several_launches(everybody)
+    if whole.failure:
+        return whole
     lists = [one.unwanted for one in everybody if one.unwanted is not None]
     if len(lists) == size:
         nobodys = sorted(frozenset.intersection(*lists))
@@ -365,6 +372,19 @@ def _agreed(mine: _Report) -> _Report:
                 ", ..." if len(nobodys) > 5 else "",
             )
     return whole
+
+
+def _of_several_launches(everybody: list[_Report]) -> str:
+    """Why the pulls of all ranks are not one step, "" if they are: launches of one trainer number
+    their steps alike, and each pull proves one launch."""
+    if len(frozenset().union(*(one.worlds for one in everybody))) < 2:
+        return ""
+    told = "; ".join(
+        f"worker {rank} of {len(everybody)} has pulled from {' and '.join(sorted(one.worlds))}"
+        for rank, one in enumerate(everybody)
+    )
+    text = f"the trainer was started again, and the weights are of several launches: {told}"
+    return str(StaleError.make(text, "sync again"))
 
 
 def _refuse_unheard(model: Any) -> None:

@@ -11,7 +11,8 @@ core learns from each answer what every worker holds. While that is not one whol
   engine wait, as they do in every pause;
 * ``LLM.generate`` raises.
 
-So it is after a sleep that has given the weights up, until they are pulled, or loaded from disk.
+So it is after a sleep that has given the weights up, until each model's are pulled, or loaded from
+disk.
 
 The text names the worker, what happened to it and the remedy. A whole pull ends all of that.
 
@@ -47,12 +48,13 @@ WATCHED = frozenset(
         "finish_weight_update",
         "reload_weights",
         "fanin_check_weights",
+        "fanin_lose_weights",
     }
 )
 REMEDY = "start an update and pull a step that the trainer has, or start the engine again"
 #: How the core tells an API server why a request failed: in front of its stop_reason.
 MARK = "fanin: "
-# Steps are compared as numbers of 64 bits with a sign.
+# What replicas have is compared as numbers of 64 bits with a sign.
 _MODULUS = 2**61 - 1
 
 
@@ -87,7 +89,14 @@ def fanin_leave_update(worker: Any) -> None:
         worker.weight_transfer_engine.reset_weight_update_target()
 
 
-METHODS = (fanin_weights_call, fanin_leave_update)
+def fanin_lose_weights(worker: Any, why: str) -> None:
+    """The weights of this worker's models are gone until each is pulled, or loaded from disk."""
+    engine: Any = getattr(worker, "weight_transfer_engine", None)
+    if hasattr(engine, "lost"):
+        engine.lost(why)
+
+
+METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights)
 
 
 # ------------------------------------------------------------------------ in the engine core
@@ -105,17 +114,21 @@ def not_whole(workers: list[list[dict[str, Any]]]) -> str:
     for models in zip(*workers, strict=False):
         first = models[0]
         for one in models:
-            if one["step"] != first["step"]:
+            if (one["step"], one["world"]) != (first["step"], first["world"]):
                 failed = first["failed"] or one["failed"]
                 return (
-                    f"{first['worker']} has {called(first['step'])}, {one['worker']} has "
-                    f"{called(one['step'])}" + (f": {failed}" if failed else "")
+                    f"{first['worker']} has {called(first['step'], first['world'])}, "
+                    f"{one['worker']} has {called(one['step'], one['world'])}"
+                    + (f": {failed}" if failed else "")
                 )
     return ""
 
 
-def called(step: int | None) -> str:
-    return "the weights that it was started with" if step is None else f"step {step}"
+def called(step: int | None, world: str) -> str:
+    """A step, with the launch of the trainer whose it is: another one numbers its own alike."""
+    if step is None:
+        return "the weights that it was started with"
+    return f"step {step}" + (f" of launch {world}" if world else "")
 
 
 class Gate:
@@ -125,9 +138,9 @@ class Gate:
         self._core = core
         #: Why the weights are not the whole of one step; "" if they are.
         self.reason = ""
-        #: That all workers have; -1: the weights that they were started with.
-        self.step = -1
-        self._lost = ""
+        #: That all workers have, None: the weights that they were started with; and its launch.
+        self.step: int | None = None
+        self.world = ""
 
     def call(
         self, ask: Callable[[str, tuple[Any, ...]], list[Any]], method: str, *arguments: Any
@@ -157,20 +170,13 @@ class Gate:
                     f"{ended} ended in the middle of {method}", "start the engine again"
                 ) from error
             raise
-        if method in ("update_weights", "reload_weights") and not failed:
-            self._lost = ""
         held = [one["weights"] for one in answers]
-        self._learn(not_whole(held) or self._lost)
-        steps = [models[0]["step"] for models in held if models]
-        self.step = -1 if not steps or steps[0] is None else steps[0]
+        self._learn(not_whole(held))
+        first = next((models[0] for models in held if models), None)
+        self.step, self.world = (None, "") if first is None else (first["step"], first["world"])
         if failed:
             raise _error_of(failed)
         return [one["result"] for one in answers]
-
-    def lose(self, why: str) -> None:
-        """The weights are gone until they are pulled, or loaded from disk."""
-        self._lost = why
-        self._learn(why)
 
     def refusal(self) -> StateError:
         return StateError.make(f"the weights are not whole: {self.reason}", REMEDY)
@@ -183,13 +189,16 @@ class Gate:
         """
         group = getattr(self._core, "dp_group", None)
         if group is not None:
-            step = self.step % _MODULUS
-            dirty, last, first = highest(group, [bool(self.reason), step, -step])
+            # A launch is a random number of 128 bits: no two sums are equal by accident.
+            held = (-1 if self.step is None else self.step + int(self.world or "0", 16)) % _MODULUS
+            dirty, last, first = highest(group, [bool(self.reason), held, -held])
             if dirty and not self.reason:
                 raise StateError.make("the weights of another replica are not whole", REMEDY)
             if not dirty and last != -first:
                 raise StateError.make(
-                    "replicas that share experts have the weights of different steps", REMEDY
+                    "replicas that share experts have the weights of different steps, or of"
+                    " different launches of the trainer",
+                    REMEDY,
                 )
         if self.reason:
             raise self.refusal()
@@ -323,7 +332,8 @@ def _guard_core(core_class: Any) -> None:
         def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
             done = original(self, level, mode)
             if level >= 2 and ours(self.vllm_config):
-                _gate(self).lose(f"they were given up by sleep at level {level}")
+                why = f"the weights were given up by sleep at level {level}"
+                self.collective_rpc("fanin_lose_weights", None, (why,))
             return done
 
         return sleep
@@ -332,8 +342,8 @@ def _guard_core(core_class: Any) -> None:
         gate = _gate(self)
         return str(gate.refusal()) if gate.reason else ""
 
-    def fanin_step(self: Any) -> int:
-        return _gate(self).step
+    def fanin_step(self: Any) -> tuple[int | None, str]:
+        return _gate(self).step, _gate(self).world
 
     wrap(core_class, "collective_rpc", calling)
     wrap(core_class, "resume_scheduler", resuming)

@@ -103,11 +103,10 @@ async def _against_resuming(engine: Any) -> str:
     said = [str(text) for text in await _of_all(engine, "fanin_not_whole") if text]
     if said:
         return said[0]
-    steps = await _of_all(engine, "fanin_step")
-    if len(set(steps)) < 2:
+    held = [called(step, world) for step, world in await _of_all(engine, "fanin_step")]
+    if len(set(held)) < 2:
         return ""
-    told = ", ".join(called(None if step < 0 else step) for step in steps)
-    text = f"the replicas have the weights of different steps: {told}"
+    text = f"the replicas have the weights of different steps: {', '.join(held)}"
     return str(StateError.make(text, REMEDY))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -157,8 +157,17 @@ class StockLanding(Landing):
 
     mode = "loader"
 
-    def __init__(self, model: Any, model_config: Any, device: Any, published: Published) -> None:
+    def __init__(
+        self,
+        model: Any,
+        model_config: Any,
+        device: Any,
+        published: Published,
+        others: Container[str] = frozenset(),
+    ) -> None:
         self._model, self._config, self._device = model, model_config, device
+        #: Paths of tensors that are another model's.
+        self._others = others
         self._entries = {entry.name: entry for entry in published.entries}
         self._groups = groups_of(self._entries)
 
@@ -168,7 +177,7 @@ class StockLanding(Landing):
         summary = Summary(tensors=len(self._entries))
         progress = Progress(step, sum(entry.bytes for entry in self._entries.values()))
         writing()
-        reload.begin(self._model)
+        reload.begin(self._model, others=self._others)
         try:
             for group in self._groups:
                 self._one(group, trainer, step, deadline, summary, progress)

@@ -14,7 +14,7 @@ versions it knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ __all__ = [
     "require_filled",
     "require_version",
     "same_bytes",
+    "shared",
     "skeletons",
     "widened",
 ]
@@ -171,6 +172,17 @@ def _ties(model: Any) -> dict[str, str]:
     return found
 
 
+def shared(draft: Any, main: Any) -> frozenset[str]:
+    """Paths of a draft model's tensors that are the main model's: vLLM lets a draft that has no
+    embedding or head of its own, or the same, use the main model's."""
+    theirs = {id(tensor) for tensor in (*main.parameters(), *main.buffers())}
+    mine = (
+        *draft.named_parameters(remove_duplicate=False),
+        *draft.named_buffers(remove_duplicate=False),
+    )
+    return frozenset(path for path, tensor in mine if id(tensor) in theirs)
+
+
 def engine_own(target: Target) -> str | None:
     """Why vLLM has a tensor's values from elsewhere than a checkpoint, None if it has not."""
     from vllm.model_executor.model_loader.reload import meta
@@ -197,17 +209,25 @@ def about(model: Any, vllm_config: Any = None) -> About:
     return About("vllm", version, type(model).__name__, ranks)
 
 
-def record_model(published: Iterable[Any], model: Any, vllm_config: Any = None) -> Recording:
+def record_model(
+    published: Iterable[Any],
+    model: Any,
+    vllm_config: Any = None,
+    others: Container[str] = frozenset(),
+) -> Recording:
     """Where a publication goes in a model of vLLM, as this process has it.
 
     :param published: names, dtypes and shapes of all that is published: ``Client.catalog(run)``.
+    :param others: paths of tensors that are another model's: nothing has to fill them.
     :raises RequestError, StateError: as :func:`skeletons` and :func:`fanin.mapping.record`.
     """
     known = about(model, vllm_config)
+
+    def own(target: Target) -> str | None:
+        return "another model's" if target.path in others else engine_own(target)
+
     with skeletons(model, vllm_config) as bare:
-        return record(
-            published, model.load_weights, model, own=engine_own, ties=bare.ties, about=known
-        )
+        return record(published, model.load_weights, model, own=own, ties=bare.ties, about=known)
 
 
 # ------------------------------------------------------------------ loading by vLLM itself
@@ -225,15 +245,20 @@ def _books(model: Any) -> Iterator[tuple[str, Any, Any]]:
         yield name, module, layerwise.get_layerwise_info(module)
 
 
-def begin(model: Any, modules: Iterable[str] | None = None) -> None:
+def begin(
+    model: Any, modules: Iterable[str] | None = None, others: Container[str] = frozenset()
+) -> None:
     """Puts skeletons in the place of the model's tensors; its kernels' tensors are kept aside.
 
     What an earlier reload left behind is put back first: vLLM would skip such modules.
 
     :param modules: paths; only of these.
+    :param others: paths of tensors that are another model's: modules with such stay as they are.
     """
     abandon(model)
     layerwise = _layerwise()
+    if modules is None and others:
+        modules = [path for path, module in model.named_modules() if not _has(path, module, others)]
     if modules is None:
         layerwise.initialize_layerwise_reload(model)
         return
@@ -242,6 +267,11 @@ def begin(model: Any, modules: Iterable[str] | None = None) -> None:
         info = layerwise.get_layerwise_info(module)
         _set_aside(module, info)
         layerwise.initialize_online_processing(module)
+
+
+def _has(path: str, module: Any, wanted: Container[str]) -> bool:
+    leaves = (*module._parameters, *module._buffers)
+    return any((f"{path}.{leaf}" if path else leaf) in wanted for leaf in leaves)
 
 
 def _set_aside(module: Any, info: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from fanin.errors import FaninError, PullTimeoutError
+from fanin.errors import FaninError, PeerError, PullTimeoutError
 from fanin.mapping import PackedMapping
 from fanin.vllm import reload
 from fanin.vllm.landing import Progress, Summary
@@ -121,11 +121,16 @@ class Shadow:
 
 class Prefetch:
     """One step on its way into a shadow, in a thread of its own, which alone uses the trainer's
-    client until :meth:`wait` or :meth:`cancel` has returned."""
+    client until :meth:`wait` or :meth:`cancel` has returned.
 
-    def __init__(self, shadow: Shadow, trainer: Trainer, step: int, timeout: float) -> None:
+    layout: :meth:`Published.layout` of what the shadow is laid out for.
+    """
+
+    def __init__(
+        self, shadow: Shadow, trainer: Trainer, step: int, layout: tuple[Any, ...], timeout: float
+    ) -> None:
         self.step = step
-        self._shadow, self._trainer = shadow, trainer
+        self._shadow, self._trainer, self._layout = shadow, trainer, layout
         #: Where the trainer was; before it is asked, so that what changes meanwhile is noticed.
         self._target: Any = None
         self._result: Any = None
@@ -140,7 +145,10 @@ class Prefetch:
     def _run(self, deadline: float) -> None:
         try:
             self._target = self._trainer.source.resolve()
-            self._trainer.ready(deadline)
+            if self._trainer.ready(deadline, self.step).layout() != self._layout:
+                raise PeerError.make(
+                    "other names, types or shapes are published than before", "update without it"
+                )
             with self._on_stream():
                 self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
         except Exception as error:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin.config import engine_credentials
-from fanin.errors import FaninError, PullTimeoutError
+from fanin.errors import FaninError, PullTimeoutError, SupersededError
 from fanin.info import secret_arguments
 from fanin.vllm.clients import Source, Target
 
@@ -71,17 +71,18 @@ class Trainer:
         assert self._client is not None
         return self._client
 
-    def ready(self, deadline: float) -> Published:
+    def ready(self, deadline: float, step: int | None = None) -> Published:
         """Connects, or connects again, and says what is published now.
 
-        Blocks until *deadline* (of time.monotonic) at most. Raises as :class:`fanin.Client`, and
-        what reading a nixl_info.json raises.
+        step: waits for this one first, with which names may come that were not there before; None:
+        for any. Blocks until *deadline* (of time.monotonic) at most. Raises as
+        :class:`fanin.Client`, and what reading a nixl_info.json raises.
         """
         target = self.source.resolve()
         if self._client is None or target != self._target:
             self.close()
             self._connect(target, deadline)
-        digest, world = self._look(deadline)
+        digest, world = self._look(deadline, step)
         known = self._published
         if known is None or (known.digest, known.world) != (digest, world):
             if known is not None and known.world != world:
@@ -107,14 +108,16 @@ class Trainer:
         )
         self._target = target
 
-    def _look(self, deadline: float) -> tuple[str, str]:
+    def _look(self, deadline: float, step: int | None) -> tuple[str, str]:
         """The key table's digest and the world, of whoever answers first."""
         client = self.client
         try:
-            # Waits for a first commit, which list does not.
-            client.wait(self.run, timeout=left(deadline))
+            # Without a step: for a first commit, which list does not wait for.
+            client.wait(self.run, step=step, timeout=left(deadline))
             seen = [one for one in client.publications(left(deadline)) if one.name == self.run]
             worlds = [one.world_id for one in client.ranks() if one.connected]
+        except SupersededError:
+            raise  # the connections are as good as ever
         except FaninError:
             self.close()
             raise

@@ -77,6 +77,7 @@ class Updates:
         self._pulled: int | None = None
         self._held: int | None = None
         self._there: int | None = None
+        self._world = ""
         self._dirty = self._failed = ""
 
     @property
@@ -97,18 +98,24 @@ class Updates:
     def reloaded(self) -> None:
         """The engine has loaded its own weights again: they are whole, and those of no step."""
         self._there = self._held = None
-        self._dirty = self._failed = ""
+        self._world = self._dirty = self._failed = ""
+
+    def lost(self, why: str) -> None:
+        """The weights are gone until they are pulled, or loaded from disk."""
+        self._pulled, self._dirty = None, why
 
     def holds(self) -> dict[str, Any]:
         """What lies in this worker's memory, for :mod:`fanin.vllm.guard`, as plain values.
 
-        step: of the last pull that ended well, whether the update did or not. failed: why the last
-        one did not, "" if it did.
+        step: of the last pull that ended well, whether the update did or not. world: the launch of
+        the trainer that it came from: another one has other weights in its step of the same number.
+        failed: why the last one did not, "" if it did.
         """
         return {
             "worker": self._worker,
             "dirty": self._dirty,
             "step": self._there,
+            "world": self._world,
             "failed": self._failed,
         }
 
@@ -132,8 +139,8 @@ class Updates:
     def pull(self, step: int) -> Iterator[None]:
         """Around everything that brings *step*: an exception ends the update.
 
-        :meth:`writing` says from where on the weights are at stake. Raises StateError if no update
-        is under way.
+        :meth:`writing` says from where on the weights are at stake, :meth:`came_from` which launch
+        of the trainer they are of. Raises StateError if no update is under way.
         """
         if not self._open:
             raise self._refuse(
@@ -154,6 +161,10 @@ class Updates:
     def writing(self, step: int) -> None:
         """From now on the weights may be written: they are dirty until the pull has ended well."""
         self._dirty = self._dirty or f"the pull of step {step} has not ended"
+
+    def came_from(self, world: str) -> None:
+        """All of the pull is there, of the launch *world* of the trainer: 32 hex digits."""
+        self._world = world
 
     def finish(self) -> int:
         """The update is over; its step. Raises StateError, and nothing changes, if nothing was

@@ -8,6 +8,7 @@ page.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from fanin.errors import FaninError, HostError, PeerError, StateError
+from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
 from fanin.mapping import Mapping, MappingError, Recording
 from fanin.vllm import reload, weights_check
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
@@ -25,7 +26,7 @@ from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 from fanin.vllm.shadow import Prefetch, Shadow
-from fanin.vllm.trainers import Published, Trainer, left, without
+from fanin.vllm.trainers import Published, Trainer, without
 from fanin.vllm.updates import Updates, check_step
 
 __all__ = ["Engine", "InitInfo", "UpdateInfo"]
@@ -34,6 +35,7 @@ _log = logging.getLogger("vllm.fanin")
 
 
 _UNUSED = 'init with {"unused": ["<pattern>"]} for what the model does not have'
+_BY_LOADER = 'init with {"mode": "loader"}, which fills such a model'
 _ALL_OF_IT = "publish the model that the engine serves, or " + _UNUSED
 
 
@@ -104,6 +106,12 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def reloaded(self) -> None:
         """vLLM has loaded the model from disk, as it was started with."""
         self._main.updates.reloaded()
+
+    def lost(self, why: str) -> None:
+        """The weights of all models are gone until they are pulled, or loaded from disk."""
+        for target in (self._main, self._draft):
+            if target is not None:
+                target.updates.lost(why)
 
     # ------------------------------------------------------------------------------ vLLM's calls
 
@@ -299,18 +307,23 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
-        target.unwanted = ()
+        target.unwanted, others = (), frozenset[str]()
         if target is self._main:
             published = without(published, info.unused)
-        recording = record_model(published.entries, target.model, self.vllm_config)
+        else:
+            others = reload.shared(target.model, self._main.model)
+        recording = record_model(published.entries, target.model, self.vllm_config, others)
+        if others:
+            published, recording = self._but_shared(target, published, recording, others)
         if info.mode == "loader":
             self._check_loader(target, info, recording)
-            return StockLanding(target.model, target.model_config, self.device, published)
+            return StockLanding(target.model, target.model_config, self.device, published, others)
         try:
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
             if not recording.only_computes(error):
-                error.remedy += "; or " + _UNUSED
+                fits = recording.whole and not reload.lacking(recording, target.model)
+                error.remedy += "; or " + (_BY_LOADER if fits else _UNUSED)
                 raise
             mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
         self._keep_unwanted(target, info, mapping.unwanted)
@@ -330,6 +343,31 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             computes,
         )
         return mixed
+
+    def _but_shared(
+        self, target: _Target, published: Published, recording: Recording, shared: frozenset[str]
+    ) -> tuple[Published, Recording]:
+        """Without what would go into tensors of the draft model that are the main model's, whose
+        run fills them. Raises RequestError if the loader could write to them all the same."""
+        names = recording.into(shared)
+        if names:
+            _log.warning(
+                "fanin: %s, draft: not used, since vLLM shares what they would fill with the main"
+                " model, whose run fills it: %s",
+                self._worker,
+                ", ".join(names),
+            )
+            published = without(published, [glob.escape(name) for name in names])
+            recording = record_model(published.entries, target.model, self.vllm_config, shared)
+        if recording.whole and not recording.touched & shared:
+            return published, recording
+        unknown = [str(one) for one in recording.refusals if not one.path or one.path in shared]
+        raise RequestError.make(
+            f"the draft model shares {', '.join(sorted(shared))} with the main model, and its"
+            f" loader may write there: {'; '.join(unknown) or 'it fills them by itself'}",
+            "init without draft_run",
+            key="draft_run",
+        )
 
     def _check_loader(self, target: _Target, info: Init, recording: Recording) -> None:
         """Raises MappingError for what vLLM's loader fills with nothing, before the first step."""
@@ -396,7 +434,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 target.shadow.place,
             )
         assert self._info is not None
-        target.prefetch = Prefetch(target.shadow, target.trainer, step, self._info.timeout)
+        assert target.published is not None
+        layout, timeout = target.published.layout(), self._info.timeout
+        target.prefetch = Prefetch(target.shadow, target.trainer, step, layout, timeout)
 
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
@@ -409,10 +449,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._did(target, step, summary)
             return
         begun = time.monotonic()
-        published = target.trainer.ready(deadline)
+        published = target.trainer.ready(deadline, step)
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
-        target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
         found = time.monotonic() - begun
         summary = target.landing.pull(
@@ -423,6 +462,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _did(self, target: _Target, step: int, summary: Summary) -> None:
         target.last = summary
+        target.updates.came_from(", ".join(sorted(summary.worlds)))
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
 
 
