@@ -8,6 +8,11 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+_T = TypeVar("_T")
+# Handlers that raise one right after the other, before the next step of Python's is done.
+_AT_ONCE = 8
 
 
 class Use:
@@ -26,80 +31,121 @@ class Use:
         return f"{self.name}()"
 
 
-class Work:
-    """A call that a helper thread makes for the main thread."""
+class Work(Generic[_T]):
+    """A call that a helper thread makes for the main thread.
 
-    def __init__(self, call: Callable[[], int]) -> None:
-        self._call = call
-        # Taken by the helper before it begins, or by the main thread so that it never does.
-        self._permit = [True]
-        self._ended = threading.Lock()
-        self._ended.acquire()
-        self.finished = False
-        self.status = 0
-        self.failure: BaseException | None = None
+    What a signal's handler raises may come anywhere in the main thread, and again at once. It never
+    comes in a helper: so what a call takes and gives back, the helper takes and gives back.
+    """
 
-    def begin(self, use: Use) -> None:
+    def __init__(self, call: Callable[[], _T]) -> None:
+        self._call: Callable[[], _T] | None = call
+        # Whether the helper has begun it. Who asks first decides: dict.setdefault cannot be
+        # interrupted half-way.
+        self._begun: dict[str, bool] = {}
+        self.ended: list[bool] = []
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self._result: Any = None
+        self._failure: BaseException | None = None
+
+    def begin(self) -> None:
         """Has a helper thread make the call."""
         try:
             jobs = _idle.pop()
         except IndexError:
             jobs = SimpleQueue()
             _thread.start_new_thread(_help, (jobs,))
-        jobs.put((self, use))
+        jobs.put(self)
 
-    def run(self, use: Use) -> None:
+    def run(self) -> None:
         """In the helper."""
-        try:
-            self._permit.pop()
-        except IndexError:
+        if not self._begun.setdefault("begun", True):
             return
-        use.threads.add(threading.get_ident())
-        try:
-            self.status = self._call()
-        except BaseException as error:
-            self.failure = error
-        self.finished = True
-
-    def tell(self) -> None:
-        """In the helper: the main thread may go on."""
-        self._ended.release()
+        assert self._call is not None
+        self._result, self._failure = _outcome(self._call)
+        self._call = None  # what it holds is not to outlive the call
 
     def wait(self) -> None:
-        """Until the call has ended. KeyboardInterrupt gets out of this wait."""
+        """Until the call has ended. What a signal's handler raises gets out of this wait."""
         # A signal that comes after Python's last look for one, and before the lock begins to
         # sleep, does not wake it: it is seen when this short sleep is over.
-        while not self._ended.acquire(timeout=0.1):
+        while not self.wake.acquire(timeout=0.1):
             continue
 
-    def forbid(self) -> bool:
-        """True: the helper has not begun and never will."""
-        try:
-            self._permit.pop()
-        except IndexError:
-            return False
-        return True
-
     def end(self, cancel: Callable[[], None]) -> None:
-        """Cancels the call and waits for its end, whatever else is interrupted meanwhile."""
-        while not self.finished:
+        """Cancels the call, if it has not ended, and waits for its end, which a cancelled call
+        comes to soon. What is raised meanwhile waits too; the last of it is raised."""
+        raised: BaseException | None = None
+        while True:
             try:
+                if self.ended:
+                    break
+                if not self._begun.setdefault("begun", False):
+                    self._call = None  # the helper, which may look at it yet, does not hold it
+                    break
                 cancel()
-                self._ended.acquire(timeout=1.0)
-            except KeyboardInterrupt:
-                continue
+                self.wake.acquire(timeout=0.1)
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            try:
+                raise raised
+            finally:
+                del raised  # it refers to this frame
+
+    def result(self) -> _T:
+        """What the call has returned. Raises what it has raised."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            self._failure = None  # raised, it refers to this frame
+        return cast(_T, self._result)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What it returns, and what it raises: the traceback of that refers to this frame only."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def by_helper(call: Callable[[], _T], cancel: Callable[[], None]) -> _T:
+    """What *call* returns or raises, made by a helper thread while the main thread waits.
+
+    What a signal's handler raises cancels it by *cancel*, and is raised when it has ended.
+    """
+    work = Work(call)
+    _wait(work, cancel, _AT_ONCE)
+    return work.result()
+
+
+def _wait(work: Work[Any], cancel: Callable[[], None], more: int) -> None:
+    # A handler may raise on the way into end(), which the one around this one makes good.
+    try:
+        if more:
+            _wait(work, cancel, more - 1)
+        else:
+            work.begin()
+            work.wait()
+    finally:
+        work.end(cancel)
 
 
 # Helpers that wait for work. They are kept: until a new thread runs, milliseconds pass on some
 # machines, which is longer than most pulls take.
-_idle: list[SimpleQueue[tuple[Work, Use]]] = []
+_idle: list[SimpleQueue[Work[Any]]] = []
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def _help(jobs: SimpleQueue[tuple[Work, Use]]) -> None:
+def _help(jobs: SimpleQueue[Work[Any]]) -> None:
     while True:
-        work, use = jobs.get()
-        work.run(use)
+        work = jobs.get()
+        work.run()
         _idle.append(jobs)
-        work.tell()
-        del work, use
+        ended, wake = work.ended, work.wake
+        del work  # nothing that the call has left may end here while the main thread goes on
+        ended.append(True)
+        wake.release()

@@ -89,7 +89,7 @@ class NamedTensors(Described):
         self.anchors: Anchors | None = None
 
     def is_prepared(self) -> None:
-        self._buffers = ()
+        self._buffers = ()  # a pull that reads them would still be the client's only one
 
     def seen_with(self, storages: list[Any]) -> None:
         """These are what the tensors lie in. Whoever pulls once does not pay for others."""

@@ -15,23 +15,30 @@ __all__ = ["Prepared", "prepare"]
 class Prepared:
     """``fanin_destination``; ends with this object."""
 
-    __slots__ = ("_library", "pointer")
+    __slots__ = ("_as_parameter_", "_library")
 
     def __init__(self, library: Any, described: Described) -> None:
         self._library = library
-        self.pointer = ctypes.c_void_p()
+        #: ctypes takes this object for it, so that a call holds what it was given.
+        self._as_parameter_ = ctypes.c_void_p()
         error = new_error()
         status = library.fanin_destination_create(
-            described.address, len(described), ctypes.byref(self.pointer), ctypes.byref(error)
+            described.address, len(described), self._out(), ctypes.byref(error)
         )
         check(status, error)
 
     def __del__(self) -> None:
-        self._library.fanin_destination_free(ctypes.byref(self.pointer))
+        self._library.fanin_destination_free(self._out())
+
+    def _out(self) -> Any:
+        return ctypes.byref(self._as_parameter_)
 
 
 def prepare(library: Any, described: Described) -> Prepared | None:
-    """For a pull. None the first time: whoever pulls once does not pay for others."""
+    """For a pull. None the first time: whoever pulls once does not pay for others.
+
+    Only in the call that the client makes: what is let go for it, another one could be reading.
+    """
     known: Prepared | None = described.prepared
     if known is None and described.used:
         known = described.prepared = Prepared(library, described)

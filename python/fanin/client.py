@@ -7,12 +7,14 @@ import ctypes
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from . import _ffi
-from ._calls import Use, Work
+from ._calls import Use, by_helper
 from ._exit import ClosableHandle, OpenHandles
 from ._library import (
     c_string,
@@ -50,7 +52,7 @@ from ._records import (
     watch_event,
 )
 from ._tensors import Described, PackedTensors, Shard, pack, shard_of
-from .errors import ProcessError, RequestError, StateError
+from .errors import CancelledError, ProcessError, RequestError, StateError
 from .server import Stream, c_stream, publication_of
 from .session import PullSession
 
@@ -135,10 +137,10 @@ class Client(ClosableHandle):
 
     Used by one thread at a time: a call while another one is under way raises
     :class:`StateError`. Only :meth:`cancel` and :meth:`close` may be called from any thread at any
-    time. All calls release the GIL; every blocking call has a timeout. In the main thread a
-    blocking call is made by a helper thread, so that KeyboardInterrupt cancels it and is raised
-    within a moment; callbacks then run in that helper. In any other thread the call is made
-    directly.
+    time. All calls release the GIL; every blocking call has a timeout. For the main thread a
+    helper thread makes the call, so that KeyboardInterrupt, and what else a signal's handler
+    raises, cancels it and is raised when it has ended, within a moment; callbacks then run in
+    that helper. In any other thread the call is made directly.
 
     What a callback raises cancels the call and is raised by it.
 
@@ -234,8 +236,10 @@ class Client(ClosableHandle):
         )
         config.log, config.log_cookie = log_target("client")
 
-        # At most one call, under "use": dict.setdefault cannot be interrupted half-way.
+        # At most one call, under "use". What enters a call there and takes it out is never the
+        # main thread, where a signal may come between; only close() is, which stays there.
         self._uses: dict[str, Use] = {}
+        self._closing = Use("close")
         # Held where the handle is used outside of a call, and where it is taken away. A signal
         # handler may cancel while the thread it interrupts holds it.
         self._handle_lock = threading.RLock()
@@ -369,9 +373,8 @@ class Client(ClosableHandle):
         options.trust_config = trust_config
         _set_max_bytes(options, max_bytes)
         options.verify = verify
-        path = _path(directory)
-        function = self._library.fanin_client_pull_adapter
-        return self._pull("pull_adapter", options, (progress, rank_progress), function, path)
+        into = self._library.fanin_client_pull_adapter, _path(directory)
+        return self._pull("pull_adapter", options, (progress, rank_progress), lambda: into)
 
     def pull_model(
         self,
@@ -420,9 +423,8 @@ class Client(ClosableHandle):
             if max_file_bytes == 0:
                 raise RequestError.make("max_file_bytes is 0", "leave it out: 5 GB")
         options.verify = verify
-        path = _path(directory)
-        function = self._library.fanin_client_pull_model
-        return self._pull("pull_model", options, (progress, rank_progress), function, path)
+        into = self._library.fanin_client_pull_model, _path(directory)
+        return self._pull("pull_model", options, (progress, rank_progress), lambda: into)
 
     def pull_into(
         self,
@@ -466,16 +468,10 @@ class Client(ClosableHandle):
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
-        listeners, lib = (progress, rank_progress), self._library
-        prepared = prepare(lib, packed)
-        try:
-            if prepared is not None:
-                function = lib.fanin_client_pull_into
-                return self._pull("pull_into", options, listeners, function, prepared.pointer)
-            function, size = lib.fanin_client_pull, len(packed)
-            return self._pull("pull_into", options, listeners, function, packed.address, size)
-        finally:
-            del memory  # until here it must not go
+        lib = self._library
+        functions = lib.fanin_client_pull, lib.fanin_client_pull_into
+        into = partial(self._into, packed, memory, *functions)
+        return self._pull("pull_into", options, (progress, rank_progress), into)
 
     def begin(
         self,
@@ -512,23 +508,26 @@ class Client(ClosableHandle):
         options.verify = verify
         self._tell(options, self._session_report(), progress, rank_progress)
         session = PullSession(self, packed, (options, stream, memory))
-        handle, lib, prepared = ctypes.c_void_p(), self._library, prepare(self._library, packed)
+        handle, lib = ctypes.c_void_p(), self._library
+        functions = lib.fanin_client_begin, lib.fanin_client_begin_into
+        into = partial(self._into, packed, memory, *functions)
 
         def call(use: Use, own: ctypes.c_void_p) -> None:
-            how, out = ctypes.byref(options), ctypes.byref(handle)
+            function, *arguments = into()
             try:
-                if prepared is not None:
-                    self._run(use, lib.fanin_client_begin_into, own, how, prepared.pointer, out)
-                else:
-                    self._run(
-                        use, lib.fanin_client_begin, own, how, packed.address, len(packed), out
-                    )
+                self._run(
+                    use, function, own, ctypes.byref(options), *arguments, ctypes.byref(handle)
+                )
                 session._opened(handle)
-            except BaseException:  # it may have begun before it was interrupted
-                self._library.fanin_session_abandon(ctypes.byref(handle))
+            except BaseException:  # a callback's: it may have begun all the same
+                lib.fanin_session_abandon(ctypes.byref(handle))
                 raise
 
-        self._alone("begin", call)
+        try:
+            self._alone("begin", call)
+        except BaseException:  # an interrupt: likewise
+            session._abandon()
+            raise
         return session
 
     def wait(
@@ -579,6 +578,11 @@ class Client(ClosableHandle):
             raise RequestError.make("no tensor is asked for", "name at least one tensor")
         return packed, memory
 
+    def _into(self, packed: Described, _memory: object, first: Any, again: Any) -> tuple[Any, ...]:
+        """The function that fills *packed*, and what it is given. *_memory*: kept meanwhile."""
+        prepared = prepare(self._library, packed)
+        return (first, packed.address, len(packed)) if prepared is None else (again, prepared)
+
     def _options(
         self,
         run: str | int,
@@ -610,23 +614,24 @@ class Client(ClosableHandle):
         name: str,
         options: _ffi.PullOptions,
         listeners: _Listeners,
-        function: Any,
-        *arguments: Any,
+        into: Callable[[], tuple[Any, ...]],
     ) -> PullResult:
+        """into: tells the library's function, and its arguments, when the call is under way."""
         result = ctypes.c_void_p()
 
-        def call(use: Use, handle: ctypes.c_void_p) -> None:
+        def call(use: Use, handle: ctypes.c_void_p) -> PullResult:
+            function, *arguments = into()
             self._tell(options, lambda tell: self._report(use, tell), *listeners)
-            self._run(
-                use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
-            )
-
-        with _span_of(name, options) as told:
             try:
-                self._alone(name, call)
-                done = pull_result(self._library, result)
+                self._run(
+                    use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
+                )
+                return pull_result(self._library, result)
             finally:
                 self._library.fanin_result_free(ctypes.byref(result))
+
+        with _span_of(name, options) as told:
+            done = self._alone(name, call)
             _tell_span(told, done)
             return done
 
@@ -836,31 +841,31 @@ class Client(ClosableHandle):
         """
         if self._pid != os.getpid():
             return
-        use = Use("close")
-        try:
-            while (other := self._uses.setdefault("use", use)) is not use:
-                if threading.get_ident() in other.threads:
-                    raise StateError.make(
-                        f"the client is closed inside its own {other}", "close it afterwards"
-                    )
-                self.cancel()
-                if not other.done.wait(_CLOSE_SECONDS):
-                    raise StateError.make(f"the client's {other} does not end")
-            self._let_go()
-            self._destroy()
-        finally:
-            self._leave(use)
+        limit = time.monotonic() + _CLOSE_SECONDS
+        while (other := self._uses.setdefault("use", self._closing)) is not self._closing:
+            if threading.get_ident() in other.threads:
+                raise StateError.make(
+                    f"the client is closed inside its own {other}", "close it afterwards"
+                )
+            self.cancel()
+            if not other.done.wait(max(0.0, limit - time.monotonic())):
+                raise StateError.make(f"the client's {other} does not end")
+        self._destroy()
 
     def _let_go(self) -> None:
         while self._forgotten:
-            self._library.fanin_session_abandon(ctypes.byref(self._forgotten.pop()))
+            self._library.fanin_session_abandon(ctypes.byref(self._forgotten[0]))
+            self._forgotten.pop(0)
 
     def _destroy(self) -> None:
+        # In an order in which a close() that was interrupted can be made again.
         with self._handle_lock:
-            handle, self._handle = self._handle, None
-        if handle is not None:
-            _open.discard(self)
-            self._library.fanin_client_destroy(ctypes.byref(handle))
+            handle = self._handle
+            if handle is not None:
+                self._let_go()
+                self._library.fanin_client_destroy(ctypes.byref(handle))
+                self._handle = None
+                _open.discard(self)
 
     @property
     def closed(self) -> bool:
@@ -876,32 +881,38 @@ class Client(ClosableHandle):
     # ------------------------------------------------------------------------------ calls
 
     def _alone(self, name: str, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
-        """Calls with the handle, if no other call is under way."""
+        """Calls with the handle, if no other call is under way; for the main thread in a helper."""
         if self._pid != os.getpid():
             raise ProcessError.make(
                 f"the client belongs to the parent process {self._pid}",
                 "create a client of its own in the child",
             )
         use = Use(name)
+        if threading.get_ident() != threading.main_thread().ident:
+            return self._enter(use, call)
+        return by_helper(lambda: self._enter(use, call), lambda: self._cancel_own(use))
+
+    def _enter(self, use: Use, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
+        use.threads.add(threading.get_ident())
+        other = self._uses.setdefault("use", use)
+        if other is self._closing:
+            raise StateError.make("the client is closed")
+        if other is not use:
+            raise StateError.make(
+                f"{use} is called while the client's {other} is under way",
+                "use a client by one thread at a time",
+            )
         try:
-            other = self._uses.setdefault("use", use)
-            if other is not use:
-                raise StateError.make(
-                    f"{name}() is called while the client's {other} is under way",
-                    "use a client by one thread at a time",
-                )
             handle = self._handle
             if handle is None:
                 raise StateError.make("the client is closed")
+            if use.cancelled:
+                raise CancelledError.make("the call was interrupted")
             self._let_go()
             return call(use, handle)
         finally:
-            self._leave(use)
-
-    def _leave(self, use: Use) -> None:
-        if self._uses.get("use") is use:
             del self._uses["use"]
-        use.done.set()
+            use.done.set()
 
     def _call(self, name: str, function: Any, *arguments: Any) -> None:
         self._alone(name, lambda use, handle: self._run(use, function, handle, *arguments))
@@ -909,39 +920,21 @@ class Client(ClosableHandle):
     def _run(self, use: Use, function: Any, *arguments: Any) -> None:
         """Makes a blocking call of the library, and raises what comes of it."""
         error = new_error()
-
-        def call() -> int:
-            return int(function(*arguments, ctypes.byref(error)))
-
-        status = self._interruptible(use, call)
-        if status == _ffi.ERR_CANCELLED:
+        status = function(*arguments, ctypes.byref(error))
+        if status == _ffi.ERR_CANCELLED and self._left_cancelled and not use.cancelled:
             # Not every cancel finds a call that it ends. One of our own that came too late for
             # the call before is not to end this one.
-            late, self._left_cancelled = self._left_cancelled, False
-            if late and not use.cancelled:
-                status = self._interruptible(use, call)
+            self._left_cancelled = False
+            status = function(*arguments, ctypes.byref(error))
         _finish(use, status, error)
 
-    def _interruptible(self, use: Use, call: Callable[[], int]) -> int:
-        if threading.current_thread() is not threading.main_thread():
-            return call()
-        work = Work(call)
-        try:
-            work.begin(use)
-            work.wait()
-        except BaseException:
-            if not work.forbid():
-                work.end(lambda: self._cancel_own(use))
-            raise
-        if work.failure is not None:
-            raise work.failure
-        return work.status
-
     def _cancel_own(self, use: Use) -> None:
-        """As cancel(), for a reason of the running call's own. close() waits for that call."""
+        """As cancel(), of this call only and for a reason of its own. Also before it has begun."""
         use.cancelled = True
-        self._left_cancelled = True
-        self._library.fanin_client_cancel(self._handle)
+        with self._handle_lock:
+            if self._uses.get("use") is use and self._handle is not None:
+                self._left_cancelled = True
+                self._library.fanin_client_cancel(self._handle)
 
 
 def _stream_of(packed: Described) -> Stream | None:

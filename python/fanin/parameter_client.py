@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from fanin._options import handed_on
 from fanin._tensors import Shard, shard_of
@@ -29,6 +29,8 @@ from fanin.parameter_server import TensorInfo, dtype_name, join_key, split_key
 from fanin.server import Stream
 
 __all__ = ["ParameterClient", "TensorInfo"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("fanin.parameter_client")
 
@@ -140,8 +142,26 @@ class ParameterClient:
 
         Blocks at most the client's timeout. Raises PullTimeoutError, ConnectionFailedError.
         """
-        with self._lock:
-            self._refresh(time.monotonic() + self.timeout)
+        self._in_turn(None, self._refresh)
+
+    def _in_turn(self, timeout: float | None, operation: Callable[[float], _T]) -> _T:
+        """Does *operation*, which is given its deadline, when those of other threads have ended."""
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        limit = min(max(0.0, limit), threading.TIMEOUT_MAX)
+        taken: list[bool] = []
+        try:
+            # In one step of Python's: no interrupt finds the lock taken, and not yet noted.
+            taken.extend(map(self._lock.acquire, (True,), (limit,)))
+            if not taken[0]:
+                raise PullTimeoutError.make(
+                    "the operation's time is over while another thread's is under way",
+                    "give a longer timeout, or each thread a client of its own",
+                )
+            return operation(deadline)
+        finally:
+            if True in taken:
+                self._lock.release()
 
     def _refresh(self, deadline: float) -> None:
         catalog: dict[str, TensorInfo] = {}
@@ -198,15 +218,16 @@ class ParameterClient:
         Blocks at most *timeout*. Raises ValueError if *out* does not fit, and what
         fanin.Client.pull_into raises.
         """
-        with self._lock:
-            deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-            self._await([key], deadline)
-            if key not in self.catalog:
-                _log.warning("%s: no key %r in the catalog", self.name, key)
-                return None
-            if out is not None:
-                self._check(key, out)
-            return self._fetch([key], {} if out is None else {key: out}, deadline).get(key)
+        return self._in_turn(timeout, lambda deadline: self._get(key, out, deadline))
+
+    def _get(self, key: str, out: Any, deadline: float) -> Any:
+        self._await([key], deadline)
+        if key not in self.catalog:
+            _log.warning("%s: no key %r in the catalog", self.name, key)
+            return None
+        if out is not None:
+            self._check(key, out)
+        return self._fetch([key], {} if out is None else {key: out}, deadline).get(key)
 
     def batch_get(self, keys: Iterable[str], timeout: float | None = None) -> dict[str, Any]:
         """Fetches several tensors, as :meth:`get`; keys that are not there are left out.
@@ -214,12 +235,13 @@ class ParameterClient:
         Tensors of one publication (``lora:<run>``) are all of one step. Blocks at most *timeout*
         seconds (None: the client's). Raises what fanin.Client.pull_into raises.
         """
-        with self._lock:
-            deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-            asked = list(dict.fromkeys(keys))
-            self._await(asked, deadline)
-            wanted = [key for key in asked if key in self.catalog]
-            return self._fetch(wanted, {}, deadline)
+        asked = list(dict.fromkeys(keys))
+        return self._in_turn(timeout, lambda deadline: self._batch_get(asked, deadline))
+
+    def _batch_get(self, asked: list[str], deadline: float) -> dict[str, Any]:
+        self._await(asked, deadline)
+        wanted = [key for key in asked if key in self.catalog]
+        return self._fetch(wanted, {}, deadline)
 
     def _fetch(self, keys: list[str], out: dict[str, Any], deadline: float) -> dict[str, Any]:
         groups: dict[str, list[str]] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._calls import Use
 from ._exit import ClosableHandle
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .client import Client
 
 __all__ = ["PullSession"]
+
+_T = TypeVar("_T")
 
 
 class PullSession(ClosableHandle):
@@ -69,19 +71,19 @@ class PullSession(ClosableHandle):
         """Whether it was ended or abandoned."""
         return self._handle is None
 
-    def _call(self, name: str, call: Callable[[Use, ctypes.c_void_p], None]) -> None:
-        def one(use: Use, _: ctypes.c_void_p) -> None:
+    def _call(self, name: str, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
+        def one(use: Use, _: ctypes.c_void_p) -> _T:
             if self._handle is None:
                 raise StateError.make("the session has ended", "begin another one")
-            try:
-                call(use, self._handle)
-            except FaninError:
-                raise
-            except BaseException:  # a callback's, or an interrupt: what was read is half-made
-                self._free()
-                raise
+            return call(use, self._handle)
 
-        self._client._alone(name, one)
+        try:
+            return self._client._alone(name, one)
+        except FaninError:
+            raise
+        except BaseException:  # a callback's, or an interrupt: what was read is half-made
+            self._abandon()
+            raise
 
     def read(self, first: int = 0, count: int | None = None) -> None:
         """Fills the boxes of *count* tensors from number *first* on, in the order of packing.
@@ -131,7 +133,7 @@ class PullSession(ClosableHandle):
         """
         result = ctypes.c_void_p()
 
-        def call(use: Use, handle: ctypes.c_void_p) -> None:
+        def call(use: Use, handle: ctypes.c_void_p) -> PullResult:
             try:
                 self._client._run(
                     use,
@@ -139,14 +141,12 @@ class PullSession(ClosableHandle):
                     ctypes.byref(handle),
                     ctypes.byref(result),
                 )
+                return pull_result(self._library, result)
             finally:
+                self._library.fanin_result_free(ctypes.byref(result))
                 self._handle = handle if handle else None
 
-        try:
-            self._call("end", call)
-            return pull_result(self._library, result)
-        finally:
-            self._library.fanin_result_free(ctypes.byref(result))
+        return self._call("end", call)
 
     def abandon(self) -> None:
         """Gives up what was not ended; nothing that it has read may be used. Waits for nobody.
@@ -164,9 +164,10 @@ class PullSession(ClosableHandle):
         self._free()  # without its client it touches nothing else
 
     def _free(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
         if handle is not None:
             self._library.fanin_session_abandon(ctypes.byref(handle))
+            self._handle = None
 
     def close(self) -> None:
         """:meth:`abandon`."""
@@ -178,6 +179,7 @@ class PullSession(ClosableHandle):
         except FaninError:  # a call of its client is under way: a collector comes at any time
             if self._handle is not None:
                 self._client._forgotten.append(self._handle)
+                self._handle = None
 
     def __repr__(self) -> str:
         return f"<fanin.PullSession of step {self._step}{', ended' if self.closed else ''}>"

@@ -136,3 +136,211 @@ except fanin.CancelledError:
 """
     done = run_script(SET_UP + body + END)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+# What is raised again and again. HELD pulls while a callback holds the pull until the main thread
+# has cancelled it, and tells whether the pull had ended when it raised.
+HELD = """
+import itertools
+cancels, out, ended = [], threading.Event(), []
+cancel_own = client._cancel_own
+
+def cancel(use):
+    sys.settrace(None)
+    cancel_own(use)
+    cancels.append(use)
+    if len(cancels) == 1:
+        after_cancel()
+
+def after_cancel():
+    pass
+
+client._cancel_own = cancel
+
+def cancelled(times):
+    until(lambda: len(cancels) >= times or out.is_set())
+
+def held(*signals):
+    del cancels[:], ended[:]
+    out.clear()
+    def progress(*_):
+        if not cancels and not out.is_set():
+            for times, number in enumerate(signals, 1):
+                os.kill(os.getpid(), number)
+                cancelled(times)
+            before_end()
+            ended.append(not out.is_set())
+    try:
+        client.pull_into(0, into, progress=progress)
+    finally:
+        out.set()
+        assert ended == [True], "the call has returned, and writes still"
+        assert not client._uses
+
+def before_end():
+    pass
+"""
+
+# Raises at one step of Python's in the main thread, inside of the client's own code.
+STRIKE = """
+MODULES = ("fanin.client", "fanin.session", "fanin._calls")
+fanin._calls._AT_ONCE = 1  # one is raised: there is no need to go through all that are for more
+
+class Struck(BaseException):
+    pass
+
+def strike_at(step):
+    left = [step]
+    def trace(frame, event, _):
+        if frame.f_globals["__name__"] not in MODULES:
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("call", "opcode"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Struck
+        return trace
+    return trace
+"""
+
+
+def test_a_second_signal_waits_for_the_end_too() -> None:
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+try:
+    held(signal.SIGINT, signal.SIGTERM)
+    raise AssertionError("not interrupted")
+except SystemExit as error:
+    assert error.code == 143
+"""
+    done = run_script(SET_UP + HELD + body + END)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_what_is_raised_at_any_step_of_the_clean_up_waits_for_the_end() -> None:
+    body = """
+def after_cancel():
+    trace = strike_at(step)
+    frame = sys._getframe(1)
+    while frame is not None:
+        frame.f_trace, frame = trace, frame.f_back
+    sys.settrace(trace)
+
+def before_end():
+    cancelled(2)  # after what was raised, or when the wait has looked again without it
+
+for step in itertools.count():
+    try:
+        held(signal.SIGINT)
+    except Struck:
+        pass
+    except KeyboardInterrupt:
+        break  # the clean-up has fewer steps
+    assert client.pull_into(0, into, timeout=20).step == 1
+assert step > 5
+"""
+    done = run_script(SET_UP + HELD + STRIKE + body + END)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("client.pull_into(0, into)", ""),
+        ("client.disconnect()", "client.connect([address])"),
+        ("session = client.begin(0, into); session.read(); session.end()", ""),
+        ("client.begin(0, into).abandon()", ""),
+    ],
+    ids=["pull_into", "disconnect", "session", "abandon"],
+)
+def test_a_client_is_free_whatever_step_was_interrupted(call: str, after: str) -> None:
+    body = f"""
+def once():
+    {call}
+
+for step in range(100_000):
+    struck = False
+    sys.settrace(strike_at(step))
+    try:
+        once()
+    except Struck:
+        struck = True
+    finally:
+        sys.settrace(None)
+    assert not client._uses, step
+    {after}
+    assert client.pull_into(0, into, timeout=20).step == 1, step
+    if not struck:
+        break
+assert 50 < step < 99_999
+"""
+    done = run_script(SET_UP + STRIKE + body + END)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_close_may_be_interrupted_at_any_step() -> None:
+    body = """
+for step in range(100_000):
+    other, struck = fanin.Client([address], use_ucx=False), False
+    sys.settrace(strike_at(step))
+    try:
+        other.close()
+    except Struck:
+        struck = True
+    finally:
+        sys.settrace(None)
+    other.close()
+    assert other.closed
+    if not struck:
+        break
+assert 20 < step < 99_999
+"""
+    done = run_script(SET_UP + STRIKE + body + END)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_a_call_that_the_main_thread_has_left_is_still_one() -> None:
+    """More is raised than any clean-up could take: the client and the memory are its helper's."""
+    body = """
+import gc, weakref
+from fanin._calls import Work
+
+def never(*_):
+    raise SystemExit
+
+inside, go_on = threading.Event(), threading.Event()
+def progress(*_):
+    if not inside.is_set():
+        inside.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        go_on.wait()
+
+room = {"x": np.ones(1 << 16, np.float32)}
+memory = weakref.ref(room["x"])
+end, Work.end = Work.end, never
+try:
+    client.pull_into(0, room, progress=progress)
+except SystemExit:
+    pass
+Work.end = end
+del room
+gc.collect()
+assert memory() is not None
+try:
+    client.ping()
+    raise AssertionError("two calls at a time")
+except fanin.StateError as error:
+    assert "pull_into()" in str(error), error
+closing = threading.Thread(target=client.close)
+closing.start()
+until(lambda: client._left_cancelled is False and closing.is_alive())
+assert not client.closed
+go_on.set()
+closing.join()
+assert client.closed
+gc.collect()
+assert memory() is None
+client = fanin.Client([address], use_ucx=False, path="stream")
+"""
+    done = run_script(SET_UP + body + END)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -57,6 +57,24 @@ def test_a_client_is_used_by_one_thread_at_a_time(client: fanin.Client) -> None:
     assert client.pull_into(0, destinations()).step == 1
 
 
+def test_a_refused_call_prepares_nothing(client: fanin.Client) -> None:
+    """What the call that is under way reads is its own."""
+    got = destinations()
+    packed = fanin.pack(fanin.shard_of(name, got[name], writable=True) for name in got)
+    prepared: list[object] = []
+
+    def again(*_: int) -> None:
+        for use in (client.pull_into, client.begin):
+            with pytest.raises(fanin.StateError, match="under way"):
+                use(0, packed)
+        prepared.append(packed.prepared)
+
+    client.pull_into(0, packed, progress=again)
+    assert prepared and set(prepared) == {None}
+    client.pull_into(0, packed)
+    assert packed.prepared is not None
+
+
 def test_cancel_from_another_thread(client: fanin.Client) -> None:
     raised: list[BaseException] = []
 
