@@ -141,7 +141,8 @@ CASES = (
         "FaninNothingToRead",
         {NEVER: "1x40", OTHER: "0+1x40"},
         11,
-        "rank 1 of run's lora:0 has nothing to read: nothing is committed there yet, or its last step was taken back",
+        "rank 1 of run's lora:0 has nothing to read: nothing is committed there yet, or its last "
+        "step was taken back",
         OF_RANK,
     ),
     Case("FaninNothingToRead", {NEVER: "1x5 0 1x9"}, 11, None),
