@@ -90,6 +90,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     if (status != FANIN_OK)
         return status;
     client->log = log_of(client->config.log, client->config.log_cookie);
+    host_id(&client->log, client->host);
     if (client->config.server_name) {
         client->server_name = strdup(client->config.server_name);
         if (!client->server_name)

@@ -222,7 +222,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
                           ? c->data_threads
                           : stream_threads_for(usable_cpus(), c->max_memory);
     s->log = log_of(c->log, c->log_cookie);
-    host_id(s->host);
+    host_id(&s->log, s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
     fanin_status status = take_credentials(s, c, error);

@@ -233,6 +233,17 @@ static bool take_spare(adapter *a)
     return false;
 }
 
+static fanin_status no_file(const adapter *a, const char *name, int reason,
+                            fanin_error *error)
+{
+    error_place where = {.phase = "write",
+                         .remedy = "raise ulimit -n, or let a file have more bytes"};
+    if (reason == EMFILE && a->n_mapped > 1)
+        return error_set_errno(error, FANIN_ERR_IO, reason, &where,
+                               "cannot make '%.300s/%s'", a->place.directory, name);
+    return adapter_io_error(&a->place, reason, "cannot make", name, NULL, error);
+}
+
 static fanin_status make_fresh(adapter *a, fanin_error *error)
 {
     for (size_t i = 0; i < a->n_mapped; i++) {
@@ -240,11 +251,7 @@ static fanin_status make_fresh(adapter *a, fanin_error *error)
         int file = openat(a->directory, name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                           ADAPTER_FILE_MODE);
         if (file < 0)
-            return adapter_io_error(&a->place, errno, "cannot make", name,
-                                    errno == EMFILE ? "raise ulimit -n, or let a file "
-                                                      "have more bytes"
-                                                    : NULL,
-                                    error);
+            return no_file(a, name, errno, error);
         a->mapped[i].memory.file = file;
     }
     fanin_status status = allocate(a, error);
@@ -427,11 +434,12 @@ void adapter_discard(adapter *a)
     stop_threads(a);
     unmap(a);
     a->headed = false;
-    if (a->directory >= 0)
-        close(a->directory);
+    int held = a->directory;
     a->directory = -1;
-    if (a->temporary[0] != '\0' &&
-        !adapter_remove_directory(a->place.parent, a->temporary))
+    if (a->temporary[0] == '\0') {
+        if (held >= 0)
+            close(held);
+    } else if (!adapter_remove_directory(a->place.parent, a->temporary, held))
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
                   "could not remove %s beside '%s'", a->temporary, a->place.directory);
     a->temporary[0] = '\0';

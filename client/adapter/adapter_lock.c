@@ -58,7 +58,7 @@ fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
                               const char *what, const char *file, const char *remedy,
                               fanin_error *error)
 {
-    error_place where = {.phase = "write", .remedy = remedy};
+    error_place where = {.phase = "write", .remedy = error_remedy(sys_errno, remedy)};
     return error_set_errno(error, FANIN_ERR_IO, sys_errno, &where, "%s '%.300s%s%s'",
                            what, place->directory, file ? "/" : "", file ? file : "");
 }

@@ -305,7 +305,7 @@ static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *e
     struct stat info;
     char why[OWNERSHIP_TEXT];
     if (fstatat(a->place.parent, a->place.name, &info, AT_SYMLINK_NOFOLLOW) != 0)
-        return adapter_io_error(&a->place, errno, "cannot look at", NULL, NULL, error);
+        return adapter_io_error(&a->place, reason, "cannot open", NULL, NULL, error);
     if (S_ISLNK(info.st_mode))
         return refuse(a, error, "is a symbolic link, which is not followed");
     if (!S_ISDIR(info.st_mode))

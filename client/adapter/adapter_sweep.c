@@ -56,36 +56,51 @@ static bool is_made_by_pulls(const char *name)
     return tensor_files_is_model(name);
 }
 
-/* Whether any went: while they go, some file systems leave out names. */
-static bool remove_files(int directory)
+/* Needs no descriptor but this one, which it closes. While names go, some file systems leave out others. */
+static void remove_files(int directory)
 {
-    bool some = false;
-    DIR *dir = adapter_list(directory);
-    for (struct dirent *entry; dir && (entry = readdir(dir)) != NULL;)
-        some = (is_made_by_pulls(entry->d_name) &&
-                unlinkat(directory, entry->d_name, 0) == 0) ||
-               some;
-    if (dir)
-        closedir(dir);
-    return some;
+    bool some;
+    DIR *dir = fdopendir(directory);
+    if (!dir) {
+        close(directory);
+        return;
+    }
+    do {
+        some = false;
+        rewinddir(dir);
+        for (struct dirent *entry; (entry = readdir(dir)) != NULL;)
+            some = (is_made_by_pulls(entry->d_name) &&
+                    unlinkat(directory, entry->d_name, 0) == 0) ||
+                   some;
+    } while (some);
+    closedir(dir);
 }
 
-bool adapter_remove_directory(int parent, const char *name)
+/* Made under a umask that denies it to us, or when there was no descriptor any more: empty then. */
+static bool remove_unopened(int parent, const char *name, int reason)
 {
     struct stat info;
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0 && errno == EACCES &&
-        fstatat(parent, name, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
-        info.st_uid == geteuid()) /* made under a umask that denies it to us: empty */
-        return unlinkat(parent, name, AT_REMOVEDIR) == 0;
+    if (reason == ENOENT ||
+        (fstatat(parent, name, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+         info.st_uid == geteuid() && unlinkat(parent, name, AT_REMOVEDIR) == 0))
+        return true;
+    errno = reason;
+    return false;
+}
+
+bool adapter_remove_directory(int parent, const char *name, int held)
+{
+    struct stat info;
+    int fd = held;
     if (fd < 0)
-        return errno == ENOENT;
-    bool ours = fstat(fd, &info) == 0 && info.st_uid == geteuid();
-    while (ours && remove_files(fd))
-        ;
-    close(fd);
-    if (ours)
+        fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        return remove_unopened(parent, name, errno);
+    if (fstat(fd, &info) == 0 && info.st_uid == geteuid()) {
+        remove_files(fd);
         return unlinkat(parent, name, AT_REMOVEDIR) == 0;
+    }
+    close(fd);
     errno = EPERM;
     return false;
 }
@@ -146,7 +161,7 @@ static bool locks_prove_death(int directory)
 static void remove_directory(sweep *s, const char *entry)
 {
     char reason[64];
-    if (adapter_remove_directory(s->parent, entry)) {
+    if (adapter_remove_directory(s->parent, entry, -1)) {
         s->removed++;
         log_write(&s->log, FANIN_LOG_INFO, "adapter-leftover",
                   "removed %s, left by a process that died", entry);

@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "net/spans.h"
+#include <inttypes.h>
 #include <stdio.h>
 
 static void ask(fetch *f);
@@ -43,6 +44,31 @@ static bool refuses_parts(fetch *f, fanin_status status)
     return true;
 }
 
+/* False: it is not what follows, and the fetch has failed. */
+static bool take_page(fetch *f, body *b, msg_blob_page *page)
+{
+    char what[160];
+    fanin_status status = decode_blob_page(b, page);
+    /* Before its form: of a table that has become longer the last page is empty. */
+    if (f->data.size > 0 && page->offset == f->data.size && page->total != f->total) {
+        snprintf(what, sizeof what,
+                 "sent a page of a table of %" PRIu64 " bytes that was one of %" PRIu64
+                 " bytes before",
+                 page->total, f->total);
+        fail(f, FANIN_ERR_PROTOCOL, what);
+    } else if (status != FANIN_OK) {
+        snprintf(what, sizeof what, "sent a malformed page: %s", b->why ? b->why : "");
+        fail(f, FANIN_ERR_PROTOCOL, what);
+    } else if (page->offset != f->data.size) {
+        fail(f, FANIN_ERR_PROTOCOL, "sent a page that does not follow the one before");
+    } else if (page->total > f->client->config.max_catalog) {
+        fail(f, FANIN_ERR_LIMIT, "announced a table larger than this client accepts");
+    } else {
+        return true;
+    }
+    return false;
+}
+
 static void on_page(void *cookie, connection *c, message_type type, body *b)
 {
     fetch *f = cookie;
@@ -56,23 +82,9 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
         ended(f);
         return;
     }
-    if (decode_blob_page(b, &page) != FANIN_OK) {
-        char what[160];
-        snprintf(what, sizeof what, "sent a malformed page: %s", b->why ? b->why : "");
-        fail(f, FANIN_ERR_PROTOCOL, what);
+    if (!take_page(f, b, &page))
         return;
-    }
-    bool fits = page.offset == f->data.size && page.total >= page.offset &&
-                page.data.size <= page.total - page.offset &&
-                (page.data.size > 0 || page.total == 0);
-    if (!fits) {
-        fail(f, FANIN_ERR_PROTOCOL, "sent a page that does not follow the one before");
-        return;
-    }
-    if (page.total > f->client->config.max_catalog) {
-        fail(f, FANIN_ERR_LIMIT, "announced a table larger than this client accepts");
-        return;
-    }
+    f->total = page.total;
     buffer_append(&f->data, page.data.data, page.data.size);
     if (f->data.failed)
         error_set_memory(&f->error);

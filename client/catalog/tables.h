@@ -96,6 +96,7 @@ struct fetch {
         keys; /**< of MSG_BOXES: what is asked for, empty: all; freed by fetch_free() */
     buffer ranges;                        /**< as request.keys; likewise */
     buffer data;                          /**< the blob; likewise */
+    uint64_t total;                       /**< its size, as the page before said */
     void (*here)(void *cookie, fetch *f); /**< called when it is; may be NULL */
     void *cookie;
     fanin_client *client;

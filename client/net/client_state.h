@@ -4,6 +4,7 @@
 #define CLIENT_STATE_H
 
 #include "catalog.h"
+#include "host.h"
 #include "log.h"
 #include "net/connection.h"
 #include "trace.h"
@@ -29,6 +30,7 @@ struct fanin_client {
     fanin_client_config config;
     char *server_name;
     logger log;
+    char host[HOST_ID_SIZE]; /**< "": not known, so that no rank is on it */
     loop loop;
     connection_shared shared;
     unsigned told_strangers; /**< differences of ranks that the log has spoken of */

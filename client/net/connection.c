@@ -42,6 +42,7 @@ struct connection {
     uint64_t started_ns; /* when it began to connect */
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing, silent;
+    int unsent; /* errno of a send that failed: flush() ends the connection by it */
     uint64_t look_ns; /* when silence is to be looked at next; 0: nobody waits */
     framing in;
     outgoing out;
@@ -202,6 +203,7 @@ static bool start_unix(connection *c)
 static void forget_talk(connection *c)
 {
     c->is_unix = c->out.bytes.sealed = false;
+    c->unsent = 0;
     framing_start(&c->in, LIMIT_REPLY);
     outgoing_clear(&c->out);
     c->next_request = 1;
@@ -215,7 +217,8 @@ static void start_tcp(connection *c)
         return;
     error_place place = connection_place(c, "connect");
     place.sys_errno = fault.sys_errno;
-    place.remedy = "is the trainer running, and is this its base port + rank?";
+    place.remedy = error_remedy(
+        fault.sys_errno, "is the trainer running, and is this its base port + rank?");
     if (c->known)
         error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "rank %u: %s", c->peer.rank,
                   fault.message);
@@ -481,7 +484,8 @@ static bool take_frames(connection *c)
 
 /* A rank judges this end's certificate when this end believes hands shaken already. Whoever accepts and says nothing is a
    forwarder in front of a dead rank. */
-static void fail_received(connection *c, int sys_errno)
+static void fail_broken(connection *c, int sys_errno, const char *remedy,
+                        const char *what)
 {
     secure_fault why;
     bool is_ready = c->state == CONNECTION_READY;
@@ -492,8 +496,7 @@ static void fail_received(connection *c, int sys_errno)
         fail_here(c, why.status, EBADMSG, "connection", why.remedy, why.what);
     else
         fail_here(c, is_ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE, sys_errno,
-                  "connection", CLOSED_REMEDY,
-                  sys_errno ? "broke the connection" : "closed the connection");
+                  "connection", remedy, what);
 }
 
 static void on_readable(connection *c)
@@ -511,7 +514,8 @@ static void on_readable(connection *c)
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return;
         if (n <= 0) {
-            fail_received(c, n < 0 ? errno : 0);
+            fail_broken(c, n < 0 ? errno : 0, CLOSED_REMEDY,
+                        n < 0 ? "broke the connection" : "closed the connection");
             return;
         }
         framing_add(&c->in, (size_t)n);
@@ -522,12 +526,16 @@ static void on_readable(connection *c)
     }
 }
 
+/* In the thread that sends late, too, which must not end the connection: what has not left wakes the loop. */
 static void send_out(connection *c)
 {
+    int failed = outgoing_flush(&c->out, c->tls, c->source.fd);
     /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
        finds it, then the end of the stream. */
-    if (outgoing_flush(&c->out, c->tls, c->source.fd) != 0)
+    if (failed == EPIPE || failed == ECONNRESET)
         outgoing_clear(&c->out);
+    else
+        c->unsent = failed;
     bool is_sent = outgoing_is_empty(&c->out) && tls_unsent(c->tls) == 0;
     loop_want(c->shared->loop, &c->source, is_sent ? EPOLLIN : EPOLLIN | EPOLLOUT);
 }
@@ -535,7 +543,11 @@ static void send_out(connection *c)
 static void flush(connection *c)
 {
     take_back(c);
-    send_out(c);
+    if (!c->unsent)
+        send_out(c);
+    if (c->unsent) /* a request is lost, or half of it has left: nobody would answer */
+        fail_broken(c, c->unsent, "is this host short of memory, or the network cut?",
+                    "could not be sent a request");
 }
 
 static void send_late(late_send *send)

@@ -2,7 +2,6 @@
 #include "path/reader.h"
 
 #include "error_set.h"
-#include "host.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,10 +113,8 @@ const char *path_not_offered(const fanin_client *client, size_t peer, const char
 
 bool path_is_local(const fanin_client *client, size_t peer)
 {
-    char here[HOST_ID_SIZE];
-    host_id(here);
     const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
-    return here[0] && strcmp(here, hello->host_id) == 0;
+    return client->host[0] && strcmp(client->host, hello->host_id) == 0;
 }
 
 /* ----------------------------------------------------------------- reading */

@@ -27,6 +27,7 @@ typedef struct asker {
     bool waiting, lost;
     uint64_t least; /* the step that was asked for, or a later one */
     uint64_t request, asked_ns;
+    uint32_t given_ms;    /* the time that it was given to answer */
     uint64_t begins;      /* the catalog of which a lease was asked for; 0: none was */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
@@ -125,6 +126,23 @@ static void keep_used(agreement *g, bool agreed)
 
 /* ------------------------------------------------------------------ asking */
 
+/* A TIMEOUT says that a rank has waited. From who has not it would end the pull long before its time, and
+   nobody would know why. Clocks differ, but not by half. */
+static fanin_status refuse_haste(asker *a, connection *c)
+{
+    uint64_t waited_ms = (clock_ns() - a->asked_ns) / 1000000;
+    if (waited_ms >= a->given_ms / 2)
+        return FANIN_ERR_TIMEOUT;
+    error_place place = connection_place(c, "wait");
+    place.key = a->agreement->publication->name;
+    place.remedy = "use the same fanin release on both ends";
+    return error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
+                     "rank %u at %s says that its time is up after %" PRIu64
+                     " ms of the %" PRIu32 " ms that it was given",
+                     connection_peer(c)->rank, connection_text(c), waited_ms,
+                     a->given_ms);
+}
+
 static void take_announcement(asker *a, connection *c, message_type type, body *b)
 {
     announcement *n = &a->agreement->announced[a->peer];
@@ -160,6 +178,8 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
     }
     a->lost = type == 0;
     fanin_status status = connection_reply_error(c, "wait", type, b, &a->error);
+    if (status == FANIN_ERR_TIMEOUT && !a->lost)
+        status = refuse_haste(a, c);
     a->refused = a->lost ? FANIN_OK : status;
 }
 
@@ -195,7 +215,7 @@ static void ask(asker *a)
     if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
         m.rule = FANIN_STEP_AT_LEAST;
     snprintf(m.publication, sizeof m.publication, "%s", g->publication->name);
-    m.timeout_ms = time_for_rank(g);
+    m.timeout_ms = a->given_ms = time_for_rank(g);
     a->least = m.step;
     a->begins = m.begin_version = g->early ? g->early->versions[a->peer] : 0;
     a->request = connection_next_request(c);

@@ -418,8 +418,8 @@ fanin_status attempt_read(pull *p, plan_part *part, fanin_error *error)
 fanin_status attempt_end(pull *p, fanin_error *error)
 {
     uint64_t clock = clock_ns();
-    fanin_status status = lease_round_end(p->client, p->publication, p->leases,
-                                          p->result->served, p->at, error);
+    fanin_status status = lease_round_end(p->client, p->publication, p->announced,
+                                          p->leases, p->result->served, p->at, error);
     p->result->info.end_ns += part_ended(p, TRACE_END, status, &clock);
     return status;
 }

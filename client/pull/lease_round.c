@@ -18,6 +18,7 @@ typedef struct turn {
     size_t *left;
     reader_lease *lease; /* NULL: it is not asked */
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
+    uint64_t step;       /* of an end: what was begun */
     bool seen;           /* the rank's word says that the lease stands */
     const fanin_client *client;
     uint64_t asked_ns; /* 0: it has answered */
@@ -172,6 +173,13 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
                   "rank %u at %s rewrote the weights while they were read "
                   "(it is at step %" PRIu64 " now)",
                   connection_peer(c)->rank, connection_text(c), m.step);
+    } else if (m.good && m.step < t->step) {
+        error_place place = connection_place(c, "end");
+        place.remedy = "use the same fanin release on both ends";
+        error_set(&t->error, FANIN_ERR_PROTOCOL, &place,
+                  "rank %u at %s says that step %" PRIu64
+                  " stands, and is at step %" PRIu64,
+                  connection_peer(c)->rank, connection_text(c), t->step, m.step);
     }
     asked_until_now(t, c, TRACE_END, t->error.status);
 }
@@ -235,8 +243,8 @@ static msg_end end_of(const publication *p, size_t peer, const reader_lease *lea
 }
 
 fanin_status lease_round_end(fanin_client *client, const publication *p,
-                             reader_lease *leases, const served *served, deadline at,
-                             fanin_error *error)
+                             const announcement *announced, reader_lease *leases,
+                             const served *served, deadline at, fanin_error *error)
 {
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
@@ -256,6 +264,7 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         }
         turns[i] = (turn){.left = &left,
                           .lease = &leases[i],
+                          .step = announced[i].step,
                           .client = client,
                           .asked_ns = clock_ns(),
                           .error = FANIN_ERROR_INIT};

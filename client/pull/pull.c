@@ -183,14 +183,12 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
 }
 
 /* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short right
-   after a rank that is short of something, or whose bytes were altered on the way. */
+   after something was lost: then nobody had the time to answer. */
 static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
 {
     bool at_once = clock_ns() - began < MAX_LONG_PAUSE_MS * UINT64_C(1000000);
-    bool is_more =
-        p->lost.status == FANIN_ERR_LIMIT || p->lost.status == FANIN_ERR_TRANSPORT;
     return error->status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
-           (!error->key[0] || (is_more && at_once));
+           (!error->key[0] || at_once);
 }
 
 /* Longer where what a rank is short of must become free first, and where the way alters what passes: that may last,
@@ -294,12 +292,13 @@ fanin_status pull_complete(pull *p, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
     uint64_t clock = clock_ns();
-    fanin_status status = FANIN_OK;
     if (!info->reused)
         info->transport_checksums = result_guard(p->result, p->client, p->publication);
     p->identity.verified = info->verified;
     p->identity.transport_checksums = info->transport_checksums;
-    if (p->destination->publish && !info->reused)
+    /* Before it is published: what is must not fail for want of memory any more. */
+    fanin_status status = result_finish(p->result, p->client, p->publication, error);
+    if (status == FANIN_OK && p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
     if (p->destination->publish)
         span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
@@ -310,8 +309,6 @@ fanin_status pull_complete(pull *p, fanin_error *error)
     info->tensors = p->tensors;
     info->total_ns = clock_ns() - p->started_ns;
     info->fixed_ns = info->total_ns - info->fixed_ns;
-    if (status == FANIN_OK)
-        status = result_finish(p->result, p->client, p->publication, error);
     return status;
 }
 

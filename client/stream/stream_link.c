@@ -62,6 +62,7 @@ static fanin_status open_data(const stream_link *link, data_connection *d,
     framing_start(&d->in, LIMIT_READ_BYTES);
     d->in.exact = true;
     connection_encode_data_hello(link->control, &d->out.bytes, &d->in);
+    d->requests = 1; /* the hello */
     d->out.bytes.sealed = link->sealed;
     bool failed = d->out.bytes.failed || d->in.bytes.failed;
     return failed ? error_set_memory(error) : loop_add(d->loop, &d->source, error);
@@ -319,19 +320,17 @@ static bool take_request(stream_work *w, stream_share *share, uint64_t *out)
     return true;
 }
 
-static void ask_digest(data_connection *d, const read_request *r, uint64_t index,
-                       msg_read *m)
+static void ask_digest(data_connection *d, const read_request *r, msg_read *m)
 {
     const stream_work *w = d->link->work;
     const piece *p = &w->pieces->pieces[r->first_piece];
     if (p->view && w->plan->views[p->view - 1].convert != CONVERT_NONE)
         m->dtype = w->dtype;
-    encode_digest(&d->out.bytes, index + 2, m);
+    encode_digest(&d->out.bytes, ++d->requests, m);
 }
 
 /* A read of some of the entries, or of what they spread to. */
-static void ask_bytes(data_connection *d, const read_request *r, uint64_t index,
-                      msg_read *m)
+static void ask_bytes(data_connection *d, const read_request *r, msg_read *m)
 {
     const stream_work *w = d->link->work;
     read_entry *spread = NULL;
@@ -343,7 +342,7 @@ static void ask_bytes(data_connection *d, const read_request *r, uint64_t index,
         read_list_spread(w->list, r, w->plan, w->pieces, spread);
         m->entries = spread;
     }
-    encode_read(&d->out.bytes, index + 2, m); /* 1 was the hello */
+    encode_read(&d->out.bytes, ++d->requests, m);
     free(spread);
 }
 
@@ -362,9 +361,9 @@ static void pump(data_connection *d)
                       .n_entries = r->n_entries};
         memcpy(m.token, w->token, sizeof m.token);
         if (w->digested)
-            ask_digest(d, r, index, &m);
+            ask_digest(d, r, &m);
         else
-            ask_bytes(d, r, index, &m);
+            ask_bytes(d, r, &m);
         d->queue[d->queued++] = index;
         added = true;
     }
@@ -641,6 +640,13 @@ static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
         data_lose(d, FANIN_ERR_CLOSED, 0, "has another server at its address now");
         return false;
     }
+    if (memcmp(hello->world_id, rank.world_id, sizeof rank.world_id) != 0 ||
+        memcmp(hello->session, rank.session, sizeof rank.session) != 0 ||
+        hello->rank != rank.rank || hello->world_size != rank.world_size) {
+        data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                  "answers a data connection as another world's, rank's or session's");
+        return false;
+    }
     if (!d->tls && !is_unix(d))
         return is_trusted(d);
     rank.proof = hello->proof;
@@ -693,7 +699,7 @@ static bool is_expected(const data_connection *d, const frame *f)
     const stream_work *w = d->link->work;
     if (d->stage == HELLO || f->type == MSG_ERROR)
         return f->length <= LIMIT_REPLY;
-    if (!w || d->queued == 0 || f->request != d->queue[0] + 2)
+    if (!w || d->queued == 0 || f->request != d->requests - d->queued + 1)
         return false;
     if (w->digested)
         return f->type == MSG_DIGEST_OK && f->length <= LIMIT_REPLY;

@@ -23,8 +23,10 @@ typedef struct data_connection {
     tls *tls;              /* NULL: there is none, or not yet */
     uint64_t queue[QUEUE]; /* requests, oldest first */
     unsigned queued;
-    framing in;         /* but for the bytes that were asked for */
-    checksum *sum;      /* sealed: of the reply to a read that is coming, up to now */
+    uint64_t
+        requests;  /* sent, with the hello: the last one's number, never used again */
+    framing in;    /* but for the bytes that were asked for */
+    checksum *sum; /* sealed: of the reply to a read that is coming, up to now */
     sealed_body *check; /* the body that is coming is summed up elsewhere; NULL: here */
     /* where in the oldest request's pieces the bytes that come next belong */
     uint64_t piece, pieces_end, run;

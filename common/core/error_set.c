@@ -5,9 +5,23 @@
 #include "utf8.h"
 #include "versioned.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+
+const char *error_remedy(int sys_errno, const char *otherwise)
+{
+    switch (sys_errno) {
+    case EMFILE:
+        return "raise ulimit -n (LimitNOFILE= of a service): this process has as many "
+               "descriptors as it may";
+    case ENFILE:
+        return "raise fs.file-max: this host has as many open files as it may";
+    default:
+        return otherwise;
+    }
+}
 
 /* The text, and behind it the system's words for *sys_errno, if there is one. */
 static void fill(fanin_error *error, fanin_status status, const int *sys_errno,
@@ -33,7 +47,8 @@ static void fill(fanin_error *error, fanin_status status, const int *sys_errno,
     utf8_copy(full.address, sizeof full.address, p->address);
     utf8_copy(full.key, sizeof full.key, p->key);
     utf8_copy(full.message, sizeof full.message, text);
-    utf8_copy(full.remedy, sizeof full.remedy, p->remedy);
+    utf8_copy(full.remedy, sizeof full.remedy,
+              p->remedy ? p->remedy : error_remedy(full.sys_errno, NULL));
     versioned_write(error, &full, sizeof full);
 }
 

@@ -26,7 +26,11 @@ fanin_status error_set(fanin_error *error, fanin_status status,
                        const error_place *place, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-/** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno. */
+/** What is to be done first where a descriptor is lacking (EMFILE, ENFILE); else @p otherwise. */
+const char *error_remedy(int sys_errno, const char *otherwise);
+
+/** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno; without a remedy
+    it is error_remedy()'s. */
 fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_errno,
                              const error_place *place, const char *format, ...)
     __attribute__((format(printf, 5, 6)));

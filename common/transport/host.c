@@ -2,7 +2,9 @@
 /* What this process and its host are, and whether they fit another one. */
 #include "host.h"
 
+#include "error_set.h"
 #include "ucx.h"
+#include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,9 +18,7 @@ static bool namespace_number(const char *link, unsigned long *out)
 {
     char text[64];
     ssize_t length = readlink(link, text, sizeof text - 1);
-    if (length <= 0)
-        return false;
-    text[length] = '\0';
+    text[length > 0 ? length : 0] = '\0';
     const char *number = strchr(text, '[');
     if (!number)
         return false;
@@ -43,15 +43,24 @@ static bool boot_id(char out[33])
     return digits == 32;
 }
 
-void host_id(char out[HOST_ID_SIZE])
+void host_id(const logger *log, char out[HOST_ID_SIZE])
 {
-    char boot[33];
+    char boot[33], reason[64];
     unsigned long pid_space, ipc_space;
     out[0] = '\0';
+    errno = ENODATA; /* unless a call says what else */
     if (boot_id(boot) && namespace_number("/proc/self/ns/pid", &pid_space) &&
         namespace_number("/proc/self/ns/ipc", &ipc_space))
         snprintf(out, HOST_ID_SIZE, "%s-%lx-%lx", boot, pid_space & UINT32_MAX,
                  ipc_space & UINT32_MAX);
+    int why = errno;
+    if (!out[0] && log)
+        log_write(log, FANIN_LOG_WARNING, "host-unknown",
+                  "no path cma and no cuda_ipc for as long as this lives: "
+                  "/proc/sys/kernel/random/boot_id and /proc/self/ns do not tell the "
+                  "host (%s); %s",
+                  strerror_r(why, reason, sizeof reason),
+                  error_remedy(why, "is /proc mounted, and readable?"));
 }
 
 /* Length of "major.minor", 0 if the text has no such beginning. */

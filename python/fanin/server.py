@@ -302,7 +302,8 @@ class Server(ClosableHandle):
         The memory is lent, not copied; each shard's owner is kept until the shard is replaced or
         removed. Inside an update the change belongs to it; outside, new shards become visible with
         the next commit. Of one publication every rank puts every name: a rank that holds nothing
-        of a tensor puts a shard without boxes.
+        of a tensor puts a shard without boxes. Names that only a dead rank has put are unknown to
+        readers, which take what the others have for all.
 
         :param replace: exchange shards that are there already. Outside an update that acts as
             :meth:`begin_update` first if anything differs (blocks at most the lease, and the

@@ -12,7 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of max_memory what is kept for parts may have one, as chunks of pinned memory may. */
+/* Of max_memory what is kept for parts may have one, as chunks of pinned memory may: of what strangers
+   may have. */
 #define PARTS_SHARE 4
 
 /* ------------------------------------------------------------------- list */
@@ -123,8 +124,11 @@ static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *cat
                                 const msg_blob_request *m, body *in)
 {
     fanin_server *server = s->control->server;
-    const part_room room = {&server->parts, &server->memory,
-                            server->max_memory / PARTS_SHARE};
+    const part_room room = {
+        {{&server->parts, server->max_memory / PARTS_SHARE},
+         {&server->memory, server->max_memory},
+         {&server->network_memory,
+          s->from->is_own ? UINT64_MAX : memory_of_network(server)}}};
     const buffer *blob = &catalog->boxes_blob;
     fanin_status status = FANIN_OK;
     if (m->keys.size > 0)

@@ -143,8 +143,8 @@ static uint64_t memory_of_peer(const fanin_server *s)
     return s->max_memory / 2;
 }
 
-/* Of all others than its own user, as most_of_network(). */
-static uint64_t memory_of_network(const fanin_server *s)
+/* As most_of_network(). */
+uint64_t memory_of_network(const fanin_server *s)
 {
     return s->max_memory - (s->has_unix ? s->max_memory / 4 : 0);
 }
@@ -155,7 +155,7 @@ bool memory_account(fanin_server *s, peer_share *of, size_t *counted, size_t now
     uint64_t before = *counted, more = (uint64_t)now - before;
     uint64_t total = atomic_fetch_add(&s->memory, more) + more;
     uint64_t share = of ? atomic_fetch_add(&of->memory, more) + more : 0, network = 0;
-    bool is_network = of && !of->is_own;
+    bool is_network = !of || !of->is_own;
     if (is_network)
         network = atomic_fetch_add(&s->network_memory, more) + more;
     *counted = now;

@@ -36,9 +36,12 @@ fanin_status admit(fanin_server *s, int fd, const socket_address *peer, newcomer
 void dismiss(fanin_server *s, peer_share *from);
 /** A control session is open (1), or gone (-1). Lock held. */
 void count_session(fanin_server *s, peer_share *from, int change);
+/** Of max_memory, for all network peers and what is kept for all: three quarters where the own user has
+    a socket. */
+uint64_t memory_of_network(const fanin_server *s);
 /** Counts @p now instead of *counted bytes; false: more than max_memory in all, than half of it for
-    one network peer, or than three quarters for all of them where the own user has a socket. @p of
-    NULL: nobody's in particular. */
+    one network peer, or than memory_of_network(). @p of NULL: kept for all, and so counted with all
+    network peers': the own user may have more of it, as far as memory_fits(). */
 bool memory_account(fanin_server *s, peer_share *of, size_t *counted, size_t now);
 /** Whether @p more bytes still fit. */
 bool memory_fits(const fanin_server *s, const peer_share *of, size_t more);

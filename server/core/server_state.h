@@ -72,7 +72,7 @@ struct fanin_server {
 
     atomic_uint_fast64_t memory;          /**< of all connections */
     atomic_uint_fast64_t parts;           /**< of that: shards/catalog_part.h */
-    atomic_uint_fast64_t network_memory;  /**< of those that are not the own user's */
+    atomic_uint_fast64_t network_memory;  /**< of that: all but the own user's */
     bucket lines[2];                      /**< of all peers together: core/peer_log.h */
     atomic_uint_fast64_t unsaid, tell_at; /**< lines left out, and when to tell */
     bucket strangers_work, strangers_sent; /**< core/peer_work.h */

@@ -30,8 +30,8 @@ void catalog_parts_free(catalog_parts *p)
     box_table_free(&p->boxes);
     key_table_free(&p->keys);
     buffer_free(&p->blob);
-    atomic_fetch_sub(p->room.parts, p->counted);
-    atomic_fetch_sub(p->room.memory, p->counted);
+    for (size_t i = 0; i < PART_ROOMS; i++)
+        atomic_fetch_sub(p->room.in[i].used, p->counted);
     free(p);
 }
 
@@ -46,8 +46,12 @@ static catalog_parts *open_parts(shard_catalog *s, part_room room)
         return NULL;
     p->room = room;
     p->counted = memory_of_parts(s);
-    atomic_fetch_add(room.memory, p->counted);
-    if (atomic_fetch_add(room.parts, p->counted) + p->counted <= room.most &&
+    bool fits = true;
+    for (size_t i = 0; i < PART_ROOMS; i++) {
+        uint64_t used = atomic_fetch_add(room.in[i].used, p->counted) + p->counted;
+        fits = fits && used <= room.in[i].most;
+    }
+    if (fits &&
         key_table_decode(s->keys_blob.data, s->keys_blob.size, NULL, &p->keys, NULL) ==
             FANIN_OK &&
         box_table_decode(s->boxes_blob.data, s->boxes_blob.size, p->keys, NULL,

@@ -5,11 +5,15 @@
 
 #include "shards/shard_catalog.h"
 
-/** What is kept for parts counts as memory for readers, of which it may be so much: what it leaves is theirs. The counters
-    outlive the catalog. */
+#define PART_ROOMS 3
+
+/** What is kept for parts counts as memory for readers, in each of these, up to so much: what it leaves is theirs. The
+    counters outlive the catalog. */
 typedef struct part_room {
-    atomic_uint_fast64_t *parts, *memory;
-    uint64_t most;
+    struct {
+        atomic_uint_fast64_t *used;
+        uint64_t most;
+    } in[PART_ROOMS];
 } part_room;
 
 /**

@@ -35,13 +35,14 @@ struct stage {
 
 /* ----------------------------------------------------------------- chunks */
 
-/* One more; NULL and why: none may be had. */
-static chunk *chunk_make(stage *s, fanin_error *error)
+/* One more, for who asks first and all others later; NULL and why: none may be had. */
+static chunk *chunk_make(stage *s, const peer_share *first, fanin_error *error)
 {
     fanin_server *server = s->server;
     size_t before = s->memory;
     void *memory = NULL;
-    if (!memory_account(server, NULL, &s->memory, before + CHUNK_SIZE)) {
+    if (!memory_account(server, NULL, &s->memory, before + CHUNK_SIZE) &&
+        !(first->is_own && memory_fits(server, first, 0))) {
         memory_account(server, NULL, &s->memory, before);
         error_set(error, FANIN_ERR_LIMIT, NULL,
                   "the server's connections have all the memory they may");
@@ -121,7 +122,7 @@ static chunk *chunk_obtain(stage *s, connection *c, fanin_error *error)
         s->free = found->next;
     }
     if (!found && !stage_is_short(s) && s->n_made < s->n_most) {
-        found = chunk_make(s, error);
+        found = chunk_make(s, c->from, error);
         if (!found && s->n_made > 0)
             *error = (fanin_error)FANIN_ERROR_INIT; /* the others will do */
     }

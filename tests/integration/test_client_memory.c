@@ -116,6 +116,8 @@ static fanin_status pull_directory(fanin_client *client, fanin_error *error)
         fanin_client_pull_adapter(client, &options, directory, NULL, error);
     if (status == FANIN_OK)
         remove_directory(directory);
+    assert_int_equal(access(directory, F_OK),
+                     -1); /* what failed has published nothing */
     return status;
 }
 

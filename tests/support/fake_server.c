@@ -113,7 +113,7 @@ static bool greet(const fake_server *f, fake_connection *c, uint64_t request)
                                (is(f, REGIONS_GONE) ? 1u << WIRE_PATH_CUDA_IPC : 0),
                       .lease_ms = 1000};
     memset(m.world_id, is(f, HELLO_NO_WORLD) ? 0 : 0x66, sizeof m.world_id);
-    host_id(m.host_id);
+    host_id(NULL, m.host_id);
     memset(m.incarnation, 0x67, sizeof m.incarnation);
     memset(m.session, 0x68, sizeof m.session);
     encode_hello_ok(&b, request, &m);

@@ -263,13 +263,22 @@ static bool answer_wait(stub_talk *t)
             m.lease_ms = 1000;
         }
         encode_wait_ok(&t->out, t->waits, &m);
-    } else if (r->impatient) {
-        stub_answer_error(t, t->waits, FANIN_ERR_TIMEOUT, "not yet");
     } else {
         return false;
     }
     t->waits = 0;
     return true;
+}
+
+/* Its time is up. */
+static void give_up(void *talk)
+{
+    stub_talk *t = talk;
+    if (t->source.fd < 0 || t->waits == 0)
+        return;
+    stub_answer_error(t, t->waits, FANIN_ERR_TIMEOUT, "not yet");
+    t->waits = 0;
+    stub_talk_flush(t);
 }
 
 static bool answer_list(stub_talk *t, uint64_t request)
@@ -353,8 +362,11 @@ bool stub_answer(stub_talk *t, const frame *f, body *in)
     case MSG_WAIT:
         assert_int_equal(decode_wait(in, &t->wait), FANIN_OK);
         t->waits = f->request;
-        if (!answer_wait(t))
-            t->wait.begin_version = 0; /* as a server: nobody waits under a lease */
+        if (answer_wait(t))
+            return true;
+        t->wait.begin_version = 0; /* as a server: nobody waits under a lease */
+        if (t->rank->impatient)
+            stub_time_at_ms(t->wait.timeout_ms, give_up, t);
         return true;
     case MSG_LIST:
         return answer_list(t, f->request);
@@ -411,7 +423,7 @@ void stub_rank_start(stub_rank *r, loop *l)
     memset(r->hello.world_id, 0x66, sizeof r->hello.world_id);
     memset(r->hello.incarnation, 0x67, sizeof r->hello.incarnation);
     memset(r->hello.session, 0x68, sizeof r->hello.session);
-    host_id(r->hello.host_id);
+    host_id(NULL, r->hello.host_id);
 }
 
 void stub_rank_stop(stub_rank *r)
@@ -503,6 +515,7 @@ void stub_world_stop(stub_world *w)
     for (size_t i = 0; i < w->size; i++)
         stub_rank_stop(&w->ranks[i]);
     fanin_client_destroy(&w->client);
+    memset(events_to_come, 0, sizeof events_to_come); /* of its ranks */
 }
 
 void stub_world_reconnect(stub_world *w)

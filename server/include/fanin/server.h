@@ -79,7 +79,8 @@ typedef struct fanin_server_config {
         limit of open files has room for, at most 5120, which is twice what 512 workers take */
     uint32_t max_sessions;
     /** bytes for all sessions together, default 256 MiB; one network peer has half of it at most, and
-        all of them three quarters where the own user has a Unix socket */
+        all of them three quarters where the own user has a Unix socket, together with what is kept for
+        all: chunks of pinned memory, and what parts of catalogs are made from */
     uint64_t max_memory;
     uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log; /**< default none, or what FANIN_LOG says (fanin/log.h) */
@@ -177,6 +178,11 @@ FANIN_API uint16_t fanin_server_port(const fanin_server *server);
  * by stream, which the log tells with the remedy (event "no-ipc"). Inside begin_update ..
  * commit the change belongs to that update; outside of one, new shards become visible with the
  * next commit.
+ *
+ * Of one publication every rank puts every name, with the same dtype and shape: a rank that holds
+ * nothing of a tensor puts it without boxes. Readers refuse ranks that differ (FANIN_ERR_MISMATCH), but only ranks
+ * that answer: names that nobody but a dead rank has put are unknown to a reader that never
+ * heard of them, and it takes what the others have for all.
  *
  * @p replace false: a name that is there already is an error. @p replace true: an existing
  * shard is exchanged if pointer, allocation, dtype, shape, boxes or strides differ, and

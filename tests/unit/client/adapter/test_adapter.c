@@ -94,6 +94,9 @@ static const adapter_identity identity = {.world_id = {1, 2, 3},
                                           .key_table = {{4, 5, 6}}};
 
 static char root[64], place[80];
+static int files; /* open before the test */
+
+static int count_entries(const char *path);
 
 static int setup(void **state)
 {
@@ -104,6 +107,7 @@ static int setup(void **state)
     if (!mkdtemp(root))
         return -1;
     snprintf(place, sizeof place, "%s/step", root);
+    files = count_entries("/proc/self/fd");
     return 0;
 }
 
@@ -114,6 +118,7 @@ static int teardown(void **state)
     fsync_to_fail = 0;
     other_user = 0;
     snprintf(command, sizeof(command), "rm -rf '%s'", root);
+    assert_int_equal(count_entries("/proc/self/fd"), files);
     return system(command);
 }
 
@@ -966,6 +971,66 @@ static void a_limit_of_file_sizes_is_an_error(void **state)
     limit_of_file_sizes(false, 1 << 20);
 }
 
+/* From now on no descriptor can be had, nor any again that is closed; *before is for give_back(). */
+static void use_up_descriptors(struct rlimit *before)
+{
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, before), 0);
+    const struct rlimit none = {.rlim_cur = 0, .rlim_max = before->rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+}
+
+static void give_back(const struct rlimit *before)
+{
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, before), 0);
+}
+
+static void assert_out_of_descriptors(const fanin_error *error, const char *what)
+{
+    assert_int_equal(error->status, FANIN_ERR_IO);
+    assert_int_equal(error->sys_errno, EMFILE);
+    assert_non_null(strstr(error->message, what));
+    assert_non_null(strstr(error->remedy, "ulimit -n"));
+}
+
+/* Each step names what could not be opened and the limit, and nothing stays behind. */
+static void without_descriptors_nothing_is_left(void **state)
+{
+    struct rlimit before;
+    const uint64_t *to;
+    uint64_t size;
+    uint8_t *base;
+    bool reuse;
+    fanin_error error = FANIN_ERROR_INIT;
+    adapter *a = NULL;
+    use_up_descriptors(&before);
+    adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error);
+    give_back(&before);
+    assert_out_of_descriptors(&error, "parent directory");
+
+    a = open_at(place);
+    assert_ok(adapter_prepare(a, &keys, "lora:0", &to, &size, &error), error);
+    use_up_descriptors(&before);
+    fanin_status reusable = adapter_reusable(a, &identity, &reuse, &error);
+    fanin_error of_reuse = error;
+    fanin_status mapped = adapter_map(a, &base, &error);
+    give_back(&before);
+    assert_int_equal(reusable, FANIN_ERR_IO);
+    assert_out_of_descriptors(&of_reuse, "cannot open");
+    assert_int_equal(mapped, FANIN_ERR_IO);
+    assert_out_of_descriptors(&error, "cannot make");
+    assert_int_equal(count_entries(root), 1); /* the lock's file */
+
+    assert_ok(adapter_map(a, &base, &error), error);
+    use_up_descriptors(&before);
+    fill(a, base, to, 1);
+    fanin_status published = adapter_publish(a, &identity, &error);
+    adapter_close(&a);
+    give_back(&before);
+    assert_int_equal(published, FANIN_ERR_IO);
+    assert_out_of_descriptors(&error, "adapter_config.json");
+    assert_int_equal(count_entries(root), 0);
+}
+
 /* ------------------------------------------------------------- other processes */
 
 /* A directory under @p name with an empty file @p file in it. */
@@ -1214,6 +1279,7 @@ int main(void)
         TEST(a_disk_that_fills_up_is_an_error),
         TEST(sizes_have_a_limit),
         TEST(a_limit_of_file_sizes_is_an_error),
+        TEST(without_descriptors_nothing_is_left),
         TEST(leftovers_of_the_dead_are_removed),
         TEST(a_directory_can_be_swept),
         TEST(a_sweep_leaves_what_may_be_alive_or_not_ours),

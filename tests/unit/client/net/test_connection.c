@@ -4,7 +4,11 @@
 #include "stub_ranks.h"
 #include "testing.h"
 #include <errno.h>
+#include <semaphore.h>
+#include <stdatomic.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #define CONNECT_MS 400
@@ -23,6 +27,27 @@ typedef struct heard {
     message_type last;
     uint64_t again; /* asked from within the reply so many times more */
 } heard;
+
+static atomic_int refused_send; /* errno of the next send; 0: it is sent */
+static sem_t was_refused;
+
+ssize_t __real_sendmsg(int fd, const struct msghdr *message, int flags);
+ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags);
+ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    int refused = atomic_exchange(&refused_send, 0);
+    if (!refused)
+        return __real_sendmsg(fd, message, flags);
+    sem_post(&was_refused);
+    errno = refused;
+    return -1;
+}
+
+unsigned __wrap_usable_cpus(void);
+unsigned __wrap_usable_cpus(void)
+{
+    return 2; /* one may send late */
+}
 
 static int set_up(void **state)
 {
@@ -274,6 +299,20 @@ static bool answer_oddly(stub_talk *t, const frame *f, body *in)
     }
 }
 
+/* Not the trainer's fault. */
+static void without_descriptors_the_limit_is_the_remedy(void **state)
+{
+    scene *s = *state;
+    struct rlimit before;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const struct rlimit none = {.rlim_max = before.rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    connection_start(s->c);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    assert_down(s, FANIN_ERR_UNREACHABLE, "cannot make a socket");
+    assert_non_null(strstr(connection_fault(s->c)->remedy, "ulimit -n"));
+}
+
 static void a_greeting_must_be_one(void **state)
 {
     scene *s = *state;
@@ -465,6 +504,62 @@ static void without_a_connection_nothing_is_asked(void **state)
     assert_int_equal(s->rank.asked[MSG_PING], 0);
 }
 
+/* What the kernel does not take is lost, or half of it has left: nobody would ever answer. */
+static void a_send_that_fails_ends_the_connection(void **state)
+{
+    static const int reasons[] = {ENOBUFS, ENOMEM, EHOSTUNREACH};
+    scene *s = *state;
+    for (size_t i = 0; i < sizeof reasons / sizeof reasons[0]; i++) {
+        heard first = {0}, second = {0};
+        s->rank.answer = say_nothing;
+        assert_int_equal(open_it(s), CONNECTION_READY);
+        ping(s, &first);
+        refused_send = reasons[i];
+        ping(s, &second);
+        assert_down(s, FANIN_ERR_CLOSED, "rank 3 at trainer:6003 could not be sent");
+        assert_int_equal(connection_fault(s->c)->sys_errno, reasons[i]);
+        assert_int_equal(first.lost, 1);
+        assert_int_equal(second.lost, 1);
+    }
+}
+
+/* ... also where a thread sends it, which cannot end it. */
+static void a_late_send_that_fails_ends_it_too(void **state)
+{
+    scene *s = *state;
+    heard h = {0};
+    s->shared.late = late_sends_create();
+    assert_non_null(s->shared.late);
+    assert_int_equal(sem_init(&was_refused, 0, 0), 0);
+    s->rank.answer = say_nothing;
+    assert_int_equal(open_it(s), CONNECTION_READY);
+    ping(s, &h);
+    refused_send = ENOBUFS;
+    encode_empty(connection_out(s->c), connection_next_request(s->c), MSG_PING);
+    connection_tell(s->c, true);
+    late_sends_go(s->shared.late);
+    assert_int_equal(sem_wait(&was_refused), 0);
+    run_until(s, &h.lost, 1);
+    assert_down(s, FANIN_ERR_CLOSED, "rank 3 at trainer:6003 could not be sent");
+    assert_int_equal(connection_fault(s->c)->sys_errno, ENOBUFS);
+    late_sends_destroy(&s->shared.late);
+}
+
+/* A refusal that came before the end is read. */
+static void a_closed_end_is_told_by_reading(void **state)
+{
+    scene *s = *state;
+    heard h = {0};
+    s->rank.answer = say_nothing;
+    assert_int_equal(open_it(s), CONNECTION_READY);
+    refused_send = EPIPE;
+    ping(s, &h);
+    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    stub_rank_hang_up(&s->rank);
+    run_until(s, &h.lost, 1);
+    assert_down(s, FANIN_ERR_CLOSED, "closed the connection");
+}
+
 /* Data connections belong to the session, and do as the control connection does. */
 static void data_connections_greet_alike(void **state)
 {
@@ -584,6 +679,7 @@ int main(void)
         SCENE(who_knows_no_seals_gets_none),
         SCENE(a_taken_name_is_left),
         SCENE(nobody_listens),
+        SCENE(without_descriptors_the_limit_is_the_remedy),
         SCENE(a_greeting_must_be_one),
         SCENE(an_answer_must_be_one),
         SCENE(a_sealed_answer_must_fit),
@@ -593,6 +689,9 @@ int main(void)
         SCENE(a_kept_request_has_many_answers),
         SCENE(the_end_is_told_to_who_waits),
         SCENE(without_a_connection_nothing_is_asked),
+        SCENE(a_send_that_fails_ends_the_connection),
+        SCENE(a_late_send_that_fails_ends_it_too),
+        SCENE(a_closed_end_is_told_by_reading),
         SCENE(data_connections_greet_alike),
         SCENE(who_owes_an_answer_is_asked_for_a_sign),
         SCENE(who_owes_nothing_may_be_silent),

@@ -3,6 +3,9 @@
 #include "pull/choose_path.h"
 #include "stub_ranks.h"
 #include "testing.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
 #include <string.h>
 
 #define RANKS 2
@@ -26,6 +29,23 @@ static struct {
 } s;
 
 static bool refuses; /* rank 1 gives no regions */
+
+static unsigned hosts_untold; /* so many times what tells the host cannot be opened */
+
+int __real_open64(const char *path, int flags, ...);
+int __wrap_open64(const char *path, int flags, ...);
+int __wrap_open64(const char *path, int flags, ...)
+{
+    va_list rest;
+    va_start(rest, flags);
+    int mode = flags & O_CREAT ? va_arg(rest, int) : 0;
+    va_end(rest);
+    if (hosts_untold == 0 || !strstr(path, "boot_id"))
+        return __real_open64(path, flags, mode);
+    hosts_untold--;
+    errno = EMFILE;
+    return -1;
+}
 
 static bool answer(stub_talk *t, const frame *f, body *in)
 {
@@ -56,6 +76,7 @@ static void begin(fanin_path forced)
     memset(&s, 0, sizeof s);
     s.error = (fanin_error)FANIN_ERROR_INIT;
     refuses = false;
+    hosts_untold = 0;
     stub_world_start_with(&s.world, RANKS, RANKS, PART, &config);
     s.run = tables_of(s.world.client, STUB_RUN);
     assert_non_null(s.run);
@@ -251,6 +272,26 @@ static void what_ranks_are_is_told_by_their_hellos(void **state)
     assert_true(path_is_local(client, 0));
 }
 
+/* Another thread of the process has all descriptors, for a moment. */
+static void a_moment_without_descriptors_changes_nothing(void **state)
+{
+    begin(FANIN_PATH_AUTO);
+    for (size_t i = 0; i < RANKS; i++) {
+        s.world.ranks[i].hello.paths |= 1u << WIRE_PATH_CUDA_IPC;
+        stub_rank_hang_up(&s.world.ranks[i]);
+    }
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
+    hosts_untold = RANKS;
+    assert_ok(
+        path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
+        s.error);
+    for (size_t i = 0; i < RANKS; i++) {
+        assert_non_null(state_of(i)->regions);
+        assert_non_null(strstr(state_of(i)->reason, "offer cma"));
+    }
+}
+
 /* ---------------------------------------------------------------- giving up */
 
 static void a_path_that_is_given_up_is_stream(void **state)
@@ -362,6 +403,7 @@ int main(void)
         SCENE(what_no_other_path_takes_is_stream),
         SCENE(a_forced_path_that_cannot_be_is_an_error),
         SCENE(what_ranks_are_is_told_by_their_hellos),
+        SCENE(a_moment_without_descriptors_changes_nothing),
         SCENE(a_path_that_is_given_up_is_stream),
         SCENE(unless_it_is_forced),
         SCENE(or_the_rank_has_gone),

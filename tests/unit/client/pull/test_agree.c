@@ -542,6 +542,18 @@ static void a_ranks_time_is_up(void **state)
     assert_int_equal(stub_world_asked(&s.world, MSG_LIST), 3);
 }
 
+/* Its word would end the pull long before its time. */
+static void who_has_not_waited_is_not_believed(void **state)
+{
+    start(2, 2);
+    odd.rank = &s.world.ranks[1];
+    odd.error = FANIN_ERR_TIMEOUT;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_PROTOCOL);
+    assert_error(
+        " says that its time is up after 0 ms of the 9500 ms that it was given");
+    assert_int_equal(s.error.rank, 1);
+}
+
 static void cancel(void *client)
 {
     fanin_client_cancel(client);
@@ -633,6 +645,7 @@ int main(void)
         SCENE(time_is_up),
         SCENE(one_is_stuck_in_its_update),
         SCENE(a_ranks_time_is_up),
+        SCENE(who_has_not_waited_is_not_believed),
         SCENE(a_wait_can_be_cancelled),
         SCENE(enough_is_what_holds_everything),
         SCENE(the_culprit_is_who_is_needed),

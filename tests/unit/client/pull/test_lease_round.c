@@ -29,7 +29,8 @@ static struct {
         IS_PAUSED,
         HANGS_UP,
         IS_SILENT,
-        IS_STALE
+        IS_STALE,
+        IS_BEHIND
     } act;
     bool abandoned[RANKS];
     uint8_t tokens[RANKS][16];
@@ -58,6 +59,9 @@ static bool answer(stub_talk *t, const frame *f, body *in)
         return stub_answer_error(t, f->request, FANIN_ERR_PAUSED, "the run is paused");
     case TALKS_NONSENSE:
         encode_empty(&t->out, f->request, f->type + 1);
+        return true;
+    case IS_BEHIND:
+        encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = true, .step = 0});
         return true;
     case IS_STALE:
         encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 9});
@@ -100,7 +104,7 @@ static fanin_status begin(scene *s)
 static fanin_status end(scene *s)
 {
     static const served nothing[RANKS];
-    return lease_round_end(s->world.client, s->run, s->leases, nothing,
+    return lease_round_end(s->world.client, s->run, s->announced, s->leases, nothing,
                            deadline_in_ms(CALL_MS), &s->error);
 }
 
@@ -209,6 +213,16 @@ static void one_that_rewrote_makes_it_stale(void **state)
     assert_int_equal(count_held(s), 0);
 }
 
+/* What stands was committed. */
+static void one_that_contradicts_itself_is_told_of(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_END, IS_BEHIND);
+    assert_ok(begin(s), s->error);
+    assert_int_equal(end(s), FANIN_ERR_PROTOCOL);
+    assert_blames_1(s, "says that step 1 stands, and is at step 0");
+}
+
 static void one_that_goes_away_is_told_of(void **state)
 {
     scene *s = *state;
@@ -275,6 +289,7 @@ int main(void)
         SCENE(one_that_paused_makes_it_stale),
         SCENE(other_errors_are_the_ranks),
         SCENE(one_that_rewrote_makes_it_stale),
+        SCENE(one_that_contradicts_itself_is_told_of),
         SCENE(one_that_goes_away_is_told_of),
         SCENE(a_lease_that_comes_late_was_given_back),
         SCENE(a_late_answer_is_of_no_effect),

@@ -27,12 +27,39 @@ static struct {
     message_type of;
     uint32_t rank; /* RANKS: whichever it is */
     unsigned times;
-    enum { MOVES_ON, IS_STALE, PAUSES, IS_FULL, STOPS_US, HANGS_UP, IS_SILENT } act;
+    enum {
+        MOVES_ON,
+        IS_STALE,
+        PAUSES,
+        IS_FULL,
+        STOPS_US,
+        LIES,
+        SHRINKS,
+        HANGS_UP,
+        SILENCES_ALL, /* and hangs up */
+        IS_SILENT
+    } act;
+    size_t lie; /* LIES: the byte of its hello that is another one */
     unsigned abandoned, ended;
+    uint64_t last_read; /* its number */
 } odd;
+
+/* All of its key table, as part of one that has so many more bytes. */
+static bool answer_keys(stub_talk *t, uint64_t request, body *in, uint64_t more)
+{
+    msg_blob_request m;
+    const buffer *keys = &t->rank->keys;
+    assert_int_equal(decode_blob_request(in, MSG_KEYS, &m), FANIN_OK);
+    msg_blob_page page = {.total = keys->size + more,
+                          .offset = m.offset,
+                          .data = {keys->data + m.offset, keys->size - m.offset}};
+    encode_blob_page(&t->out, request, MSG_KEYS_OK, &page);
+    return true;
+}
 
 static bool act(stub_talk *t, const frame *f, body *in)
 {
+    uint8_t *lie = (uint8_t *)&t->rank->hello + odd.lie;
     switch (odd.act) {
     case MOVES_ON:
         for (size_t i = 0; i < RANKS; i++)
@@ -47,6 +74,19 @@ static bool act(stub_talk *t, const frame *f, body *in)
     case STOPS_US:
         stub_time_pass_ms(60000);
         return stub_answer(t, f, in);
+    case LIES:
+        *lie ^= 1;
+        (void)stub_answer(t, f, in);
+        *lie ^= 1;
+        return true;
+    case SHRINKS:
+        return answer_keys(t, f->request, in, odd.times);
+    case SILENCES_ALL:
+        odd.of = MSG_WAIT;
+        odd.rank = RANKS;
+        odd.times = RANKS;
+        odd.act = IS_SILENT;
+        return false;
     case IS_STALE:
         encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 1});
         return true;
@@ -64,6 +104,8 @@ static bool answer(stub_talk *t, const frame *f, body *in)
         odd.abandoned += end.abandon;
         odd.ended += !end.abandon;
     }
+    if (f->type == MSG_READ)
+        odd.last_read = f->request;
     if (odd.times == 0 || f->type != odd.of ||
         (odd.rank < RANKS && t->rank->hello.rank != odd.rank))
         return stub_answer(t, f, in);
@@ -433,6 +475,67 @@ static void as_long_as_there_is_time(void **state)
     assert_in_range(1000000 - odd.times, CALL_MS / 128, CALL_MS / 32);
 }
 
+/* Nobody had the time to answer since: what was lost used it up, and not they. */
+static void time_that_went_by_with_losses_is_told_of(void **state)
+{
+    begin(false);
+    s.options.timeout_ms = 100;
+    acts(MSG_READ, 1, 1, SILENCES_ALL);
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    assert_int_equal(s.error.rank, 1);
+    assert_says(s.error.message,
+                "the deadline passed after 1 restarts (last: rank 1 at ");
+    assert_says(s.error.message, " closed a data connection");
+    assert_int_equal(odd.times, 0);
+}
+
+/* If they had it, it is their silence. */
+static void a_silence_after_a_loss_is_told_of(void **state)
+{
+    begin(false);
+    acts(MSG_READ, 1, 1, SILENCES_ALL);
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    assert_says(s.error.message, "was not committed on all ranks in time: ranks 0-1 ");
+}
+
+static void a_table_has_one_size(void **state)
+{
+    begin(false);
+    acts(MSG_KEYS, 0, 2, SHRINKS);
+    assert_int_equal(pull(), FANIN_ERR_PROTOCOL);
+    assert_int_equal(s.error.rank, 0);
+    assert_says(s.error.message, " sent a page of a table of ");
+    expect_pull(1);
+}
+
+/* A data connection leads to the rank, and into the session, of its control connection. */
+static void data_connections_lead_to_the_rank(void **state)
+{
+    static const size_t lies[] = {offsetof(msg_hello_ok, world_id),
+                                  offsetof(msg_hello_ok, session),
+                                  offsetof(msg_hello_ok, rank)};
+    begin(false);
+    for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
+        acts(MSG_HELLO, 1, 1, LIES);
+        odd.lie = lies[i];
+        assert_int_equal(pull(), FANIN_ERR_PROTOCOL);
+        assert_int_equal(s.error.rank, 1);
+        assert_says(s.error.message, "answers a data connection as another world's");
+    }
+    expect_pull(1);
+}
+
+/* A reply too many to one pull fits no request of the next one. */
+static void numbers_of_reads_are_used_once(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    uint64_t first = odd.last_read;
+    expect_pull(1);
+    assert_true(odd.last_read > first);
+    assert_asked(MSG_HELLO, 2, 2);
+}
+
 /* Whoever is on the way may close it while nothing is read. */
 static void a_data_connection_that_was_closed_is_made_again(void **state)
 {
@@ -508,6 +611,11 @@ int main(void)
         SCENE(a_rank_that_serves_nothing_ends_it_in_time),
         SCENE(a_rank_with_too_many_connections_is_asked_again),
         SCENE(as_long_as_there_is_time),
+        SCENE(time_that_went_by_with_losses_is_told_of),
+        SCENE(a_silence_after_a_loss_is_told_of),
+        SCENE(a_table_has_one_size),
+        SCENE(data_connections_lead_to_the_rank),
+        SCENE(numbers_of_reads_are_used_once),
         SCENE(a_data_connection_that_was_closed_is_made_again),
         SCENE(who_was_stopped_blames_nobody),
         SCENE(it_can_be_cancelled_in_each_phase),

@@ -112,6 +112,22 @@ static void system_errors_carry_their_number(void **state)
     assert_string_not_equal(e.remedy, "");
 }
 
+static void without_descriptors_the_limit_is_the_remedy(void **state)
+{
+    const error_place place = {.remedy = "is the trainer running?"};
+    fanin_error e = FANIN_ERROR_INIT;
+    error_set_errno(&e, FANIN_ERR_IO, EMFILE, NULL, "cannot make a socket");
+    assert_non_null(strstr(e.remedy, "ulimit -n"));
+    error_set_errno(&e, FANIN_ERR_IO, ENFILE, NULL, "cannot make a socket");
+    assert_non_null(strstr(e.remedy, "fs.file-max"));
+    error_set_errno(&e, FANIN_ERR_IO, EIO, NULL, "cannot make a socket");
+    assert_string_equal(e.remedy, "");
+    error_set_errno(&e, FANIN_ERR_IO, EMFILE, &place, "who makes it knows better");
+    assert_string_equal(e.remedy, place.remedy);
+    assert_non_null(strstr(error_remedy(EMFILE, place.remedy), "ulimit -n"));
+    assert_string_equal(error_remedy(EIO, place.remedy), place.remedy);
+}
+
 static void no_error_wanted(void **state)
 {
     assert_int_equal(error_set(NULL, FANIN_ERR_IO, NULL, "x"), FANIN_ERR_IO);
@@ -174,6 +190,7 @@ int main(void)
         cmocka_unit_test(only_what_may_pass_by_itself_is_retryable),
         cmocka_unit_test(all_fields_are_filled),
         cmocka_unit_test(system_errors_carry_their_number),
+        cmocka_unit_test(without_descriptors_the_limit_is_the_remedy),
         cmocka_unit_test(no_error_wanted),
         cmocka_unit_test(long_texts_are_cut_between_characters),
         cmocka_unit_test(older_and_newer_structs_are_respected),

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "host.h"
+#include "log_catcher.h"
 #include "socket.h"
 #include "testing.h"
 
@@ -10,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -239,12 +241,12 @@ static void processes_of_a_host_have_one_id(void **state)
 {
     char own[HOST_ID_SIZE], theirs[HOST_ID_SIZE] = "";
     int ends[2];
-    host_id(own);
+    host_id(NULL, own);
     assert_true(strlen(own) > 32);
     assert_int_equal(pipe(ends), 0);
     pid_t child = fork();
     if (child == 0) {
-        host_id(theirs);
+        host_id(NULL, theirs);
         _exit(write(ends[1], theirs, sizeof theirs) == sizeof theirs ? 0 : 1);
     }
     int code;
@@ -253,6 +255,21 @@ static void processes_of_a_host_have_one_id(void **state)
     assert_string_equal(own, theirs);
     close(ends[0]);
     close(ends[1]);
+}
+
+static void a_host_that_cannot_be_told_is_logged(void **state)
+{
+    const logger log = {.fn = log_catch};
+    char id[HOST_ID_SIZE];
+    struct rlimit before;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const struct rlimit none = {.rlim_max = before.rlim_max};
+    log_listen("host-unknown");
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    host_id(&log, id);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    assert_string_equal(id, "");
+    log_expect(1, "ulimit -n");
 }
 
 int main(void)
@@ -265,6 +282,7 @@ int main(void)
         cmocka_unit_test(sockets_connect),
         cmocka_unit_test(networks_contain_addresses),
         cmocka_unit_test(processes_of_a_host_have_one_id),
+        cmocka_unit_test(a_host_that_cannot_be_told_is_logged),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

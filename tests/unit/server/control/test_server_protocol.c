@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a well-behaved client sees of a server, message by message. */
+#include "core/server_state.h"
 #include "gpu.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -196,8 +197,17 @@ static void boxes_of_some_keys(void **state)
 
 #define MANY 60000
 
-/* What the server keeps to make parts from counts; where it does not fit the whole table is the
-   answer. */
+/* As if strangers had taken all that they may but @p left bytes. */
+static uint64_t crowd(fanin_server *s, uint64_t left)
+{
+    uint64_t taken = s->max_memory / 4 * 3 - left;
+    atomic_fetch_add(&s->memory, taken);
+    atomic_fetch_add(&s->network_memory, taken);
+    return taken;
+}
+
+/* What the server keeps to make parts from counts, as strangers' memory does; where it does not fit
+   the whole table is the answer. The own user may have its quarter for it. */
 static void parts_count_as_memory(void **state)
 {
     static fanin_tensor t[MANY];
@@ -208,27 +218,38 @@ static void parts_count_as_memory(void **state)
         snprintf(names[i], sizeof names[i], "%08u", i);
         t[i] = byte_tensor(names[i], &boxes[i], memory, sizeof memory);
     }
-    for (unsigned fits = 0; fits < 2; fits++) {
+    static const struct {
+        unsigned mib; /* a quarter of which it may be */
+        bool is_crowded, is_own, fits;
+    } cases[] = {{32, false, false, false},
+                 {256, false, false, true},
+                 {256, true, false, false},
+                 {256, true, true, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        bool fits = cases[i].fits;
         fanin_server_config c = server_config();
         c.data_threads = 1;
-        c.max_memory = (uint64_t)(fits ? 256 : 32)
-                       << 20; /* a quarter of which it may be */
+        c.max_memory = (uint64_t)cases[i].mib << 20;
         fanin_server *s = server_start(&c);
         assert_int_equal(fanin_server_put(s, RUN, t, MANY, false, NULL), FANIN_OK);
         server_commit(s, 1);
-        peer p = peer_open(s);
+        peer p = cases[i].is_own ? peer_open_unix(s) : peer_open(s);
         grant g = peer_lease(&p);
         uint64_t whole = ask_part(&p, &g, "", 0, 0).total;
+        uint64_t taken = cases[i].is_crowded ? crowd(s, 8 << 20) : 0;
         uint64_t before = server_stats(s).session_memory;
         uint64_t part = ask_part(&p, &g, "\x01\x01", 2, 0).total;
         uint64_t kept = server_stats(s).session_memory - before;
         assert_int_equal(part < whole, fits);
         assert_int_equal(kept > MANY * sizeof(key_entry), fits);
         assert_true(kept < c.max_memory / 4);
+        atomic_fetch_sub(&s->memory, taken);
+        atomic_fetch_sub(&s->network_memory, taken);
         peer_end(&p, &g, false);
         peer_close(&p);
         assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
         server_expect_idle(s);
+        assert_int_equal(atomic_load(&s->network_memory), 0);
         server_stop(&s, 0);
     }
 }

@@ -152,6 +152,26 @@ static void strangers_leave_memory_for_the_own_user(void **state)
     assert_int_equal(atomic_load(&s.network_memory), 0);
 }
 
+/* Nor can they take it by what is kept for all, which the own user may. */
+static void what_is_kept_for_all_is_the_strangers(void **state)
+{
+    fanin_server s = {.max_memory = 1000, .has_unix = true};
+    peer_share own = {.is_own = true}, one = {.is_own = false};
+    size_t of_own = 0, of_one = 0, of_all = 0;
+    assert_true(memory_account(&s, NULL, &of_all, 300));
+    assert_false(memory_fits(&s, &one, 451));
+    assert_true(memory_account(&s, &one, &of_one, 450));
+    assert_false(memory_account(&s, NULL, &of_all, 301));
+    assert_true(memory_fits(&s, &own, 0)); /* for it there may be one more */
+    assert_true(memory_account(&s, NULL, &of_all, 300));
+    assert_true(memory_account(&s, &own, &of_own, 250));
+    assert_true(memory_account(&s, &own, &of_own, 0));
+    assert_true(memory_account(&s, &one, &of_one, 0));
+    assert_true(memory_account(&s, NULL, &of_all, 0));
+    assert_int_equal(atomic_load(&s.memory), 0);
+    assert_int_equal(atomic_load(&s.network_memory), 0);
+}
+
 /* -------------------------------------------------------------- who is in */
 
 static fanin_server *start_with(uint32_t max_sessions)
@@ -759,6 +779,7 @@ int main(void)
         cmocka_unit_test(one_place_is_one_peer),
         cmocka_unit_test(many_places_are_not_remembered_for_ever),
         cmocka_unit_test(strangers_leave_memory_for_the_own_user),
+        cmocka_unit_test(what_is_kept_for_all_is_the_strangers),
         cmocka_unit_test_teardown(strangers_leave_room_for_the_own_user, end),
         cmocka_unit_test_teardown(sessions_in_use_stay, end),
         cmocka_unit_test_teardown(who_is_idle_for_longest_makes_room, end),

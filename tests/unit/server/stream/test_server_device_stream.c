@@ -273,6 +273,29 @@ static void who_has_to_rest_keeps_no_chunk(void **state)
     expect_small(&q.own);
 }
 
+/* Strangers have all that they may: the own user has a chunk of its quarter. */
+static void strangers_leave_a_chunk_for_the_own_user(void **state)
+{
+    static uint8_t got[4096];
+    uint8_t *memory = device_alloc(0, sizeof got, FAKE_CUDA_MALLOC);
+    read_entry all = {.box = 0, .count = 1};
+    fanin_server *s = server_start_lease(1000);
+    server_put(s, RUN, "t", memory, sizeof got);
+    server_commit(s, 1);
+    puller stranger = puller_open(s), own = puller_open_unix(s);
+    puller_begin(&stranger);
+    puller_begin(&own);
+    uint64_t taken = s->max_memory / 4 * 3;
+    atomic_fetch_add(&s->memory, taken);
+    atomic_fetch_add(&s->network_memory, taken);
+    peer_request_read(&stranger.data, stranger.grant.token, sizeof got, &all, 1);
+    (void)peer_expect_error(&stranger.data, FANIN_ERR_LIMIT);
+    peer_read(&own.data, &own.grant, &all, 1, got, sizeof got);
+    assert_memory_equal(got, device_bytes(memory), sizeof got);
+    atomic_fetch_sub(&s->memory, taken);
+    atomic_fetch_sub(&s->network_memory, taken);
+}
+
 /* ------------------------------------------------------------------ epochs */
 
 /* 4 MiB at @p memory of a server whose leases delay nothing. */
@@ -495,6 +518,7 @@ int main(void)
         device_clean_test(chunks_are_few),
         device_clean_test(the_own_user_waits_for_one_stranger),
         device_clean_test(who_has_to_rest_keeps_no_chunk),
+        device_clean_test(strangers_leave_a_chunk_for_the_own_user),
         device_clean_test(begin_update_waits_for_copies),
         device_clean_test(removal_while_copying),
         device_clean_test(ends_while_copying),
