@@ -136,25 +136,29 @@ static json_t *parse_bool(const char *text)
     return NULL;
 }
 
-/* NULL: the text is no such value (or memory ran out, which the caller cannot tell apart
-   and reports as the former). */
-static json_t *parse_field(field_kind kind, const char *text)
+/* NULL: the text is no such value, or memory ran out (*memory). The text is UTF-8. */
+static json_t *parse_field(field_kind kind, const char *text, bool *memory)
 {
-    if (kind == FIELD_STRING)
-        return json_string(text);
-    if (kind == FIELD_BOOL)
-        return parse_bool(text);
-    if (kind == FIELD_BOOL_OR_STRING) {
-        json_t *value = parse_bool(text);
-        return value ? value : json_string(text);
-    }
-    json_t *value = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
-    if (kind == FIELD_LIST_OR_STRING && !value && text[0] != '[')
-        return json_string(text);
-    if (value && has_kind(value, kind))
+    json_error_t detail;
+    json_t *value =
+        kind == FIELD_BOOL || kind == FIELD_BOOL_OR_STRING ? parse_bool(text) : NULL;
+    *memory = false;
+    if (value || kind == FIELD_BOOL)
         return value;
-    json_decref(value);
-    return NULL;
+    if (kind != FIELD_STRING && kind != FIELD_BOOL_OR_STRING) {
+        value = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &detail);
+        *memory = !value && (json_error_code(&detail) == json_error_out_of_memory ||
+                             detail.text[0] == '\0');
+        if (value || *memory || kind != FIELD_LIST_OR_STRING || text[0] == '[') {
+            bool has = value && has_kind(value, kind);
+            if (!has)
+                json_decref(value);
+            return has ? value : NULL;
+        }
+    }
+    value = json_string(text);
+    *memory = !value;
+    return value;
 }
 
 /* Lists of names are sets to PEFT. */
@@ -207,7 +211,10 @@ static fanin_status merge_field(peft_maker *m, const char *name, field_kind kind
     /* How Python and JSON write "nothing". */
     if (text[0] == '\0' || strcmp(text, "null") == 0 || strcmp(text, "None") == 0)
         return FANIN_OK;
-    json_t *value = parse_field(kind, text);
+    bool memory;
+    json_t *value = parse_field(kind, text, &memory);
+    if (memory)
+        return error_set_memory(m->error);
     if (!value)
         return peft_refuse(m, UINT32_MAX,
                            "correct the metadata that the trainer publishes",
@@ -239,7 +246,10 @@ fanin_status peft_fields_merge(peft_maker *m)
     const char *experts = peft_pair(m, "num_experts");
     if (!experts)
         return FANIN_OK;
-    json_t *number = parse_field(FIELD_INTEGER, experts);
+    bool memory;
+    json_t *number = parse_field(FIELD_INTEGER, experts, &memory);
+    if (memory)
+        return error_set_memory(m->error);
     m->num_experts = (uint64_t)json_integer_value(number);
     json_decref(number);
     if (m->num_experts == 0)

@@ -9,6 +9,7 @@
 #include "local_world.h"
 #include "testing.h"
 
+#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -223,6 +224,7 @@ static void connecting_recovers(void **state)
 static int set_up(void **state)
 {
     served.flags = FANIN_SERVER_NO_UCX;
+    json_set_alloc_funcs(malloc, free); /* the wrapped ones, for JSON as well */
     world_begin(&served, RANKS, CUT_CHUNK0, 7);
     return mkdtemp(root) ? 0 : -1;
 }
