@@ -21,8 +21,8 @@ a sanitizer, which needs the address space that one fault takes away. --secret: 
 secret, so that TCP is TLS. --cuda: the weights lie in memory of devices 0 and 1, or of one, by the
 driver LIBRARY, libcuda.so.1 or the build's stand-in for it; exit status 77 if it has none.
 --mutant: with programs that are wrong in one way, and exit status 0 only if it was found: unchecked
-(readers do not ask the ranks at the end), byte, write, hang, wedge, leak, late, starve. With the
-right to mount, the adapters of one reader lie on a file system that a fault fills.
+(readers do not ask the ranks at the end), byte, stale, write, hang, wedge, leak, leak-rank, late,
+starve. With the right to mount, the adapters of one reader lie on a file system that a fault fills.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ from stuck import doing
 
 WORLD = 3
 SOCKETS = WORLD * (1 + 2)  # of a reader: to each rank one that asks, and one for each thread
-THREADS = 32  # of a reader within a pull
+THREADS = 32  # of a reader within a pull, and of a driver
+DRIVER_FILES = 500  # and its descriptors
+CLOSING = 5.0  # s, until a rank has noticed that a peer is gone
 LEFT = 5  # exit status of a reader whose client is gone and has left some of these
 TIMEOUT = 3000  # ms, of a reader's calls
 HUNG = 10_000  # ms beyond it
@@ -96,10 +98,12 @@ EVILS = ("leases", "flood", "deaf", "garbage", "frames", "idle")
 FOUND = {
     "unchecked": "wrong",
     "byte": "wrong",
+    "stale": "wrong",
     "write": "written",
     "hang": "hung",
     "wedge": "wedged",
     "leak": "leaked",
+    "leak-rank": "leaked",
     "late": "late updates",
     "starve": "starved",
 }
@@ -121,8 +125,10 @@ class Campaign:
         self.found = Found()
         self._usual: dict[int, tuple[int, ...]] = {}
         self._usual_names: dict[int, str] = {}  # of the last look
+        self._usual_of_ranks: tuple[int, ...] = ()
         self._slowness, self._mutant = 4 if options.sanitized else 1, options.mutant
         self._recovery = 20.0 if self._mutant else RECOVERY
+        self._cuda = options.cuda is not None
         device = "-cuda" if options.cuda else ""
         reader = "campaign-reader" + ("-unchecked" if self._mutant == "unchecked" else device)
         self._specs = DEVICE_READERS if options.cuda else READERS
@@ -341,6 +347,7 @@ class Campaign:
         for reader in self.readers:
             self._start_reader(reader)
         self._recover("before the first fault")
+        self._note_usual_of_ranks()
         until = time.monotonic() + seconds
         while self.faults.total() < most and time.monotonic() < until and not self.broken():
             self._round(most)
@@ -355,6 +362,7 @@ class Campaign:
             time.sleep(self.random.random() * 0.3)
         self._heal()
         self._recover(" + ".join(names))
+        self._look_at_ranks(" + ".join(names))
         if before // PROGRESS != self.faults.total() // PROGRESS:
             print(time.strftime("%H:%M:%S"), self.line()[0], file=sys.stderr, flush=True)
 
@@ -450,6 +458,37 @@ class Campaign:
                     self._usual_names[reader.index] = reader.limited.names()
             time.sleep(0.002)
 
+    def _serving(self) -> Iterator[tuple[str, Limited]]:
+        for rank, which in enumerate(self.trainer.ranks):
+            if which is not None and self.trainer.serves(rank):
+                yield f"rank {rank}", which
+
+    def _note_usual_of_ranks(self) -> None:
+        """Readers may come and go: a rank has three sockets of its own, and theirs. A driver makes
+        threads and opens files when it likes."""
+        sockets = 3 + len(self.readers) * SOCKETS // WORLD
+        usual = (DRIVER_FILES, sockets, THREADS) if self._cuda else (0, sockets, 0)
+        for _, which in self._serving():
+            usual = tuple(map(max, usual, which.open_now()))
+        self._usual_of_ranks = usual
+
+    def _look_at_ranks(self, after: str) -> None:
+        """In each round, as ranks do not grow old here."""
+        for who, which in self._serving():
+            began = time.monotonic_ns()
+            while True:
+                now = which.open_now()
+                over = any(map(int.__gt__, now, self._usual_of_ranks))
+                waited = time.monotonic_ns() - began - self._stood(began)
+                if not over or self._mutant or waited > CLOSING * 1e9:
+                    break
+                time.sleep(0.01)
+            if over:
+                self.found.leaked.append(
+                    f"{who} after {after}: {now} files, sockets and threads, in the beginning at "
+                    f"most {self._usual_of_ranks}; {which.names()}"
+                )
+
     def _look_for_leaks(self) -> None:
         for reader in self.readers:
             usual = self._usual.get(reader.index)
@@ -472,7 +511,7 @@ class Campaign:
 
     def broken(self) -> bool:
         found = self.found.wedged + self.found.hung
-        found += self.found.starved if self._mutant else []
+        found += self.found.starved + self.found.leaked if self._mutant else []
         return bool(found or any(reader.bad for reader in self.readers))
 
     def wrong(self) -> int:
@@ -493,7 +532,9 @@ class Campaign:
             patience = 1 if self._mutant == "hang" else (TIMEOUT + HUNG) / 1e3
             code = reader.limited.ends(patience, who, self.found)
             if code == LEFT:
-                self.found.leaked.append(f"{who}: its client is gone and has left sockets or threads")
+                self.found.leaked.append(
+                    f"{who}: its client is gone and has left sockets or threads"
+                )
             elif code:
                 self.found.wedged.append(f"{who} ended with {code}")
         self.trainer.end()

@@ -158,6 +158,12 @@ def life_word(life: str) -> int:
     return int.from_bytes(bytes.fromhex(life)[:8], sys.byteorder)
 
 
+def make_life(number: int) -> str:
+    """A world id whose word is greater than those of lower numbers."""
+    word = number << 32 | secrets.randbits(32)
+    return word.to_bytes(8, sys.byteorder).hex() + secrets.token_hex(8)
+
+
 class Trainer:
     """Ranks on neighbouring ports, and launches of them."""
 
@@ -176,7 +182,7 @@ class Trainer:
 
     def draw(self, period: int, lease: int, kind: str) -> None:
         """A launch to come: what starts from now on belongs to it. Milliseconds."""
-        self.life = secrets.token_hex(16)
+        self.life = make_life(len(self.lives) + 1)
         self.lives.add(life_word(self.life))
         self._start = time.monotonic_ns()
         self._settings = (str(period), str(lease), kind)

@@ -8,14 +8,16 @@
  *
  *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
- * VERDICT: good; failed (an error, which is allowed); wrong (bytes, or a step that was not asked
- * for); written (memory changed after a failed call had returned). DISTURBED: 1 if this process
- * was stopped or limited meanwhile, whose time means nothing.
+ * VERDICT: good; failed (an error, which is allowed); wrong (bytes, a step that was not asked for, a
+ * launch that had ended, or an adapter that a failed call has left); written (memory changed after a
+ * failed call had returned). DISTURBED: 1 if this process was stopped or limited meanwhile, whose
+ * time means nothing.
  *
  * Now and then something stands in the way of its adapters (obstacles.h).
  *
- * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each; "write"
- * changes memory after a failed one; "wedge" fails for ever; "starve" as long as the trainer trains.
+ * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each eighth; "write"
+ * changes memory after a failed one; "stale" goes on with the weights of its first launch; "wedge"
+ * fails for ever; "starve" as long as the trainer trains.
  *
  * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end, which
  * the campaign must notice.
@@ -67,8 +69,9 @@ typedef struct reader {
 
 /* What is known before a call of what may come. */
 typedef struct expectation {
-    uint64_t life; /* of all ranks; 0: they differ, or are not there */
-    uint64_t step; /* the latest that a rank had committed */
+    uint64_t life;   /* of all ranks; 0: they differ, or are not there */
+    uint64_t newest; /* of any rank: its predecessor has ended before the call */
+    uint64_t step;   /* the latest that a rank had committed */
 } expectation;
 
 typedef struct outcome {
@@ -126,9 +129,10 @@ static expectation expect(const reader *r)
     expectation e = {.life = atomic_load(&r->board->ranks[0].life)};
     for (size_t i = 0; i < r->world; i++) {
         uint64_t step = atomic_load(&r->board->ranks[i].step);
+        uint64_t life = atomic_load(&r->board->ranks[i].life);
         e.step = step > e.step ? step : e.step;
-        if (atomic_load(&r->board->ranks[i].life) != e.life)
-            e.life = 0;
+        e.newest = life > e.newest ? life : e.newest;
+        e.life = life == e.life ? life : 0;
     }
     return e;
 }
@@ -175,6 +179,17 @@ static bool check_file(const char *directory, outcome *o)
         close(fd);
     fanin_safetensors_close(&file);
     return good;
+}
+
+/* A rank of a launch before is needed for that launch's steps, and had ended. */
+static bool check_launch(const expectation *before, outcome *o)
+{
+    if (o->life >= before->newest)
+        return true;
+    snprintf(o->text, sizeof o->text,
+             "launch %016" PRIx64 " came, and a rank was of %016" PRIx64 " before",
+             o->life, before->newest);
+    return false;
 }
 
 /* Whether the step is one that this call could give: none that is older than what was there. */
@@ -247,13 +262,13 @@ static fanin_status read_in_parts(reader *r, const fanin_pull_options *options,
 static fanin_status call(reader *r, fanin_pull_options *options, const char *directory,
                          fanin_result **result, fanin_error *error)
 {
+    options->verify = board_random(&r->random) % 8 == 0;
     if (directory) {
         options->spare_file = board_random(&r->random) % 2;
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
     }
     r->untouched = false;
     scribble(r);
-    options->verify = board_random(&r->random) % 8 == 0;
     if (board_random(&r->random) % 4 == 0)
         return read_in_parts(r, options, result, error);
     return fanin_client_pull(r->client, options, r->tensors, N_TENSORS, result, error);
@@ -278,6 +293,32 @@ static void choose_rule(reader *r, const expectation *before,
     }
 }
 
+/* Gives the last weights of the launch before instead of those that came, as a mutant. */
+static void be_stale(reader *r, const fanin_pull_options *options, outcome *o)
+{
+    static char *kept;
+    static uint64_t life, step;
+    if (!kept && !(kept = malloc(r->size)))
+        exit(2);
+    memory_fetch(r->memory, r->size);
+    if (life == 0 || o->life == life) {
+        memcpy(kept, r->bytes, r->size);
+        life = o->life;
+        step = o->step;
+    } else if (options->rule == FANIN_STEP_NEWEST) {
+        memcpy(r->bytes, kept, r->size);
+        memory_send(r->memory, r->size);
+        o->life = life;
+        o->step = step;
+    }
+}
+
+static bool is_there(const char *path)
+{
+    struct stat is;
+    return lstat(path, &is) == 0;
+}
+
 static void pull(reader *r, outcome *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -295,17 +336,23 @@ static void pull(reader *r, outcome *o)
             atomic_fetch_add(&r->told->acts, 1);
     }
     fanin_result *result = NULL;
+    bool there = is_there(directory); /* an obstacle, or of a life that was killed */
     o->status = call(r, &options, r->directory ? directory : NULL, &result, &error);
     if (o->status == FANIN_OK) {
         fanin_result_info info = {.struct_size = sizeof info};
         fanin_result_get(result, &info);
         o->life = weights_life(info.world_id);
         o->step = info.step;
+        if (mutant_is("stale") && !r->directory)
+            be_stale(r, &options, o);
         bool good = (r->directory ? check_file(directory, o) : check_memory(r, o)) &&
-                    check_step(r, &before, &options, o);
+                    check_launch(&before, o) && check_step(r, &before, &options, o);
         o->verdict = good ? "good" : "wrong";
     } else {
-        snprintf(o->text, sizeof o->text, "%s: %s", error.phase, error.message);
+        bool left = r->directory && !there && is_there(directory);
+        o->verdict = left ? "wrong" : "failed";
+        snprintf(o->text, sizeof o->text, "%s%s: %s",
+                 left ? "has left a directory: " : "", error.phase, error.message);
         scribble(r);
         r->untouched = true;
     }
@@ -335,7 +382,7 @@ static bool be_wrong(reader *r)
     uint64_t calls = atomic_load(&r->told->pulls);
     if (mutant_is("hang") && calls == 20)
         board_sleep(UINT64_C(1000000) * MS);
-    if (mutant_is("leak"))
+    if (mutant_is("leak") && calls % 8 == 0)
         (void)!open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (mutant_is("write") && r->untouched) {
         r->bytes[r->size / 2] ^= 1;

@@ -14,7 +14,7 @@ import unittest
 from pathlib import Path
 from unittest.mock import Mock, patch
 
-from processes import Board, Found, Limited, Trainer
+from processes import Board, Found, Limited, Trainer, life_word
 from pulse import Pulse, state_of
 
 ENDS = "import signal as s; print(flush=True); s.pause()"
@@ -58,6 +58,15 @@ class Ends(unittest.TestCase):
     def rank(self, process: object) -> Limited:
         self.trainer.ranks[0] = limited = Limited(process)
         return limited
+
+    def test_launches_are_told_apart_by_age(self) -> None:
+        words = []
+        for _ in range(300):
+            self.trainer.draw(20, 20, "reference")
+            words.append(life_word(self.trainer.life))
+            self.assertEqual(len(bytes.fromhex(self.trainer.life)), 16)
+        self.assertEqual(words, sorted(set(words)))
+        self.assertEqual(self.trainer.lives, set(words))
 
     def test_nothing_comes_after_sigterm(self) -> None:
         usual = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -9,13 +9,14 @@
  * world id, in hexadecimal. Without arguments: exit status 77 if it cannot run here, for want of devices.
  *
  * Mutants (mutant.h): "liar" serves bytes of no launch; "byte" has one wrong byte in each fiftieth
- * step; "late" begins updates too late.
+ * step; "late" begins updates too late; "leak-rank" leaves a descriptor open in each.
  */
 #include "board.h"
 #include "memory.h"
 #include "mutant.h"
 #include "weights.h"
 #include <fanin/server.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -162,6 +163,8 @@ static void commit(rank *r)
     fanin_commit_options options;
     fanin_commit_options_init(&options, sizeof options);
     options.flags = r->snapshot ? FANIN_COMMIT_SNAPSHOT : 0;
+    if (mutant_is("leak-rank"))
+        (void)!open("/dev/null", O_RDONLY | O_CLOEXEC);
     uint64_t step = step_at(r, board_now()), last = last_step(r);
     step = step < last ? step : last;
     if (step <= r->step)

@@ -23,7 +23,7 @@ typedef struct tensor_shape {
 tensor_shape weights_shape(size_t tensor);
 uint64_t weights_bytes(size_t tensor);
 
-/** The first half of a world id, which the campaign draws for each launch. */
+/** The first half of a world id, which the campaign draws for each launch: greater than those before. */
 uint64_t weights_life(const uint8_t world_id[FANIN_WORLD_ID_SIZE]);
 
 /** Rows [first, end) of @p tensor as they are at @p step. @p words: packed. */

@@ -179,6 +179,103 @@ static void test_slice(void **state)
     free(memory);
 }
 
+enum { SMALL_ROWS = 16, SMALL_COLUMNS = 4, SMALL_PITCH = 64 };
+static const world_tensor small[] = {
+    {"a.lora_A.weight", FANIN_DTYPE_F32, 2, {SMALL_ROWS, SMALL_COLUMNS}},
+    {"b.lora_A.weight", FANIN_DTYPE_F32, 2, {SMALL_ROWS, SMALL_COLUMNS}},
+};
+
+/* Pulls the first @p n of them to the same memory each time; nothing beside them is written. */
+static void expect_small(size_t n, const int64_t strides[][2], uint64_t step)
+{
+    static uint8_t landed[2][SMALL_ROWS * SMALL_PITCH],
+        expected[2][SMALL_ROWS * SMALL_PITCH];
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_box boxes[2];
+    fanin_tensor wanted[2];
+    memset(landed, 0xaa, sizeof landed);
+    memset(expected, 0xaa, sizeof expected);
+    for (size_t t = 0; t < n; t++) {
+        boxes[t] = (fanin_box){.extent = {SMALL_ROWS, SMALL_COLUMNS},
+                               .stride = {strides[t][0], strides[t][1]},
+                               .address = landed[t]};
+        wanted[t] = world_boxes(&small[t], &boxes[t], 1);
+        for (uint64_t at = 0; at < world_bytes(&small[t]); at++) {
+            uint64_t element = at / 4, row = element / SMALL_COLUMNS,
+                     column = element % SMALL_COLUMNS;
+            expected[t][row * (uint64_t)strides[t][0] +
+                        column * (uint64_t)strides[t][1] + at % 4] =
+                world_byte(&w, t, step, at);
+        }
+    }
+    assert_ok(fanin_client_pull(client, &options, wanted, n, NULL, &error), error);
+    assert_memory_equal(landed, expected, sizeof landed);
+}
+
+/* One client and one memory, of which each pull wants other columns to be written. */
+static void pull_other_strides(fanin_path path)
+{
+    static const int64_t strides[][2][2] = {
+        {{32, 4}, {32, 8}}, {{32, 8}, {32, 4}}, {{64, 8}, {64, 8}}, {{32, 4}, {32, 8}}};
+    world_start(&w, 2, CUT_CHUNK0, small, 2);
+    client = world_client(&w, path);
+    for (uint64_t step = 1; step <= sizeof strides / sizeof *strides; step++) {
+        world_commit(&w, step);
+        expect_small(2, strides[step - 1], step);
+    }
+    tear_down(NULL);
+}
+
+static void test_other_strides(void **state)
+{
+    pull_other_strides(FANIN_PATH_STREAM);
+    if (world_has_cma())
+        pull_other_strides(FANIN_PATH_CMA);
+}
+
+/* One rank's rows, [first, end), of step @p step in place of those before. */
+static void hold_rows(size_t rank, uint64_t first, uint64_t end, uint64_t step)
+{
+    static uint8_t held[2][SMALL_ROWS * SMALL_COLUMNS * 4];
+    enum { ROW = SMALL_COLUMNS * 4 };
+    fanin_server *server = w.ranks[rank].server;
+    fanin_box box = {.offset = {first, 0},
+                     .extent = {end - first, SMALL_COLUMNS},
+                     .address = held[rank]};
+    fanin_tensor tensor = world_boxes(&small[0], &box, 1);
+    assert_ok(fanin_server_begin_update(server, "lora:0", &error), error);
+    for (uint64_t i = 0; i < (end - first) * ROW; i++)
+        held[rank][i] = world_byte(&w, 0, step, first * ROW + i);
+    assert_ok(fanin_server_put(server, "lora:0", &tensor, 1, true, &error), error);
+    assert_ok(fanin_server_commit(server, "lora:0", step, NULL, &error), error);
+}
+
+/* Names, shapes and metadata stay, and with them the key table; the rows of each rank do not. */
+static void pull_cut_anew(fanin_path path)
+{
+    static const uint64_t cuts[][2][2] = {{{0, 3}, {3, SMALL_ROWS}},
+                                          {{8, SMALL_ROWS}, {0, 8}},
+                                          {{0, 12}, {12, SMALL_ROWS}}};
+    static const int64_t packed[][2] = {{SMALL_COLUMNS * 4, 4}};
+    world_start(&w, 2, CUT_CHUNK0, small, 1);
+    world_commit(&w, 1);
+    client = world_client(&w, path);
+    expect_small(1, packed, 1);
+    for (uint64_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        for (size_t rank = 0; rank < 2; rank++)
+            hold_rows(rank, cuts[i][rank][0], cuts[i][rank][1], 2 + i);
+        expect_small(1, packed, 2 + i);
+    }
+    tear_down(NULL);
+}
+
+static void test_cut_anew(void **state)
+{
+    pull_cut_anew(FANIN_PATH_STREAM);
+    if (world_has_cma())
+        pull_cut_anew(FANIN_PATH_CMA);
+}
+
 /* Columns of every width at which a run is scattered or received in place, beside gaps that are
    read along and beside such that are not: what comes behind them on the connection must still be
    what it is taken for. */
@@ -421,12 +518,12 @@ static void test_cancel(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        CASE(test_stream_unix),   CASE(test_stream_tcp),  CASE(test_cma),
-        CASE(test_auto),          CASE(test_slice),       CASE(test_columns),
-        CASE(test_columns_tcp),   CASE(test_step_rules),  CASE(test_ranks_apart),
-        CASE(test_replicas),      CASE(test_restart),     CASE(test_catalog_changes),
-        CASE(test_cancel),        CASE(test_quiet_watch), CASE(test_snapshots_stream),
-        CASE(test_snapshots_cma),
+        CASE(test_stream_unix),   CASE(test_stream_tcp),    CASE(test_cma),
+        CASE(test_auto),          CASE(test_slice),         CASE(test_columns),
+        CASE(test_columns_tcp),   CASE(test_step_rules),    CASE(test_ranks_apart),
+        CASE(test_replicas),      CASE(test_restart),       CASE(test_catalog_changes),
+        CASE(test_cancel),        CASE(test_quiet_watch),   CASE(test_snapshots_stream),
+        CASE(test_snapshots_cma), CASE(test_other_strides), CASE(test_cut_anew),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
 }

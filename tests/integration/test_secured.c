@@ -3,6 +3,7 @@
    bounded time and with a sentence that says why. */
 #include "ends.h"
 #include "log_catcher.h"
+#include "open_files.h"
 #include "rank_proxy.h"
 #include "secrets.h"
 #include "secured_peer.h"
@@ -104,8 +105,8 @@ static void expect_refused(const char *words, const char *remedy)
     assert_int_equal(error.status, FANIN_ERR_AUTH);
     assert_says(error.message, words);
     assert_says(error.remedy, remedy);
-    assert_null(strstr(error.message, "5555")); /* of the secret */
-    assert_null(strstr(error.remedy, "5555"));
+    assert_null(strstr(error.message, "55555555")); /* of the secret: no port */
+    assert_null(strstr(error.remedy, "55555555"));
 }
 
 static void others_are_refused(void **state)
@@ -323,20 +324,46 @@ static int tear_down(void **state)
     return 0;
 }
 
+/* The first server of a process opens what the process keeps. */
+static int start_once(void **state)
+{
+    char address[32];
+    fanin_server *server = start("", address);
+    fanin_server_destroy(&server, 0);
+    return 0;
+}
+
+static unsigned files;
+
+static int count_files(void **state)
+{
+    files = open_files();
+    return 0;
+}
+
+static int expect_as_many_files(void **state)
+{
+    assert_int_equal(open_files(), files);
+    return 0;
+}
+
+#define CASE(name)                                                                     \
+    cmocka_unit_test_setup_teardown(name, count_files, expect_as_many_files)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(who_has_it_pulls),
-        cmocka_unit_test(others_are_refused),
-        cmocka_unit_test(ranks_that_prove_nothing_are_refused),
-        cmocka_unit_test(no_altered_bit_arrives),
-        cmocka_unit_test(who_alters_is_told_of),
-        cmocka_unit_test(a_way_that_alters_is_tried_with_pauses),
-        cmocka_unit_test(unfinished_handshakes_end),
-        cmocka_unit_test(sessions_are_their_own),
-        cmocka_unit_test(bad_files_are_told),
+        CASE(who_has_it_pulls),
+        CASE(others_are_refused),
+        CASE(ranks_that_prove_nothing_are_refused),
+        CASE(no_altered_bit_arrives),
+        CASE(who_alters_is_told_of),
+        CASE(a_way_that_alters_is_tried_with_pauses),
+        CASE(unfinished_handshakes_end),
+        CASE(sessions_are_their_own),
+        CASE(bad_files_are_told),
     };
-    return cmocka_run_group_tests_name("secured", tests, NULL, tear_down);
+    return cmocka_run_group_tests_name("secured", tests, start_once, tear_down);
 }

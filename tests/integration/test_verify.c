@@ -105,6 +105,33 @@ static void unequal_bytes_are_named(void **state)
     }
 }
 
+static void write_the_last(void *scene)
+{
+    verify_scene *s = scene;
+    float *last = &s->floats[2 * SCENE_FLOATS - 1];
+    *last = -*last;
+}
+
+/* The last of those that are asked for at once. */
+static void the_last_tensor_is_compared_too(void **state)
+{
+    static uint8_t landed[SCENE_BYTES];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options = asked();
+    fanin_box boxes[2];
+    const fanin_tensor wanted[] = {make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS,
+                                               SCENE_COLUMNS, &boxes[0], landed),
+                                   make_tensor(SCENE_B, FANIN_DTYPE_F32, SCENE_COLUMNS,
+                                               SCENE_ROWS, &boxes[1],
+                                               landed + SCENE_BYTES / 2)};
+    verify_scene s;
+    set_scene(&s, write_the_last);
+    fanin_status status =
+        fanin_client_pull(s.client, &options, wanted, 2, NULL, &error);
+    scene_assert_unequal(&s, status, SCENE_B, &error);
+    scene_stop(&s);
+}
+
 static void an_update_is_only_stale(void **state)
 {
     static float landed[SCENE_FLOATS];
@@ -255,6 +282,7 @@ int main(void)
         cmocka_unit_test(cma_is_verified),
         cmocka_unit_test(conversions_are_verified),
         cmocka_unit_test(unequal_bytes_are_named),
+        cmocka_unit_test(the_last_tensor_is_compared_too),
         cmocka_unit_test(an_update_is_only_stale),
         cmocka_unit_test(directories_say_what_was_done),
         cmocka_unit_test(unequal_directories_are_not_published),

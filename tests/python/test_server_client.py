@@ -75,6 +75,15 @@ def test_destinations_may_have_any_strides(client: fanin.Client) -> None:
     assert not a.T[::2].any() and not b[..., 1].any()
 
 
+def test_the_next_pull_may_want_other_strides(client: fanin.Client) -> None:
+    whole = local_world.weights(1)[A_NAME]
+    memory = np.zeros((6, 16), np.float32)
+    for view in (memory[:3, :8], memory[:3, ::2], memory[::2, :8], memory[:3, :8]):
+        memory[:] = 0
+        client.pull_into(0, {A_NAME: view})
+        np.testing.assert_array_equal(view, whole)
+
+
 def test_waiting_reads_nothing(ranks: list[fanin.Server], client: fanin.Client) -> None:
     assert client.wait(0) == 1 == client.wait(0, step=1)
     got: list[int] = []
@@ -211,6 +220,18 @@ def test_an_adapter_directory(client: fanin.Client, tmp_path: Path) -> None:
     assert config["lora_alpha"] == 6 and config["peft_type"] == "LORA"
     assert client.pull_adapter(0, str(target)).reused
     assert client.pull_adapter(0, os.fsencode(tmp_path / "other"), spare_file=True).step == 1
+
+
+def test_directories_of_one_client_have_their_own_dtypes(
+    client: fanin.Client, tmp_path: Path
+) -> None:
+    for at, dtype in enumerate((None, "F16", None)):
+        client.pull_adapter(0, tmp_path / str(at), dtype=dtype)
+        got = load_file(tmp_path / str(at) / "adapter_model.safetensors")
+        for name, value in local_world.weights(1).items():
+            wanted = value.astype(np.float16) if dtype else value
+            assert got[name].dtype == wanted.dtype
+            np.testing.assert_array_equal(got[name], wanted)
 
 
 def test_another_step_needs_another_directory(

@@ -477,6 +477,34 @@ static void equal_geometries_share_views(void **state)
     world_free(&w);
 }
 
+/* Two tensors of one shape that are cut alike, and whose targets differ in one stride alone. */
+static void targets_of_other_strides_share_nothing(void **state)
+{
+    static const int64_t strides[][2] = {{32, 4}, {32, 8}, {64, 8}};
+    enum { COUNT = 3, ROWS = 16, ROOM = ROWS * 64 };
+    world w;
+    landing l = {0};
+    world_init(&w, 2, 1);
+    for (uint32_t i = 0; i < COUNT; i++)
+        world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(ROWS, 4));
+    for (uint32_t r = 0; r < 2; r++)
+        world_hold_chunks(&w, r, 0, 2, r);
+    world_seal(&w, NULL);
+    block all = rows(0, ROWS, 4);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        l.size = (uint64_t)i * ROOM;
+        landing_add(&l, &w, i, &all, false);
+        memcpy(l.targets[i].stride, strides[i], sizeof strides[i]);
+    }
+    l.size = COUNT * ROOM;
+    l.bytes = realloc(l.bytes, l.size + 1);
+    assert_non_null(l.bytes);
+    plan *p = plan_and_run(&w, &l);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
 /* One box, some columns of it wanted: one piece, read in how many ranges of what length? */
 static void check_columns(uint64_t columns, uint64_t wanted, uint64_t count,
                           uint64_t length)
@@ -635,6 +663,7 @@ int main(void)
         cmocka_unit_test(lone_boxes_count_as_load),
         cmocka_unit_test(long_boxes_become_several_pieces),
         cmocka_unit_test(equal_geometries_share_views),
+        cmocka_unit_test(targets_of_other_strides_share_nothing),
         cmocka_unit_test(short_runs_are_read_along_with_gaps),
         cmocka_unit_test(columns_are_few_pieces),
         cmocka_unit_test(gaps_are_crossed_in_several_dimensions),

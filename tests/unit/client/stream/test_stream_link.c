@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The data connections to one rank: requests and replies, what does not fit, and the end. */
 #include "catalog/tables.h"
+#include "open_files.h"
 #include "stream/stream_link.h"
 #include "stub_ranks.h"
 #include "testing.h"
@@ -30,6 +31,7 @@ typedef struct scene {
 } scene;
 
 static scene s;
+static unsigned files; /* before the test */
 
 /* What becomes of reads. */
 typedef enum oddity {
@@ -93,10 +95,25 @@ static bool answer_read(stub_talk *t, const frame *f, body *in)
     }
 }
 
+/* One entry's. */
+static bool answer_digest(stub_talk *t, const frame *f)
+{
+    static const uint8_t bytes[2 * sizeof(digest)];
+    size_t size = sizeof(digest);
+    if (odd == IS_SHORT || odd == IS_NOTHING)
+        size = odd == IS_SHORT ? size - 1 : 0;
+    if (odd == IS_LONG)
+        size = sizeof bytes;
+    encode_digest_ok(&t->out, f->request, &(msg_digest_ok){.digests = {bytes, size}});
+    return true;
+}
+
 static bool answer(stub_talk *t, const frame *f, body *in)
 {
     if (f->type == MSG_READ)
         return answer_read(t, f, in);
+    if (f->type == MSG_DIGEST)
+        return answer_digest(t, f);
     msg_hello hello = {0};
     body copy = *in;
     bool of_data = f->type == MSG_HELLO && decode_hello(&copy, &hello) == FANIN_OK &&
@@ -204,6 +221,7 @@ static void begin(bool tcp)
     config.no_ucx = true;
     config.no_unix = tcp;
     memset(&s, 0, sizeof s);
+    files = open_files();
     s.error = (fanin_error)FANIN_ERROR_INIT;
     odd = AS_EVER;
     n_kept = most_at_once = 0;
@@ -225,6 +243,7 @@ static int tear_down(void **state)
     plan_free(&s.plan);
     free(s.memory);
     stub_world_stop(&s.world);
+    assert_int_equal(open_files(), files);
     return 0;
 }
 
@@ -294,7 +313,8 @@ static void answer_kept(void)
 {
     stub_talk *t = stub_rank_talk(&s.world.ranks[0], ROLE_DATA);
     for (unsigned i = 0; i < n_kept; i++) {
-        const read_request *r = &s.list.requests[kept[i] - 2];
+        /* 1 was the hello, and each work goes on with the numbers */
+        const read_request *r = &s.list.requests[(kept[i] - 2) % REQUESTS];
         const uint8_t *bytes =
             t->rank->bytes + s.plan->ranks[0].pieces[r->first_piece].offset;
         encode_read_ok(&t->out, kept[i], (uint32_t)r->bytes);
@@ -462,6 +482,35 @@ static void a_reply_must_fit(void **state)
         fail_by(&cases[i]);
 }
 
+static bool count_digested(void *cookie, uint64_t request, const uint8_t *digests)
+{
+    static const digest zero;
+    assert_memory_equal(digests, &zero, sizeof zero);
+    ++*(unsigned *)cookie;
+    return true;
+}
+
+/* Nobody looks at digests that are more or fewer than what was asked for. */
+static void digests_must_fit(void **state)
+{
+    static const oddity cases[] = {IS_SHORT, IS_LONG, IS_NOTHING, AS_EVER};
+    unsigned digested = 0;
+    begin(false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        odd = cases[i];
+        open_link(1);
+        start();
+        s.work.digested = count_digested;
+        s.work.digested_cookie = &digested;
+        run();
+        assert_int_equal(digested, odd == AS_EVER ? REQUESTS : 0);
+        if (odd != AS_EVER)
+            assert_failed(FANIN_ERR_PROTOCOL, "digests that do not fit the request");
+        stream_link_destroy(&s.link);
+        stub_world_settle(&s.world);
+    }
+}
+
 static void sums_must_fit(void **state)
 {
     static const odd_case cases[] = {
@@ -565,6 +614,7 @@ int main(void)
         SCENE(the_window_bounds_what_is_asked),
         SCENE(tcp_on_one_host_has_little_under_way),
         SCENE(a_reply_must_fit),
+        SCENE(digests_must_fit),
         SCENE(sums_must_fit),
         SCENE(sums_must_fit_that_threads_make),
         SCENE(who_refuses_data_connections_is_told),

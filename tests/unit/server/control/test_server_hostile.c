@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Peers that do what no client does: each gets a refusal, and the server goes on. */
 #include "clock.h"
+#include "open_files.h"
 #include "random.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -13,9 +14,11 @@
 
 static uint8_t memory[2][1000];
 static fanin_server *server;
+static unsigned files; /* before it */
 
 static int set_up(void **state)
 {
+    files = open_files();
     server = server_start(NULL);
     server_put(server, RUN, "a", memory[0], 1000);
     server_put(server, RUN, "b", memory[1], 1000);
@@ -35,7 +38,9 @@ static int tear_down(void **state)
     puller_end(&r);
     puller_close(&r);
     server_expect_idle(server);
-    return server_tear_down(state);
+    int status = server_tear_down(state);
+    assert_int_equal(open_files(), files);
+    return status;
 }
 
 static void send_header(peer *p, uint16_t type, uint32_t length)
@@ -277,6 +282,22 @@ static void who_does_not_read_is_bounded(void **state)
     peer_ping(&other);
 }
 
+/* More than are told why. */
+static void crowds_are_turned_away(void **state)
+{
+    enum { CROWD = 40, PLACES = 8 };
+    fanin_server_config config = server_config();
+    config.max_sessions = PLACES;
+    fanin_server *small = server_start(&config);
+    peer own = peer_open_unix(small);
+    for (size_t i = 0; i < CROWD; i++)
+        (void)peer_connect(small);
+    while (server_stats(small).sessions_refused < CROWD - PLACES)
+        peer_ping(&own);
+    server_close_peers();
+    server_stop(&small, 0);
+}
+
 static void random_bytes_and_bent_frames(void **state)
 {
     random_source seed = {4711};
@@ -298,6 +319,13 @@ static void random_bytes_and_bent_frames(void **state)
     }
 }
 
+/* The first server of a process opens what the process keeps. */
+static int start_once(void **state)
+{
+    (void)server_start(NULL);
+    return server_tear_down(state);
+}
+
 int main(void)
 {
 #define HOSTILE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
@@ -311,7 +339,8 @@ int main(void)
         HOSTILE(reads_need_a_lease_of_the_session),
         HOSTILE(catalogs_beyond_their_end),
         HOSTILE(who_does_not_read_is_bounded),
+        HOSTILE(crowds_are_turned_away),
         HOSTILE(random_bytes_and_bent_frames),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, start_once, NULL);
 }

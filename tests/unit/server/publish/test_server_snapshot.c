@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Snapshot publications of host memory: copies in two arenas, what readers of either get, and
    what the trainer may do meanwhile. */
+#include "call.h"
 #include "clock.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -146,6 +147,32 @@ static void a_lease_outlives_one_commit(void **state)
     assert_int_equal(stats.updates, 2);
     assert_int_equal(stats.drains_expired, 0);
     assert_int_equal(stats.leases, 0);
+}
+
+static fanin_status snapshot_third(void *server)
+{
+    return snapshot(server, 3, 0, NULL);
+}
+
+/* Of the arena that is to be filled, not the first one alone. */
+static void every_holder_is_waited_for(void **state)
+{
+    fanin_server *s = start_published(3600000);
+    puller r[2] = {puller_open_unix(s), puller_open_unix(s)};
+    grant g[2];
+    call commit;
+    for (size_t i = 0; i < 2; i++)
+        begin(&r[i], &g[i]);
+    publish(s, 2);
+    server_begin(s);
+    call_start(&commit, snapshot_third, s);
+    for (size_t i = 0; i < 2; i++) {
+        assert_false(call_returns(&commit, 50));
+        expect_step(&r[i], &g[i], 1);
+        assert_true(peer_end(&r[i].control, &g[i], false).good);
+    }
+    assert_int_equal(call_end(&commit), FANIN_OK);
+    assert_int_equal(server_stats(s).drains_expired, 0);
 }
 
 static void begin_update_does_not_drain(void **state)
@@ -558,6 +585,7 @@ int main(void)
         server_test(readers_get_copies),
         server_test(tables_describe_both_arenas),
         server_test(a_lease_outlives_one_commit),
+        server_test(every_holder_is_waited_for),
         server_test(begin_update_does_not_drain),
         server_test(new_shards_get_new_arenas),
         server_test(metadata_keep_the_arenas),
