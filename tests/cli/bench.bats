@@ -153,6 +153,7 @@ for limit in cipher:
 @test "compare: other shapes, worlds, paths, machines and limits are not compared" {
     for change in 'o["tensors"] += 1' 'o["bytes"] *= 2' 'o["world_size"] = 3' 'o["path"] = "rdma"' \
         'o["cold"] = True' 'o["snapshot"] = True' 'o["machine"]["cores"] += 1' 'o["limits"].pop()' \
+        'o["secured"] = True' 'o["no_unix"] = True' 'o["checksums"] = False' \
         'o["limits"][0]["min_ns"] *= 2' 'o["limits"][0]["name"] = "other"' 'del o["destination"]' \
         'o["samples"] = {k: v[:4] for k, v in o["samples"].items()}'; do
         altered b.json "$change"
@@ -211,4 +212,27 @@ refused()
         # shellcheck disable=SC2086
         run -2 --separate-stderr "$NIXL_FETCH" bench --compare $line
     done
+}
+
+@test "a result says whether TCP, TLS and checksums were used" {
+    output=$(cat a.json)
+    [ "$(field secured) $(field no_unix) $(field checksums)" = "false false true" ]
+    "$NIXL_FETCH" secret launch
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 1 --iterations 1 --json \
+        --path stream --no-unix --no-checksums --secret-file "$PWD/launch"
+    [ "$(field secured) $(field no_unix) $(field checksums)" = "true true false" ]
+}
+
+@test "into a directory: a link that was planted is not followed, and nothing else is removed" {
+    mkdir dest kept
+    echo precious >kept/weights.bin
+    mkdir dest/fanin-bench-0
+    echo mine >dest/fanin-bench-0/x
+    # By exec the command has a number that is known beforehand.
+    # shellcheck disable=SC2016 # of the inner shell
+    run -0 bash -c 'ln -s "$PWD/kept" "dest/fanin-bench-$$-0"; exec "$@"' planted \
+        "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 2 --dest dest
+    [ "$(cat kept/weights.bin)" = precious ]
+    [ "$(cat dest/fanin-bench-0/x)" = mine ]
+    [ "$(find dest -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
 }

@@ -84,6 +84,74 @@ json()
     stop_ranks
 }
 
+@test "a run that not all ranks publish is a problem" {
+    world=000102030405060708090a0b0c0d0e0f
+    start_ranks --adapter-shape small --world-size 2 --run a --world-id $world --name job
+    IFS=, read -r zero _ <<<"${ready##* }"
+    of_a=$ranks_pid
+    start_ranks --adapter-shape small --world-size 2 --run b --world-id $world --name job
+    IFS=, read -r _ one <<<"${ready##* }"
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one"
+    has "rank 1 does not publish lora:a, others do (1 of 2 ranks)"
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one" --run b -q
+    has "rank 0 does not publish lora:b, others do (1 of 2 ranks)"
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "${ready##* }" --run a -q
+    has "no rank publishes lora:a"
+    run --separate-stderr "$NIXL_FETCH" doctor "${ready##* }" --run b
+    [[ $output != *"not publish"* ]]
+    kill -TERM "$of_a"
+    stop_ranks
+    gone "$of_a"
+}
+
+@test "another program at a rank's port is told apart from a rank that is down" {
+    start_ranks --adapter-shape small --world-size 2
+    IFS=, read -r zero _ <<<"${ready##* }"
+    exec {greeter}< <(exec "$FANIN_TEST_PYTHON" -c '
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    held = []
+    while True:
+        held.append(server.accept()[0])
+        held[-1].sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n")' 3>&-)
+    greeter_pid=$!
+    read -r port <&"$greeter"
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,127.0.0.1:$port"
+    kill -KILL "$greeter_pid"
+    has "another program listens at 1 of 2 addresses: the rank at 127.0.0.1:$port "
+    [[ $output != *refuse* ]]
+    stop_ranks
+}
+
+@test "ranks of two launches are a problem, and no ping is well, whoever answers first" {
+    start_ranks --adapter-shape small --world-size 2
+    IFS=, read -r zero _ <<<"${ready##* }"
+    first=$ranks_pid
+    start_ranks --adapter-shape small --world-size 2
+    IFS=, read -r _ one <<<"${ready##* }"
+    for _ in {1..10}; do
+        run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one" -q --timeout 20s
+        has " of another world (launch) than "
+        [[ $output != *"committed anything"* ]]
+        run -14 --separate-stderr "$NIXL_FETCH" ping "$zero,$one" --json --timeout 20s
+        has " of another world (launch) than "
+        [[ $output != *'"healthy"'* ]] || [ "$(field healthy) $(field answered)" = "false 2" ]
+    done
+    kill -TERM "$first"
+    stop_ranks
+    gone "$first"
+}
+
+@test "descriptors: enough for as many ranks as a client takes" {
+    run bash -c 'ulimit -n 70 && exec "$NIXL_FETCH" doctor'
+    has "the limit is 70: enough for 11 ranks"
+    run bash -c 'ulimit -n 70 && exec "$NIXL_FETCH" ping 127.0.0.1:1 -n 11'
+    [[ $output != *descriptors* ]]
+    run bash -c 'ulimit -n 70 && exec "$NIXL_FETCH" ping 127.0.0.1:1 -n 12'
+    has "12 ranks need about 72 descriptors, the limit of this process is 70"
+}
+
 @test "wrong usage" {
     run -2 "$NIXL_FETCH" doctor one two
 }

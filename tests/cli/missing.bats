@@ -56,6 +56,8 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
         has "2 of 3 ranks answered"
         has "did not answer in time"
         has "is the trainer process stopped"
+        run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout 1s
+        grep -Eq "^ *$odd +127.* no answer in time$" <<<"$output"
     done
 }
 
@@ -157,4 +159,20 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     [ "$(field missing 0 rank)" = 2 ]
     run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --json
     [ "$(field answered)" = 2 ]
+}
+
+@test "pull that waits: its options are those by which it asks who is late" {
+    [ "$(id -u)" = 0 ] || skip "only root can be two users"
+    setpriv --reuid 1234 --regid 1234 --clear-groups test -x "$NIXL_FETCH" || skip "another user cannot reach the build"
+    theirs=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
+    chmod 0777 "$theirs"
+    exec {their_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups "$NIXL_FETCH" serve \
+        --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
+    their_pid=$!
+    read -r -t 120 <&"$their_out"
+    run -12 --separate-stderr "$NIXL_FETCH" pull "$theirs/info" --out d --step 9 --timeout 10s --trust-other-users
+    kill -TERM "$their_pid"
+    gone "$their_pid"
+    rm -r "$theirs"
+    has "waiting for step 9 of lora:0: ranks 0-1 stable at step 1"
 }

@@ -129,3 +129,43 @@ nothing_left()
     nothing_left
     run -0 "$NIXL_FETCH" pull "$info" full:0 d/m
 }
+
+# extra DIRECTORY FILE NAME: gives a file of tensors one more, which is empty.
+extra()
+{
+    "$FANIN_TEST_PYTHON" -c '
+import json, struct, sys
+path, name = sys.argv[1:]
+data = open(path, "rb").read()
+size = struct.unpack("<Q", data[:8])[0]
+header = json.loads(data[8 : 8 + size])
+end = max(t["data_offsets"][1] for n, t in header.items() if n != "__metadata__")
+header[name] = {"dtype": "U8", "shape": [0], "data_offsets": [end, end]}
+text = json.dumps(header).encode()
+text += b" " * (-len(text) % 8)
+open(path, "wb").write(struct.pack("<Q", len(text)) + text + data[8 + size :])' "$1/$2" "$3"
+}
+
+@test "verify: tensors and files that engines load besides are named" {
+    "$NIXL_FETCH" pull "$info" full:0 d/several --max-file-bytes 4000000 -q
+    "$NIXL_FETCH" pull "$info" full:0 d/one -q
+    run -0 "$NIXL_FETCH" verify "$info" full:0 d/several -q
+    run -0 "$NIXL_FETCH" verify "$info" full:0 d/one -q
+    last=$(basename "$(printf '%s\n' d/several/model-*.safetensors | tail -n 1)")
+    cp -r d/several d/more
+    extra d/more "$last" evil.weight
+    run -14 "$NIXL_FETCH" verify "$info" full:0 d/more
+    has "d/more/$last: has a tensor 'evil.weight', which the index does not name"
+    cp -r d/several d/twice
+    extra d/twice "$last" model.embed_tokens.weight
+    run -14 "$NIXL_FETCH" verify "$info" full:0 d/twice
+    has "d/twice/$last: has a tensor 'model.embed_tokens.weight', which the index says is in model-0000"
+    cp -r d/one d/both
+    cp d/several/model* d/both
+    rm d/both/model-*
+    run -14 "$NIXL_FETCH" verify "$info" full:0 d/both
+    has "d/both/model.safetensors.index.json: lies beside model.safetensors"
+    cp d/one/model.safetensors d/one/other.safetensors
+    run -14 "$NIXL_FETCH" verify "$info" full:0 d/one
+    has "d/one/other.safetensors: lies beside model.safetensors"
+}

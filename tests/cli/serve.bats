@@ -314,6 +314,13 @@ loaded()
     grep -Eq '^host +0 +0 .* [+-][0-9.]+ % .* %$' <<<"$output"
 }
 
+@test "bench --trainer-load: a phase lasts until each rank that works has had a whole step" {
+    # Rewriting the shards alone takes longer than the phase.
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape dense --world-size 1 --iterations 1 \
+        --trainer-load integer --update-every 1 --phase 2 --pairs 1 --json
+    "$FANIN_TEST_PYTHON" -c 'import sys; sys.exit(float(sys.argv[1]) < 2e6)' "$(field trainer_load trainers 0 step_ns)"
+}
+
 @test "bench --trainer-load: Ctrl-C and a rank's death end it within a phase" {
     for victim in tool rank; do
         "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load product \

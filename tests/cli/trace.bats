@@ -44,6 +44,13 @@ print(*sorted({e["name"] for e in spans}))' "$1"
     grep -q '>rank 1</text>' pull.svg
     run -0 "$NIXL_FETCH" trace own/* --svg own.svg
     grep -q '>trainer, rank 1</text>' own.svg
+    for option in "--svg own.svg" "--merge pull.json" "--merge all.json"; do
+        cp "${option#* }" before
+        # shellcheck disable=SC2086
+        run -11 "$NIXL_FETCH" trace pull.json own/* $option
+        has "${option#* }: File exists: remove it, or give another name"
+        cmp before "${option#* }"
+    done
     "$FANIN_TEST_PYTHON" -c 'import sys, xml.dom.minidom; xml.dom.minidom.parse(sys.argv[1])' pull.svg
     [[ $(names all.json) == *begin_update*commit*pull* ]]
     run -0 --separate-stderr "$NIXL_FETCH" trace bench.json --pull 2 --json

@@ -26,7 +26,7 @@ static void examine(const world *w, const doctor_facts *facts, doctor_ranks *out
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client *client = world_client(w, FANIN_PATH_STREAM);
-    assert_ok(doctor_ask(client, facts, 20000, out, &error), error);
+    assert_ok(doctor_ask(client, facts, "", 20000, out, &error), error);
     fanin_client_destroy(&client);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -189,3 +190,32 @@ def test_nobody_there_still_makes_a_bundle(tmp_path: Path) -> None:
     assert "nobody answers" in part(told, "status")["why"]
     assert "a whole model" in part(told, "pull")["why"]
     assert "no-pull" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it(number: signal.Signals, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = [nixl_fetch(), "bundle", target, "--timeout", "1h", "-o", str(tmp_path / "b.tar")]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as tool:
+            with silent.accept()[0]:  # by a part, which waits for an answer
+                tool.send_signal(number)
+                _, err = tool.communicate(timeout=2 * PATIENCE)
+    assert (tool.returncode, os.listdir(tmp_path)) == (128 + number, [])
+    assert "interrupted, nothing is written" in err
+
+
+def test_what_a_killed_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    # By exec the command has a number that is known beforehand.
+    script = 'echo old >".nixl-fetch-$$"; exec "$0" "$@"'
+    words = ["bundle", "127.0.0.1:1", "--no-pull", "--timeout", "500ms", "-o", "b.tar"]
+    done = subprocess.run(
+        ["bash", "-c", script, nixl_fetch(), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    contents(tmp_path / "b.tar")

@@ -316,6 +316,39 @@ def test_what_is_no_side_is_refused_by_a_sentence(tmp_path: Path) -> None:
         assert done.stdout == ""
 
 
+def model(directory: Path, files: dict[str, list[str]], index: dict[str, str]) -> Path:
+    """A model's directory: the tensors of each file, and which file the index says has each."""
+    directory.mkdir()
+    for file, names in files.items():
+        save_file({name: np.ones(4, np.float32) for name in names}, directory / file)
+    if index:
+        text = json.dumps({"weight_map": index})
+        (directory / "model.safetensors.index.json").write_text(text)
+    return directory
+
+
+def test_models_from_which_engines_load_other_bytes(tmp_path: Path) -> None:
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = {"a": one, "b": two}
+    good = model(tmp_path / "good", {one: ["a"], two: ["b"]}, index)
+    whole = model(tmp_path / "whole", {"model.safetensors": ["a", "b"]}, {})
+    assert diff(good, whole).returncode == 0
+    more = model(tmp_path / "more", {one: ["a"], two: ["b", "evil"]}, index)
+    twice = model(tmp_path / "twice", {one: ["a"], two: ["a", "b"]}, index)
+    files = {"model.safetensors": ["a", "b"], one: ["a"], two: ["b"]}
+    both = model(tmp_path / "both", files, index)
+    beside = model(tmp_path / "beside", {"model.safetensors": ["a", "b"], one: ["c"]}, {})
+    for other, said in (
+        (more, f"{more}/{two}: has a tensor 'evil', which the index does not name"),
+        (twice, f"{twice}/{two}: has a tensor 'a', which the index says is in {one}"),
+        (both, "lies beside model.safetensors"),
+        (beside, f"{beside}/{one}: lies beside model.safetensors"),
+    ):
+        done = diff(good, other)
+        assert done.returncode == 2, done
+        assert said in done.stderr
+
+
 def test_what_ranks_publish(ranks: list[fanin.Server], tmp_path: Path) -> None:
     target = ",".join(addresses(ranks))
     assert (

@@ -18,7 +18,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import fanin
@@ -90,6 +90,15 @@ def test_nothing_is_wrong(target: str) -> None:
     assert (code, report["healthy"], report["step"]) == (0, True, 1)
     assert kinds(report) == []
     assert [rank["state"] for rank in report["ranks"]] == ["stable"] * 3
+
+
+def test_steps_that_no_json_integer_holds(ranks: list[fanin.Server], target: str) -> None:
+    for step in (2**63 - 1, 2**63 + 7, 2**64 - 1):
+        publish(ranks, step)
+        code, report = told(target)
+        assert code == 0
+        wanted = step if step < 2**63 else str(step)
+        assert [report["step"], report["ranks"][2]["step"]] == [wanted, wanted]
 
 
 def test_a_rank_in_its_update(ranks: list[fanin.Server], target: str) -> None:
@@ -192,10 +201,65 @@ def test_a_rank_of_another_release() -> None:
         ranks[1].close()
         mixed = f"{addresses(ranks[:1])[0]},127.0.0.1:{listener.getsockname()[1]}"
         code, report = told(mixed)
+        doctor = subprocess.run(
+            [nixl_fetch(), "doctor", mixed, "-q"], capture_output=True, text=True, timeout=PATIENCE
+        )
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(PATIENCE)
     assert (code, kinds(report)[0][0]) == (14, "version")
     assert "versions 7 to 7" in text_of(report, "version")
+    assert doctor.returncode == 4
+    assert "1 of 2 ranks are of another release: " in doctor.stdout
+
+
+@contextmanager
+def launches(*worlds: tuple[bytes, int] | None) -> Iterator[int]:
+    """A rank of each world and size (None: one that says nothing), which listen on ports that
+    follow each other: the first."""
+    for _ in range(100):
+        with ExitStack() as made, socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            taken.close()
+            try:
+                for rank, of in enumerate(worlds):
+                    if of is None:
+                        made.enter_context(socket.create_server(("127.0.0.1", port + rank)))
+                        continue
+                    server = fanin.Server(
+                        world_id=of[0], rank=rank, world_size=of[1], base_port=port, use_ucx=False
+                    )
+                    made.callback(server.close)
+            except (fanin.FaninError, OSError, OverflowError):
+                continue  # another program has one of them
+            yield port
+            return
+    pytest.fail("no ports that follow each other are free")
+
+
+def test_ranks_of_two_launches() -> None:
+    one, other = os.urandom(16), os.urandom(16)
+    with launches((one, 3), (other, 2), (one, 3)) as port:
+        for _ in range(10):  # whoever answers first
+            done = status(f"127.0.0.1:{port}", "--world-size", "3", "--timeout", "20s")
+            assert done.returncode == 14
+            assert "is of another world (launch) than " in done.stderr
+            assert "--world-size" not in done.stderr
+
+
+def test_a_world_size_that_would_leave_a_rank_out() -> None:
+    with launches(None, (os.urandom(16), 2), None) as port:
+        done = status(f"127.0.0.1:{port}", "--world-size", "3")
+        assert done.returncode == 14
+        assert "says the world size is 2, but 3 addresses were given" in done.stderr
+        assert "--world-size" not in done.stderr
+
+
+def test_another_world_size() -> None:
+    one = os.urandom(16)
+    with launches((one, 2), (one, 2)) as port:
+        done = status(f"127.0.0.1:{port}", "--world-size", "3", "--timeout", "20s")
+        assert done.returncode == 14
+        assert done.stderr.endswith(": give --world-size 2\n")
 
 
 def test_one_rank_that_is_slow() -> None:

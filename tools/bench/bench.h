@@ -152,6 +152,7 @@ typedef struct bench {
     fanin_result_info last;
     char reason[256];
     uint64_t peak_bytes, serial;
+    uint64_t mark; /**< random: in names of directories, which nobody foresees */
     about about;
     out_file csv, html;
     uint32_t counts[BENCH_MAX_COUNTS], n_counts; /**< of readers */

@@ -223,9 +223,10 @@ static void compare_limits(comparison *c)
 static void compare_kinds(comparison *c)
 {
     static const char *const members[] = {
-        "tensors", "bytes",      "world_size", "destination", "device",   "path",
-        "cold",    "snapshot",   "layout",     "workers",     "mappings", "all_checked",
-        "verify",  "pull_dtype", "spare_file", "pause_ns",    NULL};
+        "tensors",  "bytes",       "world_size", "destination", "device",
+        "path",     "cold",        "snapshot",   "layout",      "workers",
+        "mappings", "all_checked", "verify",     "pull_dtype",  "spare_file",
+        "pause_ns", "secured",     "no_unix",    "checksums",   NULL};
     static const char *const machine[] = {"processor", "cores", "memory_bytes",
                                           "devices", NULL};
     compare_members(c, c->a, c->b, members);

@@ -164,8 +164,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
 static uint8_t *map_file(const char *directory, uint64_t bytes)
 {
     char path[4096];
-    snprintf(path, sizeof path, "%s/fanin-bench-%d-pages", directory, (int)getpid());
-    int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    snprintf(path, sizeof path, "%s/fanin-bench-XXXXXX", directory);
+    int descriptor = mkostemp(path, O_CLOEXEC);
     if (descriptor < 0) {
         return NULL;
     }

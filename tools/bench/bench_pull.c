@@ -2,15 +2,20 @@
 #include "bench/bench.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <unistd.h>
 
-/* Removes a directory that this bench made. */
+/* Removes a directory that a pull of this bench made: never what a link leads to. */
 static void remove_directory(const char *path)
 {
-    DIR *directory = opendir(path);
+    int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *directory = descriptor >= 0 ? fdopendir(descriptor) : NULL;
     if (directory == NULL) {
+        if (descriptor >= 0) {
+            close(descriptor);
+        }
         return;
     }
     for (const struct dirent *e; (e = readdir(directory)) != NULL;) {
@@ -33,17 +38,20 @@ static fanin_status pull_directory(bench *b, const fanin_pull_options *options,
                                ? fanin_client_pull_model
                                : fanin_client_pull_adapter)(b->session.client, options,
                                                             path, &result, error);
-    if (status == FANIN_OK) {
+    bool made = status == FANIN_OK; /* else what lies there is somebody's */
+    if (made) {
         fanin_result_get(result, info);
         snprintf(b->reason, sizeof b->reason, "%s",
                  info->path_reason != NULL ? info->path_reason : "");
         info->path_reason = info->ranks_json = NULL;
     }
-    if (status == FANIN_OK && check) {
+    if (made && check) {
         status = check_directory(&b->pattern, path, options->publication, info->step,
                                  &checked, error);
     }
-    remove_directory(path);
+    if (made) {
+        remove_directory(path);
+    }
     fanin_result_free(&result);
     return status;
 }
@@ -68,7 +76,7 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     if (!b->directory) {
         return bench_pull_workers(b, &options, check, info, error);
     }
-    snprintf(path, sizeof path, "%s/fanin-bench-%d-%" PRIu64, b->dest, (int)getpid(),
-             b->serial++);
+    snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
+             b->mark, b->serial++);
     return pull_directory(b, &options, path, check, info, error);
 }

@@ -172,7 +172,10 @@ static void set_about(const bench *b, json_t *o)
                "library", output_string(fanin_version()), "verify",
                json_boolean(b->verify), "pull_dtype", output_string(b->pull_dtype),
                "spare_file", json_boolean(b->spare_file), "pause_ns",
-               output_u64((uint64_t)b->pause * 1000000), NULL);
+               output_u64((uint64_t)b->pause * 1000000), "secured",
+               json_boolean(session_is_secured(&b->session)), "no_unix",
+               json_boolean(b->line.connect.no_unix), "checksums",
+               json_boolean(!b->line.connect.no_checksums), NULL);
 }
 
 void bench_tell_csv(const bench *b, FILE *out)

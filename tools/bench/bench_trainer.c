@@ -105,11 +105,26 @@ static bench_loss loss_of(const bench *b, uint32_t rank)
     return loss;
 }
 
-static int wait_phase(const bench *b)
+static bool all_counted(const bench *b, uint32_t phase)
+{
+    for (uint32_t rank = 0; rank < b->rank_options.world_size; rank++) {
+        if (rank_works(&b->rank_options, rank) &&
+            atomic_load(&ranks_slot(b->ranks, rank)->counted) != phase) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* As long as --phase says, and until each rank that works has had a whole step: what one has to do was fixed by
+   its first step, and clocks may have been higher then. */
+static int wait_phase(const bench *b, uint32_t phase)
 {
     uint64_t end = progress_in_ms((uint64_t)b->phase_ms);
-    for (uint32_t left; (left = progress_left_ms(end)) > 0;) {
-        int code = ranks_pause(b->ranks, left < LOOK_MS ? left : LOOK_MS);
+    uint64_t last = progress_in_ms((uint64_t)b->phase_ms + b->line.common.timeout_ms);
+    for (uint32_t left; (left = progress_left_ms(end)) > 0 ||
+                        (!all_counted(b, phase) && progress_left_ms(last) > 0);) {
+        int code = ranks_pause(b->ranks, left > 0 && left < LOOK_MS ? left : LOOK_MS);
         if (code == 0 && interrupt_requested()) {
             code = interrupt_exit_code();
         }
@@ -126,7 +141,7 @@ static int one_phase(bench *b, bench_readers *readers, uint32_t phase, uint32_t 
 {
     ranks_phase(b->ranks, phase);
     bench_readers_begin(readers, active);
-    int code = wait_phase(b);
+    int code = wait_phase(b, phase);
     if (code != 0) {
         bench_readers_cancel(readers);
         return code;
@@ -159,9 +174,10 @@ static int check_steps(const bench *b, uint32_t rank)
         if (step_of(b, rank, phase) <= 0) {
             return failure_local(
                 "cannot measure what readers cost", FANIN_ERR_TIMEOUT,
-                "give a longer --phase or a shorter --update-every",
-                "rank %u had no whole step of %d ms and its update in a phase of %d ms",
-                rank, b->update_every, b->phase_ms);
+                "give a shorter --update-every or a longer --timeout",
+                "rank %u had no whole step of %d ms and its update in a phase of %d ms "
+                "and the %u ms of --timeout after it",
+                rank, b->update_every, b->phase_ms, b->line.common.timeout_ms);
         }
     }
     return 0;

@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 enum { START_MS = 300000 };
@@ -93,12 +94,16 @@ static void measure_links(bench *b, uint64_t most)
     uint32_t half = stream_threads(b, all);
     uint32_t counts[] = {1, half, all};
     bool tcp = b->line.connect.no_unix != 0 && b->last.path == FANIN_PATH_STREAM;
-    for (size_t i = 0, last = 0; i < sizeof counts / sizeof counts[0]; i++) {
+    const size_t n = sizeof counts / sizeof counts[0];
+    for (size_t i = 0, last = 0; i < n && !interrupt_requested(); i++) {
         if (counts[i] > last) {
             bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most,
                            counts[i]);
             last = counts[i];
         }
+    }
+    if (interrupt_requested()) {
+        return;
     }
     if (tcp) {
         bench_tcp(&b->limits, &b->arena, 1);
@@ -130,7 +135,7 @@ static void measure_limits(bench *b)
         bench_device_copies(&b->limits, &spread, b->dest_device);
     }
     if (b->directory) {
-        if (b->ranks != NULL) {
+        if (b->ranks != NULL && !interrupt_requested()) {
             bench_file_pages(&b->limits, &spread, b->dest, b->last.bytes);
         }
         return;
@@ -138,7 +143,7 @@ static void measure_limits(bench *b)
     if (host && !devices && b->ranks != NULL) {
         measure_links(b, most);
     }
-    if (host) {
+    if (host && !interrupt_requested()) {
         bench_memcpy(&b->limits, &b->arena);
     }
 }
@@ -264,9 +269,10 @@ static int open_files(bench *b)
         strcmp(b->csv_path, b->html_path) == 0) {
         return failure_usage(b->self->name, "--csv and --html name one file");
     }
-    int code = b->csv_path != NULL ? out_file_open(&b->csv, b->csv_path) : 0;
-    return code == 0 && b->html_path != NULL ? out_file_open(&b->html, b->html_path)
-                                             : code;
+    int code = b->csv_path != NULL ? out_file_open(&b->csv, b->csv_path, false) : 0;
+    return code == 0 && b->html_path != NULL
+               ? out_file_open(&b->html, b->html_path, false)
+               : code;
 }
 
 static int bench_all(bench *b)
@@ -289,7 +295,7 @@ static int bench_all(bench *b)
         return code;
     }
     measure_limits(b);
-    return tell(b);
+    return interrupt_requested() ? interrupt_exit_code() : tell(b);
 }
 
 /* --layout, --mapping and --workers. */
@@ -347,6 +353,10 @@ static int resolve(bench *b)
         b->dest_device = list[0];
     } else {
         b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
+    }
+    if (getrandom(&b->mark, sizeof b->mark, 0) != (ssize_t)sizeof b->mark) {
+        return failure_local("cannot pull", FANIN_ERR_IO, "try again",
+                             "no random bits for the names of directories");
     }
     if (b->pull_dtype != NULL && (b->half = options_half(b->pull_dtype)) == 0) {
         return failure_usage(name, "--pull-dtype is bf16 or f16, not '%s'",
@@ -515,7 +525,7 @@ static struct poptOption option_table[] = {
      "so many readers at once, --pause apart, in turn; 0 shows the noise (default 1)",
      "N[,N...]"},
     {"phase", 0, POPT_ARG_INT, &whole.phase_ms, 0,
-     "how long each lasts (default three updates)", "MS"},
+     "how long each lasts at least (default three updates)", "MS"},
     {"pairs", 0, POPT_ARG_INT, &whole.pairs, 0,
      "how often each is compared with nobody pulling (default 7)", "N"},
     {"csv", 0, POPT_ARG_STRING, &whole.csv_path, 0,

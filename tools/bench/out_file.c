@@ -16,10 +16,20 @@ static int refuse(const char *path, const char *why)
                          "%s: %s", path, why);
 }
 
-int out_file_open(out_file *file, const char *path)
+static int refuse_existing(const char *path)
+{
+    return failure_local("cannot write the results", FANIN_ERR_EXISTS,
+                         "remove it, or give another name", "%s: %s", path,
+                         strerror(EEXIST));
+}
+
+int out_file_open(out_file *file, const char *path, bool is_new)
 {
     struct stat there;
-    *file = (out_file){.path = path};
+    *file = (out_file){.path = path, .is_new = is_new};
+    if (is_new && lstat(path, &there) == 0) {
+        return refuse_existing(path);
+    }
     if (stat(path, &there) == 0 && !S_ISREG(there.st_mode)) {
         return refuse(path, S_ISDIR(there.st_mode) ? strerror(EISDIR)
                                                    : "it is no ordinary file");
@@ -64,12 +74,19 @@ int out_file_commit(out_file *file)
         saved = errno;
     }
     file->stream = NULL;
-    if (good && rename(file->temporary, file->path) == 0) {
+    if (good && file->is_new && link(file->temporary, file->path) == 0) {
+        out_file_discard(file);
+        return 0;
+    }
+    if (good && !file->is_new && rename(file->temporary, file->path) == 0) {
         file->temporary[0] = '\0';
         return 0;
     }
     saved = good ? errno : saved;
     out_file_discard(file);
+    if (file->is_new && saved == EEXIST) {
+        return refuse_existing(file->path);
+    }
     return refuse(file->path, saved != 0 ? strerror(saved) : "a write failed");
 }
 

@@ -192,16 +192,17 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
     session s = {0};
     fanin_error error = FANIN_ERROR_INIT;
     doctor_ranks ranks;
-    int code = session_open(&s, self, &d->line, where, NULL);
+    int code = session_open(&s, self, &d->line, where, d->line.run);
     if (code == 0) {
         fanin_status status = session_try(&s, &error);
         fanin_error asked = FANIN_ERROR_INIT;
-        fanin_status answer =
-            doctor_ask(s.client, facts, session_left_ms(&s), &ranks, &asked);
+        bool wanted = d->line.run != NULL || s.target.n_publications > 0;
+        fanin_status answer = doctor_ask(s.client, facts, wanted ? s.publication : "",
+                                         session_left_ms(&s), &ranks, &asked);
         if (ranks.addresses > 0) {
             doctor_judge_ranks(facts, &ranks, report);
         }
-        if (status == FANIN_OK && answer == FANIN_ERR_WORLD) {
+        if (status == FANIN_OK) {
             status = answer;
             error = asked;
         }

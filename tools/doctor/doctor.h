@@ -91,9 +91,11 @@ void doctor_judge(const doctor_facts *facts, doctor_report *report);
 /** What was heard of the ranks of a trainer, to be compared with this host. */
 typedef struct doctor_ranks {
     unsigned addresses, answered, silent, refused, barred;
+    unsigned foreign, others; /**< other programs listen there; other releases */
     char silent_address[272], refused_address[272];
-    /** Of the first that does not admit this reader, or is not believed */
-    char barred_why[512];
+    /** Of the first that does not admit this reader, or is not believed; that is another program; that is
+        of another release */
+    char barred_why[512], foreign_why[512], others_why[512];
     char software[64], ucx_version[32]; /**< of the first rank that answered */
     int ucx_rank; /**< the first whose UCX does not fit, -1: none */
     char other_ucx[32];
@@ -107,14 +109,21 @@ typedef struct doctor_ranks {
     char stuck_name[96], stuck_state[16];
     unsigned empty;      /**< ranks that answer and have committed nothing */
     unsigned empty_rank; /**< the first of them */
+    /* the run that is asked for, else one that some have committed and others have not */
+    char run[96];
+    unsigned lacking;      /**< ranks that answer and do not publish it */
+    unsigned lacking_rank; /**< the first of them */
+    bool is_one_whole;     /**< none was asked for, and some run is on all ranks */
 } doctor_ranks;
 
 /** An update that takes longer is told of: readers wait for it, and drains end with the lease. */
 enum { DOCTOR_STUCK_MS = 30000 };
 
-/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. */
+/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. @p publication: the one that
+    is wanted, "": any. */
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
-                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error);
+                        const char *publication, uint32_t timeout_ms, doctor_ranks *out,
+                        fanin_error *error);
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
                         doctor_report *report);
 

@@ -12,6 +12,9 @@
 /* What a rank of a large adapter registers, and what many ranks need in descriptors. */
 #define MEMLOCK_ENOUGH (8 * GIB)
 #define DESCRIPTORS_ENOUGH 4096
+/* As fanin_client_connect() counts: a rank's connections unless told, and what else is open. */
+#define DESCRIPTORS_OF_RANK 2
+#define DESCRIPTORS_BESIDES 48
 /* A rank's connections by default, and what else its process has open. */
 #define CONNECTIONS_MOST 5120
 #define CONNECTIONS_BESIDES 128
@@ -83,15 +86,17 @@ static void judge_descriptors(const doctor_facts *f, doctor_report *r)
         doctor_add(r, DOCTOR_GOOD, "descriptors", NULL, "%" PRIu64, f->descriptors);
         return;
     }
+    uint64_t left =
+        f->descriptors > DESCRIPTORS_BESIDES ? f->descriptors - DESCRIPTORS_BESIDES : 0;
     char remedy[160];
     snprintf(remedy, sizeof remedy, "ulimit -n %d%s", DESCRIPTORS_ENOUGH,
              f->descriptors_most < DESCRIPTORS_ENOUGH
                  ? ", after raising the hard limit (LimitNOFILE, --ulimit nofile)"
                  : "");
     doctor_add(r, DOCTOR_NOTE, "descriptors", remedy,
-               "the limit is %" PRIu64 ": enough for some %" PRIu64
+               "the limit is %" PRIu64 ": enough for %" PRIu64
                " ranks, each costs two or more",
-               f->descriptors, f->descriptors / 4);
+               f->descriptors, left / DESCRIPTORS_OF_RANK);
 }
 
 /* Of a trainer's rank, which takes what the hard limit leaves it. */
@@ -124,6 +129,12 @@ static void judge_shm(const doctor_facts *f, doctor_report *r)
         doctor_add(r, DOCTOR_WARNING, "shared memory", remedy,
                    "/dev/shm holds only %s: an adapter written there will not fit",
                    output_bytes(f->shm_size).s);
+    } else if (f->shm_free < SHM_ENOUGH) {
+        doctor_add(
+            r, DOCTOR_WARNING, "shared memory",
+            "see what fills it (ls -l /dev/shm), remove what nobody uses",
+            "/dev/shm has only %s of %s free: an adapter written there may not fit",
+            output_bytes(f->shm_free).s, output_bytes(f->shm_size).s);
     } else {
         doctor_add(r, DOCTOR_GOOD, "shared memory", NULL, "/dev/shm: %s, %s free",
                    output_bytes(f->shm_size).s, output_bytes(f->shm_free).s);

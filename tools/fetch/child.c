@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/child.h"
+#include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 
@@ -55,18 +56,23 @@ static char *read_back(int file, size_t *size_out)
     return text;
 }
 
-/* Whether it ended by itself. */
+/* Whether it ended by itself. A signal that comes before the wait ends it too. */
 static bool wait_for(const ends *e, uint64_t end_ns)
 {
     struct pollfd ended = {.fd = e->alive[0]};
     uint32_t left_ms;
-    while ((left_ms = progress_left_ms(end_ns)) > 0) {
-        int n = poll(&ended, 1, (int)left_ms);
-        if (n > 0 || (n < 0 && errno != EINTR)) {
-            return n > 0;
-        }
+    sigset_t all, before;
+    int n = 0;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, &before);
+    while (n == 0 && !interrupt_requested() &&
+           (left_ms = progress_left_ms(end_ns)) > 0) {
+        const struct timespec left = {left_ms / 1000, left_ms % 1000 * 1000000L};
+        n = ppoll(&ended, 1, &left, &before);
+        n = n < 0 && errno == EINTR ? 0 : n;
     }
-    return false;
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    return n > 0;
 }
 
 static void run(const char *const *words, const ends *e, uint32_t limit_ms, child *out)
@@ -89,7 +95,9 @@ static void run(const char *const *words, const ends *e, uint32_t limit_ms, chil
     while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
     }
     out->ns = progress_now_ns() - started;
-    if (!ended) {
+    if (!ended && interrupt_requested()) {
+        snprintf(out->why, sizeof out->why, "interrupted");
+    } else if (!ended) {
         snprintf(out->why, sizeof out->why, "did not end within %.60s",
                  output_age(limit_ms).s);
     } else if (WIFEXITED(status)) {

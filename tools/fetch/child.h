@@ -17,8 +17,8 @@ typedef struct child {
     uint64_t ns;   /**< how long it took */
 } child;
 
-/** Runs "nixl-fetch WORDS..." (NULL at the end) to its end, or kills it after @p limit_ms. Ends with this
-    process. child_free() in any case. */
+/** Runs "nixl-fetch WORDS..." (NULL at the end) to its end, or kills it after @p limit_ms, or when
+    interrupt_requested(). Ends with this process. child_free() in any case. */
 void child_run(const char *const *words, uint32_t limit_ms, child *out);
 void child_free(child *c);
 

@@ -3,6 +3,7 @@
 #include "fetch/child.h"
 #include "fetch/command.h"
 #include "fetch/failure.h"
+#include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
@@ -244,7 +245,8 @@ static const char *left_out(const bundler *b, const part *p)
 
 static void add_commands(const bundler *b)
 {
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+    const size_t count = sizeof parts / sizeof parts[0];
+    for (size_t i = 0; i < count && !interrupt_requested(); i++) {
         const char *why = left_out(b, &parts[i]);
         if (why != NULL) {
             tell_part(b, parts[i].name, -1, why, 0, 0);
@@ -384,16 +386,21 @@ static int write_bundle(bundler *b, const char *path)
     add_manifest(b);
     tar_file_end(b->archive);
     fclose(b->archive);
-    fanin_status status = whole_file_write(path, bytes, size, &error);
-    free(bytes);
-    if (status != FANIN_OK) {
-        scols_unref_table(b->table);
-        json_decref(b->parts);
-        return failure_report("cannot write the bundle", &error);
+    int code = 0;
+    if (interrupt_requested()) {
+        failure_warn("interrupted, nothing is written");
+        code = interrupt_exit_code();
+    } else if (whole_file_write(path, bytes, size, &error) != FANIN_OK) {
+        code = failure_report("cannot write the bundle", &error);
     }
-    tell(b, path, size);
+    free(bytes);
+    if (code == 0) {
+        tell(b, path, size);
+    } else {
+        scols_unref_table(b->table);
+    }
     json_decref(b->parts);
-    return 0;
+    return code;
 }
 
 /* The options of a table as they were given, for another command line. */

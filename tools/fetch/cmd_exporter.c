@@ -4,6 +4,7 @@
 #include "fetch/failure.h"
 #include "fetch/http.h"
 #include "fetch/look_metrics.h"
+#include "fetch/look_rates.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/terminal.h"
@@ -19,6 +20,7 @@ typedef struct exporter {
     uint32_t timeout_ms;
     bool reached; /**< somebody has answered at least once */
     char *text;   /**< the last page; NULL: none yet */
+    look_rates rates;
     uint64_t taken_ns;
 } exporter;
 
@@ -35,7 +37,8 @@ static char *page_of(exporter *e)
         status = look_take(s, session_left_ms(s), &l, &error);
     }
     if (status == FANIN_OK) {
-        problems_find(&l, 0, &p);
+        look_rates_take(&e->rates, &l, progress_now_ns());
+        problems_find(&l, &e->rates, 0, &p);
     } else {
         look_free(&l); /* ranks that do not belong together may have one number */
     }
@@ -98,6 +101,7 @@ static int serve(session *s, const invocation *line, void *cookie)
     }
     http_serve(fd, page, e);
     free(e->text);
+    look_rates_free(&e->rates);
     return 0;
 }
 

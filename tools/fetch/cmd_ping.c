@@ -44,7 +44,9 @@ static void add_row(report *r, const fanin_rank_info *info, int32_t rank,
     output_row(r->table, NULL, rank >= 0 ? output_number((uint64_t)rank).s : "-",
                info->address, good ? output_duration(rtt_ns).s : "-",
                good ? info->server_name : "-",
-               good ? "ok" : fanin_status_text(info->status));
+               good           ? "ok"
+               : info->silent ? "no answer in time"
+                              : fanin_status_text(info->status));
 }
 
 /* Below the table: why a rank does not answer; what the others say of themselves, each time that
@@ -81,20 +83,27 @@ static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
     return true;
 }
 
-/* @p notes: what was written below the table. */
-static int finish(const report *r, const char *notes)
+/* @p notes: what was written below the table. @p error: what is wrong with ranks that answer, if @p status says so. */
+static int finish(const report *r, const char *notes, fanin_status status,
+                  fanin_error *error)
 {
     missing m;
     missing_gather(r->session, &m);
+    bool apart = status != FANIN_OK && m.count < m.asked;
     if (r->table != NULL) {
         output_print(r->table);
         fputs(notes, stdout);
     } else {
-        output_json(output_object("healthy", json_boolean(m.count == 0), "answered",
-                                  output_u64(m.asked - m.count), "addresses",
-                                  output_u64(m.asked), "ranks", r->ranks, NULL));
+        output_json(output_object("healthy", json_boolean(m.count == 0 && !apart),
+                                  "answered", output_u64(m.asked - m.count),
+                                  "addresses", output_u64(m.asked), "ranks", r->ranks,
+                                  NULL));
     }
     int code = missing_report(&m);
+    if (apart) {
+        failure_use_json(false); /* the data are told */
+        code = session_failure(r->session, "not one world", error);
+    }
     missing_free(&m);
     return code;
 }
@@ -118,7 +127,7 @@ static int ping(session *s, const invocation *line, void *cookie)
     fclose(r.notes);
     int code;
     if (status == FANIN_OK || r.asked > 0) {
-        code = finish(&r, notes);
+        code = finish(&r, notes, status, &error);
     } else {
         bool nobody = status == FANIN_ERR_UNREACHABLE;
         snprintf(what, sizeof what, "0 of %u ranks answered", s->target.count);

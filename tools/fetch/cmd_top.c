@@ -55,8 +55,8 @@ static int look_again(top *t, session *s)
     }
     t->verdict = status;
     if (status == FANIN_OK) {
-        problems_find(&t->look, t->max_age_ms, &t->problems);
         look_rates_take(&t->rates, &t->look, progress_now_ns());
+        problems_find(&t->look, &t->rates, t->max_age_ms, &t->problems);
         t->verdict = problems_verdict(&t->problems);
         return 0;
     }

@@ -3,6 +3,7 @@
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,11 +27,30 @@ json_t *failure_json(const fanin_error *error)
     return output_object("error", body, NULL);
 }
 
+static bool is_of_word(char c)
+{
+    return isalnum((unsigned char)c) || c == '_';
+}
+
+/* Whether @p word is in @p text, and not as a part of a longer one. */
+static bool mentions(const char *text, const char *word)
+{
+    size_t size = strlen(word);
+    for (const char *p = text; (p = strstr(p, word)) != NULL; p++) {
+        if ((p == text || !is_of_word(p[-1])) && !is_of_word(p[size])) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void tell(const char *what, const fanin_error *error)
 {
     const char *why =
         error->message[0] != '\0' ? error->message : fanin_status_text(error->status);
-    terminal_tell("nixl-fetch: %s: %s%s%s", what, why,
+    bool keyed = error->key[0] != '\0' && !mentions(why, error->key);
+    terminal_tell("nixl-fetch: %s: %s%s%s%s%s%s", what, why, keyed ? " (key '" : "",
+                  keyed ? error->key : "", keyed ? "')" : "",
                   error->remedy[0] != '\0' ? ": " : "", error->remedy);
     if (!json_wanted) {
         return;

@@ -52,9 +52,14 @@ typedef struct problems {
     size_t count, capacity;
 } problems;
 
-/** Finds them, the worst first. @p max_age_ms: commits may be as old, whatever the ranks are at; 0:
-    all must publish one step now. */
-void problems_find(const look *l, uint64_t max_age_ms, problems *out);
+struct look_rates;
+
+/** Finds them, the worst first. @p rates: how @p l differs from the look before, as far as that is known.
+    @p max_age_ms: commits may be as old, whatever the ranks are at; 0: all must publish one step now. */
+void problems_find(const look *l, const struct look_rates *rates, uint64_t max_age_ms,
+                   problems *out);
+/** Whether only another look tells if a rank is slow. */
+bool problems_need_rates(const look *l);
 void problems_free(problems *p);
 /** The worst that is a failure; FANIN_OK: none. */
 fanin_status problems_verdict(const problems *p);

@@ -136,7 +136,8 @@ json_t *output_string(const char *text)
 
 json_t *output_u64(uint64_t value)
 {
-    return json_integer((json_int_t)value);
+    return value <= INT64_MAX ? json_integer((json_int_t)value)
+                              : output_string(output_number(value).s);
 }
 
 json_t *output_digits(const uint8_t *bytes, size_t size)

@@ -42,6 +42,7 @@ json_t *output_object(const char *name, ...) __attribute__((sentinel));
 void output_set(json_t *object, const char *name, ...) __attribute__((sentinel));
 /** Bytes that are not UTF-8 become '?'; "" becomes null. */
 json_t *output_string(const char *text);
+/** From 2^63 on a string of digits, as fanin.json has it: JSON libraries take no such integer. */
 json_t *output_u64(uint64_t value);
 /** Bytes as hexadecimal digits. */
 json_t *output_digits(const uint8_t *bytes, size_t size);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What is wrong with a run, in words that need no manual. */
-#include "fetch/look.h"
+#include "fetch/look_rates.h"
 #include "fetch/output.h"
 
 #include <inttypes.h>
@@ -193,25 +193,42 @@ static void judge_leases(problems *p, const look_rank *r)
     }
 }
 
-/* A reader has all leases until the last rank has sent all: the one that still sends is the cause. */
-static void judge_slow(problems *p, const look *l)
+/* A reader has all leases until the last rank has sent all: the one that still sends is the cause, or is only the
+   last of a pull. The ranks' number; l->count: none. */
+static uint32_t find_last(const look *l, uint32_t *through_out)
 {
-    const look_rank *slow = NULL;
-    uint32_t sending = 0, through = 0;
+    uint32_t last = l->count, sending = 0, through = 0;
     for (uint32_t i = 0; i < l->count; i++) {
         const look_rank *r = &l->ranks[i];
         if (r->stats.sends_waiting > 0 && r->is.lease_age_ms >= SLOW_MS) {
-            slow = r;
+            last = i;
             sending++;
         }
         through += r->stats.sends_waiting == 0 && r->is.lease_age_ms >= SLOW_MS;
     }
-    if (sending == 1 && through > 0) {
-        add(p, SLOW, slow, "slow", FANIN_OK,
-            "%s is slow: readers have waited %s for what it sends, the network or they "
-            "take no more; %" PRIu32 " of the others have sent all",
-            missing_name(&slow->at).s, output_age(slow->is.lease_age_ms).s, through);
+    *through_out = through;
+    return sending == 1 && through > 0 ? last : l->count;
+}
+
+bool problems_need_rates(const look *l)
+{
+    uint32_t through;
+    return find_last(l, &through) < l->count;
+}
+
+static void judge_slow(problems *p, const look *l, const look_rates *rates)
+{
+    uint32_t through, last = find_last(l, &through);
+    if (last >= rates->count || last == l->count || !rates->list[last].known ||
+        rates->list[last].bytes > 0) {
+        return;
     }
+    const look_rank *slow = &l->ranks[last];
+    add(p, SLOW, slow, "slow", FANIN_OK,
+        "%s is slow: readers have waited %s for what it sends, for %s the network or "
+        "they have taken nothing; %" PRIu32 " of the others have sent all",
+        missing_name(&slow->at).s, output_age(slow->is.lease_age_ms).s,
+        output_age(rates->list[last].ns / 1000000).s, through);
 }
 
 /* Of all pulls since the rank was started; the first rank of which it is true speaks for all. */
@@ -238,7 +255,8 @@ static int by_weight(const void *a, const void *b)
                                   : (x->rank > y->rank) - (x->rank < y->rank);
 }
 
-void problems_find(const look *l, uint64_t max_age_ms, problems *out)
+void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
+                   problems *out)
 {
     *out = (problems){0};
     for (uint32_t i = 0; i < l->count; i++) {
@@ -250,7 +268,7 @@ void problems_find(const look *l, uint64_t max_age_ms, problems *out)
         judge_step(out, l, r, max_age_ms);
         judge_leases(out, r);
     }
-    judge_slow(out, l);
+    judge_slow(out, l, rates);
     judge_stale(out, l);
     if (out->count > 0) {
         qsort(out->list, out->count, sizeof *out->list, by_weight);

@@ -69,8 +69,9 @@ const char *session_default_target(void)
     return text;
 }
 
-static int configure(session *s, const invocation *line, fanin_client_config *config)
+static int configure(session *s, const invocation *line)
 {
+    fanin_client_config *config = &s->config;
     const common_options *common = &line->common;
     const connect_options *connect = &line->connect;
     fanin_client_config_init(config, sizeof *config);
@@ -115,9 +116,9 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
 }
 
 /* What the target file says of its ranks is demanded of them, unless an option says more. */
-static void demand(session *s, const connect_options *connect,
-                   fanin_client_config *config)
+static void demand(session *s, const connect_options *connect)
 {
+    fanin_client_config *config = &s->config;
     if (connect->server_name == NULL) {
         config->server_name = s->target.server_name;
     }
@@ -129,10 +130,6 @@ static void demand(session *s, const connect_options *connect,
         config->tls_cert == NULL && getenv("FANIN_TLS_CERT") == NULL) {
         config->secret_file = s->target.secret_file;
     }
-    s->secret_file = config->secret_file;
-    s->tls_cert = config->tls_cert;
-    s->tls_key = config->tls_key;
-    s->tls_ca = config->tls_ca;
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
@@ -145,8 +142,8 @@ static bool is_given(const char *given, const char *variable)
 
 bool session_is_secured(const session *s)
 {
-    return is_given(s->secret_file, "FANIN_SECRET_FILE") ||
-           is_given(s->tls_cert, "FANIN_TLS_CERT");
+    return is_given(s->config.secret_file, "FANIN_SECRET_FILE") ||
+           is_given(s->config.tls_cert, "FANIN_TLS_CERT");
 }
 
 void session_be_patient(session *s, const invocation *line)
@@ -189,7 +186,6 @@ int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run)
 {
     const int world_size = line->connect.world_size;
-    fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
     *s = (session){.command = self,
                    .target_text = target_text,
@@ -198,7 +194,7 @@ int session_open(session *s, const command *self, const invocation *line,
     if (line->run != NULL && !options_publication(line->run, publication)) {
         return failure_usage(self->name, "--run '%s' is not " OPTIONS_RUNS, line->run);
     }
-    int code = configure(s, line, &config);
+    int code = configure(s, line);
     if (code != 0) {
         return code;
     }
@@ -213,10 +209,10 @@ int session_open(session *s, const command *self, const invocation *line,
     if (code != 0) {
         return code;
     }
-    demand(s, &line->connect, &config);
-    config.partial = self->of_some && s->target.count == 1 && world_size == 0 &&
-                     s->target.file == NULL;
-    if (fanin_client_create(&config, &s->client, &error) != FANIN_OK) {
+    demand(s, &line->connect);
+    s->config.partial = self->of_some && s->target.count == 1 && world_size == 0 &&
+                        s->target.file == NULL;
+    if (fanin_client_create(&s->config, &s->client, &error) != FANIN_OK) {
         return failure_report("cannot make a client", &error);
     }
     interrupt_install(s->client);
@@ -243,12 +239,52 @@ static unsigned other_size(const fanin_error *error)
     return is ? size : 0;
 }
 
+typedef struct leaving {
+    unsigned size, index;
+    bool some; /**< ranks that live, or may, have an address beyond */
+} leaving;
+
+static bool on_rank(void *cookie, const fanin_rank_info *info)
+{
+    leaving *l = cookie;
+    bool none =
+        info->status == FANIN_ERR_UNREACHABLE || info->status == FANIN_ERR_PROTOCOL;
+    l->some = l->some || (l->index >= l->size && (info->silent || !none));
+    l->index++;
+    return true;
+}
+
+/* Whether no rank would be left out if there were but @p size addresses. If those that answer are of several
+   launches, @p error becomes that. */
+static bool would_take_all(const session *s, unsigned size, fanin_error *error)
+{
+    const char *const *addresses = (const char *const *)s->target.addresses;
+    fanin_client_config config = s->config;
+    fanin_client *client = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
+    leaving left = {.size = size};
+    config.partial = true; /* of any size */
+    fanin_status status = fanin_client_create(&config, &client, &why);
+    if (status == FANIN_OK) {
+        status = fanin_client_connect(client, addresses, s->target.count,
+                                      session_left_ms(s), &why);
+    }
+    if (status == FANIN_OK) {
+        status = fanin_client_ranks(client, on_rank, &left, &why);
+    } else if (status == FANIN_ERR_WORLD) {
+        *error = why;
+    }
+    fanin_client_destroy(&client);
+    return status == FANIN_OK && !left.some;
+}
+
 /* Makes the remedy of a WORLD error one for the words on the command line. */
 static void explain_world(const session *s, fanin_error *error)
 {
     if (error->status != FANIN_ERR_WORLD || s->demanding) {
         return; /* what an option demands the remedy speaks of */
     }
+    unsigned size = other_size(error);
     if (s->target.file != NULL) {
         output_append(
             error->remedy, sizeof error->remedy,
@@ -257,9 +293,8 @@ static void explain_world(const session *s, fanin_error *error)
     } else if (s->target.count == 1) {
         snprintf(error->remedy, sizeof error->remedy,
                  "give --world-size N, or the address of every rank");
-    } else if (s->target.in_rank_order && other_size(error) > 0) {
-        snprintf(error->remedy, sizeof error->remedy, "give --world-size %u",
-                 other_size(error));
+    } else if (s->target.in_rank_order && size > 0 && would_take_all(s, size, error)) {
+        snprintf(error->remedy, sizeof error->remedy, "give --world-size %u", size);
     }
 }
 

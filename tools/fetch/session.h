@@ -14,11 +14,11 @@ typedef struct session {
     char run
         [80]; /**< as people write it: "<run>", or "full:<run>"; "": none is chosen */
     char publication[OPTIONS_PUBLICATION];
-    const char *key; /**< that is asked for, NULL: none */
-    const char *secret_file, *tls_cert, *tls_key,
-        *tls_ca; /**< as fanin_client_config has it; the target's or the command line's */
-    bool demanding;  /**< an option says who the ranks must be */
-    uint64_t end_ns; /**< when the command's --timeout is over */
+    const char *key;            /**< that is asked for, NULL: none */
+    fanin_client_config config; /**< the client's; names are the target's or the command
+                                   line's */
+    bool demanding;             /**< an option says who the ranks must be */
+    uint64_t end_ns;            /**< when the command's --timeout is over */
 } session;
 
 /** A fanin_log_fn: prints to stderr; @p verbose is not NULL: also what is routine. */

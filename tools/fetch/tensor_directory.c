@@ -4,6 +4,7 @@
 #include "fetch/json_file.h"
 #include "fetch/output.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -152,20 +153,88 @@ static int by_name(const void *a, const void *b)
     return strcmp(x->entry.name, y->entry.name);
 }
 
+static void sort(tensor_directory *d)
+{
+    if (d->count > 0) {
+        qsort(d->tensors, d->count, sizeof d->tensors[0], by_name);
+    }
+}
+
+/* Engines take every tensor of a file, whatever the index names. */
+static fanin_status check_file(const tensor_directory *d, const char *directory,
+                               size_t file, fanin_error *error)
+{
+    char text[FANIN_MAX_NAME + 128];
+    size_t count = fanin_safetensors_count(d->files[file]);
+    for (size_t i = 0; i < count; i++) {
+        fanin_safetensors_entry e = {.struct_size = sizeof e};
+        (void)fanin_safetensors_get(d->files[file], i, &e);
+        const tensor_place *place = tensor_directory_find(d, e.name);
+        if (place == NULL || place->file != file) {
+            snprintf(text, sizeof text,
+                     "has a tensor '%.512s', which the index %s%.64s", e.name,
+                     place == NULL ? "does not name" : "says is in ",
+                     place == NULL ? "" : d->names[place->file]);
+            return refuse(error, directory, d->names[file], text);
+        }
+    }
+    return FANIN_OK;
+}
+
+static bool is_beside(const char *name)
+{
+    static const char ending[] = ".safetensors";
+    size_t length = strlen(name), least = sizeof ending - 1;
+    return strcmp(name, TENSORS_INDEX) == 0 ||
+           (strcmp(name, TENSORS_OF_MODEL) != 0 && length > least &&
+            strcmp(name + length - least, ending) == 0);
+}
+
+/* Beside the one file engines also load others, or an index's files in its stead. */
+static fanin_status check_alone(const char *directory, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    DIR *stream = opendir(directory);
+    for (const struct dirent *e;
+         status == FANIN_OK && stream != NULL && (e = readdir(stream)) != NULL;) {
+        if (is_beside(e->d_name)) {
+            status = refuse(error, directory, e->d_name,
+                            "lies beside " TENSORS_OF_MODEL
+                            ": engines may load either, or both");
+        }
+    }
+    if (stream != NULL) {
+        closedir(stream);
+    }
+    return status;
+}
+
+/* A model's: in one file, else in those that an index names. */
+static fanin_status open_model(tensor_directory *d, const char *directory,
+                               fanin_error *error)
+{
+    fanin_status status = open_one(d, directory, TENSORS_OF_MODEL, error);
+    if (status != FANIN_ERR_NOT_FOUND) {
+        return status == FANIN_OK ? check_alone(directory, error) : status;
+    }
+    status = open_index(d, directory, error);
+    sort(d);
+    for (size_t i = 0; status == FANIN_OK && i < d->n_files; i++) {
+        status = check_file(d, directory, i, error);
+    }
+    return status;
+}
+
 fanin_status tensor_directory_open(const char *directory, bool model,
                                    tensor_directory *out, fanin_error *error)
 {
     *out = (tensor_directory){.names = NULL};
-    fanin_status status =
-        open_one(out, directory, model ? TENSORS_OF_MODEL : TENSORS_OF_ADAPTER, error);
-    if (status == FANIN_ERR_NOT_FOUND && model) {
-        status = open_index(out, directory, error);
-    }
+    fanin_status status = model ? open_model(out, directory, error)
+                                : open_one(out, directory, TENSORS_OF_ADAPTER, error);
     if (status != FANIN_OK) {
         tensor_directory_close(out);
-    } else if (out->count > 0) {
-        qsort(out->tensors, out->count, sizeof out->tensors[0], by_name);
     }
+    sort(out);
     return status;
 }
 

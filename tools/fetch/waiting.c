@@ -122,13 +122,11 @@ static void destroy(waiting *w)
 waiting *waiting_start(const session *s, uint64_t step)
 {
     waiting *w = calloc(1, sizeof *w);
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof config);
+    fanin_client_config config = s->config; /* but for what it has no use of */
     config.no_ucx = true;
-    config.secret_file = s->secret_file;
-    config.tls_cert = s->tls_cert;
-    config.tls_key = s->tls_key;
-    config.tls_ca = s->tls_ca;
+    config.path = FANIN_PATH_AUTO;
+    config.log = NULL;
+    config.log_cookie = NULL;
     if (w == NULL) {
         return NULL;
     }

@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -24,10 +25,10 @@ static bool write_all(int file, const char *bytes, size_t size)
     return fsync(file) == 0;
 }
 
-/* 0, or an errno. */
-static int make(const char *path, const char *hidden, const void *bytes, size_t size)
+/* 0, or an errno. @p hidden is a template of mkostemp(), whose files are the owner's alone. */
+static int make(const char *path, char *hidden, const void *bytes, size_t size)
 {
-    int file = open(hidden, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int file = mkostemp(hidden, O_CLOEXEC);
     if (file < 0) {
         return errno;
     }
@@ -49,8 +50,8 @@ fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
     sigset_t all, before;
     const char *slash = strrchr(path, '/');
     int folder = slash != NULL ? (int)(slash - path) + 1 : 0;
-    int length = snprintf(hidden, sizeof hidden, "%.*s.nixl-fetch-%ld", folder, path,
-                          (long)getpid());
+    int length =
+        snprintf(hidden, sizeof hidden, "%.*s.nixl-fetch-XXXXXX", folder, path);
     int reason = length < 0 || length >= (int)sizeof hidden ? ENAMETOOLONG : 0;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before); /* nothing stays half made */

@@ -86,6 +86,7 @@ typedef struct rank_slot {
     uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
     _Atomic uint32_t commits;
     rank_work work[RANK_PHASES]; /**< to be read in a later phase */
+    _Atomic uint32_t counted;    /**< the last phase with a whole step */
     /* Written before the process ends, read after it ended. */
     bool failed, has_stats;
     fanin_error error;

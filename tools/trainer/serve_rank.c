@@ -343,6 +343,7 @@ static void count_step(life *l, uint64_t units)
                           .load_ns = l->load_ns};
     if (phase < RANK_PHASES) {
         l->slot->work[phase] = l->work;
+        atomic_store(&l->slot->counted, phase);
     }
 }
 

@@ -128,6 +128,17 @@ static void a_dgx_in_a_bare_container(void **state)
     discharge(&p);
 }
 
+static void a_full_dev_shm_is_told(void **state)
+{
+    patient p;
+    admit(&p, sysfs_tree_laptop);
+    examine(&p);
+    p.facts.shm_free = 0;
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "/dev/shm has only 0 B of 68.7 GB free");
+    discharge(&p);
+}
+
 static void missing_modules_are_named(void **state)
 {
     patient p;
@@ -217,6 +228,16 @@ static void ranks_are_compared(void **state)
     finding(&p, DOCTOR_PROBLEM, "10.0.0.1:6007");
     finding(&p, DOCTOR_WARNING, "rank 4 has UCX 1.16.0, this host 1.22.0");
     finding(&p, DOCTOR_NOTE, "rank 1 runs fanin 9.9.9");
+    p.report.n = 0;
+    ranks = (doctor_ranks){.addresses = 2,
+                           .answered = 1,
+                           .others = 1,
+                           .others_why = "speaks protocol versions 7 to 7",
+                           .ucx_rank = -1,
+                           .software_rank = -1};
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_PROBLEM,
+            "1 of 2 ranks are of another release: speaks protocol versions 7 to 7");
     discharge(&p);
 }
 
@@ -265,6 +286,20 @@ static void ranks_that_hang_or_hold_nothing_are_told(void **state)
     finding(&p, DOCTOR_WARNING, "nothing is published: none of the 4 ranks");
     p.report.n = 0;
     ranks.empty = 0;
+    snprintf(ranks.run, sizeof ranks.run, "lora:a");
+    ranks.lacking = ranks.lacking_rank = 1;
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_PROBLEM, "rank 1 does not publish lora:a, others do");
+    p.report.n = 0;
+    ranks.is_one_whole = true;
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_WARNING, "rank 1 does not publish lora:a, others do");
+    p.report.n = 0;
+    ranks.lacking = 4;
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_PROBLEM, "no rank publishes lora:a");
+    p.report.n = 0;
+    ranks.lacking = 0;
     doctor_judge_ranks(&p.facts, &ranks, &p.report);
     assert_int_equal(doctor_worst(&p.report), DOCTOR_GOOD);
     discharge(&p);
@@ -294,11 +329,26 @@ static void few_open_files_are_few_connections(void **state)
     discharge(&p);
 }
 
+static void few_descriptors_are_few_ranks(void **state)
+{
+    patient p;
+    admit(&p, sysfs_tree_dgx);
+    examine(&p);
+    p.facts.descriptors = 64;
+    judge(&p);
+    finding(&p, DOCTOR_NOTE, "the limit is 64: enough for 8 ranks");
+    p.facts.descriptors = 40;
+    judge(&p);
+    finding(&p, DOCTOR_NOTE, "the limit is 40: enough for 0 ranks");
+    discharge(&p);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_healthy_dgx_has_no_warnings),
         cmocka_unit_test(a_dgx_in_a_bare_container),
+        cmocka_unit_test(a_full_dev_shm_is_told),
         cmocka_unit_test(missing_modules_are_named),
         cmocka_unit_test(a_cloud_machine),
         cmocka_unit_test(a_laptop_is_fine_for_trying_it),
@@ -308,6 +358,7 @@ int main(void)
         cmocka_unit_test(ranks_that_hang_or_hold_nothing_are_told),
         cmocka_unit_test(the_report_is_bounded),
         cmocka_unit_test(few_open_files_are_few_connections),
+        cmocka_unit_test(few_descriptors_are_few_ranks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -151,6 +151,41 @@ static void a_line_is_one_write(void **state)
     close(ends[1]);
 }
 
+/* What failure_report() writes of an error with this message and key. */
+static void expect_failure(const char *message, const char *key, const char *line)
+{
+    int ends[2];
+    char told[512];
+    fanin_error error = FANIN_ERROR_INIT;
+    failure_set(&error, FANIN_ERR_MISMATCH, "do something", "%s", message);
+    snprintf(error.key, sizeof error.key, "%s", key);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_DGRAM, 0, ends), 0);
+    int saved = dup(STDERR_FILENO);
+    assert_true(saved >= 0 && dup2(ends[1], STDERR_FILENO) >= 0);
+    (void)failure_report("cannot", &error);
+    assert_true(dup2(saved, STDERR_FILENO) >= 0);
+    ssize_t n = recv(ends[0], told, sizeof told - 1, MSG_DONTWAIT);
+    assert_true(n > 0);
+    told[n] = '\0';
+    assert_string_equal(told, line);
+    close(saved);
+    close(ends[0]);
+    close(ends[1]);
+}
+
+static void the_key_is_told_once(void **state)
+{
+    expect_failure("another shape", "w.1",
+                   "nixl-fetch: cannot: another shape (key 'w.1'): do something\n");
+    expect_failure("'w.1' has another shape", "w.1",
+                   "nixl-fetch: cannot: 'w.1' has another shape: do something\n");
+    expect_failure("w.10 lies beside xw.1", "w.1",
+                   "nixl-fetch: cannot: w.10 lies beside xw.1 (key 'w.1'): do "
+                   "something\n");
+    expect_failure("w.10 lies beside w.1", "w.1",
+                   "nixl-fetch: cannot: w.10 lies beside w.1: do something\n");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -159,6 +194,7 @@ int main(void)
         cmocka_unit_test(what_is_not_utf8_is_escaped),
         cmocka_unit_test(progress_fits_every_terminal),
         cmocka_unit_test(a_line_is_one_write),
+        cmocka_unit_test(the_key_is_told_once),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

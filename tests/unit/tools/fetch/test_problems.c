@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank that still sends when the others have sent all: slow, or the last of a pull that goes well. */
+#include "fetch/look_rates.h"
+#include "testing.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { RANKS = 3, SECOND = 1000000000 };
+
+typedef struct run {
+    look_rank ranks[RANKS];
+    look look;
+    look_rates rates;
+    uint64_t now_ns;
+} run;
+
+/* Readers have had all leases for 3 s, and all of ranks 0 and 2. */
+static void start(run *r)
+{
+    *r = (run){.look = {.ranks = r->ranks, .count = RANKS, .asked = RANKS, .newest = 1},
+               .now_ns = SECOND};
+    for (int32_t i = 0; i < RANKS; i++) {
+        look_rank *one = &r->ranks[i];
+        one->at.rank = i;
+        one->there = true;
+        one->is = (fanin_publication_stats){.state = FANIN_PUBLICATION_STABLE,
+                                            .step = 1,
+                                            .leases = 1,
+                                            .lease_age_ms = 3000};
+        one->stats.counted = true;
+        one->stats.bytes_streamed = 1 << 20;
+        snprintf(one->at.address, sizeof one->at.address, "127.0.0.1:%d", 6000 + i);
+    }
+    r->ranks[1].stats.sends_waiting = 1;
+}
+
+static void look_on(run *r)
+{
+    look_rates_take(&r->rates, &r->look, r->now_ns);
+    r->now_ns += SECOND;
+}
+
+/* The text of what is found to be slow; "": nothing is. */
+static const char *slow(const run *r)
+{
+    static char text[sizeof((problem *)NULL)->text];
+    problems found;
+    text[0] = '\0';
+    problems_find(&r->look, &r->rates, 0, &found);
+    for (size_t i = 0; i < found.count; i++) {
+        if (strcmp(found.list[i].kind, "slow") == 0) {
+            assert_int_equal(found.list[i].rank, 1);
+            snprintf(text, sizeof text, "%s", found.list[i].text);
+        }
+    }
+    problems_free(&found);
+    return text;
+}
+
+static void one_look_tells_nothing(void **state)
+{
+    run r;
+    start(&r);
+    assert_true(problems_need_rates(&r.look));
+    assert_string_equal(slow(&r), "");
+    look_on(&r);
+    assert_string_equal(slow(&r), "");
+    look_rates_free(&r.rates);
+}
+
+static void a_rank_of_which_nothing_is_taken_is_slow(void **state)
+{
+    run r;
+    start(&r);
+    look_on(&r);
+    look_on(&r);
+    assert_string_equal(slow(&r),
+                        "rank 1 is slow: readers have waited 3 s for what it sends, "
+                        "for 1 s the network or they have taken nothing; 2 of the "
+                        "others have sent all");
+    look_rates_free(&r.rates);
+}
+
+static void a_rank_that_sends_on_is_not_slow(void **state)
+{
+    run r;
+    start(&r);
+    look_on(&r);
+    r.ranks[1].stats.bytes_streamed += 100000000;
+    look_on(&r);
+    assert_string_equal(slow(&r), "");
+    look_rates_free(&r.rates);
+}
+
+static void where_all_send_or_nobody_does_one_look_is_enough(void **state)
+{
+    run r;
+    start(&r);
+    r.ranks[0].stats.sends_waiting = r.ranks[2].stats.sends_waiting = 1;
+    assert_false(problems_need_rates(&r.look));
+    look_on(&r);
+    look_on(&r);
+    assert_string_equal(slow(&r), "");
+    for (int i = 0; i < RANKS; i++) {
+        r.ranks[i].stats.sends_waiting = 0;
+    }
+    assert_false(problems_need_rates(&r.look));
+    look_rates_free(&r.rates);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(one_look_tells_nothing),
+        cmocka_unit_test(a_rank_of_which_nothing_is_taken_is_slow),
+        cmocka_unit_test(a_rank_that_sends_on_is_not_slow),
+        cmocka_unit_test(where_all_send_or_nobody_does_one_look_is_enough),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
