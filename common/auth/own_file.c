@@ -19,7 +19,8 @@ fanin_status own_file_refuse(const own_file_rules *rules, const char *path,
 static fanin_status refuse_errno(const own_file_rules *rules, const char *path,
                                  int code, fanin_error *error)
 {
-    error_place place = {.phase = rules->phase, .remedy = rules->make};
+    error_place place = {.phase = rules->phase,
+                         .remedy = error_remedy(code, rules->make)};
     if (code == EACCES)
         place.remedy = "let this process's user own it, mode 0400";
     return error_set_errno(error, code == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,

@@ -40,7 +40,8 @@ static fanin_log_level level_of(const char *text, size_t size)
 static fanin_status refuse_file(const char *file, int code, fanin_error *error)
 {
     const error_place place = {
-        .phase = "log", .remedy = "let FANIN_LOG name a file that can be written"};
+        .phase = "log",
+        .remedy = error_remedy(code, "let FANIN_LOG name a file that can be written")};
     return error_set_errno(error, FANIN_ERR_IO, code, &place,
                            "cannot append to FANIN_LOG's file %.200s", file);
 }

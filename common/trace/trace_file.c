@@ -174,8 +174,8 @@ static fanin_status refuse(const char *path, int code, fanin_error *error)
         .phase = "trace",
         .remedy = code == EEXIST
                       ? "remove it, or give another name"
-                      : "give a file that is not there yet, in a folder that "
-                        "is writable and has room"};
+                      : error_remedy(code, "give a file that is not there yet, in a "
+                                           "folder that is writable and has room")};
     return error_set_errno(error, code == EEXIST ? FANIN_ERR_EXISTS : FANIN_ERR_IO,
                            code, &place, "cannot make the trace %.200s", path);
 }

@@ -101,7 +101,8 @@ fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
     if (l->event >= 0)
         close(l->event);
     free(l);
-    place.remedy = "check the name server, or give the address in numbers";
+    place.remedy =
+        error_remedy(code, "check the name server, or give the address in numbers");
     if (many)
         return error_set(
             error, FANIN_ERR_LIMIT, &place,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/out_file.h"
 #include "fetch/failure.h"
+#include "fetch/whole_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -74,16 +75,16 @@ int out_file_commit(out_file *file)
         saved = errno;
     }
     file->stream = NULL;
-    if (good && file->is_new && link(file->temporary, file->path) == 0) {
-        out_file_discard(file);
-        return 0;
+    if (good) {
+        saved = file->is_new ? whole_file_name(file->temporary, file->path)
+                : rename(file->temporary, file->path) == 0 ? 0
+                                                           : errno;
+        good = saved == 0;
     }
-    if (good && !file->is_new && rename(file->temporary, file->path) == 0) {
-        file->temporary[0] = '\0';
-        return 0;
-    }
-    saved = good ? errno : saved;
     out_file_discard(file);
+    if (good) {
+        return 0;
+    }
     if (file->is_new && saved == EEXIST) {
         return refuse_existing(file->path);
     }

@@ -239,6 +239,8 @@ static unsigned other_size(const fanin_error *error)
     return is ? size : 0;
 }
 
+enum { LOOK_MS = 1000 }; /* who is silent for so long may live as well */
+
 typedef struct leaving {
     unsigned size, index;
     bool some; /**< ranks that live, or may, have an address beyond */
@@ -264,8 +266,10 @@ static bool would_take_all(const session *s, unsigned size, fanin_error *error)
     fanin_error why = FANIN_ERROR_INIT;
     leaving left = {.size = size};
     config.partial = true; /* of any size */
+    config.connect_timeout_ms = LOOK_MS;
     fanin_status status = fanin_client_create(&config, &client, &why);
     if (status == FANIN_OK) {
+        interrupt_install(client);
         status = fanin_client_connect(client, addresses, s->target.count,
                                       session_left_ms(s), &why);
     }
@@ -274,8 +278,9 @@ static bool would_take_all(const session *s, unsigned size, fanin_error *error)
     } else if (status == FANIN_ERR_WORLD) {
         *error = why;
     }
+    interrupt_install(s->client);
     fanin_client_destroy(&client);
-    return status == FANIN_OK && !left.some;
+    return status == FANIN_OK && !left.some && !interrupt_requested();
 }
 
 /* Makes the remedy of a WORLD error one for the words on the command line. */

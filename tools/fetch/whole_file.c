@@ -25,6 +25,14 @@ static bool write_all(int file, const char *bytes, size_t size)
     return fsync(file) == 0;
 }
 
+int whole_file_name(const char *hidden, const char *path)
+{
+    bool named = renameat2(AT_FDCWD, hidden, AT_FDCWD, path, RENAME_NOREPLACE) == 0;
+    /* Some file systems know but the other way, NFS among them. */
+    named = named || ((errno == EINVAL || errno == ENOSYS) && link(hidden, path) == 0);
+    return named ? 0 : errno;
+}
+
 /* 0, or an errno. @p hidden is a template of mkostemp(), whose files are the owner's alone. */
 static int make(const char *path, char *hidden, const void *bytes, size_t size)
 {
@@ -36,8 +44,8 @@ static int make(const char *path, char *hidden, const void *bytes, size_t size)
     bool good = write_all(file, bytes, size);
     int reason = good ? 0 : errno != 0 ? errno : ENOSPC;
     close(file);
-    if (good && link(hidden, path) != 0) {
-        reason = errno;
+    if (good) {
+        reason = whole_file_name(hidden, path);
     }
     unlink(hidden);
     return reason;
