@@ -788,6 +788,8 @@ def replaced(change):
         (lambda w: w.to("meta"), "meta device"),
         (lambda w: w.to_sparse(), "sparse"),
         (lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), "quantized"),
+        (lambda w: torch.complex(w, w).conj().imag, r"neg\(\).*resolve_neg\(\)"),
+        (lambda w: torch.complex(w, w).conj(), r"conj\(\).*resolve_conj\(\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -1079,6 +1081,57 @@ def unsharded_buffers(rank, scratch):
     server.close()
 
 
+def unsharded_over_tensor_parallel(rank, scratch):
+    """FSDP's buffers are DTensors as well, of the tensor-parallel mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    model = adapted()
+    for module in list(model.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(param.detach(), mesh["tensor"], [Shard(0)])
+            trains = param.requires_grad
+            setattr(module, name, torch.nn.Parameter(spread, requires_grad=trains))
+    fully_shard(model, mesh=mesh["data"])
+    server = serve(model, lease=0.1)
+    inner = serve(model.base_model.model, config=model.peft_config["default"])
+    server.publish(0)
+    inner.publish(0)
+    model.unshard()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    with pytest.raises(StateError, match="temporary unsharded buffer") as caught:
+        server.publish(1)
+    assert "reshard" in caught.value.remedy
+    with pytest.raises(StateError, match="temporary unsharded buffer"):
+        serve(model)
+    with pytest.raises(StateError, match="temporary unsharded buffer"), server.updating(1):
+        pass
+    with pytest.raises(StateError, match="temporary unsharded buffer"):
+        inner.publish(1)  # whose module knows nothing of FSDP
+    model.reshard()
+    for one in (server, inner):
+        one.publish(1)
+        compare(one, model, rank, scratch)
+        one.close()
+
+
+def written_then_moved(rank, scratch):
+    """A DTensor's writes are counted apart from its part's, and to() swaps another one into it."""
+    model = sharded()
+    with serve(model) as server:
+        server.publish(0)
+        model.to(torch.bfloat16)
+        server.publish(1)
+        fill_sharded(model)
+        model.to(torch.float32)
+        with pytest.raises(StateError, match="written outside of updating"):
+            server.publish(2)
+        server.publish(2)
+        compare(server, model, rank, scratch)
+
+
 def root_group(rank, scratch):
     """All LoRA parameters in the root's group, which stays unsharded after a forward."""
     from torch.distributed.fsdp import fully_shard
@@ -1268,6 +1321,8 @@ def information(rank, scratch):
     [
         "fsdp2",
         "unsharded_buffers",
+        "unsharded_over_tensor_parallel",
+        "written_then_moved",
         "root_group",
         "ignored_parameters",
         "other_placements",

@@ -8,7 +8,7 @@ from typing import Any
 from fanin.errors import RequestError
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
 from fanin.torch._names import on_disk, parse
-from fanin.torch._tree import Found, Item, root_of, walk
+from fanin.torch._tree import BUFFER, PARAMETER, Found, Item, root_of, walk, walk_buffers
 
 
 def adapters_of(model: Any) -> list[str]:
@@ -54,22 +54,24 @@ def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
 
 
 def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
-    """The adapter's parameters, and the biases that PEFT trains with it."""
+    """The adapter's parameters, the biases that PEFT trains with it, and the persistent buffers of
+    modules that it saves whole."""
     refuse_fsdp1(root)
-    is_sharded = sharding_of(root)
+    record_of = sharding_of(root)
     items: list[Item] = []
     biases: list[tuple[Any, str, str]] = []
     layers: set[str] = set()
     names: dict[str, str] = {}
 
-    def add(owner: Any, attribute: str, path: str, name: str) -> None:
+    def add(owner: Any, attribute: str, path: str, name: str, kind: str = PARAMETER) -> None:
         if name in names:
             raise RequestError.make(
-                f"the parameters '{names[name]}' and '{path}' would both be published as '{name}'",
+                f"'{names[name]}' and '{path}' would both be published as '{name}'",
                 "give the AdapterServer the model that holds the adapter once",
             )
         names[name] = path
-        items.append(Item(path, name, owner, attribute, is_sharded(owner, attribute, path)))
+        record = record_of(owner, attribute, path) if kind == PARAMETER else None
+        items.append(Item(path, name, owner, attribute, record, kind))
 
     for owner, attribute, _, path in walk(root):
         parsed = parse(path)
@@ -79,6 +81,10 @@ def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
         elif parsed.adapter is None or parsed.adapter == adapter:
             add(owner, attribute, path, parsed.name)
             layers.add(path[: path.rfind(f".{parsed.part}")])
+    for owner, attribute, _, path in walk_buffers(root):
+        parsed = parse(path)
+        if parsed is not None and parsed.part == "modules_to_save" and parsed.adapter == adapter:
+            add(owner, attribute, path, parsed.name, BUFFER)
     for owner, attribute, path in biases:
         if _is_trained_bias(path, bias, layers):
             add(owner, attribute, path, on_disk(path))
@@ -89,4 +95,4 @@ def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
             "give the model that PEFT made; parameters are found by names as "
             "'...lora_A.<adapter>.weight'",
         )
-    return Found(items, [], False)
+    return Found(items, [])

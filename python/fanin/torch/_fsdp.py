@@ -46,28 +46,40 @@ def fsdp_params(root: Any) -> Iterator[Any]:
             yield from group.fsdp_params if group is not None else ()
 
 
-def _managed(root: Any) -> set[tuple[int, str]] | None:
-    """Owner's id and attribute of all parameters that FSDP2 shards; None: it does not tell."""
-    out: set[tuple[int, str]] = set()
+def _managed(root: Any) -> dict[tuple[int, str], Any] | None:
+    """FSDP2's records by owner's id and attribute; None: it does not tell."""
+    out: dict[tuple[int, str], Any] = {}
     try:
         for param in fsdp_params(root):
             info = param._module_info
-            out.add((id(info.module), info.param_name))
-            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            out.update((id(owner), name) for owner, name in shared)
+            out[id(info.module), info.param_name] = param
+            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                out[id(owner), name] = param
     except AttributeError:
         return None
     return out
 
 
-def sharding_of(root: Any) -> Callable[[Any, str, str], bool]:
-    """A function that says of owner, attribute and path whether FSDP2 shards that parameter."""
+def is_unsharded(record: Any) -> bool | None:
+    """Whether FSDP2 shows a temporary buffer in a parameter's place; None: *record* does not tell.
+
+    Over tensor parallelism the buffer is a DTensor as the shard is.
+    """
+    state = getattr(record, "sharded_state", None)
+    return None if state is None else state.name != "SHARDED"
+
+
+def sharding_of(root: Any) -> Callable[[Any, str, str], Any]:
+    """A function that gives FSDP2's record of the parameter with that owner, attribute and path.
+
+    None: FSDP2 does not shard it. True: it does, and tells no more.
+    """
     managed = _managed(root)
     if managed is not None:
-        return lambda owner, attribute, path: (id(owner), attribute) in managed
+        return lambda owner, attribute, path: managed.get((id(owner), attribute))
     prefixes = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules()
         if _Fsdp2 is not None and isinstance(module, _Fsdp2)
     )
-    return lambda owner, attribute, path: path.startswith(prefixes)
+    return lambda owner, attribute, path: path.startswith(prefixes) or None

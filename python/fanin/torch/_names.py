@@ -6,6 +6,7 @@ No torch in here.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ class Parameter(NamedTuple):
 
 
 def _components(path: str) -> list[str]:
-    if path.startswith("module." + PREFIX):  # DistributedDataParallel around the whole
-        path = path[len("module.") :]
-    return [part for part in path.split(".") if part not in WRAPPERS]
+    parts = [part for part in path.split(".") if part not in WRAPPERS]
+    # DistributedDataParallel and the like around the whole, between other wrappers or not.
+    inner = list(itertools.dropwhile("module".__eq__, parts))
+    return inner if _with_prefix(inner) == ".".join(inner) else parts
 
 
 def _with_prefix(parts: Sequence[str]) -> str:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+
 from fanin._tensors import Box, Shard, torch_dtype
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
-from fanin.torch._fsdp import UNSHARDED
+from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
 from fanin.torch._segments import count_segments
 from fanin.torch._state import (
@@ -38,8 +40,8 @@ OFFLOADED = (
     "and resume(run) it afterwards"
 )
 
-_local = attrgetter("local")
-_param = attrgetter("param")
+_part = attrgetter("part")
+_counter = attrgetter("counter")
 _version = attrgetter("_version")
 
 
@@ -48,14 +50,17 @@ class Lent(NamedTuple):
 
     path: str
     param: Any
-    local: Any
-    """The tensor that holds this rank's part: of a DTensor its local one, else *param*."""
-    pointer: int
-    """Where it lay: writes to memory that it was moved to since do not matter."""
+    counter: Any
+    """Has the count of *param*'s writes, also when another tensor was swapped into it since."""
+    part: Any
+    """Has the count of writes of this rank's part: a DTensor's local tensor, else *counter*."""
 
-    def holds(self) -> bool:
-        """Whether writes of the parameter still are writes of that tensor."""
-        return getattr(self.param, "_local_tensor", self.param) is self.local
+
+def _lent_of(item: Item, state: State) -> Lent:
+    with torch._C._DisableTorchDispatch():  # a DTensor's own detach() takes 50 times as long
+        counter = state.param.detach()
+    part = counter if state.spec is None else state.param._local_tensor
+    return Lent(item.path, state.param, counter, part)
 
 
 class Change(NamedTuple):
@@ -67,10 +72,25 @@ class Change(NamedTuple):
     items: list[Item] | None
     """The items that take the place of all, when the module tree has changed."""
     tree: Tree
+    metadata: dict[str, str] | None = None
+    """The publication's, None: as it was."""
 
 
 def _is_sharded(item: Item) -> bool:
     return item.state is not None and item.state.spec is not None
+
+
+def _is_temporary(item: Item, spec: Any, anew: bool) -> bool:
+    """Whether FSDP shows its unsharded buffer: a plain tensor, or a DTensor of fewer dimensions of
+    the mesh than its shard (*anew* the parameter may be sharded in another way)."""
+    if spec is None:
+        return item.sharded
+    told = is_unsharded(item.record)
+    if told is not None or anew:
+        return bool(told)
+    # FSDP2 keeps its records further outside than the module that is published.
+    known = item.state.spec if item.state is not None else None
+    return known is not None and spec.mesh.ndim < known.mesh.ndim
 
 
 class Parameters:
@@ -88,7 +108,6 @@ class Parameters:
         #: CUDA devices that hold registered shards, sorted.
         self.devices: list[int] = []
         self._lent: list[Lent] = []
-        self._lent_ids: frozenset[int] = frozenset()
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
 
@@ -154,13 +173,12 @@ class Parameters:
             self._columns = [Columns(items, *which) for which, items in alike.items()]
             self.take_back()
             self._lent = [
-                Lent(item.path, item.state.param, local, item.state.pointer)
+                _lent_of(item, item.state)
                 for item in self._items
                 if item.state is not None
-                and not (local := local_of(item.state)).is_inference()  # counts no writes
+                and not local_of(item.state).is_inference()  # counts no writes
             ]
-            self._lent_ids = frozenset(map(id, map(_local, self._lent)))
-            self._by_param = {id(lent.param): lent.local for lent in self._lent}
+            self._by_param = {id(lent.param): lent.part for lent in self._lent}
             held = {item.state.device for item in self._items if item.state is not None}
             self.devices = sorted(device for device in held if device >= 0)
 
@@ -171,35 +189,33 @@ class Parameters:
     def _counted(self) -> list[tuple[int, int]]:
         """How often each parameter and its part were written: operations on a DTensor count in
         it, those on its part and optimizers (see :mod:`fanin.torch._writes`) there."""
-        params, parts = map(_param, self._lent), map(_local, self._lent)
-        return list(zip(map(_version, params), map(_version, parts), strict=True))
+        counters, parts = map(_counter, self._lent), map(_part, self._lent)
+        return list(zip(map(_version, counters), map(_version, parts), strict=True))
 
     def lent(self, param: Any) -> Any:
-        """The tensor in which *param* is published by reference now, None: it is not."""
+        """The tensor that counts writes of *param*'s part while it is published by reference now,
+        None: it is not."""
         return self._by_param.get(id(param)) if self._versions else None
 
     def written(self) -> list[str]:
-        """Paths of the parameters whose published memory was written since :meth:`lend`.
+        """Paths of the parameters whose published memory may have been written since :meth:`lend`.
 
         Only writes that PyTorch counts: those by its operations and optimizers, not through
-        ``.data``, NumPy or kernels that are given a pointer.
+        ``.data``, NumPy or kernels that are given a pointer. A tensor counts on when it is given
+        other memory (``p.data = ...``), and does not tell which of them a write went to.
         """
         if not self._versions:
             return []
-        now = self._counted()
-        if now == self._versions:
-            return []
         return [
             lent.path
-            for lent, before, after in zip(self._lent, self._versions, now, strict=True)
-            if (before[1] != after[1] or (before != after and lent.holds()))
-            and lent.local.data_ptr() == lent.pointer
+            for lent, before, now in zip(self._lent, self._versions, self._counted(), strict=True)
+            if before != now
         ]
 
     def gone(self) -> bool:
         """Whether memory that readers may be reading was given back (offloaded)."""
         return bool(self._versions) and any(
-            lent.local.numel() > 0 and lent.local.untyped_storage().nbytes() == 0
+            lent.part.numel() > 0 and lent.part.untyped_storage().nbytes() == 0
             for lent in self._lent
         )
 
@@ -208,19 +224,19 @@ class Parameters:
 
         Runs have tensors in common where each publishes a slot of them.
         """
-        if self._lent_ids.isdisjoint(other._lent_ids):
+        if self._by_param.keys().isdisjoint(other._by_param):
             return {}
         return {
-            id(lent.local): count
+            id(lent.param): count
             for lent, count in zip(self._lent, self._counted(), strict=True)
-            if id(lent.local) in other._lent_ids
+            if id(lent.param) in other._by_param
         }
 
     def allow(self, before: dict[int, tuple[int, int]]) -> None:
         """What was written since :meth:`counts` gave *before* belongs to another run's update."""
         if self._versions:
             for i, (lent, now) in enumerate(zip(self._lent, self._counted(), strict=True)):
-                then, lawful = before.get(id(lent.local), now), self._versions[i]
+                then, lawful = before.get(id(lent.param), now), self._versions[i]
                 self._versions[i] = (
                     lawful[0] + now[0] - then[0],
                     lawful[1] + now[1] - then[1],
@@ -233,7 +249,7 @@ class Parameters:
     def release(self) -> None:
         """Lets go of all storage, so that offloading it frees it; the next look tells it all."""
         self.take_back()
-        self._columns, self._lent, self._lent_ids, self._by_param = [], [], frozenset(), {}
+        self._columns, self._lent, self._by_param = [], [], {}
         for item in self._items:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
@@ -284,19 +300,18 @@ class Parameters:
                 "rank, an AdapterServer by remove_run() and add_run()",
                 key=item.name,
             )
-        spec = None
-        local = param
-        if _DTensor is not None and isinstance(param, _DTensor):
-            spec, local = param._spec, param._local_tensor
-            if hasattr(local, "trigger_wait"):  # the result of a collective still under way
-                local = local.trigger_wait()
-        elif item.sharded:
+        spec = param._spec if _DTensor is not None and isinstance(param, _DTensor) else None
+        if _is_temporary(item, spec, anew):
             raise StateError.make(
-                f"the parameter '{item.path}' is a plain tensor now, FSDP's temporary unsharded "
-                "buffer",
+                f"the parameter '{item.path}' is FSDP's temporary unsharded buffer now",
                 UNSHARDED,
                 key=item.name,
             )
+        local = param
+        if spec is not None:
+            local = param._local_tensor
+            if hasattr(local, "trigger_wait"):  # the result of a collective still under way
+                local = local.trigger_wait()
         refuse_kind(item, local)
         storage = local.untyped_storage()
         if local.numel() > 0 and storage.nbytes() == 0:

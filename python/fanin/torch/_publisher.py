@@ -47,6 +47,8 @@ class Source(NamedTuple):
     parameters: Parameters
     change: Change
     metadata: dict[str, str]
+    describe: Callable[[], dict[str, str]]
+    """Gives the metadata as the model has it now."""
     others: tuple[Shard, ...] = ()
     """Tensors of which this rank holds nothing."""
 
@@ -79,6 +81,9 @@ class OneRun:
     def __init__(self, source: Source) -> None:
         self.publication = source.publication
         self.parameters = source.parameters
+        #: What the library was told of it.
+        self.metadata = source.metadata
+        self.describe = source.describe
         self.step: int | None = None
         self.paused = False
         #: Its step is published, and its memory neither being written nor taken back.
@@ -317,7 +322,7 @@ class Publisher:
     def runs(self) -> dict[str, int | None]:
         """The publications, ``"lora:<run>"`` or ``"full:<run>"``, and their last published steps
         (None: none yet)."""
-        return {run.publication: run.step for run in self._runs.values()}
+        return {run.publication: run.step for run in self._all()}
 
     def write_info(
         self, directory: str | os.PathLike[str], run: Run | None = None, step: int | None = None
@@ -332,11 +337,12 @@ class Publisher:
         """
         if self._rank != 0:
             return None
+        runs = self._all()
         chosen: OneRun | None = None
         if run is not None:
             (chosen,) = self._named(run)
-        elif len(self._runs) == 1:
-            (chosen,) = self._runs.values()
+        elif len(runs) == 1:
+            (chosen,) = runs
         if step is None and chosen is not None:
             step = chosen.step
         info = TrainerInfo(
@@ -345,7 +351,7 @@ class Publisher:
             run=None if chosen is None else chosen.publication.partition(":")[2],
             server_name=self._server.name,
             step=step,
-            publications=tuple(one.publication for one in self._runs.values()),
+            publications=tuple(one.publication for one in runs),
             secret_file=self._secret_file,
         )
         return write_info(directory, info)
@@ -375,8 +381,12 @@ class Publisher:
 
     def _lent(self, param: Any) -> list[Any]:
         """The tensors in which the runs publish the memory of *param* by reference now."""
-        lent = (run.parameters.lent(param) for run in self._runs.values())
+        lent = (run.parameters.lent(param) for run in self._all())
         return [tensor for tensor in lent if tensor is not None]
+
+    def _all(self) -> list[OneRun]:
+        """The runs of now, taken in one go: other threads may add and remove some meanwhile."""
+        return list(self._runs.values())
 
     def _agreed(self, source: Source) -> Source:
         """What the ranks agree that the run is; may ask them, and then raises on all or none."""
@@ -409,27 +419,30 @@ class Publisher:
 
     def _named(self, run: Run | None) -> list[OneRun]:
         if run is None:
-            return list(self._runs.values())
+            return self._all()
         publication = self._publication(run)
-        if publication not in self._runs:
-            known = ", ".join(self._runs) or "none"
+        found = self._runs.get(publication)
+        if found is None:
             raise NotFoundError.make(
-                f"there is no run {publication}", f"the runs are: {known}", key=publication
+                f"there is no run {publication}", f"the runs are: {self._known()}", key=publication
             )
-        return [self._runs[publication]]
+        return [found]
+
+    def _known(self) -> str:
+        return ", ".join(self.runs) or "none"
 
     def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
         if isinstance(step, Mapping):
             runs = [(self._named(run)[0], at) for run, at in step.items()]
             if len({one.publication for one, _ in runs}) < len(runs):
                 raise RequestError.make(f"a run is named twice in {dict(step)}")
-        elif len(self._runs) == 1:
-            runs = [(one, step) for one in self._runs.values()]
         else:
-            known = ", ".join(self._runs) or "none"
-            raise RequestError.make(
-                f"a step alone says nothing with these runs: {known}", "give {run: step}"
-            )
+            runs = [(one, step) for one in self._all()]
+            if len(runs) != 1:
+                raise RequestError.make(
+                    f"a step alone says nothing with these runs: {self._known()}",
+                    "give {run: step}",
+                )
         for one, at in runs:
             if one.paused:
                 raise StateError.make(
@@ -489,6 +502,9 @@ class Publisher:
             run.committed = None
 
     def _tell(self, run: OneRun, change: Change) -> None:
+        if change.metadata is not None and change.metadata != run.metadata:
+            self._server.set_metadata(run.publication, change.metadata)
+            run.metadata = change.metadata
         if change.shards:
             marked = self._casting.marked(change.shards)
             self._server.put(run.publication, marked, replace=True)
@@ -510,7 +526,7 @@ class Publisher:
         written = {id(run) for run, _ in runs}
         shared = [
             (other, counts)
-            for other in self._runs.values()
+            for other in self._all()
             if id(other) not in written
             for run, _ in runs
             if (counts := run.parameters.counts(other.parameters))

@@ -170,6 +170,12 @@ def refuse_kind(item: Item, local: Any) -> None:
         raise refuse(f"is sparse ({local.layout})", "make it dense")
     if local.is_quantized:
         raise refuse("is quantized", "publish parameters of a floating-point type")
+    for lazily, remedy in (("neg", "resolve_neg()"), ("conj", "resolve_conj()")):
+        if getattr(local, f"is_{lazily}")():
+            raise refuse(
+                f"is a view whose {lazily}() PyTorch computes when it is read, and not in memory",
+                f"replace it by what its {remedy} gives",
+            )
     if str(local.dtype) in _PACKED:
         raise refuse(
             f"has elements of {local.dtype}, each of which packs several values",

@@ -24,7 +24,7 @@ PARAMETER, BUFFER = "_parameters", "_buffers"
 class Item:
     """One stored parameter or buffer: where it is found, and what is registered of it."""
 
-    __slots__ = ("attribute", "kind", "name", "owner", "path", "sharded", "state")
+    __slots__ = ("attribute", "kind", "name", "owner", "path", "record", "sharded", "state")
 
     def __init__(
         self,
@@ -32,14 +32,17 @@ class Item:
         name: str,
         owner: Any,
         attribute: str,
-        sharded: bool,
+        record: Any = None,
         kind: str = PARAMETER,
     ) -> None:
         self.path = path
         self.name = name
         self.owner = owner
         self.attribute = attribute
-        self.sharded = sharded
+        #: FSDP2's, if it shards the parameter; see sharding_of().
+        self.record = record
+        #: A plain tensor in its place is not what is to be published.
+        self.sharded = record is not None
         self.kind = kind
         self.state: State | None = None
 
@@ -62,8 +65,6 @@ class Found(NamedTuple):
 
     items: list[Item]
     aliases: list[Alias]
-    whole: bool
-    """Everything is published: whatever joins the tree makes another one."""
 
 
 FindFunction = Callable[[Any], Found]
@@ -86,7 +87,7 @@ class Tree:
         self._names = [name for _, name, _ in links.values()]
         self._modules = [child for _, _, child in links.values()]
         self._aliases = found.aliases if found is not None else []
-        everything = list(root.modules()) if found is not None and found.whole else []
+        everything = list(root.modules()) if found is not None else []
         self._dicts = [
             getattr(module, kind)
             for module in everything
@@ -105,8 +106,8 @@ class Tree:
 
     def stands(self) -> bool:
         """Whether each module on the way to an item is the one that was found there, and each alias
-        still is one; of a tree that is published whole also whether nothing has joined it, all of
-        its modules are those of before, and the same buffers are persistent."""
+        still is one; and whether nothing has joined the tree, all of its modules are those of
+        before, and the same buffers are persistent."""
         return (
             all(map(is_, map(dict.get, self._children, self._names), self._modules))
             and list(map(len, self._dicts)) == self._sizes
@@ -124,12 +125,13 @@ def _values(dicts: list[Any]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dicts))
 
 
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
+
+
 def root_of(model: Any) -> Any:
-    """The model inside of DistributedDataParallel and the like."""
-    while isinstance(
-        model, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
-    ):
-        model = model.module
+    """The model inside of DistributedDataParallel, torch.compile and the like."""
+    while isinstance(model, _PARALLEL) or "_orig_mod" in model._modules:
+        model = model.module if isinstance(model, _PARALLEL) else model._orig_mod
     return model
 
 

@@ -103,7 +103,7 @@ def find_weights(root: Any) -> Found:
     """
     refuse_fsdp1(root)
     _refuse_adapter(root)
-    is_sharded = sharding_of(root)
+    record_of = sharding_of(root)
     transparent = _transparent(root)
     told = _Names(root, transparent)
     places: dict[int, list[tuple[Any, str, str, str, str]]] = {}
@@ -120,11 +120,11 @@ def find_weights(root: Any) -> Found:
     for names in places.values():
         chosen = told.first([place[-1] for place in names])
         owner, attribute, kind, path, name = names[chosen]
-        sharded = kind == PARAMETER and is_sharded(owner, attribute, path)
-        items.append(Item(path, name, owner, attribute, sharded, kind))
+        record = record_of(owner, attribute, path) if kind == PARAMETER else None
+        items.append(Item(path, name, owner, attribute, record, kind))
         aliases += [Alias(place[0], place[1], place[2], items[-1]) for place in names]
     _refuse_same_names(items)
-    return Found(items, [one for one in aliases if _is_other(one)], True)
+    return Found(items, [one for one in aliases if _is_other(one)])
 
 
 def _is_other(alias: Alias) -> bool:
@@ -149,8 +149,6 @@ def checkpoint_names(model: Any) -> NamesFunction | None:
     Only where a wrapper at most is around transformers' model: its names begin at the root.
     """
     root = root_of(model)
-    while (inner := root._modules.get("_orig_mod")) is not None:
-        root = root_of(inner)
     if not converts(root):
         return None
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from fanin.torch._adapters import choose_adapter, find_adapter
 from fanin.torch._cast import Cast
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
 from fanin.torch._names import NamesFunction
-from fanin.torch._parameters import Parameters
-from fanin.torch._publisher import Publisher, Run, Serving, Source
+from fanin.torch._parameters import Change, Parameters
+from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source
+from fanin.torch._tree import Found
 
 __all__ = ["AdapterServer"]
 
@@ -28,10 +30,18 @@ def _source(
         )
     publication = publication_of(run)
     chosen = choose_adapter(model, adapter, active_adapters(holder_of(model)))
-    fields = config_of(model, chosen, config)
-    bias = bias_of(fields)
-    parameters = Parameters(model, lambda root: find_adapter(root, chosen, bias), names)
-    return Source(publication, parameters, parameters.look(), metadata_of(model, fields))
+
+    def fields() -> Mapping[str, Any] | None:
+        return config_of(model, chosen, config)
+
+    def find(root: Any) -> Found:
+        return find_adapter(root, chosen, bias_of(fields()))
+
+    def describe() -> dict[str, str]:
+        return metadata_of(model, fields())
+
+    parameters = Parameters(model, find, names)
+    return Source(publication, parameters, parameters.look(), describe(), describe)
 
 
 class AdapterServer(Publisher):
@@ -82,6 +92,9 @@ class AdapterServer(Publisher):
     :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.
 
     Blocks until all ranks have come here. If one rank fails, all raise, naming it.
+
+    What else PEFT saves with the LoRA parameters is published too: trained biases, parameters and
+    persistent buffers of ``modules_to_save``, and its configuration as it is at each commit.
 
     :raises RequestError: no LoRA parameters, several adapters, tensors that cannot be published
         (Partial placements, FSDP1, meta, sparse, quantized), no configuration, addresses that
@@ -166,3 +179,11 @@ class AdapterServer(Publisher):
         source = _source(run, self._model if model is None else model, adapter, names, config)
         self._refuse_known(source.publication)
         self._register(self._server, source)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _resolved(self, run: OneRun) -> Change:
+        change, metadata = super()._resolved(run), run.describe()
+        if metadata != run.metadata:  # which says what biases are the adapter's
+            change = run.parameters.look(anew=True)
+        return change._replace(metadata=metadata)

@@ -48,9 +48,12 @@ def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> S
         )
     publication = full_publication(run)
     parameters = Parameters(model, find_weights, names or checkpoint_names(model))
-    text = model_config(model, config)
-    metadata = {"format": "pt"} if text is None else {"config": text, "format": "pt"}
-    return Source(publication, parameters, parameters.look(), metadata)
+
+    def describe() -> dict[str, str]:
+        text = model_config(model, config)
+        return {"format": "pt"} if text is None else {"config": text, "format": "pt"}
+
+    return Source(publication, parameters, parameters.look(), describe(), describe)
 
 
 class WeightServer(Publisher):
@@ -184,7 +187,8 @@ class WeightServer(Publisher):
 
         To be called after parameters were added, removed, converted to another dtype or sharded
         in another way, on one rank or on all; and inside :meth:`updating` when experts have changed
-        places, so that ``names``, which is asked again, answers otherwise. If anything differs the
+        places, so that ``names``, which is asked again, answers otherwise. The configuration is
+        the model's of now. If anything differs the
         run is unreadable until the next :meth:`publish`, or the end of :meth:`updating`; nothing
         else is needed if nothing does. ``run`` None: all runs. Blocks until all ranks have come
         here. If one rank fails, all raise, naming it.
@@ -294,25 +298,26 @@ class WeightServer(Publisher):
     def _refresh(self, run: OneRun) -> None:
         change, error = None, None
         table: Table = {}
+        metadata: dict[str, str] = {}
         try:
             if run.paused:
                 raise StateError.make(
                     f"{run.publication} is paused", "resume(run) it before", key=run.publication
                 )
             self._refuse_written([run])
-            change = run.parameters.look(anew=True)
+            change, metadata = run.parameters.look(anew=True), run.describe()
             table = dict(self._tables[run.publication])
             table.update(table_of(change.shards))
             for name in change.removed:
                 table.pop(name, None)
         except Exception as caught:
             error = cause_of(caught)
-        wholes, _, token = self._united(table, {}, error)
+        wholes, metadata, token = self._united(table, metadata, error)
         assert change is not None
         self._tables[run.publication] = table
         self._watch(run.publication, token)
         self._unsettled.add(run.publication)
-        self._tell(run, change)
+        self._tell(run, change._replace(metadata=metadata))
         others = self._casting.marked(_others(wholes, table))
         self._server.put(run.publication, others, replace=True)
         for name in set(self._server.names(run.publication)) - {one.name for one in wholes}:
