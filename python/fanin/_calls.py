@@ -103,9 +103,14 @@ class Work(Generic[_T]):
             self._failure = None  # raised, it refers to this frame
         return cast(_T, self._result)
 
+    def forget(self) -> None:
+        """Nobody asks for what came of it: what was raised refers to frames, they to the call's
+        tensors and to this."""
+        self._result = self._failure = None
+
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What it returns, and what it raises: the traceback of that refers to this frame only."""
+    """What it returns, and what it raises."""
     try:
         return call(), None
     except BaseException as error:
@@ -118,7 +123,11 @@ def by_helper(call: Callable[[], _T], cancel: Callable[[], None]) -> _T:
     What a signal's handler raises cancels it by *cancel*, and is raised when it has ended.
     """
     work = Work(call)
-    _wait(work, cancel, _AT_ONCE)
+    try:
+        _wait(work, cancel, _AT_ONCE)
+    except BaseException:
+        work.forget()
+        raise
     return work.result()
 
 

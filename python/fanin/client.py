@@ -888,7 +888,8 @@ class Client(ClosableHandle):
                 "create a client of its own in the child",
             )
         use = Use(name)
-        if threading.get_ident() != threading.main_thread().ident:
+        # No helper runs any more while the interpreter ends.
+        if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
             return self._enter(use, call)
         return by_helper(lambda: self._enter(use, call), lambda: self._cancel_own(use))
 

@@ -217,6 +217,24 @@ except SystemExit as error:
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
+def test_an_interrupted_call_keeps_nothing() -> None:
+    body = """
+import gc, weakref
+gc.disable()
+class Memory(np.ndarray):
+    pass
+
+def tried():
+    memory = np.zeros(1 << 16, np.float32).view(Memory)
+    assert interrupted(client.pull_into, 0, {"x": memory}, step=99)
+    return weakref.ref(memory)
+
+print(tried()())
+"""
+    done = run_script(SET_UP + body + END)
+    assert (done.stdout, done.returncode) == ("None\ndone\n", 0), done.stderr
+
+
 def test_what_is_raised_at_any_step_of_the_clean_up_waits_for_the_end() -> None:
     body = """
 def after_cancel():

@@ -352,3 +352,24 @@ def test_one_cancel_ends_one_call(tmp_path: Path) -> None:
                 pytest.fail("never cancelled while it read")
         assert client.pull_model("0", place).reused
         client.close()
+
+
+@pytest.mark.parametrize("call", ["ranks()", "ping(0.2)"])
+def test_who_outlives_the_client_at_exit_is_refused(call: str) -> None:
+    """No helper thread runs any more then."""
+    done = run_script(
+        SET_UP
+        + f"""
+import builtins
+
+class Last:
+    def __del__(self, client=client, wrong=fanin.StateError, out=sys.stdout):
+        try:
+            client.{call}
+        except wrong as error:
+            out.write(error.message + chr(10)), out.flush()
+
+builtins.kept_to_the_last = Last()
+"""
+    )
+    assert (done.stdout, done.returncode) == ("the client is closed\n", 0), done.stderr

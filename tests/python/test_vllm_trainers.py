@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fanin.errors import NotFoundError, PullTimeoutError, SupersededError, UnreachableError
+from fanin.errors import (
+    CancelledError,
+    FaninError,
+    NotFoundError,
+    PullTimeoutError,
+    SupersededError,
+    UnreachableError,
+)
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm.clients import Source
 from fanin.vllm.trainers import Published, Trainer, left, without
@@ -32,6 +39,7 @@ class Place:
     digest: str = "d1"
     names: tuple[str, ...] = ("a", "b")
     more: tuple[str, ...] = ()
+    waits: dict[int, type[FaninError]] = field(default_factory=dict)  # that fail, by step
     down: bool = False
     made: list[dict[str, Any]] = field(default_factory=list)
     closed: int = 0
@@ -51,8 +59,8 @@ class Client:
     def wait(self, run: str, timeout: float, step: int | None = None) -> int:
         if self.place.down:
             raise UnreachableError.make("rank 0 is gone", rank=0)
-        if step == 0:
-            raise SupersededError.make("step 0 has passed")
+        if step is not None and (wrong := self.place.waits.get(step)):
+            raise wrong.make(f"step {step} does not come")
         if step is not None and self.place.more:
             self.place.names, self.place.more, self.place.digest = self.place.more, (), "d2"
         return step or 1
@@ -109,12 +117,13 @@ def test_what_comes_with_a_step_has_changed() -> None:
     assert [entry.name for entry in trainer.ready(soon(), 2).entries] == ["a", "b", "c"]
 
 
-def test_a_step_that_has_passed_costs_no_connection() -> None:
-    place = Place()
+@pytest.mark.parametrize("wrong", [SupersededError, PullTimeoutError, CancelledError])
+def test_a_step_that_does_not_come_costs_no_connection(wrong: type[FaninError]) -> None:
+    place = Place(waits={9: wrong})
     trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
     first = trainer.ready(soon())
-    with pytest.raises(SupersededError):
-        trainer.ready(soon(), 0)
+    with pytest.raises(wrong):
+        trainer.ready(soon(), 9)
     assert trainer.ready(soon(), 1) is first
     assert (place.closed, len(place.made)) == (0, 1)
 
@@ -159,7 +168,10 @@ def test_what_the_model_does_not_have_is_left_out() -> None:
     whole = Published(tuple(Entry(name) for name in names), {}, "d", WORLDS[0])
     assert without(whole, ()) == whole
     left_over = without(whole, ("model.layers.61.*", "nothing"))
-    assert [entry.name for entry in left_over.entries] == ["model.layers.6.a", "lm_head"]
+    assert [entry.name for entry in left_over.entries] == [
+        "model.layers.6.a",
+        "lm_head",
+    ]
 
 
 def test_no_time_is_left() -> None:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin.config import engine_credentials
-from fanin.errors import FaninError, PullTimeoutError, SupersededError
+from fanin.errors import CancelledError, FaninError, PullTimeoutError, SupersededError
 from fanin.info import secret_arguments
 from fanin.vllm.clients import Source, Target
 
@@ -116,7 +116,7 @@ class Trainer:
             client.wait(self.run, step=step, timeout=left(deadline))
             seen = [one for one in client.publications(left(deadline)) if one.name == self.run]
             worlds = [one.world_id for one in client.ranks() if one.connected]
-        except SupersededError:
+        except (SupersededError, PullTimeoutError, CancelledError):
             raise  # the connections are as good as ever
         except FaninError:
             self.close()

@@ -245,6 +245,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.updates.finish()
         assert self._info is not None
         deadline = time.monotonic() + self._info.timeout
+        target.trainer.ready(deadline, step)  # connects, where an update has failed
         with set_current_vllm_config(self.vllm_config):
             found = weights_check.compare(landing.mapped, target.trainer, step, deadline)
         found.unseen += landing.by_loader
