@@ -30,8 +30,14 @@ def base_url(url: str) -> str:
     """An engine's URL without a final ``/`` and without OpenAI's ``/v1``.
 
     Raises RequestError unless it is ``http://host[:port][/path]`` or https, of a host that can be
-    looked up.
+    looked up. One with a user or a password is refused without being told.
     """
+    if isinstance(url, str) and "@" in url:
+        raise RequestError.make(
+            "the URL has an @ in it: a user or a password is not sent",
+            "give http://HOST:PORT, and a key by api_key",
+            key="url",
+        )
     try:
         split = urllib.parse.urlsplit(url.strip())
         good = split.scheme in ("http", "https") and bool(split.hostname)
@@ -41,7 +47,7 @@ def base_url(url: str) -> str:
         split.hostname.encode("idna")  # type: ignore[union-attr]
     except (ValueError, AttributeError):
         good = False
-    if not good or split.query or split.fragment or split.username:
+    if not good or split.query or split.fragment:
         raise RequestError.make(
             f"{url!r} is no engine's URL", "give http://HOST:PORT, and a key by api_key"
         )

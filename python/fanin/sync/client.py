@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fanin._http import FAILURES, ask_json, checked_key
+from fanin._http import FAILURES, ask_json, base_url, checked_key
 from fanin.errors import (
     ConnectionFailedError,
     PeerError,
@@ -16,7 +16,7 @@ from fanin.errors import (
     error_class,
 )
 
-from .endpoints import check_seconds, service_url
+from .endpoints import check_seconds
 from .wire import CODES
 
 __all__ = ["SyncClient"]
@@ -33,7 +33,7 @@ class SyncClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
-        self.url = service_url(url)
+        self.url = base_url(url)
         self.timeout = check_seconds(timeout, "timeout")
         self._api_key = checked_key(api_key)
 

@@ -23,7 +23,6 @@ __all__ = [
     "check_group",
     "check_seconds",
     "endpoint_of",
-    "service_url",
 ]
 
 KINDS = ("auto", "vllm", "sglang")
@@ -68,17 +67,6 @@ def check_seconds(seconds: object, name: str) -> float:
     return float(seconds)
 
 
-def service_url(url: str) -> str:
-    """:func:`fanin._http.base_url`, but of none with a user or password: errors tell the URL."""
-    if isinstance(url, str) and "@" in url:
-        raise RequestError.make(
-            "the URL has an @ in it: a user or a password is not sent",
-            "give http://HOST:PORT, and a key by api_key",
-            key="url",
-        )
-    return base_url(url)
-
-
 def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endpoint:
     """A checked Endpoint. Raises RequestError naming what is wrong."""
     if kind not in KINDS:
@@ -86,7 +74,7 @@ def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endp
     number = isinstance(world_size, int) and not isinstance(world_size, bool)
     if world_size is not None and not (number and world_size > 0):
         raise RequestError.make(f"world_size {world_size!r} is not above 0", "give its workers")
-    return Endpoint(service_url(url), kind, check_group(group), world_size)
+    return Endpoint(base_url(url), kind, check_group(group), world_size)
 
 
 @dataclass(frozen=True, slots=True)
