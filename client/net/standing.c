@@ -98,7 +98,8 @@ static bool alike(const blame *x, const blame *y)
            x->state == y->state;
 }
 
-bool standing_reaches(const standing *of, uint64_t step)
+/* Whether it can be read at that step or a later one. */
+static bool reaches(const standing *of, uint64_t step)
 {
     return of->answered && of->present && of->state == FANIN_PUBLICATION_STABLE &&
            of->step >= step && of->step > 0;
@@ -118,7 +119,7 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
         bool ready = peer_ready(&client->peers[i]);
         if (ready && gone && !answered)
             continue; /* there was no time to answer: who is gone used it up */
-        if (ready && standing_reaches(s, step))
+        if (ready && reaches(s, step))
             continue;
         out[n++] = (blame){.what = !ready         ? GONE
                                    : !s->answered ? SILENT

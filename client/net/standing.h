@@ -22,9 +22,6 @@ typedef struct standing {
 fanin_status standing_ask(fanin_client *client, const char *publication, deadline at,
                           standing *out, fanin_error *error);
 
-/** Whether it can be read at @p step or a later one. */
-bool standing_reaches(const standing *of, uint64_t step);
-
 /**
  * Writes who can't be read at @p step: first the ranks that are gone, then those that do not
  * answer, then those that are furthest behind, then those that are in an update. Returns the first peer that it names, n_peers if

