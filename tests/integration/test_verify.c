@@ -112,6 +112,15 @@ static void write_the_last(void *scene)
     *last = -*last;
 }
 
+static void want_both(fanin_tensor wanted[2], fanin_box boxes[2],
+                      uint8_t landed[SCENE_BYTES])
+{
+    wanted[0] = make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS, SCENE_COLUMNS,
+                            &boxes[0], landed);
+    wanted[1] = make_tensor(SCENE_B, FANIN_DTYPE_F32, SCENE_COLUMNS, SCENE_ROWS,
+                            &boxes[1], landed + SCENE_BYTES / 2);
+}
+
 /* The last of those that are asked for at once. */
 static void the_last_tensor_is_compared_too(void **state)
 {
@@ -119,12 +128,9 @@ static void the_last_tensor_is_compared_too(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options = asked();
     fanin_box boxes[2];
-    const fanin_tensor wanted[] = {make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS,
-                                               SCENE_COLUMNS, &boxes[0], landed),
-                                   make_tensor(SCENE_B, FANIN_DTYPE_F32, SCENE_COLUMNS,
-                                               SCENE_ROWS, &boxes[1],
-                                               landed + SCENE_BYTES / 2)};
+    fanin_tensor wanted[2];
     verify_scene s;
+    want_both(wanted, boxes, landed);
     set_scene(&s, write_the_last);
     fanin_status status =
         fanin_client_pull(s.client, &options, wanted, 2, NULL, &error);
@@ -258,12 +264,9 @@ static void parts_of_sessions_are_verified(void **state)
     fanin_pull_options options = asked();
     fanin_session *session = NULL;
     fanin_box boxes[2];
-    const fanin_tensor wanted[] = {make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS,
-                                               SCENE_COLUMNS, &boxes[0], landed),
-                                   make_tensor(SCENE_B, FANIN_DTYPE_F32, SCENE_COLUMNS,
-                                               SCENE_ROWS, &boxes[1],
-                                               landed + SCENE_BYTES / 2)};
+    fanin_tensor wanted[2];
     verify_scene s;
+    want_both(wanted, boxes, landed);
     set_scene(&s, scene_write_in_silence);
     assert_ok(fanin_client_begin(s.client, &options, wanted, 2, &session, &error),
               error);

@@ -201,6 +201,17 @@ def strike_at(step):
                 raise Struck
         return trace
     return trace
+
+def struck(call, step):
+    # Whether it got so far.
+    sys.settrace(strike_at(step))
+    try:
+        call()
+    except Struck:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 """
 
 
@@ -277,18 +288,11 @@ def once():
     {call}
 
 for step in range(100_000):
-    struck = False
-    sys.settrace(strike_at(step))
-    try:
-        once()
-    except Struck:
-        struck = True
-    finally:
-        sys.settrace(None)
+    further = struck(once, step)
     assert not client._uses, step
     {after}
     assert client.pull_into(0, into, timeout=20).step == 1, step
-    if not struck:
+    if not further:
         break
 assert 50 < step < 99_999
 """
@@ -299,17 +303,11 @@ assert 50 < step < 99_999
 def test_close_may_be_interrupted_at_any_step() -> None:
     body = """
 for step in range(100_000):
-    other, struck = fanin.Client([address], use_ucx=False), False
-    sys.settrace(strike_at(step))
-    try:
-        other.close()
-    except Struck:
-        struck = True
-    finally:
-        sys.settrace(None)
+    other = fanin.Client([address], use_ucx=False)
+    further = struck(other.close, step)
     other.close()
     assert other.closed
-    if not struck:
+    if not further:
         break
 assert 20 < step < 99_999
 """

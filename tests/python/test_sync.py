@@ -656,10 +656,8 @@ def test_one_whose_name_is_looked_up_for_ever_holds_up_no_other_sync(
     assert not registry.busy() and engine.version == "step-2"
 
 
-def test_removed_during_a_sync(stack: ExitStack) -> None:
-    engines = fleet(stack)
-    registry = registry_of(*engines)
-    hold = engines[0].hang("/update_weights")
+def failing_sync(registry: Registry) -> tuple[threading.Thread, list[SyncError]]:
+    """Of step 1, in a thread that has begun; when that has ended, what it raised is in the list."""
     caught: list[SyncError] = []
 
     def run() -> None:
@@ -669,6 +667,14 @@ def test_removed_during_a_sync(stack: ExitStack) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
+    return thread, caught
+
+
+def test_removed_during_a_sync(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    hold = engines[0].hang("/update_weights")
+    thread, caught = failing_sync(registry)
     assert engines[0].at["/update_weights"].wait(30)
     assert registry.remove(engines[0].url)
     thread.join()  # it waits for the removed one no longer
@@ -689,15 +695,7 @@ def test_removed_and_added_it_is_in_that_sync_until_its_phase_has_ended(
     (engine,) = fleet(stack, 1)
     registry = registry_of(engine)
     hold = engine.hang("/resume")
-    caught: list[SyncError] = []
-
-    def run() -> None:
-        with pytest.raises(SyncError) as error:
-            registry.sync(1)
-        caught.append(error.value)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread, caught = failing_sync(registry)
     assert engine.at["/resume"].wait(30)
     for _ in range(times):
         assert registry.remove(engine.url)
