@@ -63,7 +63,10 @@ class Work(Generic[_T]):
         if not self._begun.setdefault("begun", True):
             return
         assert self._call is not None
-        self._result, self._failure = _outcome(self._call)
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._failure = error
         self._call = None  # what it holds is not to outlive the call
 
     def wait(self) -> None:
@@ -107,14 +110,6 @@ class Work(Generic[_T]):
         """Nobody asks for what came of it: what was raised refers to frames, they to the call's
         tensors and to this."""
         self._result = self._failure = None
-
-
-def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What it returns, and what it raises."""
-    try:
-        return call(), None
-    except BaseException as error:
-        return None, error
 
 
 def by_helper(call: Callable[[], _T], cancel: Callable[[], None]) -> _T:
