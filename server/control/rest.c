@@ -40,14 +40,15 @@ void work_look(session *s)
 /* Whether it has to wait for others of all strangers. */
 static bool is_behind(const session *s)
 {
-    const struct control *c = s->control;
-    return c->crowded && c->served != s && !s->from->has_proven;
+    return s->control->crowded && !s->from->has_proven;
 }
 
+/* Whose turn it is has the whole of it, be the share used up by what it takes to read the requests: a turn
+   without an answer would be none. */
 bool must_rest(session *s)
 {
     struct control *c = s->control;
-    if (s->turn.waits || !is_counted(s) ||
+    if (s->turn.waits || c->served == s || !is_counted(s) ||
         !(is_behind(s) || peer_must_rest(c->server, s->from)))
         return s->turn.waits;
     turns_append(&c->resting, &s->turn, s, s->from);
