@@ -20,6 +20,8 @@
 #define AGAIN_MS 1000
 /* Kept of the pull's time, if it is that long, for finding out who is behind. */
 #define LOOK_MS 100
+/* What a rank is given at once: a wait that nobody waits for any more is to end some time. */
+#define GIVEN_MOST_MS 3600000
 
 typedef struct asker {
     struct agreement *agreement;
@@ -28,6 +30,8 @@ typedef struct asker {
     uint64_t least; /* the step that was asked for, or a later one */
     uint64_t request, asked_ns;
     uint32_t given_ms;    /* the time that it was given to answer */
+    uint64_t kept_ms;     /* of the pull's, for when that is over */
+    bool is_hasty;        /* it did not take half of what it was given last */
     uint64_t begins;      /* the catalog of which a lease was asked for; 0: none was */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
@@ -126,19 +130,25 @@ static void keep_used(agreement *g, bool agreed)
 
 /* ------------------------------------------------------------------ asking */
 
-/* A TIMEOUT says that a rank has waited. From who has not it would end the pull long before its time, and
-   nobody would know why. Clocks differ, but not by half. */
-static fanin_status refuse_haste(asker *a, connection *c)
+/* A rank whose time is up is asked again as long as the pull has time: a rank is not given more than an hour
+   at once, and the clock of a host that stood still meanwhile is behind the rank's. Who does not wait at all
+   would be asked for ever. */
+static fanin_status take_timeout(asker *a, connection *c)
 {
     uint64_t waited_ms = (clock_ns() - a->asked_ns) / 1000000;
-    if (waited_ms >= a->given_ms / 2)
+    uint64_t left_ms = deadline_left_ns(a->agreement->at) / 1000000;
+    bool was_hasty = a->is_hasty;
+    a->is_hasty = waited_ms < a->given_ms / 2;
+    if (left_ms <= a->kept_ms + LOOK_MS)
         return FANIN_ERR_TIMEOUT;
+    if (!was_hasty || !a->is_hasty)
+        return FANIN_OK;
     error_place place = connection_place(c, "wait");
     place.key = a->agreement->publication->name;
     place.remedy = "use the same fanin release on both ends";
     return error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
                      "rank %u at %s says that its time is up after %" PRIu64
-                     " ms of the %" PRIu32 " ms that it was given",
+                     " ms of the %" PRIu32 " ms that it was given, twice",
                      connection_peer(c)->rank, connection_text(c), waited_ms,
                      a->given_ms);
 }
@@ -179,7 +189,7 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
     a->lost = type == 0;
     fanin_status status = connection_reply_error(c, "wait", type, b, &a->error);
     if (status == FANIN_ERR_TIMEOUT && !a->lost)
-        status = refuse_haste(a, c);
+        status = take_timeout(a, c);
     a->refused = a->lost ? FANIN_OK : status;
 }
 
@@ -187,7 +197,7 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
 {
     asker *a = cookie;
     take_announcement(a, c, type, b);
-    asked_until_now(a, c, a->lost ? FANIN_ERR_CLOSED : a->refused);
+    asked_until_now(a, c, a->lost ? FANIN_ERR_CLOSED : a->error.status);
 }
 
 /* The least step that does now. */
@@ -199,12 +209,14 @@ static uint64_t wanted(const agreement *g)
 }
 
 /* A rank's "not yet" should come before this side gives up, with time to look around. */
-static uint32_t time_for_rank(const agreement *g)
+static void give_time(asker *a)
 {
-    uint64_t left = deadline_left_ns(g->at) / 1000000, rest = left / 20;
-    if (rest < LOOK_MS)
-        rest = left / 4 < LOOK_MS ? left / 4 : LOOK_MS;
-    return left > 3600000 ? 3600000 : (uint32_t)(left - rest);
+    uint64_t left = deadline_left_ns(a->agreement->at) / 1000000;
+    a->kept_ms = left / 20;
+    if (a->kept_ms < LOOK_MS)
+        a->kept_ms = left / 4 < LOOK_MS ? left / 4 : LOOK_MS;
+    left -= a->kept_ms;
+    a->given_ms = left < GIVEN_MOST_MS ? (uint32_t)left : GIVEN_MOST_MS;
 }
 
 static void ask(asker *a)
@@ -215,7 +227,8 @@ static void ask(asker *a)
     if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
         m.rule = FANIN_STEP_AT_LEAST;
     snprintf(m.publication, sizeof m.publication, "%s", g->publication->name);
-    m.timeout_ms = a->given_ms = time_for_rank(g);
+    give_time(a);
+    m.timeout_ms = a->given_ms;
     a->least = m.step;
     a->begins = m.begin_version = g->early ? g->early->versions[a->peer] : 0;
     a->request = connection_next_request(c);

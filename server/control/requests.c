@@ -128,7 +128,8 @@ static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *cat
         {{&server->parts, server->max_memory / PARTS_SHARE},
          {&server->memory, server->max_memory},
          {&server->network_memory,
-          s->from->is_own ? UINT64_MAX : memory_of_network(server)}}};
+          s->from->is_own ? UINT64_MAX : memory_of_network(server)}},
+        s->from->is_own};
     const buffer *blob = &catalog->boxes_blob;
     fanin_status status = FANIN_OK;
     if (m->keys.size > 0)

@@ -13,6 +13,9 @@ typedef struct catalog_parts {
     uint64_t counted;
 } catalog_parts;
 
+/* What requests of a catalog's parts are answered with. */
+enum { PARTS_NOT_ASKED, PARTS_WHOLE, PARTS_GIVEN };
+
 #define OF_KEY 64 /* its name and its place, roughly */
 #define OF_BOX 32
 
@@ -36,11 +39,8 @@ void catalog_parts_free(catalog_parts *p)
 }
 
 /* The tables as readers have them; NULL: no memory. */
-static catalog_parts *open_parts(shard_catalog *s, part_room room)
+static catalog_parts *make_parts(const shard_catalog *s, part_room room)
 {
-    if (s->parts || s->parts_tried)
-        return s->parts;
-    s->parts_tried = true;
     catalog_parts *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
@@ -56,9 +56,19 @@ static catalog_parts *open_parts(shard_catalog *s, part_room room)
             FANIN_OK &&
         box_table_decode(s->boxes_blob.data, s->boxes_blob.size, p->keys, NULL,
                          &p->boxes, NULL) == FANIN_OK)
-        return s->parts = p;
+        return p;
     catalog_parts_free(p);
     return NULL;
+}
+
+static catalog_parts *open_parts(shard_catalog *s, part_room room)
+{
+    uint8_t *answer = &s->parts_for[room.is_own];
+    if (*answer == PARTS_NOT_ASKED) {
+        s->parts = s->parts ? s->parts : make_parts(s, room);
+        *answer = s->parts ? PARTS_GIVEN : PARTS_WHOLE;
+    }
+    return *answer == PARTS_GIVEN ? s->parts : NULL;
 }
 
 fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, part_room room,

@@ -8,12 +8,13 @@
 #define PART_ROOMS 3
 
 /** What is kept for parts counts as memory for readers, in each of these, up to so much: what it leaves is theirs. The
-    counters outlive the catalog. */
+    counters outlive the catalog. Others have less room than the own user. */
 typedef struct part_room {
     struct {
         atomic_uint_fast64_t *used;
         uint64_t most;
     } in[PART_ROOMS];
+    bool is_own;
 } part_room;
 
 /**
@@ -24,7 +25,8 @@ typedef struct part_room {
  *
  * FANIN_ERR_PROTOCOL, with *why: @p keys is malformed, or of keys that are not there. Without the
  * memory for it, or @p room for what is to be kept, *out is the whole table, which answers any such
- * request; then it is so for this catalog from now on, as a table is told in pages.
+ * request; then it is so for this catalog, and the own user or all others, from now on, as a table is
+ * told in pages.
  */
 fanin_status shard_catalog_part(shard_catalog *s, bytes_view keys, part_room room,
                                 const buffer **out, const char **why);

@@ -181,7 +181,7 @@ every_way()
 
 @test "bench --trainer-load: what pulls cost ranks that work" {
     run -0 --separate-stderr "$NIXL_FETCH" bench --model qwen2.5-0.5b --r 2 --world-size 2 --device 0 --dest device:1 \
-        --trainer-load product --update-every 10 --phase 1000 --pairs 2 --readers 0,2 --iterations 2 --json
+        --trainer-load product --update-every 10 --phase 400 --pairs 2 --readers 0,2 --iterations 2 --json
     [ "$(field trainer_load trainers 0 device)" = 0 ]
     [ "$(field trainer_load trainers 0 readers 0 pulls)" = "[0, 0]" ]
     [ "$(field trainer_load trainers 0 readers 1 pulls 1)" -ge 2 ]

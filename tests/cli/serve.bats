@@ -291,7 +291,7 @@ loaded()
 }
 
 @test "bench --trainer-load: readers pull as often as --pause says, and only in their phases" {
-    loaded --pause 60000 --phase 1000 --pairs 2 --readers 0,1,3
+    loaded --pause 60000 --phase 300 --pairs 2 --readers 0,1,3
     [ "$(field trainer_load trainers 0 device)" = null ]
     [ "$(field trainer_load load)" = integer ]
     [ "$(field trainer_load trainers 0 readers 0 pulls)" = "[0, 0]" ]
@@ -302,14 +302,14 @@ loaded()
     [ "$(field trainer_load trainers 0 readers 1 pulls)" = "[1, 1]" ]
     # The second and the third begin 20 and 40 s after the first one.
     [ "$(field trainer_load trainers 0 readers 2 pulls)" = "[1, 1]" ]
-    loaded --phase 1000 --pairs 1 --readers 2 --snapshot
+    loaded --phase 300 --pairs 1 --readers 2 --snapshot
     [ "$(field trainer_load trainers 0 readers 0 pulls 0)" -gt 2 ]
-    loaded --phase 1000 --pairs 1 --readers 0,2 --path stream
+    loaded --phase 300 --pairs 1 --readers 0,2 --path stream
     alone=$(field trainer_load trainers 0 readers 0 server_cpu)
     pulled=$(field trainer_load trainers 0 readers 1 server_cpu)
     "$FANIN_TEST_PYTHON" -c 'import sys; sys.exit(float(sys.argv[1]) * 2 > float(sys.argv[2]))' "$alone" "$pulled"
     run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load sweep \
-        --update-every 20 --pairs 1 --readers 0,1
+        --update-every 20 --phase 300 --pairs 1 --readers 0,1
     has "TRAINER READERS PULLS"
     grep -Eq '^host +0 +0 .* [+-][0-9.]+ % .* %$' <<<"$output"
 }

@@ -16,7 +16,7 @@ typedef struct scene {
     early_begin *early; /* NULL: leases are not asked for */
     announcement announced[STUB_RANKS];
     bool use[STUB_RANKS];
-    uint64_t took_ms;
+    uint64_t call_ms, took_ms; /* what a call is given, and what it took */
     fanin_error error;
 } scene;
 
@@ -29,6 +29,7 @@ static struct {
     uint64_t less;      /* a step that is so much less than it was asked for */
     bool hangs_up;      /* none, and it closes the connection */
     bool is_late;       /* none yet: late_request is to be answered */
+    bool once;          /* that error, and no more */
     bool gives_lease;   /* of whatever catalog, asked for or not */
     uint64_t late_request;
 } odd;
@@ -45,6 +46,8 @@ static bool answer(stub_talk *t, const frame *f, body *in)
     msg_wait asked;
     if (t->rank != odd.rank || f->type != MSG_WAIT)
         return stub_answer(t, f, in);
+    if (odd.error && odd.once)
+        odd.rank = NULL;
     if (odd.error)
         return stub_answer_error(t, f->request, odd.error, "no such run here");
     if (odd.hangs_up)
@@ -69,6 +72,7 @@ static void start(size_t ranks, uint32_t parts)
     memset(&early, 0, sizeof early);
     memset(&s, 0, sizeof s);
     s.error = (fanin_error)FANIN_ERROR_INIT;
+    s.call_ms = CALL_MS;
     stub_world_start(&s.world, ranks, parts, PART);
     s.run = tables_of(s.world.client, STUB_RUN);
     assert_non_null(s.run);
@@ -91,8 +95,9 @@ static fanin_status ask_for(fanin_step_rule rule, uint64_t step, const agree_nee
     s.options.rule = rule;
     s.options.step = step;
     uint64_t before = clock_ns();
-    fanin_status status = agree(s.world.client, s.run, &s.options, need, s.early,
-                                deadline_in_ms(CALL_MS), s.announced, s.use, &s.error);
+    fanin_status status =
+        agree(s.world.client, s.run, &s.options, need, s.early,
+              deadline_in_ms(s.call_ms), s.announced, s.use, &s.error);
     s.took_ms = (clock_ns() - before) / 1000000;
     return status;
 }
@@ -550,8 +555,36 @@ static void who_has_not_waited_is_not_believed(void **state)
     odd.error = FANIN_ERR_TIMEOUT;
     assert_int_equal(ask_for_newest(), FANIN_ERR_PROTOCOL);
     assert_error(
-        " says that its time is up after 0 ms of the 9500 ms that it was given");
+        " says that its time is up after 0 ms of the 9500 ms that it was given, twice");
     assert_int_equal(s.error.rank, 1);
+}
+
+/* Of a host that stood still the clock is behind: the ranks' time is up long before the pull's. */
+static void who_waited_by_another_clock_is_asked_again(void **state)
+{
+    start(2, 2);
+    odd.rank = &s.world.ranks[1];
+    odd.error = FANIN_ERR_TIMEOUT;
+    odd.once = true;
+    stub_time_at_ms(2000, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(2000, commit_4, &s.world.ranks[1]);
+    assert_ok(ask_for(FANIN_STEP_EXACT, 4, NULL), s.error);
+    assert_agreed(3, 4);
+}
+
+/* Ranks are not given as long at once. */
+static void a_pull_waits_for_hours(void **state)
+{
+    start(2, 2);
+    for (size_t i = 0; i < 2; i++)
+        s.world.ranks[i].impatient = true;
+    s.call_ms = 3 * 3600000;
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 4, NULL), FANIN_ERR_TIMEOUT);
+    assert_in_range(s.took_ms, s.call_ms / 100 * 94, s.call_ms);
+    stub_time_at_ms(2 * 3600000, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(2 * 3600000, commit_4, &s.world.ranks[1]);
+    assert_ok(ask_for(FANIN_STEP_EXACT, 4, NULL), s.error);
+    assert_agreed(3, 4);
 }
 
 static void cancel(void *client)
@@ -646,6 +679,8 @@ int main(void)
         SCENE(one_is_stuck_in_its_update),
         SCENE(a_ranks_time_is_up),
         SCENE(who_has_not_waited_is_not_believed),
+        SCENE(who_waited_by_another_clock_is_asked_again),
+        SCENE(a_pull_waits_for_hours),
         SCENE(a_wait_can_be_cancelled),
         SCENE(enough_is_what_holds_everything),
         SCENE(the_culprit_is_who_is_needed),

@@ -206,9 +206,8 @@ static uint64_t crowd(fanin_server *s, uint64_t left)
     return taken;
 }
 
-/* What the server keeps to make parts from counts, as strangers' memory does; where it does not fit
-   the whole table is the answer. The own user may have its quarter for it. */
-static void parts_count_as_memory(void **state)
+/* A rank of many tensors, published. */
+static fanin_server *start_with_many(uint64_t max_memory)
 {
     static fanin_tensor t[MANY];
     static fanin_box boxes[MANY];
@@ -218,6 +217,25 @@ static void parts_count_as_memory(void **state)
         snprintf(names[i], sizeof names[i], "%08u", i);
         t[i] = byte_tensor(names[i], &boxes[i], memory, sizeof memory);
     }
+    fanin_server_config c = server_config();
+    c.data_threads = 1;
+    c.max_memory = max_memory;
+    fanin_server *s = server_start(&c);
+    assert_int_equal(fanin_server_put(s, RUN, t, MANY, false, NULL), FANIN_OK);
+    server_commit(s, 1);
+    return s;
+}
+
+static void uncrowd(fanin_server *s, uint64_t taken)
+{
+    atomic_fetch_sub(&s->memory, taken);
+    atomic_fetch_sub(&s->network_memory, taken);
+}
+
+/* What the server keeps to make parts from counts, as strangers' memory does; where it does not fit
+   the whole table is the answer. The own user may have its quarter for it. */
+static void parts_count_as_memory(void **state)
+{
     static const struct {
         unsigned mib; /* a quarter of which it may be */
         bool is_crowded, is_own, fits;
@@ -227,12 +245,7 @@ static void parts_count_as_memory(void **state)
                  {256, true, true, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         bool fits = cases[i].fits;
-        fanin_server_config c = server_config();
-        c.data_threads = 1;
-        c.max_memory = (uint64_t)cases[i].mib << 20;
-        fanin_server *s = server_start(&c);
-        assert_int_equal(fanin_server_put(s, RUN, t, MANY, false, NULL), FANIN_OK);
-        server_commit(s, 1);
+        fanin_server *s = start_with_many((uint64_t)cases[i].mib << 20);
         peer p = cases[i].is_own ? peer_open_unix(s) : peer_open(s);
         grant g = peer_lease(&p);
         uint64_t whole = ask_part(&p, &g, "", 0, 0).total;
@@ -242,9 +255,8 @@ static void parts_count_as_memory(void **state)
         uint64_t kept = server_stats(s).session_memory - before;
         assert_int_equal(part < whole, fits);
         assert_int_equal(kept > MANY * sizeof(key_entry), fits);
-        assert_true(kept < c.max_memory / 4);
-        atomic_fetch_sub(&s->memory, taken);
-        atomic_fetch_sub(&s->network_memory, taken);
+        assert_true(kept < s->max_memory / 4);
+        uncrowd(s, taken);
         peer_end(&p, &g, false);
         peer_close(&p);
         assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
@@ -252,6 +264,22 @@ static void parts_count_as_memory(void **state)
         assert_int_equal(atomic_load(&s->network_memory), 0);
         server_stop(&s, 0);
     }
+}
+
+/* Who asks first has no room; the own user has, and keeps to its answer as the others do to theirs. */
+static void strangers_take_no_parts_away(void **state)
+{
+    fanin_server *s = start_with_many((uint64_t)256 << 20);
+    peer stranger = peer_open(s), own = peer_open_unix(s);
+    grant g = peer_lease(&own), h = peer_lease(&stranger);
+    uint64_t whole = ask_part(&own, &g, "", 0, 0).total;
+    uint64_t taken = crowd(s, 8 << 20);
+    assert_int_equal(ask_part(&stranger, &h, "\x01\x01", 2, 0).total, whole);
+    assert_true(ask_part(&own, &g, "\x01\x01", 2, 0).total < whole);
+    uncrowd(s, taken);
+    assert_int_equal(ask_part(&stranger, &h, "\x01\x01", 2, 0).total, whole);
+    peer_end(&stranger, &h, false);
+    peer_end(&own, &g, false);
 }
 
 static void boxes_of_keys_that_are_not_there(void **state)
@@ -578,6 +606,7 @@ int main(void)
         server_test(list_tells_ages),
         server_test(boxes_of_some_keys),
         server_test(parts_count_as_memory),
+        server_test(strangers_take_no_parts_away),
         server_test(boxes_of_keys_that_are_not_there),
         server_test(a_pull_over_tcp_and_over_unix),
         server_test(regions_without_keys_have_no_addresses),
