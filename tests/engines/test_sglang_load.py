@@ -237,6 +237,7 @@ def test_the_answer_says_what_came_of_it(trainer: Trainer) -> None:
     assert said.success and said.message.startswith(TOLD)
     pulled = json.loads(said.message.removeprefix(TOLD))
     assert pulled["step"] == 5 and pulled["bytes"] > 0 and "tensors by" in pulled["how"]
+    assert pulled["worlds"] == [(b"w" * 16).hex()]
     assert updater.manager.versions == ["mine"]
     check(trainer, model)
 

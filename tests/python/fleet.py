@@ -30,11 +30,13 @@ class FakeEngine:
     """What the two kinds have in common.
 
     hooks: by path without query: answers in place of the engine; None goes on to its own answer.
-    paths: what came in. hang(path): requests to it wait until the test ends, or let go.
+    worlds: the launches of the trainer that its workers, in turn, say their weights are of; []: the
+    right one. paths: what came in. hang(path): requests to it wait until the test ends, or let go.
     """
 
     def __init__(self) -> None:
         self.hooks: dict[str, Hook] = {}
+        self.worlds: list[str] = []
         self.paths: list[str] = []
         self.queries: list[str] = []
         self.bodies: dict[str, Any] = {}
@@ -121,8 +123,6 @@ class FakeVLLM(FakeEngine):
         self.held: int | None = None
         self.cache_reset = 0
         self.workers = 2
-        #: The launch that each worker says its weights are of, in turn; []: the trainer's.
-        self.worlds: list[str] = []
         self._launch = ""
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
@@ -270,7 +270,14 @@ class FakeSGLang(FakeEngine):
         if self.failure:
             return 400, {"success": False, "message": self.failure}
         self.model = f"weights of step {request['step']}"
-        told = {"step": request["step"], "bytes": 100, "seconds": 0.5, "how": "4 tensors by cma"}
+        first, *_ = addresses_of(request["trainer"])
+        told = {
+            "step": request["step"],
+            "bytes": 100,
+            "seconds": 0.5,
+            "how": "4 tensors by cma",
+            "worlds": self.worlds or [_LAUNCHES.get(first, "a" * 32)],
+        }
         self.told = f"fanin has pulled: {json.dumps(told)}" if self.plugin else ""
         return 200, {"success": True, "message": self.told or "Success"}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from fanin.sync import EndpointResult, Registry, SyncError
-from fleet import FakeVLLM, WholeTrainer
+from fleet import FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
 
 UPDATE, STATE = "/update_weights", "/collective_rpc"
 
@@ -34,24 +35,25 @@ def trainer(stack: ExitStack) -> WholeTrainer:
     return result
 
 
-def registry_of(trainer: Any, *engines: FakeVLLM, **more: Any) -> Registry:
+def registry_of(trainer: Any, *engines: FakeEngine, **more: Any) -> Registry:
     registry = Registry(trainer, **{"timeout": 30.0, "prefetch": False, **more})
     for engine in engines:
         registry.add(engine.url)
     return registry
 
 
-def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeVLLM) -> EndpointResult:
+def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeEngine) -> EndpointResult:
     result = caught.value.result.results[engine.url]
     assert result.phase == "finish" and result.paused and engine.paused
     assert engine.url in result.error and result.code == "FANIN_ERR_MISMATCH"
     return result
 
 
+@pytest.mark.parametrize("kind", [FakeVLLM, FakeSGLang])
 def test_another_launch_than_the_one_that_was_asked(
-    stack: ExitStack, engine: FakeVLLM, trainer: WholeTrainer
+    stack: ExitStack, trainer: WholeTrainer, kind: type[FakeEngine]
 ) -> None:
-    good = stack.enter_context(FakeVLLM())
+    engine, good = stack.enter_context(kind()), stack.enter_context(kind())
     engine.worlds = ["b" * 32]
     registry = registry_of(trainer.info, engine, good)
     with pytest.raises(SyncError, match=f"of the launch {'b' * 32} of the trainer") as caught:
@@ -88,6 +90,25 @@ def test_workers_that_name_no_launch(engine: FakeVLLM) -> None:
     engine.hooks[STATE] = lambda _: (200, {"results": [worker]})
     registry = registry_of("10.0.0.1:6000", engine, ask_trainer=False)
     with pytest.raises(SyncError, match="do not say of which launch of the trainer") as caught:
+        registry.sync(3)
+    failure(caught, engine)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "says"),
+    [
+        ([], "do not say of which launch of the trainer"),
+        (["a" * 32, "b" * 32], f"of different launches of the trainer: {'a' * 32}, {'b' * 32}"),
+        ("a" * 32, "do not say of which launch"),
+    ],
+)
+def test_an_sglang_that_names_not_one_launch(stack: ExitStack, worlds: Any, says: str) -> None:
+    engine = stack.enter_context(FakeSGLang())
+    said = {"step": 3, "bytes": 1, "seconds": 1.0, "how": "", "worlds": worlds}
+    message = f"fanin has pulled: {json.dumps(said)}"
+    engine.hooks["/end_weight_update"] = lambda _: (200, {"success": True, "message": message})
+    registry = registry_of("10.0.0.1:6000", engine, ask_trainer=False)
+    with pytest.raises(SyncError, match=says) as caught:
         registry.sync(3)
     failure(caught, engine)
 

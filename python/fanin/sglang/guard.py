@@ -56,14 +56,18 @@ class Standing:
         """An update begins."""
         self.heard, self.loaded, self.failure = True, False, ""
 
-    def succeed(self, model: int, step: int, moved: int, seconds: float, how: str) -> None:
-        """A whole pull into a model, which *model* stands for, has ended well on all ranks."""
+    def succeed(
+        self, model: int, step: int, moved: int, seconds: float, how: str, worlds: set[str]
+    ) -> None:
+        """A whole pull into a model, which *model* stands for, has ended well on all ranks. worlds:
+        the launch of the trainer that it is of."""
         before = self.pulled if self.loaded else {}
         self.pulled = {
             "step": step,
             "bytes": moved + before.get("bytes", 0),
             "seconds": round(seconds + before.get("seconds", 0.0), 6),
             "how": how,
+            "worlds": sorted(worlds.union(before.get("worlds", []))),
         }
         self.loaded = True
         self._torn.pop(model, None)

@@ -75,7 +75,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
         standing.fail(id(model), whole.failure, whole.writing)
     else:
         how = "; ".join(report.how)
-        standing.succeed(id(model), request.step, whole.bytes, whole.seconds, how)
+        standing.succeed(id(model), request.step, whole.bytes, whole.seconds, how, whole.worlds)
 
 
 @dataclass
@@ -353,12 +353,13 @@ def _agreed(mine: _Report) -> _Report:
         writing=any(one.writing for one in everybody),
         bytes=sum(one.bytes for one in everybody),
         seconds=max(one.seconds for one in everybody),
+        worlds=set().union(*(one.worlds for one in everybody)),
     )
     for rank, one in enumerate(everybody):
         if one.failure:
             whole.failure = f"worker {rank} of {size}: {one.failure}"
             return whole
-    whole.failure = _of_several_launches(everybody)
+    whole.failure = _of_several_launches(everybody) if len(whole.worlds) > 1 else ""
     if whole.failure:
         return whole
     lists = [one.unwanted for one in everybody if one.unwanted is not None]
@@ -375,10 +376,8 @@ def _agreed(mine: _Report) -> _Report:
 
 
 def _of_several_launches(everybody: list[_Report]) -> str:
-    """Why the pulls of all ranks are not one step, "" if they are: launches of one trainer number
-    their steps alike, and each pull proves one launch."""
-    if len(frozenset().union(*(one.worlds for one in everybody))) < 2:
-        return ""
+    """Why the pulls of all ranks are not one step: launches of one trainer number their steps
+    alike, and each pull proves one launch."""
     told = "; ".join(
         f"worker {rank} of {len(everybody)} has pulled from {' and '.join(sorted(one.worlds))}"
         for rank, one in enumerate(everybody)

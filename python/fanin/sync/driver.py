@@ -117,6 +117,23 @@ class Driver(ABC):
             )
         return pulled
 
+    def _of_one_launch(self, pulled: Pulled, remedy: str) -> Pulled:
+        """Raises PeerError unless the workers say of which launch of the trainer they have it.
+        remedy: what to do where they say nothing of it."""
+        if len(pulled.worlds) == 1:
+            return pulled
+        problem = "do not say of which launch of the trainer it is"
+        if pulled.worlds:
+            launches = ", ".join(sorted(pulled.worlds))
+            problem = f"have it of different launches of the trainer: {launches}"
+            remedy = "the trainer was started again meanwhile: sync again"
+        raise PeerError.make(
+            f"{self.wire.url}: its workers hold step {pulled.step}, and {problem}",
+            remedy,
+            address=self.wire.url,
+            phase="finish",
+        )
+
     def _version(self, reply: Reply, path: str, remedy: str) -> str:
         if reply.status != 200:
             raise self.wire.refusal(reply, path, "health", remedy)

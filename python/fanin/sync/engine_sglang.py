@@ -28,6 +28,7 @@ class SGLang(Driver):
     """
 
     kind = "sglang"
+    _PLUGIN = "have fanin of the same version as here where SGLang runs"
     _START = f"start SGLang with --custom-weight-loader {LOADER}"
     _MODES = {"retract": "retract", "abort": "abort", "keep": "in_place"}
 
@@ -115,7 +116,7 @@ class SGLang(Driver):
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         path = "/end_weight_update"
         pulled = self._told(self._post(path, {}, "finish", deadline), path, "finish")
-        self._holding(pulled, step)
+        self._of_one_launch(self._holding(pulled, step), self._PLUGIN)
         if options.flush_cache and options.pause_mode != "keep":
             self.wire.post("/flush_cache", None, "finish", deadline)
         self._post(
@@ -133,10 +134,15 @@ class SGLang(Driver):
         message = str(body.get("message")) if isinstance(body, dict) else ""
         try:
             told, _ = json.JSONDecoder().raw_decode(message.partition(TOLD)[2])
+            worlds = told.get("worlds", [])
             return Pulled(
-                int(told["step"]), int(told["bytes"]), float(told["seconds"]), str(told["how"])
+                int(told["step"]),
+                int(told["bytes"]),
+                float(told["seconds"]),
+                str(told["how"]),
+                frozenset(map(str, worlds) if isinstance(worlds, list) else ()),
             )
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise PeerError.make(
                 f"{self.wire.url}{path} says that all is well, and not what was pulled",
                 "install fanin where SGLang runs, as a package of which it loads the plugin"

@@ -127,19 +127,8 @@ class VLLM(Driver):
         if options.flush_cache and options.pause_mode in ("retract", "keep"):
             self._reset_cache(options.pause_mode == "retract", deadline)
         self._proven(version, deadline)
-        pulled = self._holding(self._held("finish", deadline), step)
-        if len(pulled.worlds) == 1:
-            return pulled
-        problem, remedy = "do not say of which launch of the trainer it is", self._PLUGIN
-        if pulled.worlds:
-            launches = ", ".join(sorted(pulled.worlds))
-            problem = f"have it of different launches of the trainer: {launches}"
-            remedy = "the trainer was started again meanwhile: sync again"
-        raise PeerError.make(
-            f"{self.wire.url}: its workers hold step {step}, and {problem}",
-            remedy,
-            address=self.wire.url,
-            phase="finish",
+        return self._of_one_launch(
+            self._holding(self._held("finish", deadline), step), self._PLUGIN
         )
 
     def holds(self, step: int, world: str, deadline: float) -> bool:
