@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
 from fanin.vllm.shadow import Prefetch
 from fanin.vllm.trainers import Trainer, left
-from fanin.vllm.weights import _named, _refuse_what_moves
+from fanin.vllm.weights import Engine, _named, _refuse_what_moves, _Target
 from vllm_server import free_ports
 
 
@@ -247,6 +249,101 @@ def test_what_was_read_ahead_of_a_launch_that_has_ended_is_not_installed(
         assert ahead._trainer.ready(time.monotonic() + 30).world == other.world
     finally:
         other.server.close()
+
+
+class Settling(OneTensor):
+    """All of it is read, and the thread is not at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read, self.may_end = threading.Event(), threading.Event()
+
+    def fill(self, *arguments: Any) -> Any:
+        result = super().fill(*arguments)
+        self.is_read.set()
+        self.may_end.wait(30)
+        return result
+
+
+def test_a_cancel_that_finds_no_call_does_not_end_the_next_update(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, shadow = Trainer(clients.Source.of(launch.address), "full:0"), Settling()
+    ahead = Prefetch(shadow, trainer, 7, LAYOUT, 30)  # type: ignore[arg-type]
+    assert shadow.is_read.wait(30)
+    cancel = trainer.client.cancel
+
+    def late() -> None:
+        cancel()
+        shadow.may_end.set()
+
+    monkeypatch.setattr(trainer.client, "cancel", late)
+    ahead.cancel()
+    assert not ahead._thread.is_alive()
+    assert trainer.ready(time.monotonic() + 30, 7).world == launch.world
+    trainer.close()
+
+
+def test_a_cancel_that_ends_the_reading_keeps_the_connections(launch: Launch) -> None:
+    trainer = Trainer(clients.Source.of(launch.address), "full:0")
+    trainer.ready(time.monotonic() + 30)
+    client = trainer.client
+    ahead = Prefetch(OneTensor(), trainer, 8, LAYOUT, 30)  # type: ignore[arg-type]
+    ahead.cancel()  # it waits for step 8, which does not come
+    assert ahead.state()["code"] == "FANIN_ERR_CANCELLED"
+    assert trainer.ready(time.monotonic() + 30, 7).world == launch.world
+    assert trainer.client is client
+    trainer.close()
+
+
+class OnDevice(torch.nn.Parameter):
+    """As on a GPU: vLLM keeps nothing of what lies in host memory."""
+
+    is_cpu = False
+
+
+def sleepers() -> Engine:
+    """A model and its draft, which has no embedding of its own, both with a step in them."""
+    main, draft = (
+        torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("embed", "head")})
+        for _ in range(2)
+    )
+    draft["norm"] = torch.nn.LayerNorm(2)
+    for module in (*main.values(), *draft.values()):
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, OnDevice(parameter.data))
+    draft["embed"] = main["embed"]
+    made = Engine.__new__(Engine)
+    made._main = _Target("worker 0 of 1", main, None)
+    made._draft = _Target("worker 0 of 1, draft", draft, None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("patterns", "lost"),
+    [
+        ([], [True, True]),
+        (["draft.*"], [True, False]),
+        (["draft.head.*", "draft.norm.*"], [True, False]),
+        (["draft.head.*"], [True, True]),
+        (["head.*"], [True, True]),
+        (["*"], [True, False]),
+    ],
+)
+def test_what_vllm_keeps_through_a_sleep_is_not_lost(patterns: list[str], lost: list[bool]) -> None:
+    """By the names that vLLM's own code gives to parameters, and where it remembers them."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    engine = sleepers()
+    worker = SimpleNamespace(
+        model_config=SimpleNamespace(sleep_preserve_parameter_names=patterns),
+        get_draft_model=lambda: engine._draft.model,  # type: ignore[union-attr]
+        weight_transfer_engine=engine,
+    )
+    worker._get_sleep_parameters = partial(Worker._get_sleep_parameters, worker)
+    Worker._save_sleep_parameters(worker, engine._main.model)
+    guard.fanin_lose_weights(worker, "given up")
+    assert [bool(one["dirty"]) for one in engine.holds()] == lost
 
 
 def linear(loaded: torch.dtype, bias: torch.dtype) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
+from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -56,9 +57,10 @@ class Transfer:
     def holds(self) -> list[dict[str, Any]]:
         return [one.holds() for one in self._models()]
 
-    def lost(self, why: str) -> None:
-        for one in self._models():
-            one.lost(why)
+    def lost(self, why: str, kept: frozenset[str]) -> None:
+        self.main.lost(why)
+        if "draft.norm" not in kept:
+            self.draft.lost(why)
 
     def _models(self) -> list[Updates]:
         return [self.main, self.draft] if self.drafts else [self.main]
@@ -136,7 +138,7 @@ def engine(size: int = 2, **more: Any) -> Any:
             self.vllm_config, self.scheduler = FANIN, Scheduler()
             self.workers = [Worker(f"worker {rank} of {size}") for rank in range(size)]
             self.answers: list[deque[Any]] = [deque() for _ in range(size)]
-            self.paused, self.resumed = False, 0
+            self.paused, self.resumed, self.slept = False, 0, "slept"
             self.output_queue: queue.Queue[Any] = queue.Queue()
             vars(self).update(more)
 
@@ -166,8 +168,8 @@ def engine(size: int = 2, **more: Any) -> Any:
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             self.scheduler.requests.append(request)
 
-        def sleep(self, level: int = 1, mode: str = "abort") -> str:
-            return "slept"
+        def sleep(self, level: int = 1, mode: str = "abort") -> Any:
+            return self.slept
 
     guard._guard_core(Core)
     guard._guard_core(Core)  # as vLLM registers plugins, more than once in a process
@@ -364,6 +366,41 @@ def test_weights_that_sleep_has_given_up() -> None:
     core.resume_scheduler()
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("a worker could not sleep")])
+def test_weights_that_a_sleep_gives_up_later(error: Exception | None) -> None:
+    """vLLM waits for requests under way, and answers other calls meanwhile. A sleep that failed in
+    one worker may have ended well in another."""
+    later: Future[None] = Future()
+    core = engine(paused=True, slept=later)
+    update(core, 3)
+    assert core.sleep(2, "wait") is later
+    update(core, 4)
+    assert core.fanin_not_whole() == ""  # nothing is given up yet
+    told: list[str] = []
+    later.add_done_callback(lambda _: told.append(core.fanin_not_whole()))
+    if error is None:
+        later.set_result(None)
+    else:
+        later.set_exception(error)
+    assert "sleep at level 2" in told[0]  # before whoever waits for the sleep is answered
+    refused(core)
+    update(core, 5)
+    core.resume_scheduler()
+    assert core.resumed == 1
+
+
+def test_an_engine_that_was_resumed_before_it_slept() -> None:
+    later: Future[None] = Future()
+    core = engine(paused=True, slept=later)
+    core.sleep(2, "wait")
+    core.resume_scheduler()
+    core.add_request(request("a"))
+    later.set_result(None)
+    assert core.scheduler.requests == []
+    client, answer = core.output_queue.get_nowait()
+    assert "sleep at level 2" in answer.outputs[0].stop_reason
+
+
 def test_reading_ahead_brings_nothing_yet() -> None:
     core = engine(paused=True)
     core.sleep(level=2)
@@ -397,9 +434,24 @@ def test_each_model_that_sleep_has_given_up_is_pulled() -> None:
     assert "worker 0 of 2: the weights were given up" in refused(core)
     core.sleep(level=2)
     update(core, 4)
-    assert "worker 0 of 2, draft: the weights were given up" in refused(core)
+    core.collective_rpc("reload_weights")  # which loads the main model alone
+    said = refused(core)
+    assert "worker 0 of 2, draft: the weights were given up" in said
+    assert "start_draft_weight_update" in said
     core.collective_rpc("start_draft_weight_update")
     core.collective_rpc("update_weights", None, (4,))
+    core.resume_scheduler()
+    assert core.resumed == 1
+
+
+def test_a_draft_that_vllm_keeps_is_not_pulled_again() -> None:
+    core = engine(paused=True)
+    for worker in core.workers:
+        worker.weight_transfer_engine.drafts = True
+        worker._sleep_saved_parameters = {"draft.norm": "its bytes"}
+    core.sleep(level=2)
+    refused(core)
+    update(core, 4)
     core.resume_scheduler()
     assert core.resumed == 1
 

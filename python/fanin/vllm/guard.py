@@ -11,8 +11,8 @@ core learns from each answer what every worker holds. While that is not one whol
   engine wait, as they do in every pause;
 * ``LLM.generate`` raises.
 
-So it is after a sleep that has given the weights up, until each model's are pulled, or loaded from
-disk.
+So it is after a sleep that has given the weights up, until each model's are pulled, or the main
+model's loaded from disk. A draft that vLLM keeps through the sleep is as it was.
 
 The text names the worker, what happened to it and the remedy. A whole pull ends all of that.
 
@@ -26,6 +26,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any
 
@@ -51,7 +52,10 @@ WATCHED = frozenset(
         "fanin_lose_weights",
     }
 )
-REMEDY = "start an update and pull a step that the trainer has, or start the engine again"
+REMEDY = (
+    "start an update (of a draft: start_draft_weight_update) and pull a step that the trainer has,"
+    " or start the engine again"
+)
 #: How the core tells an API server why a request failed: in front of its stop_reason.
 MARK = "fanin: "
 # What replicas have is compared as numbers of 64 bits with a sign.
@@ -90,10 +94,10 @@ def fanin_leave_update(worker: Any) -> None:
 
 
 def fanin_lose_weights(worker: Any, why: str) -> None:
-    """The weights of this worker's models are gone until each is pulled, or loaded from disk."""
+    """The weights of this worker's models are gone, but for what vLLM puts back when it wakes."""
     engine: Any = getattr(worker, "weight_transfer_engine", None)
     if hasattr(engine, "lost"):
-        engine.lost(why)
+        engine.lost(why, frozenset(getattr(worker, "_sleep_saved_parameters", ())))
 
 
 METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights)
@@ -330,10 +334,18 @@ def _guard_core(core_class: Any) -> None:
 
     def sleeping(original: Any) -> Any:
         def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
-            done = original(self, level, mode)
-            if level >= 2 and ours(self.vllm_config):
+            def lose(_: Any) -> None:
                 why = f"the weights were given up by sleep at level {level}"
                 self.collective_rpc("fanin_lose_weights", None, (why,))
+
+            done = original(self, level, mode)
+            if level >= 2 and ours(self.vllm_config):
+                if isinstance(done, Future):
+                    # It waits for requests under way, and updates may end meanwhile. Callbacks run
+                    # in the order in which they came: this one before whoever waits is answered.
+                    done.add_done_callback(lose)
+                else:
+                    lose(done)
             return done
 
         return sleep

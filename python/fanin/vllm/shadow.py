@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from fanin.errors import FaninError, PeerError, PullTimeoutError
+from fanin.errors import CancelledError, FaninError, PeerError, PullTimeoutError
 from fanin.mapping import PackedMapping
 from fanin.vllm import reload
 from fanin.vllm.landing import Progress, Summary
@@ -222,9 +222,12 @@ class Prefetch:
 
     def cancel(self) -> None:
         """Gives it up. Blocks for moments."""
-        if self._thread.is_alive():
-            try:
-                self._trainer.client.cancel()
-            except (AssertionError, FaninError):
-                pass  # it is connecting, which has a deadline
-            self._thread.join(_GIVE_UP)
+        if not self._thread.is_alive():
+            return
+        try:
+            self._trainer.client.cancel()
+        except (AssertionError, FaninError):
+            pass  # it is connecting, which has a deadline
+        self._thread.join(_GIVE_UP)
+        if not isinstance(self._error, CancelledError):
+            self._trainer.close()  # the cancel came after its last call, and would end the next one

@@ -107,11 +107,21 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """vLLM has loaded the model from disk, as it was started with."""
         self._main.updates.reloaded()
 
-    def lost(self, why: str) -> None:
-        """The weights of all models are gone until they are pulled, or loaded from disk."""
-        for target in (self._main, self._draft):
-            if target is not None:
-                target.updates.lost(why)
+    def lost(self, why: str, kept: frozenset[str]) -> None:
+        """The weights are gone: the main model's until they are pulled, or loaded from disk, the
+        draft's until they are pulled.
+
+        kept: the parameters that vLLM puts back, by its names for them. A draft is as it was if
+        they are all that it does not share. The main model is lost all the same: what processing
+        makes beside parameters (MLA) is not put back. A draft's lack of that changes no answer.
+        """
+        self._main.updates.lost(why)
+        draft = self._draft
+        if draft is not None:
+            own = {name for name, _ in draft.model.named_parameters()}
+            own -= reload.shared(draft.model, self._main.model)
+            if not kept.issuperset(f"draft.{name}" for name in own):
+                draft.updates.lost(why)
 
     # ------------------------------------------------------------------------------ vLLM's calls
 
