@@ -72,6 +72,21 @@ static bool has_parameter(const peft_maker *m, const json_t *parameters,
     return false;
 }
 
+/* Whether the layer is an embedding's, transposed: with ensure_weight_tying PEFT gives the modules
+   that are tied to the embedding its matrices, and takes them from target_modules. */
+static bool is_tied(const peft_maker *m, const peft_module *module)
+{
+    if (!json_is_true(peft_field(m, "ensure_weight_tying")))
+        return false;
+    for (uint32_t i = 0; i < m->modules.count && !work_stopped(m->stop); i++) {
+        const peft_module *other = &m->modules.items[i];
+        if (other->embedding && other->rank == module->rank &&
+            other->in == module->out && other->out == module->in)
+            return true;
+    }
+    return false;
+}
+
 /* Every layer must be one that a reader of the configuration makes. */
 static fanin_status check_targets(peft_maker *m)
 {
@@ -92,8 +107,9 @@ static fanin_status check_targets(peft_maker *m)
             module->fused = true;
             continue;
         }
+        module->tied = is_tied(m, module);
         /* Older configurations reach experts by target_modules. */
-        if (named == PATTERN_UNKNOWN || (module->fused && !parameters))
+        if (module->tied || named == PATTERN_UNKNOWN || (module->fused && !parameters))
             continue;
         return peft_refuse(m, module->key,
                            "add the module to target_modules, or do not publish it",
@@ -104,16 +120,17 @@ static fanin_status check_targets(peft_maker *m)
     return FANIN_OK;
 }
 
-/* use_dora and lora_bias: what is there must be read, what is read must be there. @p with: a key
-   of a layer that has the part, @p without: of any; UINT32_MAX: there is none. */
+/* use_dora, lora_bias, kasa_config: what is there must be read, what is read must be there.
+   @p value makes what stands for "set". @p with: a key of a layer that has the part, @p without:
+   of any; UINT32_MAX: there is none. */
 static fanin_status check_extra(peft_maker *m, const char *field, const char *part,
-                                uint32_t with, uint32_t without)
+                                json_t *(*value)(void), uint32_t with, uint32_t without)
 {
     const json_t *set = peft_field(m, field);
-    bool wanted = json_is_true(set);
+    bool wanted = json_is_true(set) || json_is_object(set);
     if (with != UINT32_MAX && !set && !m->given)
-        return peft_set(m->config, field, json_true()) ? FANIN_OK
-                                                       : error_set_memory(m->error);
+        return peft_set(m->config, field, value()) ? FANIN_OK
+                                                   : error_set_memory(m->error);
     if (with != UINT32_MAX && !wanted)
         return peft_refuse(m, with, "set the field, or do not publish these tensors",
                            "a %s is published, but %s is not set", part, field);
@@ -125,18 +142,22 @@ static fanin_status check_extra(peft_maker *m, const char *field, const char *pa
 
 static fanin_status check_extras(peft_maker *m)
 {
-    uint32_t magnitude = UINT32_MAX, bias = UINT32_MAX, any = UINT32_MAX;
+    uint32_t magnitude = UINT32_MAX, bias = UINT32_MAX, diagonal = UINT32_MAX,
+             any = UINT32_MAX;
     for (uint32_t i = m->modules.count; i-- > 0;) {
         const peft_module *module = &m->modules.items[i];
         any = module->key;
         magnitude = module->magnitude ? any : magnitude;
         bias = module->bias ? any : bias;
+        diagonal = module->diagonal ? any : diagonal;
     }
     fanin_status status =
-        check_extra(m, "use_dora", "lora_magnitude_vector", magnitude, any);
-    return status != FANIN_OK
-               ? status
-               : check_extra(m, "lora_bias", "bias of lora_B", bias, any);
+        check_extra(m, "use_dora", "lora_magnitude_vector", json_true, magnitude, any);
+    if (status == FANIN_OK)
+        status = check_extra(m, "lora_bias", "bias of lora_B", json_true, bias, any);
+    if (status == FANIN_OK)
+        status = check_extra(m, "kasa_config", "lora_diag", json_object, diagonal, any);
+    return status;
 }
 
 /* Whether some tensor lies in a module of that name. */
@@ -289,17 +310,34 @@ static fanin_status require_base_model(const peft_maker *m)
                        "the metadata of %s do not name the base model", m->publication);
 }
 
-/* Before anything is made of the fields. */
-static fanin_status drop_untrusted(peft_maker *m, const char *type, bool lora,
-                                   char **dropped_out)
+/* Of other methods than LoRA nothing is known: neither which fields load code, nor which tensors
+   there must be. */
+static fanin_status check_foreign(const peft_maker *m, const char *type, bool trusted)
 {
-    if (!lora)
+    if (!trusted)
         return peft_refuse(m, UINT32_MAX,
-                           "pull with trust_config (--trust-config) if you trust the "
-                           "trainer",
+                           "train with LoRA; or, if you trust the trainer and it "
+                           "publishes every tensor under the name that PEFT's file "
+                           "has, pull with trust_config (--trust-config)",
                            "peft_type is %.40s, of which it is not known which fields "
-                           "load code",
+                           "load code and which tensors there are",
                            type);
+    for (uint32_t i = 0; i < m->names->count && !work_stopped(m->stop); i++) {
+        const peft_tensor *t = &m->names->tensors[i];
+        const char *dot = strrchr(t->name.text, '.');
+        if (t->name.part == PEFT_MALFORMED && dot && strncmp(dot, ".lora_", 6) != 0)
+            return peft_refuse(m, t->key,
+                               "train with LoRA, or publish the names of PEFT's file",
+                               "peft_type is %.40s, and '%.200s' is not how its file "
+                               "names a tensor",
+                               type, t->name.text);
+    }
+    return FANIN_OK;
+}
+
+/* Before anything is made of the fields. */
+static fanin_status drop_untrusted(peft_maker *m, char **dropped_out)
+{
     buffer dropped = {0};
     const char *foreign = peft_trust_filter(m->config, &dropped);
     if (foreign) {
@@ -338,13 +376,12 @@ static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
     if (!lora && !m->given)
         return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                            "peft_type is %.40s; only LORA can be derived", type);
-    if (!trusted)
-        status = drop_untrusted(m, type, lora, dropped_out);
-    if (status != FANIN_OK)
-        return status;
     if (!lora)
-        return FANIN_OK; /* nothing is known of other methods' tensors */
-    status = peft_modules_find(m);
+        return check_foreign(m, type, trusted);
+    if (!trusted)
+        status = drop_untrusted(m, dropped_out);
+    if (status == FANIN_OK)
+        status = peft_modules_find(m);
     if (status == FANIN_OK)
         status = m->given ? check_targets(m) : derive(m);
     if (status == FANIN_OK && m->given)

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define BASE_LAYER ".base_layer"
+#define OUT_PROJ BASE_LAYER ".out_proj"
 
 static fanin_status refuse(const peft_maker *m, uint32_t key, const char *message)
 {
@@ -39,7 +40,11 @@ static void read_path(peft_module *m, const peft_name *name)
 {
     m->path = name->text + PEFT_PREFIX_SIZE;
     m->size = name->module - (uint32_t)PEFT_PREFIX_SIZE;
-    size_t tail = sizeof BASE_LAYER - 1;
+    /* PEFT gives a MultiheadAttention's out_proj its layer along with the module's own. */
+    size_t tail = sizeof OUT_PROJ - 1;
+    if (m->size > tail && memcmp(m->path + m->size - tail, OUT_PROJ, tail) == 0)
+        m->size -= (uint32_t)tail;
+    tail = sizeof BASE_LAYER - 1;
     while (m->size > tail && memcmp(m->path + m->size - tail, BASE_LAYER, tail) == 0) {
         m->size -= (uint32_t)tail;
         m->depth++;
@@ -73,6 +78,7 @@ static fanin_status prove_pair(const peft_maker *m, const peft_tensor *const *pa
     const key_entry *rows = &m->keys->entries[a->key],
                     *columns = &m->keys->entries[b->key];
     out->key = a->key;
+    out->embedding = !plain;
     if (rows->n_dims < 2 || columns->n_dims < 2)
         return refuse(m, rows->n_dims < 2 ? a->key : b->key,
                       "a LoRA matrix has fewer than two dimensions");
@@ -80,8 +86,9 @@ static fanin_status prove_pair(const peft_maker *m, const peft_tensor *const *pa
     out->in = rows->shape[1];
     out->out = columns->shape[0];
     uint64_t r = columns->shape[1];
-    /* A convolution with groups has its rank divided among them. */
-    bool fits = r == out->rank || (columns->n_dims == 4 && r > 0 && out->rank % r == 0);
+    /* A convolution has its rank divided among its groups, BD-LoRA among its blocks. */
+    bool divided = columns->n_dims > 2 || peft_field(m, "use_bdlora");
+    bool fits = r == out->rank || (divided && r > 0 && out->rank % r == 0);
     if (out->rank > 0 && fits)
         return FANIN_OK;
     return peft_refuse(m, a->key,
@@ -116,6 +123,7 @@ static fanin_status read_layer(peft_maker *m, uint32_t *at, peft_module *out)
     read_path(out, &first->name);
     out->magnitude = parts[PEFT_MAGNITUDE] != NULL;
     out->bias = parts[PEFT_LORA_B_BIAS] != NULL;
+    out->diagonal = parts[PEFT_DIAGONAL] != NULL;
     return prove_pair(m, parts, first, out);
 }
 

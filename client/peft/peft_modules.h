@@ -7,7 +7,7 @@
 
 /** One LoRA layer: its lora_A and lora_B (or lora_embedding_A and _B), proven a pair. */
 typedef struct peft_module {
-    const char *path; /**< of the base model's module; not NUL-terminated */
+    const char *path; /**< of the module that is a target; not NUL-terminated */
     uint32_t size;    /**< bytes of path */
     uint32_t
         /** how many ".base_layer" followed it: PEFT nests a wrapper for each
@@ -16,8 +16,10 @@ typedef struct peft_module {
     uint32_t key;  /**< of its first matrix, for messages */
     uint64_t rank; /**< rows of A = columns of B; with fused experts r times experts */
     uint64_t in, out;
-    bool fused; /**< wraps a parameter that holds all experts */
-    bool magnitude, bias;
+    bool fused;     /**< wraps a parameter that holds all experts */
+    bool embedding; /**< has lora_embedding_A and _B */
+    bool tied;      /**< has the matrices of an embedding, see ensure_weight_tying */
+    bool magnitude, bias, diagonal;
 } peft_module;
 
 typedef struct peft_modules {

@@ -67,8 +67,8 @@ static peft_part fix_layer(scan *s, const char *tail)
     return part;
 }
 
-/* lora_embedding_A.<adapter>, lora_magnitude_vector.<adapter>[.weight]: the file has the bare
-   component. */
+/* lora_embedding_A.<adapter>, lora_diag.<adapter>, lora_magnitude_vector.<adapter>[.weight]: the
+   file has the bare component. */
 static peft_part fix_bare(scan *s, const char *tail)
 {
     const char *dot = tail ? strchr(tail, '.') : NULL;
@@ -102,6 +102,7 @@ static const marker *marker_of(const char *component, size_t size)
         {TEXT("lora_embedding_A"), PEFT_EMBEDDING_A, fix_bare},
         {TEXT("lora_embedding_B"), PEFT_EMBEDDING_B, fix_bare},
         {TEXT("lora_magnitude_vector"), PEFT_MAGNITUDE, fix_bare},
+        {TEXT("lora_diag"), PEFT_DIAGONAL, fix_bare},
         {TEXT("trainable_tokens_delta"), PEFT_OTHER, fix_tokens},
         {TEXT("modules_to_save"), PEFT_SAVED_MODULE, fix_saved},
     };

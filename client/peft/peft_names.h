@@ -23,6 +23,7 @@ typedef enum peft_part {
     PEFT_EMBEDDING_A,
     PEFT_EMBEDDING_B,
     PEFT_MAGNITUDE,    /**< DoRA's vector */
+    PEFT_DIAGONAL,     /**< KaSA's singular values */
     PEFT_SAVED_MODULE, /**< came as <module>.modules_to_save.<adapter>.<parameter> */
     PEFT_MALFORMED, /**< names a part of a LoRA layer in a form that no reader knows */
 } peft_part;

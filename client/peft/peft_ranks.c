@@ -200,7 +200,7 @@ fanin_status peft_ranks_check(peft_maker *m)
     rank_rules rules;
     fanin_status status = rules_read(m, &rules);
     for (uint32_t i = 0; i < m->modules.count && status == FANIN_OK; i++) {
-        if (!m->modules.items[i].fused)
+        if (!m->modules.items[i].fused && !m->modules.items[i].tied)
             status = check_plain(m, &rules, &m->modules.items[i]);
     }
     if (status == FANIN_OK)

@@ -191,6 +191,15 @@ REFUSED = [
     ({"rank_pattern": {"k_proj": 4}}, "scales all layers alike, and rank_pattern"),
     ({"alpha_pattern": {"q_proj": 8}}, "scales all layers alike, and alpha_pattern"),
     ({"peft_type": "LOHA"}, "not LOHA"),
+    ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
+    ({"kasa_config": {"beta": 1e-4}}, "KaSA"),
+    ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"use_qalora": True}, "QALoRA"),
+    ({"use_bdlora": {"nblocks": 2}}, "BD-LoRA"),
+    ({"arrow_config": {"top_k": 2}}, "Arrow"),
+    ({"trainable_token_indices": [1, 5]}, "trainable_token_indices"),
+    ({"ensure_weight_tying": True}, "ensure_weight_tying"),
 ]
 
 
@@ -241,16 +250,23 @@ def test_a_configuration_by_pairs(tmp_path: Path) -> None:
         assert not http.requests
 
 
-def test_dora_is_seen_by_its_tensors(tmp_path: Path) -> None:
+BY_TENSORS = [
+    ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
+    ("model.layers.0.self_attn.q_proj.lora_diag", r"no LoRA layer .*q_proj\.lora_diag"),
+    ("model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_tokens_delta"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), BY_TENSORS)
+def test_refused_by_the_tensors(tmp_path: Path, name: str, words: str) -> None:
     import numpy as np
 
     with Trainer() as trainer, Engine(SGLang()) as http:
-        magnitude = np.ones(8, np.float32)
         for server in trainer.servers:
-            name = "model.layers.0.self_attn.q_proj.lora_magnitude_vector"
-            server.put(trainer.publication, [fanin.shard_of(name, magnitude)])
+            shard = fanin.shard_of(name, np.ones(8, np.float32))
+            server.put(trainer.publication, [shard])
         trainer.commit(1)
-        with pytest.raises(RequestError, match="DoRA"):
+        with pytest.raises(RequestError, match=words):
             SGLangEngine(http.url, trainer=trainer.addresses, cache_dir=tmp_path).load(0, 1)
 
 

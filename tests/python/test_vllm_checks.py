@@ -43,7 +43,11 @@ def check(entries: list[Entry] = PLAIN, engine: EngineFacts | None = None, **con
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "EVA"},
         {"init_lora_weights": True, "rank_pattern": {"q_proj": 16}},
+        {"init_lora_weights": "mica"},
         {"modules_to_save": ["score"]},
+        {"peft_type": "lora", "kasa_config": None, "trainable_token_indices": []},
+        # PEFT computes with these as without them, except in training.
+        {"velora_config": {"num_groups": 4}, "monteclora_config": {"num_samples": 2}},
     ],
 )
 def test_what_vllm_loads(config: dict[str, Any]) -> None:
@@ -60,6 +64,14 @@ def test_what_vllm_loads(config: dict[str, Any]) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"init_lora_weights": "loftq"}, "loftq"),
+        ({"init_lora_weights": "lora_ga"}, "lora_ga"),
+        ({"peft_type": "ADALORA"}, "not ADALORA"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
+        ({"kasa_config": {}}, "kasa_config"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config"),
+        ({"trainable_token_indices": [1, 5]}, "trainable_token_indices"),
+        ({"modules_to_save": "lm_head"}, "lm_head"),
+        ({"modules_to_save": 5}, "modules_to_save"),
         ({"modules_to_save": ["lm_head"]}, "lm_head"),
         ({"rank_pattern": {"q_proj": 32}}, "--max-lora-rank 32"),
         ({"r": 17}, "--max-lora-rank 32"),
@@ -88,6 +100,14 @@ def test_what_vllm_refuses_by_the_configuration(config: dict[str, Any], named: s
 def test_what_vllm_refuses_by_the_tensors(name: str, shape: tuple[int, ...], named: str) -> None:
     with pytest.raises(errors.RequestError, match=named):
         check([*PLAIN, Entry(name, shape)])
+
+
+def test_saved_modules_hide_no_other_tensor() -> None:
+    saved = Entry("base_model.model.score.modules_to_save.default.weight", (2, 64))
+    assert check([*PLAIN, saved], modules_to_save=["score"]) is False
+    token = Entry("model.embed_tokens.token_adapter.trainable_tokens_delta", (2, 64))
+    with pytest.raises(errors.RequestError, match="trainable_tokens_delta"):
+        check([*PLAIN, saved, token], modules_to_save=["score"])
 
 
 def test_an_engine_without_lora() -> None:

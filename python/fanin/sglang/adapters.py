@@ -50,7 +50,7 @@ from fanin.info import (
     read_info,
 )
 from fanin.names import AdapterName, run_of
-from fanin.vllm.checks import AdapterFacts, read_facts
+from fanin.vllm.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
 from fanin.vllm.directories import Lease, Places
 from fanin.vllm.faults import refused_as_too_large
 
@@ -65,9 +65,6 @@ _TOO_LARGE = (
     "raise SGLangEngine's max_bytes; a larger file system to keep adapters in: docker run"
     " --shm-size, or another cache_dir"
 )
-
-# Initial weights that leave the base model as it is.
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 
 
 @dataclass(frozen=True)
@@ -93,35 +90,19 @@ def check_adapter(facts: AdapterFacts, run: str) -> None:
     Does not block; any thread. Raises RequestError naming the field of the configuration.
     """
     config = facts.config
-
-    def refuse(key: str, problem: str, remedy: str) -> RequestError:
-        return RequestError.make(f"run {run}: SGLang {problem}", remedy, key=key)
-
-    kind = config.get("peft_type", "LORA")
-    if kind not in (None, "LORA"):
-        raise refuse("peft_type", f"loads LoRA adapters only, not {kind}", "train with LoRA")
+    refuse = refusing("SGLang", run)
+    check_plain(facts, refuse)
     if config.get("use_rslora"):
         raise refuse(
             "use_rslora",
             "scales by lora_alpha / r, not by lora_alpha / sqrt(r) as use_rslora asks",
             "train without use_rslora, with lora_alpha multiplied by sqrt(r)",
         )
-    if facts.dora or config.get("use_dora"):
-        raise refuse("use_dora", "does not load DoRA adapters", "train without use_dora")
-    if facts.lora_bias or config.get("lora_bias") or config.get("bias") not in (None, "none"):
-        raise refuse("bias", "does not load biases", "train with bias='none', without lora_bias")
-    if config.get("modules_to_save"):
+    if config.get("ensure_weight_tying"):
         raise refuse(
-            "modules_to_save",
-            f"does not load whole modules beside the adapter ({config['modules_to_save']})",
-            "train without modules_to_save",
-        )
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
-        raise refuse(
-            "init_lora_weights",
-            f"does not change the base model as init_lora_weights={init!r} does",
-            "train with init_lora_weights=True",
+            "ensure_weight_tying",
+            "leaves out the layers that ensure_weight_tying adds to those of target_modules",
+            "train without ensure_weight_tying",
         )
     target = config.get("target_modules")
     if isinstance(target, str) and target not in ("all", "all-linear"):
@@ -139,7 +120,7 @@ def check_adapter(facts: AdapterFacts, run: str) -> None:
     _check_patterns(config, refuse)
 
 
-def _check_patterns(config: Mapping[str, Any], refuse: Any) -> None:
+def _check_patterns(config: Mapping[str, Any], refuse: Refuse) -> None:
     """One scale is used for the whole adapter, so layers must not differ in alpha or rank."""
     for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
         pattern = config.get(key)

@@ -3,28 +3,44 @@
 
 An adapter that an engine cannot load would otherwise be pulled, written and only then rejected,
 by a stack trace in the engine's log; some (per-expert names on a model with fused experts) it
-would load without the experts and say nothing.
+would load without the experts and say nothing. What SGLang refuses as well is here for both.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fanin.errors import PeerError, RequestError
 
-__all__ = ["AdapterFacts", "EngineFacts", "check_adapter", "check_alpha", "read_facts"]
+__all__ = [
+    "AdapterFacts",
+    "EngineFacts",
+    "Refuse",
+    "check_adapter",
+    "check_alpha",
+    "check_plain",
+    "read_facts",
+    "refusing",
+]
 
-# Initial weights that leave the base model as it is; vLLM's PEFTHelper accepts these.
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# What to raise of a field of the configuration, what the engine does with it, and the remedy.
+Refuse = Callable[[str, str, str], RequestError]
+
+# Initial weights that leave the base model as it is. vLLM's PEFTHelper accepts lora_ga too, which
+# takes the adapter's start out of the base while it is trained, and no engine does.
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 # vLLM loads these two as classification heads.
 _SAVED_MODULES = ("classifier", "score")
 _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
     "layer_replication": "layer_replication",
+    "trainable_token_indices": "trained-token",
     "use_bdlora": "block-diagonal LoRA (BD-LoRA)",
     "use_qalora": "QALoRA",
 }
@@ -70,7 +86,7 @@ class AdapterFacts:
 
     config: the trainer's PEFT configuration, or the metadata pairs that stand for it.
     max_rank: the largest rank of any layer, 0 if none is known. fused, per_expert: which kinds of
-    experts' tensors there are. others: up to three names that are neither LoRA nor known.
+    experts' tensors there are. others: up to three names of neither LoRA's parts nor saved modules.
     """
 
     config: Mapping[str, Any]
@@ -127,12 +143,18 @@ def _ranks_of(config: Mapping[str, Any]) -> list[tuple[int, str]]:
     return found
 
 
+def _saved_modules(config: Mapping[str, Any]) -> list[str]:
+    saved = config.get("modules_to_save") or []
+    return [str(name) for name in (saved if isinstance(saved, list) else [saved])]
+
+
 def read_facts(entries: Iterable[CatalogEntry], metadata: Mapping[str, str]) -> AdapterFacts:
     """Reads a publication's catalog and metadata. Does not block; any thread.
 
     Raises PeerError if the metadata's configuration is malformed.
     """
     config = _config_of(metadata)
+    saved = _saved_modules(config)
     ranks = _ranks_of(config)
     fused = per_expert = dora = lora_bias = False
     others: list[str] = []
@@ -145,7 +167,8 @@ def read_facts(entries: Iterable[CatalogEntry], metadata: Mapping[str, str]) -> 
         lora_bias = lora_bias or _LORA_BIAS.search(name) is not None
         if not is_fused and _LORA_A.search(name) and len(entry.shape) == 2:
             ranks.append((int(entry.shape[0]), name))
-        if _LORA.search(name) is None and len(others) < 3:
+        known = _LORA.search(name) is not None or any(f".{part}." in f".{name}" for part in saved)
+        if not known and len(others) < 3:
             others.append(name)
     rank, where = max(ranks, key=lambda pair: pair[0], default=(0, ""))
     base = config.get("base_model_name_or_path") or metadata.get("base_model_name_or_path")
@@ -184,7 +207,7 @@ def check_adapter(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
     """
     if not engine.lora_enabled:
         raise RequestError.make("this engine was started without LoRA", "add --enable-lora")
-    _check_features(facts, run)
+    check_plain(facts, refusing("vLLM", run), _SAVED_MODULES)
     limit = engine.max_lora_rank
     if limit is not None and facts.max_rank > limit:
         raise RequestError.make(
@@ -201,44 +224,63 @@ def _next_rank(rank: int) -> int:
     return next((value for value in allowed if value >= rank), rank)
 
 
-def _check_features(facts: AdapterFacts, run: str) -> None:
+def refusing(engine: str, run: str) -> Refuse:
+    """Makes the errors of *engine* about *run*."""
+
+    def refuse(key: str, problem: str, remedy: str) -> RequestError:
+        return RequestError.make(f"run {run}: {engine} {problem}", remedy, key=key)
+
+    return refuse
+
+
+def check_plain(facts: AdapterFacts, refuse: Refuse, saved: Sequence[str] = ()) -> None:
+    """Whether an engine that knows nothing but lora_A and lora_B computes what PEFT does.
+
+    saved: the modules that it takes whole. Raises what *refuse* makes.
+    """
     config = facts.config
-
-    def refuse(problem: str, remedy: str, key: str) -> RequestError:
-        return RequestError.make(f"run {run}: vLLM does not load {problem}", remedy, key=key)
-
+    kind = config.get("peft_type") or "LORA"
+    if str(kind).upper() != "LORA":
+        raise refuse("peft_type", f"loads LoRA adapters only, not {kind}", "train with LoRA")
+    for key, name in _UNSUPPORTED.items():
+        if config.get(key) not in (None, False, []):  # {}: an option's defaults
+            raise refuse(key, f"does not load {name} adapters ({key})", f"train without {key}")
     if facts.dora or config.get("use_dora"):
-        raise refuse("DoRA adapters (use_dora)", "train without use_dora", "use_dora")
+        raise refuse("use_dora", "does not load DoRA adapters (use_dora)", "train without use_dora")
     if facts.lora_bias or config.get("lora_bias"):
-        raise refuse("LoRA layers with bias (lora_bias)", "train without lora_bias", "lora_bias")
+        problem = "does not load biases of LoRA layers (lora_bias)"
+        raise refuse("lora_bias", problem, "train without lora_bias")
     if config.get("bias") not in (None, "none"):
-        raise refuse(f"trained biases (bias={config['bias']!r})", "train with bias='none'", "bias")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, "true", "false"):
         raise refuse(
-            f"adapters with init_lora_weights={init!r}, which changes the base model's weights",
-            "train with init_lora_weights=True, or serve the changed base model and publish that",
-            "init_lora_weights",
+            "bias",
+            f"does not load trained biases (bias={config['bias']!r})",
+            "train with bias='none'",
         )
-    saved = config.get("modules_to_save")
-    if isinstance(saved, str):
-        saved = [saved]
-    strange = [name for name in saved or () if name not in _SAVED_MODULES]
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        raise refuse(
+            "init_lora_weights",
+            f"does not change the base model's weights as init_lora_weights={init!r} does",
+            "train with init_lora_weights=True, or serve the changed base model and publish"
+            " init_lora_weights=True",
+        )
+    _check_whole(facts, refuse, saved)
+
+
+def _check_whole(facts: AdapterFacts, refuse: Refuse, saved: Sequence[str]) -> None:
+    strange = [name for name in _saved_modules(facts.config) if name not in saved]
     if strange:
         raise refuse(
-            f"whole modules beside the adapter (modules_to_save={strange})",
-            "train without modules_to_save",
             "modules_to_save",
+            f"does not load whole modules beside the adapter (modules_to_save={strange})",
+            "train without modules_to_save",
         )
-    if facts.others and not saved:
+    if facts.others:
         raise refuse(
-            f"tensors that belong to no LoRA layer ({facts.others[0]})",
-            "publish the adapter's tensors only",
             facts.others[0],
+            f"does not load tensors that belong to no LoRA layer ({facts.others[0]})",
+            "publish the adapter's tensors only",
         )
-    for key, name in _UNSUPPORTED.items():
-        if config.get(key):
-            raise refuse(f"{name} adapters ({key})", f"train without {key}", key)
 
 
 def _check_experts(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:

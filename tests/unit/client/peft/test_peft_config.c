@@ -31,6 +31,8 @@ static void names_become_those_on_disk(void **state)
         {"m.q.lora_magnitude_vector.a", "m.q.lora_magnitude_vector", PEFT_MAGNITUDE},
         {"m.q.lora_magnitude_vector.a.weight", "m.q.lora_magnitude_vector",
          PEFT_MAGNITUDE},
+        {"m.q.lora_diag.default", "m.q.lora_diag", PEFT_DIAGONAL},
+        {"m.q.lora_diag", "m.q.lora_diag", PEFT_DIAGONAL},
         {"_fsdp_wrapped_module.m.0._fsdp_wrapped_module.q.lora_A.x.weight",
          "m.0.q.lora_A.weight", PEFT_LORA_A},
         {"m._orig_mod.q._checkpoint_wrapped_module.lora_A.weight", "m.q.lora_A.weight",
@@ -857,6 +859,113 @@ static void fields_of_another_shape_are_refused(void **state)
     }
 }
 
+static void kasa_needs_its_diagonals(void **state)
+{
+    fixture f = {0}, g = {0};
+    pair(
+        &f, "peft_config",
+        CONFIG(
+            "\"r\": 8, \"target_modules\": [\"q\"], \"kasa_config\": {\"beta\": 0.5}"));
+    add_layer(&f, "m.q", 8, 16, 16);
+    assert_refused(&f, "kasa_config is set, but no lora_diag is published",
+                   "m.q.lora_A");
+    add(&f, "m.q.lora_diag.default", 8, 0);
+    json_t *config = make(&f);
+    assert_field(config, "kasa_config", "{\"beta\": 0.5}");
+    json_decref(config);
+    f.pairs[0].value = CONFIG("\"r\": 8, \"target_modules\": [\"q\"]");
+    assert_refused(&f, "a lora_diag is published, but kasa_config is not set",
+                   "m.q.lora_A");
+    f.table.n_pairs = 0;
+    usual_pairs(&f);
+    config = make(&f);
+    assert_field(config, "kasa_config", "{}");
+    json_decref(config);
+
+    usual_pairs(&g);
+    add_layer(&g, "m.q", 8, 16, 16);
+    add(&g, "m.k.lora_diag.default", 8, 0);
+    assert_refused(&g, "a part of a LoRA layer is published without", "m.k.lora_diag");
+}
+
+static void embeddings_may_be_tied(void **state)
+{
+    static const struct {
+        const char *tying, *module;
+        uint64_t r, in, out;
+        bool good;
+    } cases[] = {
+        {"true", "lm_head", 4, 16, 100, true},
+        {"false", "lm_head", 4, 16, 100, false},
+        /* What has not the embedding's shape is not tied to it. */
+        {"true", "lm_head", 2, 16, 100, false},
+        {"true", "m.q", 4, 16, 16, false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[512];
+        fixture f = {0};
+        snprintf(text, sizeof text,
+                 CONFIG("\"r\": 8, \"target_modules\": [\"embed_tokens\"],"
+                        "\"rank_pattern\": {\"embed_tokens\": 4},"
+                        "\"ensure_weight_tying\": %s"),
+                 cases[i].tying);
+        pair(&f, "peft_config", text);
+        add(&f, "m.embed_tokens.lora_embedding_A.default", 4, 100);
+        add(&f, "m.embed_tokens.lora_embedding_B.default", 16, 4);
+        add_layer(&f, cases[i].module, cases[i].r, cases[i].in, cases[i].out);
+        if (cases[i].good)
+            json_decref(make(&f));
+        else
+            assert_refused(&f, "do not name it", cases[i].module);
+    }
+}
+
+static void a_rank_may_be_divided(void **state)
+{
+    static const char blocks[] =
+        CONFIG("\"r\": 8, \"target_modules\": [\"c\"],"
+               "\"use_bdlora\": {\"target_modules_bd_b\": [\"c\"], \"nblocks\": 2}");
+    for (uint32_t n_dims = 2; n_dims <= 5; n_dims++) {
+        fixture f = {0};
+        pair(&f, "peft_config", CONFIG("\"r\": 8, \"target_modules\": [\"c\"]"));
+        add(&f, "m.c.lora_A.default.weight", 8, 16);
+        add(&f, "m.c.lora_B.default.weight", 16, 4);
+        for (uint32_t i = 0; i < 2; i++) {
+            f.entries[i].n_dims = n_dims;
+            for (uint32_t d = 2; d < n_dims; d++)
+                f.entries[i].shape[d] = 1;
+        }
+        if (n_dims > 2) { /* a convolution with groups */
+            json_decref(make(&f));
+            continue;
+        }
+        assert_refused(&f, "both should be the rank", "m.c.lora_A");
+        f.pairs[0].value = blocks;
+        json_decref(make(&f));
+        f.entries[1].shape[1] = 3;
+        assert_refused(&f, "both should be the rank", "m.c.lora_A");
+    }
+}
+
+static void attentions_have_a_projection_of_their_own(void **state)
+{
+    fixture f = {0};
+    pair(&f, "peft_config",
+         CONFIG("\"r\": 8, \"target_modules\": [\"mha\"],"
+                "\"rank_pattern\": {\"mha\": 4}"));
+    add_layer(&f, "m.mha", 4, 16, 48);
+    add_layer(&f, "m.mha.base_layer.out_proj", 4, 16, 16);
+    json_decref(make(&f));
+    f.pairs[0].value = CONFIG("\"r\": 4, \"target_modules\": [\"out_proj\"]");
+    assert_refused(&f, "m.mha has a LoRA layer", "m.mha");
+    f.table.n_pairs = 0;
+    usual_pairs(&f);
+    json_t *config = make(&f);
+    assert_field(config, "target_modules", "[\"mha\"]");
+    assert_field(config, "r", "4");
+    json_decref(config);
+}
+
 static void other_methods_than_lora_need_trust(void **state)
 {
     fixture f = {0};
@@ -866,7 +975,16 @@ static void other_methods_than_lora_need_trust(void **state)
     assert_refused(&f, "peft_type is IA3", "");
     trusted = true;
     json_decref(make(&f));
+    /* In memory PEFT names an AdaLoRA's matrices lora_A.<adapter>, in the file lora_A. */
+    f.pairs[0].value =
+        "{\"peft_type\": \"ADALORA\", \"base_model_name_or_path\": \"m\"}";
+    add(&f, "m.k.lora_A", 8, 16);
+    json_decref(make(&f));
+    add(&f, "m.v.lora_A.default", 8, 16);
+    assert_refused(&f, "peft_type is ADALORA, and '" PEFT_PREFIX "m.v.lora_A.default'",
+                   "m.v.lora_A.default");
     trusted = false;
+    assert_refused(&f, "peft_type is ADALORA, of which it is not known", "");
 }
 
 /* In PEFT the first pattern that matches wins. */
@@ -1032,6 +1150,10 @@ int main(void)
         cmocka_unit_test(a_given_configuration_is_kept_whole),
         cmocka_unit_test(fields_that_load_code_are_dropped),
         cmocka_unit_test(fields_of_another_shape_are_refused),
+        cmocka_unit_test(kasa_needs_its_diagonals),
+        cmocka_unit_test(embeddings_may_be_tied),
+        cmocka_unit_test(a_rank_may_be_divided),
+        cmocka_unit_test(attentions_have_a_projection_of_their_own),
         cmocka_unit_test(other_methods_than_lora_need_trust),
         cmocka_unit_test(patterns_keep_the_trainers_order),
         cmocka_unit_test(a_given_configuration_must_fit),
