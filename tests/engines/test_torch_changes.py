@@ -9,15 +9,28 @@ import json
 import pytest
 import torch
 from fanin import Client
-from fanin.errors import RequestError, StateError
+from fanin.errors import HostError, RequestError, StateError
 from fanin.torch import WeightServer
 from peft import get_peft_model, inject_adapter_in_model
 from test_torch_server import BASE, Puller, adapted, fill, lora, same, serve, trained, values
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 @pytest.fixture
 def pull(tmp_path):
     return Puller(tmp_path)
+
+
+@pytest.fixture
+def alone():
+    """torch.distributed with this process as its only rank."""
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def configuration(pull):
@@ -81,6 +94,25 @@ def test_a_configuration_that_cannot_be_published_leaves_the_last_step(pull):
         with pytest.raises(RequestError, match="does not name its base model"):
             server.publish(1)
         assert pull(server)[0] == 0
+
+
+@pytest.mark.parametrize("refuses", ["set_metadata", "put"])
+def test_a_configuration_that_was_not_told_to_its_end_is_told_again(pull, monkeypatch, refuses):
+    model = adapted()
+    with serve(model) as server:
+        server.publish(0)
+        model.peft_config["default"].bias = "all"
+
+        def refuse(*_, **__):
+            raise HostError.make("no memory")
+
+        monkeypatch.setattr(server.server, refuses, refuse)
+        with pytest.raises(HostError, match="no memory"):
+            server.publish(1)
+        monkeypatch.undo()
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+        assert configuration(pull)["bias"] == "all"
 
 
 def test_a_refresh_tells_the_models_new_configuration():
@@ -165,6 +197,51 @@ def test_lora_that_joins_further_modules(pull):
         same(pull(server, step=1)[1], values(model))
 
 
+@pytest.mark.parametrize(
+    ("module", "told", "joins_at"),
+    [("layers.1.q_proj", True, 1), ("layers.0.v_proj", False, 1), ("layers.1.q_proj", False, 2)],
+    ids=["told", "beside other lora", "elsewhere"],
+)
+def test_the_step_that_joined_lora_is_first_in(module, told, joins_at):
+    model = adapted(lora(target_modules=["layers.0.q_proj"]))
+    config = model.peft_config["default"]
+    with serve(model) as server, Client(server.addresses) as client:
+        server.publish(0)
+        for step in (1, 2):
+            with server.updating(step):
+                if step == 1:
+                    joins = lora(target_modules=[module], base_model_name_or_path=BASE)
+                    inject_adapter_in_model(joins, model.base_model.model, adapter_name="default")
+                if not told:
+                    model.peft_config["default"] = config
+            published = {entry.name for entry in client.catalog("lora:0")}
+            assert (published == values(model).keys()) == (step >= joins_at)
+
+
+def test_the_base_model_is_looked_through_before_an_update_begins():
+    looks = []
+
+    class Watched(dict):
+        def __len__(self):
+            looks.append(self)
+            return super().__len__()
+
+    model = adapted()
+    head = model.base_model.model.head
+    head._parameters = Watched(head._parameters)
+    with serve(model) as server:
+        begin = server.server.begin_update
+        server.publish(0)
+        looks.clear()
+        looked = []
+        server.server.begin_update = lambda run: (looked.extend(looks), looks.clear(), begin(run))
+        with server.updating(1):
+            fill(model, 2)
+        assert (len(looked), looks) == (1, [])
+        server.publish(2)
+        assert (len(looked), looks) == (2, [])
+
+
 def test_names_with_compile_around_parallel(pull):
     model = adapted()
     for wrapped in (
@@ -175,6 +252,83 @@ def test_names_with_compile_around_parallel(pull):
         with serve(wrapped) as server:
             server.publish(0)
             same(pull(server)[1], values(model))
+
+
+# ----------------------------------------------------------------------------------------- sharding
+
+
+class Around(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+
+
+def split(model, mesh):
+    """Tensor parallelism of the model's weights."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            spread = distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+            module.weight = torch.nn.Parameter(spread)
+
+
+def pulled(server):
+    into = {"0.weight": torch.empty(8, 8)}
+    with Client(server.addresses) as client:
+        client.pull_into("full:0", into, timeout=10)
+    return into["0.weight"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refresh_is_told_no_buffers_of_a_module_further_outside():
+    model = Around()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    split(model, mesh["tensor"])
+    fully_shard(model, mesh=mesh["data"])
+    with WeightServer(model.inner, base_port=0, use_ucx=False) as server:
+        server.publish(0)
+        model.unshard()
+        for call in (lambda: server.publish(1), server.refresh):
+            with pytest.raises(StateError, match="'0.weight' is FSDP's temporary unsharded buffer"):
+                call()
+        model.reshard()
+        server.refresh()
+        server.publish(1)
+        assert torch.equal(pulled(server), model.inner[0].weight.full_tensor())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("over", ["fsdp", "tensor parallelism"])
+def test_a_server_is_not_made_of_buffers_of_a_module_further_outside(over):
+    model = Around()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    if over != "fsdp":
+        split(model, mesh["tensor"])
+    fully_shard(model, mesh=mesh["data"])
+    model.unshard()
+    with pytest.raises(StateError, match="'0.weight' is FSDP's temporary unsharded buffer"):
+        WeightServer(model.inner, base_port=0, use_ucx=False)
+    model.reshard()
+    with WeightServer(model.inner, base_port=0, use_ucx=False) as server:
+        server.publish(0)
+        assert torch.equal(pulled(server), model.inner[0].weight.full_tensor())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refresh_is_told_of_another_mesh():
+    model = Around().inner
+    split(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",)))
+    with WeightServer(model, base_port=0, use_ucx=False) as server:
+        server.publish(0)
+        both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "rows"))
+        for step, mesh, placements in (
+            (1, both, [Replicate(), Shard(0)]),
+            (2, init_device_mesh("cpu", (1,)), [Shard(1)]),
+        ):
+            whole = model[0].weight.full_tensor().detach()
+            model[0].weight = torch.nn.Parameter(distribute_tensor(whole + 1, mesh, placements))
+            server.refresh()
+            server.publish(step)
+            assert torch.equal(pulled(server), whole + 1)
 
 
 # ------------------------------------------------------------------------------------------- writes

@@ -310,6 +310,7 @@ def test_names_are_those_that_a_worker_makes_of_the_path(path):
         ("m.experts.w1_lora_A.3", "base_model.model.m.experts.w1.lora_A.weight", "3"),
         ("m.experts.w1_lora_B", "base_model.model.m.experts.w1.lora_B.weight", None),
         ("e.lora_embedding_A.run1", "base_model.model.e.lora_embedding_A", "run1"),
+        ("x.lora_diag.run1", "base_model.model.x.lora_diag", "run1"),
         ("h.modules_to_save.a.weight", "base_model.model.h.weight", "a"),
         ("_orig_mod.module.base_model.model.x.lora_A.d", "base_model.model.x.lora_A.weight", "d"),
         ("module._orig_mod.base_model.model.x.lora_A.d", "base_model.model.x.lora_A.weight", "d"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from fanin.errors import RequestError
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
-from fanin.torch._names import on_disk, parse
+from fanin.torch._names import on_disk, parse, unknown_part
 from fanin.torch._tree import BUFFER, PARAMETER, Found, Item, root_of, walk, walk_buffers
 
 
@@ -53,6 +53,23 @@ def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
     return path.removesuffix(".base_layer.bias") in layers
 
 
+def _refuse_unknown(path: str, adapter: str | None) -> None:
+    part = unknown_part(path, adapter)
+    if part is not None:
+        raise RequestError.make(
+            f"'{path}' belongs to the adapter, and what it is to it is not known ({part})",
+            "train without the option of LoraConfig that adds it, for engines would compute "
+            "without it",
+            key=path,
+        )
+
+
+def _is_tied(root: Any, path: str) -> bool:
+    """Whether it is the trained tokens of another layer, which PEFT saves there only."""
+    layer = root.get_submodule(path.rpartition("trainable_tokens_delta")[0].removesuffix("."))
+    return getattr(layer, "tied_adapter", None) is not None
+
+
 def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
     """The adapter's parameters, the biases that PEFT trains with it, and the persistent buffers of
     modules that it saves whole."""
@@ -76,14 +93,19 @@ def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
     for owner, attribute, _, path in walk(root):
         parsed = parse(path)
         if parsed is None:
+            _refuse_unknown(path, adapter)
             if bias != "none" and attribute == "bias":
                 biases.append((owner, attribute, path))
+        elif parsed.part == "trainable_tokens_delta" and _is_tied(root, path):
+            continue
         elif parsed.adapter is None or parsed.adapter == adapter:
             add(owner, attribute, path, parsed.name)
             layers.add(path[: path.rfind(f".{parsed.part}")])
     for owner, attribute, _, path in walk_buffers(root):
         parsed = parse(path)
-        if parsed is not None and parsed.part == "modules_to_save" and parsed.adapter == adapter:
+        if parsed is None:
+            _refuse_unknown(path, adapter)
+        elif parsed.part == "modules_to_save" and parsed.adapter == adapter:
             add(owner, attribute, path, parsed.name, BUFFER)
     for owner, attribute, path in biases:
         if _is_trained_bias(path, bias, layers):

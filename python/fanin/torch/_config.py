@@ -11,6 +11,7 @@ from typing import Any
 from fanin.errors import RequestError
 
 _BASE = "base_model_name_or_path"
+_LORA = "LORA"
 _REQUIRED = ("lora_alpha", "r", _BASE)
 
 
@@ -39,7 +40,10 @@ def active_adapters(holder: Any | None) -> list[str]:
 
 def config_of(model: Any, adapter: str | None, given: Any) -> Mapping[str, Any] | None:
     """The configuration as a mapping: what is given (a PEFT configuration or a mapping), else that
-    of the model's adapter; None if there is none. TypeError: what is given is neither."""
+    of the model's adapter; None if there is none.
+
+    TypeError: what is given is neither. RequestError: it is another kind of adapter's.
+    """
     if given is None:
         configs = getattr(holder_of(model), "peft_config", {})
         given = configs.get(adapter) if adapter is not None else None
@@ -47,14 +51,25 @@ def config_of(model: Any, adapter: str | None, given: Any) -> Mapping[str, Any] 
             given = next(iter(configs.values()))
         if given is None:
             return None
-    if isinstance(given, Mapping):
-        return dict(given)
-    if not hasattr(given, "to_dict"):
+    if not isinstance(given, Mapping) and not hasattr(given, "to_dict"):
         raise TypeError(
             f"config is a {type(given).__name__}; PEFT's configuration or a dict is wanted"
         )
-    fields: dict[str, Any] = given.to_dict()
+    fields = dict(given if isinstance(given, Mapping) else given.to_dict())
+    kind = _plain(fields.get("peft_type") or _LORA)
+    if kind != _LORA:
+        raise RequestError.make(
+            f"the adapter is of peft_type {kind}, which is not published",
+            "train the adapter that LoraConfig makes, or give fanin.torch.WeightServer what "
+            "merge_and_unload() makes",
+        )
     return fields
+
+
+def kinds_of(model: Any) -> list[str]:
+    """The ``peft_type`` of the model's adapters, sorted."""
+    configs = getattr(holder_of(model), "peft_config", {})
+    return sorted({str(_plain(getattr(one, "peft_type", None))) for one in configs.values()})
 
 
 def bias_of(config: Mapping[str, Any] | None) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fanin.errors import RequestError
@@ -17,6 +17,11 @@ try:
     from torch.distributed.fsdp import FSDPModule as _Fsdp2
 except ImportError:
     _Fsdp2 = None
+
+try:
+    from torch.distributed._composable_state import _module_state_mapping as _stateful
+except ImportError:
+    _stateful = {}
 
 UNSHARDED = (
     "commit when FSDP has resharded the parameters: right after optimizer.step(), before any "
@@ -37,7 +42,11 @@ def refuse_fsdp1(root: Any) -> None:
 
 def fsdp_params(root: Any) -> Iterator[Any]:
     """FSDP2's own record of each parameter that it shards. AttributeError: it tells of none."""
-    for module in root.modules():
+    return _params_of(root.modules())
+
+
+def _params_of(modules: Iterable[Any]) -> Iterator[Any]:
+    for module in modules:
         if _Fsdp2 is None or not isinstance(module, _Fsdp2):
             continue
         state = module._get_fsdp_state()
@@ -47,10 +56,13 @@ def fsdp_params(root: Any) -> Iterator[Any]:
 
 
 def _managed(root: Any) -> dict[tuple[int, str], Any] | None:
-    """FSDP2's records by owner's id and attribute; None: it does not tell."""
+    """FSDP2's records by owner's id and attribute; None: it does not tell.
+
+    Of all of this process's modules: those around *root* may be what FSDP2 shards.
+    """
     out: dict[tuple[int, str], Any] = {}
     try:
-        for param in fsdp_params(root):
+        for param in _params_of((*root.modules(), *_stateful)):
             info = param._module_info
             out[id(info.module), info.param_name] = param
             for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):

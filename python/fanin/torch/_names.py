@@ -21,10 +21,12 @@ WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 # it in the same component: `w1_lora_A` is lora_A of `w1`.
 _PART = re.compile(
     r"^(?:(?P<stem>.+?)_)?"
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)$"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|lora_diag)$"
 )
 _WITH_LEAF = ("lora_A", "lora_B")
 _LEAVES = ("weight", "bias")
+# PEFT saves them, and nothing but training computes with them: VeLoRA's and MonteCLoRA's.
+_OF_TRAINING = ("lora_velora_embed", "lora_monteclora_sampler")
 
 
 class Parameter(NamedTuple):
@@ -75,6 +77,16 @@ def parse(path: str) -> Parameter | None:
             continue
         ending = [leaf or "weight"] if part in _WITH_LEAF else []
         return Parameter(_with_prefix([*module, part, *ending]), named[0] if named else None, part)
+    return None
+
+
+def unknown_part(path: str, adapter: str | None) -> str | None:
+    """The component that makes a tensor the adapter's although :func:`parse` does not know it."""
+    if "lora_" not in path:
+        return None
+    for part, owner in itertools.pairwise(_components(path)):
+        if owner == adapter and part.startswith("lora_") and part not in _OF_TRAINING:
+            return part
     return None
 
 

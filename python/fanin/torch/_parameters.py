@@ -6,6 +6,7 @@ What the library has registered is compared with what is there now.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -80,28 +81,36 @@ def _is_sharded(item: Item) -> bool:
     return item.state is not None and item.state.spec is not None
 
 
-def _is_temporary(item: Item, spec: Any, anew: bool) -> bool:
-    """Whether FSDP shows its unsharded buffer: a plain tensor, or a DTensor of fewer dimensions of
-    the mesh than its shard (*anew* the parameter may be sharded in another way)."""
+def _is_temporary(item: Item, spec: Any) -> bool:
+    """Whether FSDP shows its unsharded buffer: a plain tensor, or a DTensor on fewer of the mesh's
+    dimensions than its shard."""
     if spec is None:
         return item.sharded
     told = is_unsharded(item.record)
-    if told is not None or anew:
-        return bool(told)
-    # FSDP2 keeps its records further outside than the module that is published.
-    known = item.state.spec if item.state is not None else None
-    return known is not None and spec.mesh.ndim < known.mesh.ndim
+    if told is not None:
+        return told
+    # FSDP2 keeps its records further outside than the module that is published. It wants names of
+    # dimensions, by which its buffer and a parameter that was put on another mesh are told apart.
+    if item.state is None or item.state.spec is None:
+        return False
+    known, now = item.state.spec.mesh.mesh_dim_names, spec.mesh.mesh_dim_names
+    return bool(known and now) and set(now) < set(known)
 
 
 class Parameters:
     """The parameters of one run. Not for several threads at once."""
 
-    def __init__(self, model: Any, find: FindFunction, names: NamesFunction | None) -> None:
+    def __init__(
+        self, model: Any, find: FindFunction, names: NamesFunction | None, base: bool = False
+    ) -> None:
+        """base: beside what is published there may be a model, as around an adapter."""
         self._root = root_of(model)
         self._find = find
         self._names = names
+        self._base = base
         self._items: list[Item] = []
         self._tree = Tree()
+        self._walked = False
         self._keys: list[str] = []
         self._layouts: dict[Any, Layout] = {}
         self._columns: list[Columns] = []
@@ -110,6 +119,17 @@ class Parameters:
         self._lent: list[Lent] = []
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def walked(self) -> Iterator[None]:
+        """Around an update: all modules are looked at before it. For :meth:`look` inside, during
+        which readers wait, those that hold items or are on the way to one are enough. What joins
+        elsewhere meanwhile, and is not told by the configuration, is the next look's."""
+        self._walked = self._base and self._tree.is_whole()
+        try:
+            yield
+        finally:
+            self._walked = False
 
     def look(self, anew: bool = False) -> Change:
         """Resolves every parameter and says what differs from what is registered.
@@ -120,7 +140,7 @@ class Parameters:
         tensor that cannot be published), StateError (a temporary unsharded buffer, memory that
         is offloaded).
         """
-        stands = bool(self._items) and not anew and self._tree.stands()
+        stands = bool(self._items) and not anew and self._tree.stands(self._walked)
         if stands and self._columns and all(c.stand() for c in self._columns):
             return Change([], [], [], None, self._tree)
         items, tree = None, self._tree
@@ -301,7 +321,7 @@ class Parameters:
                 key=item.name,
             )
         spec = param._spec if _DTensor is not None and isinstance(param, _DTensor) else None
-        if _is_temporary(item, spec, anew):
+        if _is_temporary(item, spec):
             raise StateError.make(
                 f"the parameter '{item.path}' is FSDP's temporary unsharded buffer now",
                 UNSHARDED,

@@ -214,7 +214,10 @@ class Publisher:
         """
         runs = self._chosen(step)
         self._refuse_written(run for run, _ in runs)
-        with self._rewriting(runs):
+        with contextlib.ExitStack() as walked:
+            for run, _ in runs:
+                walked.enter_context(run.parameters.walked())
+            walked.enter_context(self._rewriting(runs))
             yield
             self._tell_all(runs, [self._resolved(run) for run, _ in runs])
 
@@ -504,13 +507,14 @@ class Publisher:
     def _tell(self, run: OneRun, change: Change) -> None:
         if change.metadata is not None and change.metadata != run.metadata:
             self._server.set_metadata(run.publication, change.metadata)
-            run.metadata = change.metadata
         if change.shards:
             marked = self._casting.marked(change.shards)
             self._server.put(run.publication, marked, replace=True)
         for key in change.removed:
             self._server.remove(run.publication, key)
         run.parameters.accept(change)
+        if change.metadata is not None:
+            run.metadata = change.metadata
 
     def _tell_all(self, runs: list[tuple[OneRun, int]], changes: list[Change]) -> None:
         for (run, _), change in zip(runs, changes, strict=True):

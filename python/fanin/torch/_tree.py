@@ -7,7 +7,7 @@ their place. So nothing is remembered but the owning module and the attribute's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,23 +71,12 @@ FindFunction = Callable[[Any], Found]
 """Given the root of a module tree. RequestError: nothing to publish, or what cannot be."""
 
 
-class Tree:
-    """What of a module tree makes the items be those that were found."""
+class _Held:
+    """What modules hold: which modules, how many parameters and buffers, and of which there are
+    none; which buffers are persistent."""
 
-    def __init__(self, root: Any = None, found: Found | None = None) -> None:
-        links: dict[str, tuple[Any, str, Any]] = {}
-        for item in found.items if found is not None else ():
-            module, at = root, ""
-            for part in item.path.split(".")[:-1]:
-                child = module._modules[part]
-                at = f"{at}.{part}"
-                links[at] = (module, part, child)
-                module = child
-        self._children = [parent._modules for parent, _, _ in links.values()]
-        self._names = [name for _, name, _ in links.values()]
-        self._modules = [child for _, _, child in links.values()]
-        self._aliases = found.aliases if found is not None else []
-        everything = list(root.modules()) if found is not None else []
+    def __init__(self, modules: Iterable[Any]) -> None:
+        everything = list(modules)
         self._dicts = [
             getattr(module, kind)
             for module in everything
@@ -105,15 +94,49 @@ class Tree:
         self._unset = [name for _, name in unset]
 
     def stands(self) -> bool:
-        """Whether each module on the way to an item is the one that was found there, and each alias
-        still is one; and whether nothing has joined the tree, all of its modules are those of
-        before, and the same buffers are persistent."""
         return (
-            all(map(is_, map(dict.get, self._children, self._names), self._modules))
-            and list(map(len, self._dicts)) == self._sizes
+            list(map(len, self._dicts)) == self._sizes
             and all(map(is_, _values(self._kept), self._whole))
             and self._unsaved == self._were_unsaved
             and all(map(is_, map(dict.get, self._lacking, self._unset), repeat(None)))
+        )
+
+
+class Tree:
+    """What of a module tree makes the items be those that were found."""
+
+    def __init__(self, root: Any = None, found: Found | None = None) -> None:
+        links: dict[str, tuple[Any, str, Any]] = {}
+        for item in found.items if found is not None else ():
+            module, at = root, ""
+            for part in item.path.split(".")[:-1]:
+                child = module._modules[part]
+                at = f"{at}.{part}"
+                links[at] = (module, part, child)
+                module = child
+        self._children = [parent._modules for parent, _, _ in links.values()]
+        self._names = [name for _, name, _ in links.values()]
+        self._modules = [child for _, _, child in links.values()]
+        self._aliases = found.aliases if found is not None else []
+        near = {id(module): module for module in (root, *self._modules) if module is not None}
+        self._near = _Held(near.values())
+        self._all = _Held(root.modules() if found is not None else ())
+
+    def is_whole(self) -> bool:
+        """Whether nothing has joined the tree, all of its modules are those of before, and the same
+        buffers are persistent."""
+        return self._all.stands()
+
+    def stands(self, walked: bool = False) -> bool:
+        """Whether the tree is whole, each module on the way to an item is the one that was found
+        there, and each alias still is one.
+
+        walked: it was whole a moment ago. Only the modules that hold items, or are on the way to
+        one, are looked at again: no base model makes it take longer.
+        """
+        return (
+            all(map(is_, map(dict.get, self._children, self._names), self._modules))
+            and (self._near if walked else self._all).stands()
             and all(
                 getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
                 for alias in self._aliases

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch.nn.utils.parametrize import ParametrizationList
+
 from fanin.errors import RequestError
 from fanin.torch._checkpoint import CheckpointNames, converts
+from fanin.torch._config import kinds_of
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
 from fanin.torch._names import WRAPPERS, NamesFunction, parse
 from fanin.torch._tree import BUFFER, PARAMETER, Alias, Found, Item, root_of, walk, walk_buffers
@@ -16,6 +21,8 @@ from fanin.torch._tree import BUFFER, PARAMETER, Alias, Found, Item, root_of, wa
 # Classes whose only child "module" is no part of a checkpoint's names.
 _AROUND = ("DistributedDataParallel", "DataParallel", "Float16Module", "DeepSpeedEngine")
 _PACKED = "bitsandbytes"
+# Where PEFT has the classes of its layers and of what it puts around a model.
+_PEFT = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.peft_model", "PeftModel"))
 
 
 def _transparent(root: Any) -> set[str]:
@@ -72,21 +79,38 @@ class _Names:
         return 0
 
 
+def _parts_of_adapters(root: Any) -> Iterator[str]:
+    """Paths of LoRA's parameters, whoever made them, and of modules of PEFT's."""
+    yield from (path for _, _, _, path in walk(root) if parse(path) is not None)
+    for where, name in _PEFT:
+        kind = getattr(sys.modules.get(where), name, ())
+        yield from (path or name for path, one in root.named_modules() if isinstance(one, kind))
+
+
 def _refuse_adapter(root: Any) -> None:
-    for _, _, _, path in walk(root):
-        if parse(path) is not None:
-            raise RequestError.make(
-                f"'{path}' belongs to an adapter: the weights that engines want are the base's and "
-                "the adapter's together, which lie in no memory",
-                "publish the adapter by fanin.torch.AdapterServer, or give the WeightServer what "
-                "merge_and_unload() makes",
-                key=path,
-            )
+    path = next(_parts_of_adapters(root), None)
+    if path is not None:
+        kinds = kinds_of(root)
+        raise RequestError.make(
+            f"'{path}' belongs to an adapter" + (f" ({', '.join(kinds)})" if kinds else "") + ": "
+            "the weights that engines want are the base's and the adapter's together, which lie in "
+            "no memory",
+            "publish a LoRA adapter by fanin.torch.AdapterServer, or give the WeightServer what "
+            "merge_and_unload() makes",
+            key=path,
+        )
 
 
-def _refuse_packed(owner: Any, path: str) -> None:
-    for kind in type(owner).__mro__:
-        if kind.__module__.partition(".")[0] == _PACKED and "bit" in kind.__name__:
+def _is_packing(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == _PACKED and (
+        "bit" in kind.__name__ or issubclass(kind, torch.Tensor)
+    )
+
+
+def _refuse_packed(owner: Any, tensor: Any, path: str) -> None:
+    unpacking = owner if isinstance(owner, ParametrizationList) else ()
+    for kind in (kind for part in (owner, tensor, *unpacking) for kind in type(part).__mro__):
+        if _is_packing(kind):
             raise RequestError.make(
                 f"'{path}' is a weight of bitsandbytes' {kind.__name__}, which packs its values",
                 "dequantize the model, or train an adapter of it and publish that by "
@@ -113,7 +137,7 @@ def find_weights(root: Any) -> Found:
             if not told.is_saved(name):
                 continue
             if kind == PARAMETER:
-                _refuse_packed(owner, path)
+                _refuse_packed(owner, tensor, path)
             places.setdefault(id(tensor), []).append((owner, attribute, kind, path, name))
     items: list[Item] = []
     aliases: list[Alias] = []

@@ -16,6 +16,7 @@ from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, 
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source
+from fanin.torch._scales import Scales
 from fanin.torch._tree import Found
 
 __all__ = ["AdapterServer"]
@@ -34,13 +35,20 @@ def _source(
     def fields() -> Mapping[str, Any] | None:
         return config_of(model, chosen, config)
 
+    scales = Scales(chosen)
+
     def find(root: Any) -> Found:
-        return find_adapter(root, chosen, bias_of(fields()))
+        found = find_adapter(root, chosen, bias_of(fields()))
+        scales.look(root)
+        return found
 
     def describe() -> dict[str, str]:
-        return metadata_of(model, fields())
+        told = fields()
+        metadata = metadata_of(model, told)
+        scales.check(told or {})
+        return metadata
 
-    parameters = Parameters(model, find, names)
+    parameters = Parameters(model, find, names, base=True)
     return Source(publication, parameters, parameters.look(), describe(), describe)
 
 
@@ -94,11 +102,13 @@ class AdapterServer(Publisher):
     Blocks until all ranks have come here. If one rank fails, all raise, naming it.
 
     What else PEFT saves with the LoRA parameters is published too: trained biases, parameters and
-    persistent buffers of ``modules_to_save``, and its configuration as it is at each commit.
+    persistent buffers of ``modules_to_save``, trained tokens, and its configuration as it is at
+    each commit. Embeddings of the base model are not, though PEFT saves them once they are resized.
 
-    :raises RequestError: no LoRA parameters, several adapters, tensors that cannot be published
-        (Partial placements, FSDP1, meta, sparse, quantized), no configuration, addresses that
-        other hosts cannot reach, no allow-list.
+    :raises RequestError: no LoRA parameters, an adapter of another kind, parts of it that are not
+        known, several adapters, tensors that cannot be published (Partial placements, FSDP1, meta,
+        sparse, quantized), no configuration or one that gives other scales than PEFT computes
+        with, addresses that other hosts cannot reach, no allow-list.
     :raises StateError: parameters are unsharded or offloaded now.
     :raises TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
     :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
