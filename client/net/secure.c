@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/secure.h"
 
+#include "error_set.h"
 #include "net/connection.h"
 
 #include <stdio.h>
@@ -39,6 +40,29 @@ static void explain_plain(const tls *t, secure_fault *out)
     say(out, FANIN_ERR_AUTH,
         has_secret ? "give the rank the launch's secret, or this process none"
                    : "give the rank a certificate, or this process none");
+}
+
+/* Neither what is between nor a lie: an end cannot go on. */
+static bool explain_end(const tls *t, secure_fault *out)
+{
+    fanin_error lack = FANIN_ERROR_INIT;
+    switch (tls_failed(t)) {
+    case TLS_MEMORY:
+        snprintf(out->what, sizeof out->what,
+                 "cannot be secured by TLS: this process is out of memory");
+        say(out, error_set_memory(&lack), lack.remedy);
+        return true;
+    case TLS_GAVE_UP:
+        snprintf(
+            out->what, sizeof out->what,
+            "gave up the secured connection: it says that it cannot go on (%.200s)",
+            tls_why(t));
+        say(out, tls_is_up(t) ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+            "is its host out of memory? if it is a rank, its log says why");
+        return true;
+    default:
+        return false;
+    }
 }
 
 static void explain_broken(const tls *t, secure_fault *out)
@@ -134,6 +158,8 @@ static void explain_keys(const tls *t, secure_fault *out)
 void secure_explain(const tls *t, secure_fault *out)
 {
     out->remedy[0] = '\0';
+    if (explain_end(t, out))
+        return;
     if (tls_failed(t) == TLS_PLAIN) {
         explain_plain(t, out);
     } else if (tls_failed(t) == TLS_CLOSED) {
@@ -160,13 +186,15 @@ bool secure_broken(const tls *t, secure_fault *out)
     const char *why = tls_broken(t);
     if (!why)
         return false;
+    if (explain_end(t, out))
+        return true;
     snprintf(out->what, sizeof out->what,
              "and this process cannot go on by TLS: %.200s", why);
     say(out, FANIN_ERR_TRANSPORT, WAY_REMEDY);
     return true;
 }
 
-bool secure_proven(const tls *t, const msg_hello_ok *peer)
+bool secure_proven(tls *t, const msg_hello_ok *peer)
 {
     return !t || tls_check_rank(t, peer->world_id, peer->rank, peer->proof.data,
                                 peer->proof.size);
@@ -175,6 +203,8 @@ bool secure_proven(const tls *t, const msg_hello_ok *peer)
 void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_fault *out)
 {
     char name[IDENTITY_MOST];
+    if (explain_end(t, out))
+        return;
     if (tls_identity(t)) {
         snprintf(out->what, sizeof out->what,
                  "says that it is rank %u, and its certificate is not "

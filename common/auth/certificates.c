@@ -54,31 +54,39 @@ static void name_found(tls *t, const X509 *cert)
         pem_names(t->end->o, cert, t->found, TLS_NAMES);
 }
 
+/* Why not. */
+static void refuse(tls *t, X509_STORE_CTX *chain, bool is_believed)
+{
+    /* X509_V_ERR_HOSTNAME_MISMATCH: the other hears bad_certificate; X509_V_ERR_OUT_OF_MEM */
+    enum { OTHER_NAME = 62, OUT_OF_MEMORY = 17 };
+    const openssl *o = t->end->o;
+    int code = o->X509_STORE_CTX_get_error(chain);
+    if (openssl_fault(o) == OPENSSL_NO_MEMORY || code == OUT_OF_MEMORY) {
+        (void)tls_lack_memory(t);
+        return;
+    }
+    name_found(t, o->X509_STORE_CTX_get0_cert(chain));
+    t->fault = is_believed ? TLS_OTHER_NAME : TLS_UNTRUSTED;
+    if (is_believed)
+        o->X509_STORE_CTX_set_error(chain, OTHER_NAME);
+    else
+        t->why = o->X509_verify_cert_error_string(code);
+}
+
 /* Within the handshake: what OpenSSL thinks of the chain, and then who it is. */
 static int verify(int good, X509_STORE_CTX *chain)
 {
-    enum {
-        OTHER_NAME = 62
-    }; /* X509_V_ERR_HOSTNAME_MISMATCH: the other hears bad_certificate */
     const openssl *o = openssl_of_callback();
     const SSL *ssl =
         o->X509_STORE_CTX_get_ex_data(chain, o->SSL_get_ex_data_X509_STORE_CTX_idx());
     tls *t = o->SSL_get_ex_data(ssl, TLS_DATA);
-    const X509 *cert = o->X509_STORE_CTX_get0_cert(chain);
     identity wanted = *certificates_identity(t->end->certificates);
     wanted.role = t->end->is_rank ? AS_READER : AS_ANY_RANK;
-    if (!good) {
-        name_found(t, cert);
-        t->fault = TLS_UNTRUSTED;
-        t->why = o->X509_verify_cert_error_string(o->X509_STORE_CTX_get_error(chain));
-    } else if (o->X509_STORE_CTX_get_error_depth(chain) == 0 &&
-               !pem_is_for(o, cert, &wanted)) {
-        name_found(t, cert);
-        t->fault = TLS_OTHER_NAME;
-        o->X509_STORE_CTX_set_error(chain, OTHER_NAME);
-        good = 0;
-    }
-    return good;
+    if (good && (o->X509_STORE_CTX_get_error_depth(chain) > 0 ||
+                 pem_is_for(o, o->X509_STORE_CTX_get0_cert(chain), &wanted)))
+        return 1;
+    refuse(t, chain, good);
+    return 0;
 }
 
 bool certificates_peer_is(const openssl *o, const SSL *ssl, const identity *wanted)
@@ -114,14 +122,15 @@ static fanin_status fill(const openssl *o, SSL_CTX *context,
 static fanin_status read_context(const openssl *o, const certificate_files *files,
                                  identity *is, SSL_CTX **out, fanin_error *error)
 {
+    openssl_enter(o);
     SSL_CTX *context = tls_context_new(o);
-    if (!context)
-        return tls_no_context(o, error);
-    fanin_status status = fill(o, context, files, is, error);
+    fanin_status status =
+        context ? fill(o, context, files, is, error) : tls_no_context(o, error);
     if (status == FANIN_OK)
         *out = context;
     else
         o->SSL_CTX_free(context);
+    openssl_leave();
     return status;
 }
 
@@ -150,7 +159,7 @@ static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
     c->is_told = !context;
     if (!context)
         return !was_told;
-    c->o->SSL_CTX_free(c->context); /* connections hold on to it */
+    tls_context_free(c->o, c->context); /* connections hold on to it */
     c->context = context;
     memcpy(c->stamps, now, sizeof c->stamps);
     return true;
@@ -189,8 +198,7 @@ static void look_again(certificates *c)
     c->looks_ns = 0;
     c->slow_told = false;
     if (!is_other || c->ended) {
-        if (context)
-            c->o->SSL_CTX_free(context);
+        tls_context_free(c->o, context);
     } else if (settle(c, now, context)) {
         tell(c, context != NULL, &why);
     }
@@ -199,7 +207,7 @@ static void look_again(certificates *c)
 static void wipe(certificates *c)
 {
     if (c->context)
-        c->o->SSL_CTX_free(c->context);
+        tls_context_free(c->o, c->context);
     for (int i = 0; i < 3; i++)
         free(c->files[i]);
     pthread_cond_destroy(&c->turn);

@@ -26,7 +26,7 @@ typedef struct certificates certificates;
  * (event "certificates"), and what was read before stays.
  * own_file_read()'s errors; FANIN_ERR_ARGUMENT: a file holds something else, or a key of another certificate;
  * FANIN_ERR_AUTH: the certificate is somebody else's, or of another time; FANIN_ERR_LIMIT: no
- * thread; FANIN_ERR_MEMORY, FANIN_ERR_INTERNAL. All name the file.
+ * thread; FANIN_ERR_UNSUPPORTED, OpenSSL does no TLS 1.3; FANIN_ERR_MEMORY. All name the file.
  */
 fanin_status certificates_new(const openssl *o, const certificate_files *files,
                               const identity *wanted, const logger *log,

@@ -5,6 +5,7 @@
 #include "load_lock.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,7 +70,7 @@ fanin_status openssl_load(const openssl **out, fanin_error *error)
 {
     *out = NULL;
     if (!load_lock_take(&loading))
-        return load_lock_lost("OpenSSL", error);
+        return load_lock_lost("OpenSSL, or used it", error);
     fanin_status status = loaded ? FANIN_OK : load(error);
     load_lock_give(&loading);
     *out = status == FANIN_OK ? &table : NULL;
@@ -79,4 +80,44 @@ fanin_status openssl_load(const openssl **out, fanin_error *error)
 const openssl *openssl_of_callback(void)
 {
     return &table;
+}
+
+void openssl_enter(const openssl *o)
+{
+    load_lock_enter(&loading);
+    o->ERR_clear_error();
+    errno = 0;
+}
+
+void openssl_leave(void)
+{
+    load_lock_leave(&loading);
+}
+
+/* OpenSSL's numbers: a library's, and its reason; those that all have in common are flagged. */
+#define CODE(library, reason) ((unsigned long)(library) << 23 | (reason))
+#define LIBRARY_EVP 6
+#define COMMON 0x80000ul
+#define FATAL 0x40000ul
+#define LIBRARIES 256ul /* of common reasons, those before say which library failed */
+
+/* A first reason that says no more than that a library, or all of it, failed: what it needs was there before. */
+static bool is_unexplained(unsigned long code)
+{
+    unsigned long reason = OPENSSL_REASON(code);
+    return ((reason & COMMON) && ((reason & FATAL) || (reason ^ COMMON) < LIBRARIES)) ||
+           code == CODE(LIBRARY_EVP, 134) || /* EVP_R_INITIALIZATION_ERROR */
+           code == CODE(LIBRARY_EVP, 190);   /* EVP_R_NOT_ABLE_TO_COPY_CTX */
+}
+
+/* Not every place in OpenSSL that has no memory says so. malloc() does, as long as no alert is sent: that clears
+   errno. */
+unsigned long openssl_fault(const openssl *o)
+{
+    bool no_memory = errno == ENOMEM;
+    unsigned long first = o->ERR_get_error();
+    no_memory |= is_unexplained(first);
+    for (unsigned long code = first; code != 0; code = o->ERR_get_error())
+        no_memory |= OPENSSL_REASON(code) == OPENSSL_NO_MEMORY;
+    return no_memory ? OPENSSL_NO_MEMORY : first;
 }

@@ -125,7 +125,8 @@ void BIO_set_init(BIO *, int init);
 void BIO_set_flags(BIO *, int flags);
 void BIO_clear_flags(BIO *, int flags);
 void ERR_clear_error(void);
-unsigned long ERR_peek_error(void);
+unsigned long ERR_get_error(void);
+unsigned long ERR_peek_last_error(void);
 const char *ERR_reason_error_string(unsigned long);
 const EVP_CIPHER *EVP_aes_128_gcm(void);
 const EVP_CIPHER *EVP_chacha20_poly1305(void);
@@ -221,7 +222,8 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(BIO_set_flags)                                                                   \
     X(BIO_clear_flags)                                                                 \
     X(ERR_clear_error)                                                                 \
-    X(ERR_peek_error)                                                                  \
+    X(ERR_get_error)                                                                   \
+    X(ERR_peek_last_error)                                                             \
     X(ERR_reason_error_string)                                                         \
     X(EVP_aes_128_gcm)                                                                 \
     X(EVP_chacha20_poly1305)                                                           \
@@ -243,10 +245,24 @@ typedef struct openssl {
 /**
  * The process's one OpenSSL: libssl.so.3, or what FANIN_OPENSSL_LIBRARY names. Loaded by the first call, and
  * never unloaded. *@p out is the process's. Thread: any.
- * FANIN_ERR_UNSUPPORTED: there is none that can be used; says why and what to install. FANIN_ERR_MEMORY.
+ * FANIN_ERR_UNSUPPORTED: there is none that can be used; says why and what to install. FANIN_ERR_FORKED: the parent
+ * was loading it, or a thread of its was between openssl_enter() and openssl_leave(). FANIN_ERR_MEMORY.
  */
 fanin_status openssl_load(const openssl **out, fanin_error *error);
 /** The same for OpenSSL's callbacks: it has been loaded. */
 const openssl *openssl_of_callback(void);
+
+/** Around all that may take locks of OpenSSL's, which is all but sealing and opening records: a child that is forked
+    meanwhile has those for ever. Forgets what openssl_fault() is to tell of. Thread: any. */
+void openssl_enter(const openssl *o);
+void openssl_leave(void);
+
+#define OPENSSL_REASON(code) ((code)&0x7fffff)
+/** ERR_R_MALLOC_FAILURE */
+#define OPENSSL_NO_MEMORY 0xc0100ul
+/** OpenSSL's number of why what this thread did in it has failed: the first one, for what comes then follows from it;
+    OPENSSL_NO_MEMORY if memory was lacking anywhere, whatever else OpenSSL makes of that, or it fails and does not
+    say why. 0: it says nothing. Asked once: it is forgotten. */
+unsigned long openssl_fault(const openssl *o);
 
 #endif

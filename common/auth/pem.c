@@ -9,6 +9,7 @@
 
 #define NAMES_MOST 200
 #define FILE_MOST ((size_t)1 << 20)
+#define NOT_TAKEN "is not strong enough, or not of a kind that TLS 1.3 takes"
 #define MAKE "make them: README.md, \"Certificates\""
 
 static const own_file_rules cert_rules = {
@@ -121,6 +122,8 @@ static fanin_status settle_identity(const openssl *o, const X509 *cert,
         memcpy(shown.job, "JOB", sizeof "JOB");
     identity_text(&shown, wanted);
     pem_names(o, cert, names, sizeof names);
+    if (openssl_fault(o) == OPENSSL_NO_MEMORY) /* names cannot be read either */
+        return error_set_memory(error);
     snprintf(why, sizeof why, "is for %s, and this process needs \"%s\"%s", names,
              wanted, is_two ? " of one job alone" : "");
     return own_file_refuse(&cert_rules, path, FANIN_ERR_AUTH, why,
@@ -154,14 +157,17 @@ static void text_free(const openssl *o, pem_text *t)
     free(t->data);
 }
 
+/* Within OpenSSL, as all that follows. */
 static fanin_status text_read(const openssl *o, const own_file_rules *rules,
                               const char *path, pem_text *out, fanin_error *error)
 {
     *out = (pem_text){0};
     if (!(out->data = malloc(FILE_MOST)))
         return error_set_memory(error);
+    openssl_leave(); /* a file system may not answer for long */
     fanin_status status =
         own_file_read(rules, path, out->data, FILE_MOST, &out->size, error);
+    openssl_enter(o);
     if (status == FANIN_OK && out->size == FILE_MOST)
         status = own_file_refuse(rules, path, FANIN_ERR_ARGUMENT, "is too large",
                                  rules->make, error);
@@ -173,10 +179,27 @@ static fanin_status text_read(const openssl *o, const own_file_rules *rules,
     return status;
 }
 
-static fanin_status refuse(const own_file_rules *rules, const char *path,
-                           const char *why, fanin_error *error)
+static fanin_status refuse(const openssl *o, const own_file_rules *rules,
+                           const char *path, const char *why, fanin_error *error)
 {
+    if (openssl_fault(o) == OPENSSL_NO_MEMORY)
+        return error_set_memory(error);
     return own_file_refuse(rules, path, FANIN_ERR_ARGUMENT, why, rules->make, error);
+}
+
+/* Why there is no certificate number @p n, from 1 on. A file that ends before the first holds none; one that ends in the
+   midst of another was torn, and what follows is not known. */
+static fanin_status settle_end(const openssl *o, const own_file_rules *rules,
+                               const char *path, unsigned n, fanin_error *error)
+{
+    const unsigned long no_start_line = 9ul << 23 | 108; /* PEM_R_NO_START_LINE */
+    char why[128];
+    if (o->ERR_peek_last_error() == no_start_line)
+        return n > 1 ? FANIN_OK
+                     : refuse(o, rules, path, "holds no certificate in PEM", error);
+    snprintf(why, sizeof why,
+             "is damaged, or not whole: certificate number %u in it cannot be read", n);
+    return refuse(o, rules, path, why, error);
 }
 
 static fanin_status check_dates(const openssl *o, const X509 *cert, const char *path,
@@ -192,16 +215,18 @@ static fanin_status check_dates(const openssl *o, const X509 *cert, const char *
 }
 
 /* What follows one's own certificate: the authorities between. */
-static bool use_chain(const openssl *o, SSL_CTX *context, BIO *from)
+static fanin_status use_chain(const openssl *o, SSL_CTX *context, BIO *from,
+                              const char *path, fanin_error *error)
 {
     enum { CHAIN_CERT = 89 };
     X509 *next;
-    while ((next = o->PEM_read_bio_X509(from, NULL, no_password, NULL)))
+    unsigned n = 2;
+    for (; (next = o->PEM_read_bio_X509(from, NULL, no_password, NULL)); n++)
         if (o->SSL_CTX_ctrl(context, CHAIN_CERT, 0, next) != 1) {
             o->X509_free(next);
-            return false;
+            return refuse(o, &cert_rules, path, NOT_TAKEN, error);
         }
-    return true;
+    return settle_end(o, &cert_rules, path, n, error);
 }
 
 fanin_status pem_use_certificate(const openssl *o, SSL_CTX *context, const char *path,
@@ -213,16 +238,15 @@ fanin_status pem_use_certificate(const openssl *o, SSL_CTX *context, const char 
         return status;
     X509 *cert = o->PEM_read_bio_X509(text.bio, NULL, no_password, NULL);
     if (!cert)
-        status = refuse(&cert_rules, path, "holds no certificate in PEM", error);
+        status = settle_end(o, &cert_rules, path, 1, error);
     else
         status = check_dates(o, cert, path, error);
     if (status == FANIN_OK)
         status = settle_identity(o, cert, path, is, error);
-    if (status == FANIN_OK && (o->SSL_CTX_use_certificate(context, cert) != 1 ||
-                               !use_chain(o, context, text.bio)))
-        status =
-            refuse(&cert_rules, path,
-                   "is not strong enough, or not of a kind that TLS 1.3 takes", error);
+    if (status == FANIN_OK && o->SSL_CTX_use_certificate(context, cert) != 1)
+        status = refuse(o, &cert_rules, path, NOT_TAKEN, error);
+    if (status == FANIN_OK)
+        status = use_chain(o, context, text.bio, path, error);
     o->X509_free(cert);
     text_free(o, &text);
     return status;
@@ -238,11 +262,11 @@ fanin_status pem_use_key(const openssl *o, SSL_CTX *context, const char *path,
         return status;
     EVP_PKEY *key = o->PEM_read_bio_PrivateKey(text.bio, NULL, no_password, NULL);
     if (!key) {
-        status = refuse(&key_rules, path,
+        status = refuse(o, &key_rules, path,
                         "holds no private key in PEM without password", error);
     } else if (o->SSL_CTX_use_PrivateKey(context, key) != 1) {
         snprintf(why, sizeof why, "is not that of the certificate %.300s", cert);
-        status = refuse(&key_rules, path, why, error);
+        status = refuse(o, &key_rules, path, why, error);
     }
     o->EVP_PKEY_free(key);
     text_free(o, &text);
@@ -257,7 +281,7 @@ fanin_status pem_use_authorities(const openssl *o, SSL_CTX *context, const char 
     if (status != FANIN_OK)
         return status;
     X509_STORE *store = o->SSL_CTX_get_cert_store(context);
-    unsigned n = 0;
+    unsigned n = 1;
     X509 *ca;
     while (status == FANIN_OK &&
            (ca = o->PEM_read_bio_X509(text.bio, NULL, no_password, NULL))) {
@@ -266,8 +290,8 @@ fanin_status pem_use_authorities(const openssl *o, SSL_CTX *context, const char 
         o->X509_free(ca); /* the store has its own hold of it */
         n++;
     }
-    if (status == FANIN_OK && n == 0)
-        status = refuse(&ca_rules, path, "holds no certificate in PEM", error);
+    if (status == FANIN_OK)
+        status = settle_end(o, &ca_rules, path, n, error);
     text_free(o, &text);
     return status;
 }

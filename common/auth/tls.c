@@ -11,7 +11,6 @@
 
 /* OpenSSL's numbers. */
 #define ERROR_WANT_READ 2
-#define REASON_OF(code) ((code)&0x7fffff)
 #define REASON_BINDER 253
 #define REASON_VERIFY 134
 #define REASON_UNSHOWN 199
@@ -126,21 +125,18 @@ BIO_METHOD *tls_method_new(const openssl *o)
 
 /* --------------------------------------------------------------------- life */
 
-tls *tls_new(const tls_end *end, int fd)
+/* False: no memory. */
+static bool make_ssl(tls *t)
 {
+    const tls_end *end = t->end;
     const openssl *o = end->o;
-    tls *t = calloc(1, sizeof *t);
-    if (!t)
-        return NULL;
-    t->end = end;
-    t->fd = fd;
     t->ssl = end->certificates ? certificates_ssl(end->certificates)
                                : o->SSL_new(end->context);
-    BIO *bio = t->ssl ? o->BIO_new(end->method) : NULL;
-    if (!bio || o->SSL_set_ex_data(t->ssl, TLS_DATA, t) != 1) {
-        tls_free(&t);
-        return NULL;
-    }
+    if (!t->ssl || o->SSL_set_ex_data(t->ssl, TLS_DATA, t) != 1)
+        return false;
+    BIO *bio = o->BIO_new(end->method);
+    if (!bio)
+        return false;
     o->BIO_set_data(bio, t);
     o->BIO_set_init(bio, 1);
     o->SSL_set_bio(t->ssl, bio, bio); /* frees it with the SSL */
@@ -148,6 +144,21 @@ tls *tls_new(const tls_end *end, int fd)
         o->SSL_set_accept_state(t->ssl);
     else
         o->SSL_set_connect_state(t->ssl);
+    return true;
+}
+
+tls *tls_new(const tls_end *end, int fd)
+{
+    tls *t = calloc(1, sizeof *t);
+    if (!t)
+        return NULL;
+    t->end = end;
+    t->fd = fd;
+    openssl_enter(end->o);
+    bool made = make_ssl(t);
+    openssl_leave();
+    if (!made)
+        tls_free(&t);
     return t;
 }
 
@@ -157,10 +168,12 @@ void tls_free(tls **t)
     if (!old)
         return;
     *t = NULL;
+    openssl_enter(old->end->o);
     if (old->ssl)
         old->end->o->SSL_free(old->ssl);
     record_keys_wipe(&old->seals);
     record_keys_wipe(&old->opens);
+    openssl_leave();
     explicit_bzero(old->secrets, sizeof old->secrets);
     free(old->in.data);
     free(old->out.data);
@@ -201,27 +214,41 @@ static tls_fault fault_of_certificates(unsigned long reason)
                                                                      : TLS_BROKEN;
 }
 
+int tls_lack_memory(tls *t)
+{
+    t->why = "out of memory";
+    t->fault = TLS_MEMORY;
+    errno = ENOMEM;
+    return -1;
+}
+
 void tls_fail(tls *t, unsigned long code)
 {
+    unsigned long reason = code ^ LIBRARY_SSL; /* of other libraries': no reason here */
+    if (code == OPENSSL_NO_MEMORY || t->sys_errno == ENOMEM)
+        (void)tls_lack_memory(t);
     if (!t->why)
         t->why = t->end->o->ERR_reason_error_string(code);
     if (t->fault != TLS_FINE) /* it is known */
         return;
     bool broken = t->closed || t->sys_errno != 0;
-    t->fault = broken                 ? TLS_CLOSED
-               : t->end->certificates ? fault_of_certificates(REASON_OF(code))
-                                      : fault_of_keys(t, REASON_OF(code));
+    t->fault = broken                                            ? TLS_CLOSED
+               : reason == TLS_REASON_ALERT + TLS_ALERT_INTERNAL ? TLS_GAVE_UP
+               : t->end->certificates ? fault_of_certificates(reason)
+                                      : fault_of_keys(t, reason);
 }
 
-tls_step tls_handshake(tls *t)
+/* Within OpenSSL. */
+static tls_step shake(tls *t)
 {
     const openssl *o = t->end->o;
-    o->ERR_clear_error();
     t->sys_errno = 0;
     int result = o->SSL_do_handshake(t->ssl);
     bool waits = result != 1 && o->SSL_get_error(t->ssl, result) == ERROR_WANT_READ;
     if (result != 1 && !waits) {
-        tls_fail(t, o->ERR_peek_error());
+        tls_fail(t, openssl_fault(o));
+        if (t->fault == TLS_MEMORY) /* the alert may accuse the other */
+            t->out.used = t->out.size;
         (void)tls_flush(t);
         return TLS_FAILED;
     }
@@ -234,13 +261,18 @@ tls_step tls_handshake(tls *t)
         t->fault = TLS_CLOSED;
         return TLS_FAILED;
     }
-    t->up = result == 1 && tls_records_begin(t);
-    if (result == 1 && !t->up) {
-        t->why = "OpenSSL does not tell its keys";
-        t->fault = TLS_BROKEN;
-        return TLS_FAILED;
-    }
-    return t->up ? TLS_UP : TLS_WAIT;
+    if (result != 1)
+        return TLS_WAIT;
+    t->up = tls_records_begin(t);
+    return t->up ? TLS_UP : TLS_FAILED;
+}
+
+tls_step tls_handshake(tls *t)
+{
+    openssl_enter(t->end->o);
+    tls_step step = shake(t);
+    openssl_leave();
+    return step;
 }
 
 bool tls_is_up(const tls *t)
@@ -315,7 +347,12 @@ static bool proof_of(const tls *t, const uint8_t key[KEY_SIZE],
 
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
 {
-    return tls_is_up(t) && !t->end->certificates && proof_of(t, t->end->key, out);
+    if (!tls_is_up(t) || t->end->certificates)
+        return false;
+    openssl_enter(t->end->o);
+    bool made = proof_of(t, t->end->key, out);
+    openssl_leave();
+    return made;
 }
 
 /* In a time that does not depend on where they differ. */
@@ -327,25 +364,41 @@ static bool is_same(const uint8_t *a, const uint8_t *b, size_t size)
     return differ == 0;
 }
 
-static bool is_rank_of_job(const tls *t, uint32_t rank)
+static bool is_rank_of_job(tls *t, uint32_t rank)
 {
+    const openssl *o = t->end->o;
     identity wanted = *tls_identity(t);
     wanted.role = AS_RANK;
     wanted.rank = rank;
-    return tls_is_up(t) && certificates_peer_is(t->end->o, t->ssl, &wanted);
+    bool good = certificates_peer_is(o, t->ssl, &wanted);
+    if (!good && openssl_fault(o) == OPENSSL_NO_MEMORY)
+        (void)tls_lack_memory(t);
+    return good;
 }
 
-bool tls_check_rank(const tls *t, const uint8_t world_id[16], uint32_t rank,
-                    const uint8_t *proof, size_t size)
+static bool has_key(tls *t, const uint8_t world_id[16], uint32_t rank,
+                    const uint8_t proof[TLS_PROOF_SIZE])
 {
     char identity[IDENTITY_MOST];
     uint8_t key[KEY_SIZE], expected[TLS_PROOF_SIZE];
-    if (t->end->certificates)
-        return is_rank_of_job(t, rank);
     rank_identity(world_id, rank, identity);
-    bool good = size == TLS_PROOF_SIZE && tls_is_up(t) &&
-                launch_key(t->end->o, t->end->key, identity, key) &&
-                proof_of(t, key, expected) && is_same(expected, proof, size);
+    bool made =
+        launch_key(t->end->o, t->end->key, identity, key) && proof_of(t, key, expected);
     explicit_bzero(key, sizeof key);
+    if (!made) /* by ciphers that have just worked */
+        (void)tls_lack_memory(t);
+    return made && is_same(expected, proof, TLS_PROOF_SIZE);
+}
+
+bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
+                    const uint8_t *proof, size_t size)
+{
+    if (!tls_is_up(t))
+        return false;
+    openssl_enter(t->end->o);
+    bool good = t->end->certificates
+                    ? is_rank_of_job(t, rank)
+                    : size == TLS_PROOF_SIZE && has_key(t, world_id, rank, proof);
+    openssl_leave();
     return good;
 }

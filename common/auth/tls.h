@@ -30,7 +30,8 @@ typedef struct tls_end tls_end;
 typedef struct tls tls;
 
 /** The end of a rank: keeps the keys of readers and of this rank alone. @p file: as messages name it.
-    FANIN_ERR_UNSUPPORTED: no OpenSSL; secret_file_read()'s; FANIN_ERR_MEMORY, FANIN_ERR_INTERNAL. */
+    FANIN_ERR_UNSUPPORTED: no OpenSSL, or none that does TLS 1.3; openssl_load()'s; secret_file_read()'s;
+    FANIN_ERR_MEMORY. */
 fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
                              uint32_t rank, tls_end **out, fanin_error *error);
 /** The end of a reader: keeps what every rank's proof is checked with. The same errors. */
@@ -61,9 +62,11 @@ typedef enum tls_step {
 tls_step tls_handshake(tls *t);
 bool tls_is_up(const tls *t); /**< of NULL too */
 
-/** Why a handshake has failed. */
+/** Why a handshake has failed; TLS_MEMORY and TLS_GAVE_UP also what came after it. */
 typedef enum tls_fault {
     TLS_FINE,
+    TLS_MEMORY,       /**< this end lacks memory: nobody else is at fault */
+    TLS_GAVE_UP,      /**< the other says that it cannot go on, mostly for the same */
     TLS_CLOSED,       /**< the other closed, or the connection broke */
     TLS_PLAIN,        /**< the other speaks, but not TLS: tls_plain() is what it said */
     TLS_NO_SECRET,    /**< the other says that it has none */
@@ -114,11 +117,12 @@ bool tls_pending(const tls *t);
 size_t tls_memory(const tls *t);
 
 #define TLS_PROOF_SIZE 32
-/** A rank's: that it has its own rank's key, for this connection alone. Of NULL, and with certificates: false. */
+/** A rank's: that it has its own rank's key, for this connection alone. False: no memory; and of NULL, and with
+    certificates. */
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
 /** A reader's: whether the proof is that of this rank of this world. With certificates there is no proof, and the
-    rank's own says which rank of the job it is, of whatever world. */
-bool tls_check_rank(const tls *t, const uint8_t world_id[16], uint32_t rank,
+    rank's own says which rank of the job it is, of whatever world. False with TLS_MEMORY: that is not known. */
+bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
                     const uint8_t *proof, size_t size);
 
 #endif

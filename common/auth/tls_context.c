@@ -53,8 +53,23 @@ SSL_CTX *tls_context_new(const openssl *o)
     return c;
 }
 
+void tls_context_free(const openssl *o, SSL_CTX *context)
+{
+    openssl_enter(o);
+    o->SSL_CTX_free(context);
+    openssl_leave();
+}
+
 fanin_status tls_no_context(const openssl *o, fanin_error *error)
 {
-    return error_set(error, FANIN_ERR_INTERNAL, NULL,
-                     "OpenSSL %s cannot be set up for TLS 1.3", o->OpenSSL_version(0));
+    const error_place place = {.phase = "load",
+                               .remedy = "does OPENSSL_CONF, or openssl.cnf, activate "
+                                         "a provider with AES-GCM and SHA-256?"};
+    unsigned long code = openssl_fault(o);
+    const char *why = o->ERR_reason_error_string(code);
+    if (code == OPENSSL_NO_MEMORY)
+        return error_set_memory(error);
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "%s cannot be set up for TLS 1.3: %s", o->OpenSSL_version(0),
+                     why ? why : "it does not say why");
 }

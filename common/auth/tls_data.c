@@ -19,22 +19,27 @@
 #define ALERT_UNEXPECTED 10
 #define ALERT_RECORD_MAC 20
 #define ALERT_OVERFLOW 22
-#define ALERT_INTERNAL 80
 #define TICKET 4
 #define KEY_UPDATE 24
 #define KEY_UPDATE_SIZE 5
-#define LIBRARY_SSL (20ul << 23) /* of OpenSSL's numbers of errors */
 
 bool tls_records_begin(tls *t)
 {
     const openssl *o = t->end->o;
     const SSL_CIPHER *cipher = o->SSL_get_current_cipher(t->ssl);
     uint16_t suite = cipher ? o->SSL_CIPHER_get_protocol_id(cipher) : 0;
+    bool is_told = t->told == 3 && o->SSL_has_pending(t->ssl) == 0;
     bool good =
-        t->told == 3 && o->SSL_has_pending(t->ssl) == 0 &&
+        is_told &&
         record_keys_set(&t->seals, o, true, suite, t->secrets[t->end->is_rank]) &&
         record_keys_set(&t->opens, o, false, suite, t->secrets[!t->end->is_rank]);
     explicit_bzero(t->secrets, sizeof t->secrets);
+    if (!is_told) {
+        t->why = "OpenSSL does not tell its keys";
+        t->fault = TLS_BROKEN;
+    } else if (!good) {
+        (void)tls_lack_memory(t);
+    }
     return good;
 }
 
@@ -86,8 +91,11 @@ static int hear_handshake(tls *t, const uint8_t *words, size_t size)
                          size == KEY_UPDATE_SIZE; /* what follows has other keys */
         if (!is_ticket && !is_update)
             break;
-        if (is_update && !record_keys_next(&t->opens))
-            return broken(t, ALERT_INTERNAL, "no memory for new keys");
+        if (is_update && !record_keys_next(&t->opens)) {
+            (void)broken(t, TLS_ALERT_INTERNAL, NULL);
+            (void)tls_lack_memory(t);
+            return ENOMEM;
+        }
         t->asked |= is_update && words[4] == 1;
         words += 4 + body;
         size -= 4 + body;
@@ -128,10 +136,8 @@ static ssize_t open_record(tls *t, size_t body, void *to, size_t room)
 {
     record_found found;
     tls_bytes *left = &t->left;
-    if (!tls_reserve(left, body)) {
-        errno = ENOMEM;
-        return -1;
-    }
+    if (!tls_reserve(left, body))
+        return tls_lack_memory(t);
     bool good = record_open(&t->opens, t->in.data + t->in.used, body, to,
                             body < SHORT ? 0 : room, left->data, &found);
     t->in.used += RECORD_HEADER + body;
@@ -179,6 +185,8 @@ static ssize_t receive_some(tls *t, uint8_t *to, size_t room)
         why = broken(t, ALERT_OVERFLOW, "what comes is no record of TLS");
     else if (tls_refill(t, whole) > 0)
         return 0;
+    else if (t->sys_errno == ENOMEM)
+        return tls_lack_memory(t);
     else
         why = t->sys_errno;
     errno = why;
@@ -281,9 +289,7 @@ static bool encrypt(tls *t, const void *data, size_t size)
     t->written += size;
     if (good)
         return true;
-    t->why = "no memory to encrypt in";
-    t->fault = TLS_BROKEN;
-    errno = ENOMEM;
+    (void)tls_lack_memory(t);
     return false;
 }
 

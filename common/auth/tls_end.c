@@ -80,6 +80,7 @@ static fanin_status derive(tls_end *end, const char *identity, fanin_error *erro
     fanin_status status = secret_file_read(end->file, secret, error);
     if (status != FANIN_OK)
         return status;
+    openssl_enter(end->o);
     bool good = launch_root(end->o, secret, root) &&
                 launch_key(end->o, root, IDENTITY_READER, end->reader_key);
     explicit_bzero(secret, sizeof secret);
@@ -88,7 +89,10 @@ static fanin_status derive(tls_end *end, const char *identity, fanin_error *erro
     else
         memcpy(end->key, root, sizeof root);
     explicit_bzero(root, sizeof root);
-    return good && settle(end) ? FANIN_OK : tls_no_context(end->o, error);
+    if (!good || !settle(end))
+        status = tls_no_context(end->o, error);
+    openssl_leave();
+    return status;
 }
 
 /* Without keys yet. */
@@ -150,7 +154,7 @@ void tls_end_free(tls_end **end)
         return;
     certificates_free(&e->certificates);
     if (e->context)
-        e->o->SSL_CTX_free(e->context);
+        tls_context_free(e->o, e->context);
     if (e->method)
         e->o->BIO_meth_free(e->method);
     free(e->file);

@@ -53,10 +53,12 @@ struct tls {
 /* Index of the tls among an SSL's data. */
 #define TLS_DATA 0
 
-/** Settings that all connections have. NULL: OpenSSL does not do that, or there is no memory. */
+/** Settings that all connections have. NULL: OpenSSL does not do that, or there is no memory. Within OpenSSL. */
 SSL_CTX *tls_context_new(const openssl *o);
-/** The error of it. */
+/** The error of it, or of keys: what openssl_fault() says. */
 fanin_status tls_no_context(const openssl *o, fanin_error *error);
+/** NULL is fine. */
+void tls_context_free(const openssl *o, SSL_CTX *context);
 
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);
@@ -70,11 +72,16 @@ ssize_t tls_refill(tls *t, size_t need);
 
 /** OpenSSL's number of an alert's reason, less the alert's. */
 #define TLS_REASON_ALERT 1000
+#define LIBRARY_SSL (20ul << 23) /* of OpenSSL's numbers of errors */
+/** internal_error: who says it cannot go on. */
+#define TLS_ALERT_INTERNAL 80
 
-/** Why it failed, by OpenSSL's number of it; what is known already stays. */
+/** Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory: what else
+    went wrong may follow from that. */
 void tls_fail(tls *t, unsigned long code);
-/** From now on records are sealed and opened here, by the secrets that the handshake made. False: it has not told
-    them, or there is no memory. */
+/** There is no memory. -1, with ENOMEM. */
+int tls_lack_memory(tls *t);
+/** From now on records are sealed and opened here, by the secrets that the handshake made. False: tls_failed(). */
 bool tls_records_begin(tls *t);
 
 #endif

@@ -56,10 +56,13 @@ bool record_keys_set(record_keys *k, const openssl *o, bool seals, uint16_t suit
 bool record_keys_next(record_keys *k)
 {
     uint8_t next[KEY_SIZE];
+    openssl_enter(k->o);
     bool good = expand_label(k->o, k->secret, "traffic upd", next, sizeof next);
     memcpy(k->secret, next, sizeof next);
     explicit_bzero(next, sizeof next);
-    return good && use_secret(k);
+    good = good && use_secret(k);
+    openssl_leave();
+    return good;
 }
 
 void record_keys_wipe(record_keys *k)

@@ -1,25 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "load_lock.h"
 
+#include "clock.h"
 #include "error_set.h"
+
+#include <time.h>
+
+#define WAIT_MS 100
+#define LOOK_NS 100000
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static load_lock *_Atomic all;
+
+/* Who is within a library is so for moments, mostly: then the child can use it too. */
+static void before_fork(void)
+{
+    static const struct timespec look = {.tv_nsec = LOOK_NS};
+    deadline at = deadline_in_ms(WAIT_MS);
+    for (load_lock *l = atomic_load(&all); l; l = l->next)
+        while (atomic_load(&l->within) > 0 && !deadline_passed(at))
+            nanosleep(&look, NULL);
+}
 
 /* Who held a lock is not here. */
 static void in_child(void)
 {
     for (load_lock *l = atomic_load(&all); l; l = l->next) {
-        if (pthread_mutex_trylock(&l->mutex) == 0)
+        bool is_free = pthread_mutex_trylock(&l->mutex) == 0;
+        if (is_free)
             pthread_mutex_unlock(&l->mutex);
-        else
+        if (!is_free || atomic_load(&l->within) > 0)
             atomic_store(&l->lost, true);
     }
 }
 
 static void install(void)
 {
-    (void)pthread_atfork(NULL, NULL, in_child);
+    (void)pthread_atfork(before_fork, NULL, in_child);
 }
 
 bool load_lock_take(load_lock *l)
@@ -39,6 +56,16 @@ bool load_lock_take(load_lock *l)
 void load_lock_give(load_lock *l)
 {
     pthread_mutex_unlock(&l->mutex);
+}
+
+void load_lock_enter(load_lock *l)
+{
+    atomic_fetch_add(&l->within, 1);
+}
+
+void load_lock_leave(load_lock *l)
+{
+    atomic_fetch_sub(&l->within, 1);
 }
 
 fanin_status load_lock_lost(const char *what, fanin_error *error)

@@ -82,6 +82,12 @@ static void handshake_failed(session *s)
     case TLS_CLOSED:
         session_close(s, "the connection broke in the TLS handshake");
         return;
+    case TLS_MEMORY:
+        session_close(s, "out of memory");
+        return;
+    case TLS_GAVE_UP:
+        session_close(s, "it says that it cannot go on with the TLS handshake");
+        return;
     default:
         snprintf(why, sizeof why, "no TLS handshake: %.300s", tls_why(s->tls));
     }
@@ -132,8 +138,12 @@ bool session_secure(session *s)
     return s->secured;
 }
 
-void session_prove(const session *s, uint8_t out[TLS_PROOF_SIZE], msg_hello_ok *m)
+void session_prove(session *s, uint8_t out[TLS_PROOF_SIZE], msg_hello_ok *m)
 {
+    if (!s->tls || tls_identity(s->tls))
+        return;
     if (tls_prove_rank(s->tls, out))
         m->proof = (bytes_view){out, TLS_PROOF_SIZE};
+    else
+        s->out.bytes.failed = true;
 }

@@ -9,7 +9,8 @@
     closed. */
 bool session_secure(session *s);
 
-/** The hello_ok's proof of which rank this is, in @p out; empty without TLS. */
-void session_prove(const session *s, uint8_t out[TLS_PROOF_SIZE], msg_hello_ok *m);
+/** The hello_ok's proof of which rank this is, in @p out; empty without TLS, and with certificates. No memory: the
+    output has failed, for whoever gets a hello_ok without it takes this rank for an impostor. */
+void session_prove(session *s, uint8_t out[TLS_PROOF_SIZE], msg_hello_ok *m);
 
 #endif

@@ -51,9 +51,12 @@ void peer_log(fanin_server *s, peer_share *from, fanin_log_level level,
 void peer_log_broken(fanin_server *s, peer_share *from, const char *peer, const tls *t)
 {
     const char *why = tls_broken(t);
-    if (why)
-        peer_log(s, from, FANIN_LOG_WARNING, "tls-broken",
-                 "%s and this rank cannot go on by TLS: %s; " WAY_REMEDY, peer, why);
+    if (!why)
+        return;
+    bool is_end = tls_failed(t) == TLS_MEMORY || tls_failed(t) == TLS_GAVE_UP;
+    peer_log(s, from, FANIN_LOG_WARNING, "tls-broken",
+             "%s and this rank cannot go on by TLS: %s%s", peer, why,
+             is_end ? "" : "; " WAY_REMEDY);
 }
 
 deadline peer_log_due(const fanin_server *s)

@@ -97,6 +97,12 @@ teardown()
     run -13 "$NIXL_FETCH" list 127.0.0.1:1
 }
 
+@test "an OpenSSL whose configuration leaves it no ciphers says which file to look at" {
+    printf 'openssl_conf = a\n[a]\nproviders = b\n[b]\nbase = c\n[c]\nactivate = 1\n' >no-ciphers.cnf
+    OPENSSL_CONF=$PWD/no-ciphers.cnf run -14 --separate-stderr "$NIXL_FETCH" list 127.0.0.1:1 --secret-file one
+    [[ $stderr == *"cannot be set up for TLS 1.3: "*"OPENSSL_CONF"* ]]
+}
+
 # derive FILE IDENTITY: the key that PROTOCOL.md says, by OpenSSL.
 derive()
 {

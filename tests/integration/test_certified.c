@@ -459,6 +459,40 @@ static void new_files_are_read(void **state)
     fanin_server_destroy(&server, 0);
 }
 
+/* @p name.pem: @p a and what is left of @p b without so many bytes. */
+static void join_files(const char *name, const char *a, const char *b, long without)
+{
+    char command[320];
+    snprintf(
+        command, sizeof command,
+        "cd %s && cat %s.pem >step && head -c -%ld %s.pem >>step && mv step %s.pem",
+        folder, a, without, b, name);
+    assert_int_equal(system(command), 0); /* NOLINT(cert-env33-c): its own folder */
+}
+
+/* A file that was being written, or copied to a full disk. What cannot be read is not left out without a word. */
+static void torn_files_are_refused(void **state)
+{
+    fanin_server *server = NULL;
+    char address[32];
+    const files f = of("rank0", "several");
+    join_files("several", "other", "ca", 100);
+    assert_int_equal(make(&f, &server), FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "several.pem is damaged");
+    assert_says(error.message, "number 2");
+    join_files("torn", "leaf", "middle", 100);
+    assert_int_equal(pull("127.0.0.1:1", "torn", "ca"), FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "torn.pem is damaged");
+    join_files("several", "other", "ca", 0);
+    server = start("rank0", "several", address);
+    assert_ok(pull(address, "reader", "ca"), error);
+    join_files("several", "other", "ca", 100);
+    connect_until(address, "new ones cannot be used, those read before stay");
+    expect_logged("several.pem is damaged");
+    assert_ok(pull(address, "reader", "ca"), error);
+    fanin_server_destroy(&server, 0);
+}
+
 /* Of the same file system as everything else of the rank, but for the thread that looks. */
 static void files_that_do_not_answer_stop_nobody(void **state)
 {
@@ -547,6 +581,7 @@ int main(void)
         cmocka_unit_test(files_of_others_are_refused),
         cmocka_unit_test(one_kind_is_given),
         cmocka_unit_test(new_files_are_read),
+        cmocka_unit_test(torn_files_are_refused),
         cmocka_unit_test(files_that_do_not_answer_stop_nobody),
         cmocka_unit_test(a_log_that_does_not_answer_stops_nobody),
     };

@@ -22,17 +22,30 @@
 
 static uint32_t published[ROWS * COLUMNS], landed[ROWS * COLUMNS];
 
-/* Proofs from this one on, counted from 0, are another rank's; -1: none. */
-static int proofs, false_from = -1;
+/* Proofs from this one on, counted from 0, are another rank's; -1: none. For one there is no memory. */
+static int proofs, false_from = -1, lacking = -1;
 bool __real_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
 bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
 bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
 {
-    bool good = __real_tls_prove_rank(t, out);
+    bool good = __real_tls_prove_rank(t, out) && proofs != lacking;
     if (false_from >= 0 && proofs >= false_from)
         out[5] ^= 1;
     proofs++;
     return good;
+}
+
+/* A reader has no memory for the key that a rank's proof is checked with. */
+static bool is_poor;
+bool __real_launch_key(const openssl *o, const uint8_t root[KEY_SIZE],
+                       const char *identity, uint8_t out[KEY_SIZE]);
+bool __wrap_launch_key(const openssl *o, const uint8_t root[KEY_SIZE],
+                       const char *identity, uint8_t out[KEY_SIZE]);
+bool __wrap_launch_key(const openssl *o, const uint8_t root[KEY_SIZE],
+                       const char *identity, uint8_t out[KEY_SIZE])
+{
+    return !(is_poor && strstr(identity, "/rank/")) &&
+           __real_launch_key(o, root, identity, out);
 }
 
 static fanin_server *start(const char *secret, char address[32])
@@ -145,6 +158,28 @@ static void ranks_that_prove_nothing_are_refused(void **state)
     }
     false_from = -1;
     assert_ok(pull(address, secret_of('1'), 1, true), error);
+    fanin_server_destroy(&server, 0);
+}
+
+/* Neither is an intruder: that ends the job's pulls, and has people look for who has the secret. */
+static void who_lacks_memory_is_no_impostor(void **state)
+{
+    char address[32];
+    fanin_server *server = start(secret_of('1'), address);
+    lacking = proofs = 0; /* the control connection's */
+    assert_int_equal(pull(address, secret_of('1'), 1, true), FANIN_ERR_UNREACHABLE);
+    assert_says(error.message, "closed the connection");
+    assert_says(error.remedy, "its log");
+    lacking = 1; /* the data connection's: another one is made */
+    proofs = 0;
+    assert_ok(pull(address, secret_of('1'), 1, true), error);
+    assert_true(proofs > 2);
+    lacking = -1;
+    is_poor = true;
+    assert_int_equal(pull(address, secret_of('1'), 1, true), FANIN_ERR_MEMORY);
+    is_poor = false;
+    assert_says(error.message, "out of memory");
+    assert_says(error.remedy, "free memory");
     fanin_server_destroy(&server, 0);
 }
 
@@ -358,6 +393,7 @@ int main(void)
         CASE(who_has_it_pulls),
         CASE(others_are_refused),
         CASE(ranks_that_prove_nothing_are_refused),
+        CASE(who_lacks_memory_is_no_impostor),
         CASE(no_altered_bit_arrives),
         CASE(who_alters_is_told_of),
         CASE(a_way_that_alters_is_tried_with_pauses),

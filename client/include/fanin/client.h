@@ -24,7 +24,8 @@
  *   set. Fix the call.
  * - FANIN_ERR_STATE: there are no addresses yet. Call fanin_client_connect() first. Or a pull
  *   session of the client is open: end it first.
- * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails so
+ *   too if another thread of the parent was loading UCX or OpenSSL, or within OpenSSL, at the fork.
  * - FANIN_ERR_MEMORY: out of memory.
  * - FANIN_ERR_CANCELLED: fanin_client_cancel() was called.
  * - FANIN_ERR_INTERNAL: a bug in this library. Report it with its message.
@@ -142,7 +143,7 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
  * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
  * all are given; FANIN_ERR_IO, it cannot be read;
- * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3;
+ * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3, or none that does TLS 1.3;
  * FANIN_ERR_MEMORY. All say what to do. Of FANIN_LOG: see fanin/log.h.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_create(

@@ -23,7 +23,8 @@
  * it. Each call lists its own. These two can come of every call that returns a status and are
  * not repeated:
  * - FANIN_ERR_ARGUMENT: the handle is NULL, or the publication's name is none. Fix the call.
- * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails so
+ *   too if another thread of the parent was loading UCX or OpenSSL, or within OpenSSL, at the fork.
  */
 #ifndef FANIN_SERVER_H
 #define FANIN_SERVER_H
@@ -159,8 +160,7 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
  * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
  * all are given; FANIN_ERR_IO, it cannot be read;
- * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3; FANIN_ERR_INTERNAL, it does not do TLS 1.3. All say
- * what to do.
+ * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3, or none that does TLS 1.3. All say what to do.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_create(
     const fanin_server_config *config, fanin_server **server_out, fanin_error *error);

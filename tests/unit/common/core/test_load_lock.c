@@ -1,14 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A process that is forked while another thread loads a library. */
+/* A process that is forked while another thread loads a library, or is within it. */
 #include "load_lock.h"
 #include "testing.h"
 #include <semaphore.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 static load_lock lock = LOAD_LOCK_INIT, other = LOAD_LOCK_INIT;
 static sem_t held, done;
+static unsigned leave_after; /* looks of who is about to fork; 0: stays within */
+
+int __wrap_nanosleep(const struct timespec *time, struct timespec *left);
+int __real_nanosleep(const struct timespec *time, struct timespec *left);
+int __wrap_nanosleep(const struct timespec *time, struct timespec *left)
+{
+    if (leave_after > 0 && --leave_after == 0)
+        load_lock_leave(&lock);
+    return __real_nanosleep(time, left);
+}
 
 static void *hold(void *cookie)
 {
@@ -57,6 +68,35 @@ static void a_child_of_a_process_that_loads_is_told(void **state)
     load_lock_give(&lock);
 }
 
+/* A library's own locks: whichever thread is within. */
+static void a_child_of_a_process_that_is_within_is_told(void **state)
+{
+    assert_true(load_lock_take(&other) && load_lock_take(&lock));
+    load_lock_give(&lock);
+    load_lock_give(&other);
+    load_lock_enter(&lock);
+    load_lock_enter(&lock);
+    load_lock_leave(&lock);
+    int status = fork_meanwhile();
+    load_lock_leave(&lock);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_true(load_lock_take(&lock));
+    load_lock_give(&lock);
+}
+
+static void a_fork_waits_for_those_that_are_within(void **state)
+{
+    int status;
+    load_lock_enter(&lock);
+    leave_after = 3;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(load_lock_take(&lock) ? 0 : 1);
+    assert_int_equal(leave_after, 0);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 static void a_child_of_one_that_does_not_takes_it(void **state)
 {
     int status;
@@ -71,6 +111,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_child_of_a_process_that_loads_is_told),
+        cmocka_unit_test(a_child_of_a_process_that_is_within_is_told),
+        cmocka_unit_test(a_fork_waits_for_those_that_are_within),
         cmocka_unit_test(a_child_of_one_that_does_not_takes_it),
     };
     return cmocka_run_group_tests_name("load_lock", tests, NULL, NULL);
