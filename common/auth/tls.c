@@ -214,14 +214,6 @@ static tls_fault fault_of_certificates(unsigned long reason)
                                                                      : TLS_BROKEN;
 }
 
-int tls_lack_memory(tls *t)
-{
-    t->why = "out of memory";
-    t->fault = TLS_MEMORY;
-    errno = ENOMEM;
-    return -1;
-}
-
 void tls_fail(tls *t, unsigned long code)
 {
     unsigned long reason = code ^ LIBRARY_SSL; /* of other libraries': no reason here */

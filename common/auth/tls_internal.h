@@ -7,6 +7,8 @@
 #include "tls_hello.h"
 #include "tls_records.h"
 
+#include <errno.h>
+
 struct tls_end {
     const openssl *o;
     SSL_CTX *context; /**< with a secret */
@@ -80,7 +82,13 @@ ssize_t tls_refill(tls *t, size_t need);
     went wrong may follow from that. */
 void tls_fail(tls *t, unsigned long code);
 /** There is no memory. -1, with ENOMEM. */
-int tls_lack_memory(tls *t);
+static inline int tls_lack_memory(tls *t)
+{
+    t->why = "out of memory";
+    t->fault = TLS_MEMORY;
+    errno = ENOMEM;
+    return -1;
+}
 /** From now on records are sealed and opened here, by the secrets that the handshake made. False: tls_failed(). */
 bool tls_records_begin(tls *t);
 
