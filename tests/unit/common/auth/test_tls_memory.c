@@ -274,7 +274,7 @@ static void handshakes_by_certificates(void **state)
 {
     if (!*state)
         skip();
-    shake_all_in_need(19); /* a handshake has 4,000, and signs */
+    shake_all_in_need(37); /* a handshake has 4,000, and signs */
 }
 
 static void whose_certificate_it_is(void **state)
