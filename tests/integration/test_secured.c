@@ -353,12 +353,6 @@ static void bad_files_are_told(void **state)
     assert_true(!client && !server);
 }
 
-static int tear_down(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 /* The first server of a process opens what the process keeps. */
 static int start_once(void **state)
 {
@@ -401,5 +395,5 @@ int main(void)
         CASE(sessions_are_their_own),
         CASE(bad_files_are_told),
     };
-    return cmocka_run_group_tests_name("secured", tests, start_once, tear_down);
+    return cmocka_run_group_tests_name("secured", tests, start_once, secrets_tear_down);
 }

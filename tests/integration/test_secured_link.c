@@ -135,12 +135,6 @@ static void after_its_loss_none_is_begun(void **state)
     assert_null(none);
 }
 
-static int at_the_end(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 int main(void)
 {
     if (openssl_is_missing())
@@ -150,5 +144,5 @@ int main(void)
         cmocka_unit_test_teardown(before_its_handshake, tear_down),
         cmocka_unit_test_teardown(after_its_loss_none_is_begun, tear_down),
     };
-    return cmocka_run_group_tests_name("secured-link", tests, NULL, at_the_end);
+    return cmocka_run_group_tests_name("secured-link", tests, NULL, secrets_tear_down);
 }

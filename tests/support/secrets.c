@@ -39,6 +39,13 @@ void secrets_remove(void)
         rmdir(folder);
 }
 
+int secrets_tear_down(void **state)
+{
+    (void)state;
+    secrets_remove();
+    return 0;
+}
+
 bool openssl_is_missing(void)
 {
     const openssl *o;

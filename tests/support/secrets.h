@@ -9,6 +9,7 @@
     the process's; secrets_remove() removes all. */
 const char *secret_of(char digit);
 void secrets_remove(void);
+int secrets_tear_down(void **state); /**< the same, of a group of tests */
 
 /** Says as TAP that a program's tests are skipped, and why; false: there is OpenSSL 3. */
 bool openssl_is_missing(void);

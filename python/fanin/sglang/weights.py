@@ -359,8 +359,8 @@ def _agreed(mine: _Report) -> _Report:
         if one.failure:
             whole.failure = f"worker {rank} of {size}: {one.failure}"
             return whole
-    whole.failure = _of_several_launches(everybody) if len(whole.worlds) > 1 else ""
-    if whole.failure:
+    if len(whole.worlds) > 1:
+        whole.failure = _of_several_launches(everybody)
         return whole
     lists = [one.unwanted for one in everybody if one.unwanted is not None]
     if len(lists) == size:

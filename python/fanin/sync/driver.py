@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fanin._http import Reply
 from fanin.errors import PeerError
 
 from .wire import InitInfo, Options, Wire
 
-__all__ = ["Driver", "Pulled", "Tell"]
+__all__ = ["Driver", "Pulled", "Tell", "launches"]
 
 Tell = Callable[[int, int], None]
 """Is told bytes and of how many, while something is read."""
@@ -30,6 +31,12 @@ class Pulled:
     how: str = ""
     worlds: frozenset[str] = frozenset()
     workers: int | None = None
+
+
+def launches(told: Mapping[str, Any]) -> frozenset[str]:
+    """Of what an engine tells of its weights: Pulled.worlds."""
+    worlds = told.get("worlds")
+    return frozenset(map(str, worlds) if isinstance(worlds, list) else ())
 
 
 class Driver(ABC):
@@ -124,8 +131,8 @@ class Driver(ABC):
             return pulled
         problem = "do not say of which launch of the trainer it is"
         if pulled.worlds:
-            launches = ", ".join(sorted(pulled.worlds))
-            problem = f"have it of different launches of the trainer: {launches}"
+            several = ", ".join(sorted(pulled.worlds))
+            problem = f"have it of different launches of the trainer: {several}"
             remedy = "the trainer was started again meanwhile: sync again"
         raise PeerError.make(
             f"{self.wire.url}: its workers hold step {pulled.step}, and {problem}",

@@ -12,7 +12,7 @@ from fanin._http import Reply
 from fanin.errors import FaninError, PeerError, PullTimeoutError, RequestError, UnreachableError
 from fanin.sglang.request import LOADER, TOLD, Request, encode
 
-from .driver import Driver, Pulled
+from .driver import Driver, Pulled, launches
 from .wire import InitInfo, Options
 
 __all__ = ["SGLang"]
@@ -134,13 +134,12 @@ class SGLang(Driver):
         message = str(body.get("message")) if isinstance(body, dict) else ""
         try:
             told, _ = json.JSONDecoder().raw_decode(message.partition(TOLD)[2])
-            worlds = told.get("worlds", [])
             return Pulled(
                 int(told["step"]),
                 int(told["bytes"]),
                 float(told["seconds"]),
                 str(told["how"]),
-                frozenset(map(str, worlds) if isinstance(worlds, list) else ()),
+                launches(told),
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise PeerError.make(

@@ -19,7 +19,7 @@ from fanin.errors import (
 )
 from fanin.vllm.weights_state import METHOD
 
-from .driver import Driver, Pulled, Tell
+from .driver import Driver, Pulled, Tell, launches
 from .wire import InitInfo, Options
 
 __all__ = ["VLLM"]
@@ -195,13 +195,12 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
     """What one worker says of its last update."""
     last = state.get("last")
     told = last if isinstance(last, dict) else {}
-    worlds = told.get("worlds")
     return Pulled(
         state["step"],
         _sum([told], "bytes"),
         float(told.get("read") or 0),
         str(told.get("path")),
-        frozenset(map(str, worlds) if isinstance(worlds, list) else ()),
+        launches(told),
         1,
     )
 

@@ -147,7 +147,7 @@ class Parameters:
         rekeyed = not stands
         if rekeyed:
             found = self._find(self._root)
-            items, tree = found.items, Tree(self._root, found)
+            items, tree = found.items, Tree(self._root, found, self._base)
             known = {item.name: item for item in self._items}
             for item in items:
                 if item.name in known:

@@ -105,7 +105,8 @@ class _Held:
 class Tree:
     """What of a module tree makes the items be those that were found."""
 
-    def __init__(self, root: Any = None, found: Found | None = None) -> None:
+    def __init__(self, root: Any = None, found: Found | None = None, base: bool = False) -> None:
+        """base: there may be modules beside those on the way to items, see :meth:`stands`."""
         links: dict[str, tuple[Any, str, Any]] = {}
         for item in found.items if found is not None else ():
             module, at = root, ""
@@ -118,7 +119,7 @@ class Tree:
         self._names = [name for _, name, _ in links.values()]
         self._modules = [child for _, _, child in links.values()]
         self._aliases = found.aliases if found is not None else []
-        near = {id(module): module for module in (root, *self._modules) if module is not None}
+        near = {id(module): module for module in (root, *self._modules) if base}
         self._near = _Held(near.values())
         self._all = _Held(root.modules() if found is not None else ())
 
@@ -132,7 +133,7 @@ class Tree:
         there, and each alias still is one.
 
         walked: it was whole a moment ago. Only the modules that hold items, or are on the way to
-        one, are looked at again: no base model makes it take longer.
+        one, are looked at again: no base model makes it take longer. Not for a tree without *base*.
         """
         return (
             all(map(is_, map(dict.get, self._children, self._names), self._modules))

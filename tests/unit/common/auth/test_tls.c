@@ -242,12 +242,6 @@ static void what_is_no_tls_is_told(void **state)
     answer("", 0, TLS_CLOSED);
 }
 
-static int tear_down(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 /* Who forgets the handshake sends nothing that is not encrypted, and gets nothing. */
 static void before_the_handshake_nothing_goes(void **state)
 {
@@ -321,5 +315,5 @@ int main(void)
         cmocka_unit_test(ranks_prove_themselves),
         cmocka_unit_test(what_is_no_tls_is_told),
     };
-    return cmocka_run_group_tests_name("tls", tests, NULL, tear_down);
+    return cmocka_run_group_tests_name("tls", tests, NULL, secrets_tear_down);
 }

@@ -73,12 +73,6 @@ static void a_child_of_who_shakes_hands_is_told(void **state)
     close(fds[1]);
 }
 
-static int tear_down(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 int main(void)
 {
     if (openssl_is_missing())
@@ -88,5 +82,5 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_child_of_who_shakes_hands_is_told),
     };
-    return cmocka_run_group_tests_name("tls_fork", tests, NULL, tear_down);
+    return cmocka_run_group_tests_name("tls_fork", tests, NULL, secrets_tear_down);
 }

@@ -293,12 +293,6 @@ static void whose_certificate_it_is(void **state)
     }
 }
 
-static int tear_down(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 int main(void)
 {
     bool is_ours = take_over_memory();
@@ -320,5 +314,5 @@ int main(void)
         cmocka_unit_test_setup_teardown(whose_certificate_it_is, with_certificates,
                                         without_ends),
     };
-    return cmocka_run_group_tests_name("tls_memory", tests, NULL, tear_down);
+    return cmocka_run_group_tests_name("tls_memory", tests, NULL, secrets_tear_down);
 }

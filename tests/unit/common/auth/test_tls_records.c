@@ -335,12 +335,6 @@ static int set_up(void **state)
     return find_theirs() ? 0 : -1;
 }
 
-static int tear_down(void **state)
-{
-    secrets_remove();
-    return 0;
-}
-
 int main(void)
 {
     if (openssl_is_missing())
@@ -356,5 +350,5 @@ int main(void)
         cmocka_unit_test(what_is_too_long_is_refused),
         cmocka_unit_test(no_altered_bit_is_left),
     };
-    return cmocka_run_group_tests_name("tls_records", tests, set_up, tear_down);
+    return cmocka_run_group_tests_name("tls_records", tests, set_up, secrets_tear_down);
 }
