@@ -5,6 +5,7 @@
 #include "clock.h"
 #include "digest.h"
 #include "error_set.h"
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,6 +171,40 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
 
 /* ------------------------------------------------------------------ opening */
 
+/* The length is the rank's word until the driver has said it, too: a kernel that reads beyond an allocation
+   costs the process its device. */
+static fanin_status check_length(gpu *g, const identity *id, const void *base,
+                                 fanin_error *error)
+{
+    const error_place place = {
+        .phase = "connect", .remedy = "run the same fanin on both ends, or use stream"};
+    gpu_range there;
+    fanin_status status = gpu_range_of(g, base, &there, error);
+    if (status != FANIN_OK)
+        return status;
+    uint64_t length = there.base + there.length - (uint64_t)(uintptr_t)base;
+    return length >= id->length
+               ? FANIN_OK
+               : error_set(error, FANIN_ERR_PROTOCOL, &place,
+                           "the rank says that an allocation has %" PRIu64
+                           " bytes, and the CUDA driver that it has %" PRIu64,
+                           id->length, length);
+}
+
+static fanin_status map_whole(gpu *g, const identity *id, void **base,
+                              fanin_error *error)
+{
+    int device = (int)id->device;
+    fanin_status status = gpu_map(g, device, id->handle, base, error);
+    if (status == FANIN_OK)
+        status = check_length(g, id, *base, error);
+    if (status != FANIN_OK) {
+        gpu_unmap(g, device, *base);
+        *base = NULL;
+    }
+    return status;
+}
+
 /* Lock held before and after: what is opened is held, so it stays. */
 static void open_one(ipc_map *map, ipc_mapping *m)
 {
@@ -177,7 +212,7 @@ static void open_one(ipc_map *map, ipc_mapping *m)
     void *base = NULL;
     uint64_t started = clock_ns();
     pthread_mutex_unlock(&map->lock);
-    bool ok = gpu_map(map->g, (int)m->id.device, m->id.handle, &base, &why) == FANIN_OK;
+    bool ok = map_whole(map->g, &m->id, &base, &why) == FANIN_OK;
     pthread_mutex_lock(&map->lock);
     map->spent_ns += clock_ns() - started;
     m->base = base;

@@ -7,9 +7,12 @@
 #include <string.h>
 
 #define MOST 64
+#define LENGTH 4096
 
 fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
                             void **base_out, fanin_error *error);
+fanin_status __wrap_gpu_range_of(gpu *g, const void *pointer, gpu_range *out,
+                                 fanin_error *error);
 void __wrap_gpu_unmap(gpu *g, int device, void *base);
 
 /* What the driver has been asked, and how it answers. */
@@ -17,6 +20,7 @@ static struct {
     unsigned opens, closes;
     unsigned refuses[MOST]; /* by handle: so many times */
     bool open[MOST];
+    uint64_t length; /* of each allocation */
 } driver;
 
 static uint8_t memory[MOST];
@@ -38,10 +42,21 @@ fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_
     return FANIN_OK;
 }
 
+fanin_status __wrap_gpu_range_of(gpu *g, const void *pointer, gpu_range *out,
+                                 fanin_error *error)
+{
+    (void)g;
+    (void)error;
+    *out = (gpu_range){.base = (uint64_t)(uintptr_t)pointer, .length = driver.length};
+    return FANIN_OK;
+}
+
 void __wrap_gpu_unmap(gpu *g, int device, void *base)
 {
     (void)g;
     (void)device;
+    if (!base)
+        return;
     driver.closes++;
     driver.open[(uint8_t *)base - memory] = false;
 }
@@ -52,6 +67,7 @@ static ipc_mapping *taken[MOST];
 static int set_up(void **state)
 {
     driver.opens = driver.closes = 0;
+    driver.length = LENGTH;
     memset(driver.refuses, 0, sizeof driver.refuses);
     memset(taken, 0, sizeof taken);
     map = ipc_map_create(NULL);
@@ -70,7 +86,7 @@ static ipc_mapping *take(unsigned which)
 {
     static const uint8_t life[16] = {1};
     fanin_error error = FANIN_ERROR_INIT;
-    ipc_key key = {.handle = {(uint8_t)which}, .length = 4096};
+    ipc_key key = {.handle = {(uint8_t)which}, .length = LENGTH};
     ipc_mapping *out = NULL;
     assert_ok(ipc_map_take(map, 0, life, &key, &out, &error), error);
     return out;
@@ -148,6 +164,23 @@ static void each_tells_why_it_is_not_mapped(void **state)
     expect_mapped(2);
 }
 
+/* A kernel that believed the rank would read what is not there. */
+static void what_is_shorter_than_said_is_not_mapped(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    driver.length = LENGTH - 1;
+    take_all(1);
+    open_wanted();
+    assert_int_equal(ipc_mapping_check(taken[0], &error), FANIN_ERR_PROTOCOL);
+    assert_non_null(
+        strstr(error.message, "4096 bytes, and the CUDA driver that it has 4095"));
+    assert_int_equal(ipc_mapping_base(taken[0]), 0);
+    assert_false(driver.open[0]);
+    driver.length = LENGTH + 1; /* what lies around it may be mapped with it */
+    open_wanted();
+    expect_mapped(0);
+}
+
 static void what_is_let_go_is_not_mapped(void **state)
 {
     take_all(2);
@@ -206,6 +239,7 @@ int main(void)
         CASE(nothing_is_mapped_twice),
         CASE(what_is_refused_once_is_tried_again),
         CASE(each_tells_why_it_is_not_mapped),
+        CASE(what_is_shorter_than_said_is_not_mapped),
         CASE(what_is_let_go_is_not_mapped),
         CASE(all_are_found_again_after_a_sweep),
         CASE(stopped_before_the_first),
