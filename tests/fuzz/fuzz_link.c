@@ -4,15 +4,17 @@
    second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
    alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Second byte: bit 0:
    the reader has two threads; 1: it waits in vain for a step first; 2: the link stays as it is afterwards, but alters
-   nothing more, instead of closing what it has altered; then it does not know checksums either. Whatever comes of it,
-   calls end, with a reason if they fail; they write where they were told to; what they bring is one step unless the
-   link lied and knew how to be believed; nothing of that reader stays with the ranks; another reader gets what they
-   hold, and so does this one once the link is honest. */
+   nothing more, instead of closing what it has altered; then it does not know checksums either; 3: the ranks' memory
+   is a CUDA device's, and read by cuda_ipc instead of cma; 4: the reader's is. Whatever comes of it, calls end, with
+   a reason if they fail; they write where they were told to; what they bring is one step unless the link lied and
+   knew how to be believed; nothing of that reader stays with the ranks; another reader gets what they hold, and so
+   does this one once the link is honest; no device reads or writes what is not there. */
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
 #include "landing.h"
 #include "lying_link.h"
+#include "on_device.h"
 #include "pulled_directory.h"
 #include "secrets.h"
 #include <string.h>
@@ -29,6 +31,7 @@ typedef struct scene {
     two_ranks *ranks;
     lying_link between;
     fanin_client *other;
+    bool lands_on_device; /* the reader's memory; the other's is the host's */
 } scene;
 
 static fanin_pull_options of(const char *publication)
@@ -232,7 +235,7 @@ static fanin_status pull_again(const scene *s, fanin_client *reader,
 /* By a link that has closed what it had altered. */
 static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
 {
-    landing to;
+    landing to = {.on_device = s->lands_on_device};
     lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP, false);
     fanin_status status = pull_again(s, reader, CALL_MS, &to);
     /* It was cancelled when the call before had ended, and what had come until then is read first. */
@@ -246,7 +249,7 @@ static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
 /* By one that has not, and alters nothing more. */
 static void check_goes_on(scene *s, fanin_client *reader, uint64_t step)
 {
-    landing to;
+    landing to = {.on_device = s->lands_on_device};
     deadline soon = deadline_in_ms(MOST_MS);
     while (pull_again(s, reader, SHORT_MS, &to) != FANIN_OK)
         check(!deadline_passed(soon));
@@ -257,7 +260,7 @@ static void check_goes_on(scene *s, fanin_client *reader, uint64_t step)
 
 static void check_other(scene *s, uint64_t step)
 {
-    landing to;
+    landing to = {0};
     fanin_error error = FANIN_ERROR_INIT;
     check(pull(s->other, false, CALL_MS, &to, &error) == FANIN_OK && to.step == step);
     landing_check(&to);
@@ -290,7 +293,7 @@ static lying lying_of(const scene *s, const uint8_t *data, size_t size)
 static void check_call(scene *s, fanin_client *reader, const uint8_t head[HEAD],
                        const lying *l)
 {
-    landing to = {0};
+    landing to = {.on_device = s->lands_on_device};
     fanin_error error = FANIN_ERROR_INIT;
     lying_link_serve(&s->between, reader, l->lies, l->kind, l->stays);
     deadline soon = deadline_in_ms(MOST_MS);
@@ -315,34 +318,45 @@ static fanin_client_config config_of_reader(const scene *s)
     return config;
 }
 
-static void set_scene(scene *s, const char *secret_file, tls_end *const played[2])
+static void set_scene(scene *s, const char *secret_file, tls_end *const played[2],
+                      bool on_device)
 {
     s->secret_file = secret_file;
-    s->ranks = ranks_start(secret_file);
+    s->ranks = ranks_start(secret_file, on_device);
     lying_link_start(&s->between, ranks_port(s->ranks, 0), played, ranks_act, s->ranks);
     const fanin_client_config config = config_of_reader(s);
     s->other = connect_client(&config, ranks_addresses(s->ranks), RANKS);
     check_other(s, 1);
 }
 
-/* With a secret, or the one without where OpenSSL is missing. */
-static scene *scene_of(bool secured)
+/* A rank's and a reader's that the link plays. False: OpenSSL is missing. */
+static bool play(const char *file, tls_end *played[2])
 {
-    static scene scenes[2];
-    static tls_end *played[2], *none[2];
     fanin_error error = FANIN_ERROR_INIT;
-    if (!scenes[0].ranks) {
+    bool good = tls_end_of_rank(file, make_server_config().world_id, 0, &played[0],
+                                &error) == FANIN_OK &&
+                tls_end_of_reader(file, &played[1], &error) == FANIN_OK;
+    check(good || error.status == FANIN_ERR_UNSUPPORTED);
+    return good;
+}
+
+/* With a secret, or the one without where OpenSSL is missing; on a device, or the host's where there is none. */
+static scene *scene_of(bool secured, bool on_device)
+{
+    static scene scenes[2][2];
+    static tls_end *played[2], *none[2];
+    if (!scenes[0][0].ranks) {
         const char *file = secret_of('1');
+        int kinds = device_is_there() ? 2 : 1;
+        bool can_tls = play(file, played);
         (void)atexit(secrets_remove);
-        set_scene(&scenes[0], NULL, none);
-        if (tls_end_of_rank(file, make_server_config().world_id, 0, &played[0],
-                            &error) == FANIN_OK &&
-            tls_end_of_reader(file, &played[1], &error) == FANIN_OK)
-            set_scene(&scenes[1], file, played);
-        else
-            check(error.status == FANIN_ERR_UNSUPPORTED);
+        for (int kind = 0; kind < kinds; kind++) {
+            set_scene(&scenes[0][kind], NULL, none, kind == 1);
+            if (can_tls)
+                set_scene(&scenes[1][kind], file, played, kind == 1);
+        }
     }
-    return &scenes[secured && scenes[1].ranks];
+    return &scenes[secured && scenes[1][0].ranks][on_device && scenes[0][1].ranks];
 }
 
 static fanin_client *make_reader(const scene *s, const uint8_t head[HEAD], bool stays)
@@ -360,7 +374,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size < HEAD)
         return 0;
-    scene *s = scene_of(data[0] & 32);
+    scene *s = scene_of(data[0] & 32, data[1] & 8);
+    s->lands_on_device = data[1] & 16 && device_is_there();
     const lying l = lying_of(s, data, size);
     fanin_client *reader = make_reader(s, data, l.stays);
     check_call(s, reader, data, &l);
@@ -370,6 +385,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     else
         check_recovers(s, reader, step);
     fanin_client_destroy(&reader);
+    check(device_mappings() == 0);
     check_other(s, step);
     return 0;
 }

@@ -4,6 +4,7 @@
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
+#include "on_device.h"
 #include <sched.h>
 #include <string.h>
 
@@ -21,6 +22,12 @@ enum {
     ACT_EXCHANGE,
 };
 
+typedef struct shards {
+    uint8_t bytes[HALF_BYTES];
+    float matrix[HALF_ROWS][COLUMNS];
+    float adapter[HALF_ROWS][COLUMNS]; /* both tensors of it */
+} shards;
+
 typedef struct held {
     fanin_server *server;
     unsigned rank;
@@ -29,9 +36,8 @@ typedef struct held {
     bool updates;    /* FULL: between its begin and what ends that */
     bool unreadable; /* and behind that, if nothing was published */
     fanin_box boxes[4];
-    uint8_t bytes[HALF_BYTES];
-    float matrix[HALF_ROWS][COLUMNS];
-    float adapter[HALF_ROWS][COLUMNS]; /* both tensors of it */
+    shards here;
+    shards *lie; /* here, or on a device, where nobody else touches them */
 } held;
 
 struct two_ranks {
@@ -63,13 +69,20 @@ static fanin_tensor part(const char *name, unsigned rank, uint64_t rows,
 
 static fanin_tensor matrix_of(held *r)
 {
-    return part("matrix", r->rank, ROWS, COLUMNS, r->matrix, &r->boxes[1]);
+    return part("matrix", r->rank, ROWS, COLUMNS, r->lie->matrix, &r->boxes[1]);
+}
+
+static void write_shards(held *r)
+{
+    if (r->lie != &r->here)
+        device_copy(DEVICE_OF_RANKS, r->lie, &r->here, sizeof r->here);
 }
 
 static void scribble(held *r)
 {
-    memset(r->bytes, 0xee, sizeof r->bytes);
-    memset(r->matrix, 0xee, sizeof r->matrix);
+    memset(r->here.bytes, 0xee, sizeof r->here.bytes);
+    memset(r->here.matrix, 0xee, sizeof r->here.matrix);
+    write_shards(r);
 }
 
 static void begin(held *r)
@@ -83,10 +96,11 @@ static void publish(held *r, uint64_t step)
 {
     unsigned rank = r->rank;
     for (unsigned i = 0; i < HALF_BYTES; i++)
-        r->bytes[i] = ranks_byte(step, rank * HALF_BYTES + i);
+        r->here.bytes[i] = ranks_byte(step, rank * HALF_BYTES + i);
     for (unsigned i = 0; i < HALF_ROWS * COLUMNS; i++)
-        r->matrix[i / COLUMNS][i % COLUMNS] =
+        r->here.matrix[i / COLUMNS][i % COLUMNS] =
             ranks_element(step, rank * HALF_ROWS + i / COLUMNS, i % COLUMNS);
+    write_shards(r);
     check(fanin_server_commit(r->server, FULL, step, NULL, NULL) == FANIN_OK);
     r->step = step;
     r->updates = r->unreadable = false;
@@ -177,26 +191,28 @@ static void start(held *r, const char *secret_file)
     config.secret_file = secret_file;
     r->server = make_server(&config, r->address, sizeof r->address);
     fanin_tensor bytes =
-        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &r->boxes[0], r->bytes);
+        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &r->boxes[0], r->lie->bytes);
     r->boxes[0].offset[0] = rank * HALF_BYTES;
     r->boxes[0].extent[0] = HALF_BYTES;
     const fanin_tensor full[] = {bytes, matrix_of(r)};
-    const fanin_tensor lora[] = {
-        part("model.q.lora_A.weight", rank, ROWS, COLUMNS, r->adapter, &r->boxes[2]),
-        part("model.q.lora_B.weight", rank, COLUMNS, ROWS, r->adapter, &r->boxes[3])};
+    const fanin_tensor lora[] = {part("model.q.lora_A.weight", rank, ROWS, COLUMNS,
+                                      r->lie->adapter, &r->boxes[2]),
+                                 part("model.q.lora_B.weight", rank, COLUMNS, ROWS,
+                                      r->lie->adapter, &r->boxes[3])};
     put(r, FULL, full, metadata + 2, 1);
     put(r, LORA, lora, metadata, 2);
     publish(r, 1);
     check(fanin_server_commit(r->server, LORA, 1, NULL, NULL) == FANIN_OK);
 }
 
-two_ranks *ranks_start(const char *secret_file)
+two_ranks *ranks_start(const char *secret_file, bool on_device)
 {
     two_ranks *t = calloc(1, sizeof *t);
     check(t != NULL);
     for (unsigned rank = 0; rank < RANKS; rank++) {
         held *r = &t->ranks[rank];
         r->rank = rank;
+        r->lie = on_device ? device_room(DEVICE_OF_RANKS, sizeof r->here) : &r->here;
         start(r, secret_file);
         t->addresses[rank] = r->address;
     }

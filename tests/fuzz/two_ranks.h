@@ -3,7 +3,7 @@
  * @file
  * Two ranks in this process and their trainer, which acts when it is told to. Of the publication FULL each
  * holds one half of "bytes" and of "matrix", which are others at each step; of LORA, an adapter that stays, one
- * half of a pair. Whatever fails ends the process.
+ * half of a pair. All of it lies on the host or on a device. Whatever fails ends the process.
  */
 #ifndef TWO_RANKS_H
 #define TWO_RANKS_H
@@ -20,9 +20,9 @@
 
 typedef struct two_ranks two_ranks;
 
-/** Starts them, for the rest of the process, and publishes the first step. NULL: without a secret.
+/** Starts them, for the rest of the process, and publishes the first step. @p secret_file NULL: without one.
     Thread: that of all functions but ranks_act(). */
-two_ranks *ranks_start(const char *secret_file);
+two_ranks *ranks_start(const char *secret_file, bool on_device);
 /** Where they listen, RANKS of them. */
 const char *const *ranks_addresses(const two_ranks *t);
 uint16_t ranks_port(const two_ranks *t, uint32_t rank);

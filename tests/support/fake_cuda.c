@@ -159,6 +159,7 @@ CUresult CUDAAPI cuInit(unsigned int flags)
     if (fake.n_devices == 0)
         return fake_leave(CUDA_ERROR_NO_DEVICE);
     fake.no_peer = number_of("FAKE_CUDA_NO_PEER", 0) != 0;
+    fake.own_ipc = number_of("FAKE_CUDA_OWN_IPC", 0) != 0;
     fake.memory = (uint64_t)number_of("FAKE_CUDA_MEMORY", 16L << 30);
     fake.kind = kind_named(getenv("FAKE_CUDA_KIND"));
     fake_memory_init();

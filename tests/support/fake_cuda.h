@@ -31,7 +31,8 @@
  *
  * Environment, read by cuInit(): FAKE_CUDA_DEVICES (2; 0: no device), FAKE_CUDA_VERSION
  * (13000), FAKE_CUDA_MEMORY (bytes of a device for each process, 16 GiB), FAKE_CUDA_NO_PEER
- * (1: no device can reach another), FAKE_CUDA_KIND (what cuMemAlloc() really gives: malloc,
+ * (1: no device can reach another), FAKE_CUDA_OWN_IPC (1: a process maps its own memory, too, for tests
+ * that have both ends in one), FAKE_CUDA_KIND (what cuMemAlloc() really gives: malloc,
  * virtual, pool or managed), CUDA_VISIBLE_DEVICES (numbers, as in CUDA), and
  * FAKE_CUDA_FAIL (FUNCTION=ERROR[@AFTER], separated by commas: the call after AFTER good ones
  * and all later ones fail).

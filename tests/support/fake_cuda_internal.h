@@ -56,7 +56,7 @@ typedef struct fake_driver {
     pthread_cond_t changed; /**< anything that somebody may wait for */
     _Atomic pid_t pid;      /**< that has initialized it, 0: none */
     int n_devices;
-    bool no_peer;
+    bool no_peer, own_ipc;
     bool ending; /**< the process exits: streams' threads are to end */
     uint64_t memory;
     fake_cuda_kind kind; /**< of what cuMemAlloc() gives */

@@ -68,7 +68,7 @@ static fake_header *map_bytes(const handle *h)
         return NULL;
     /* A process number may have been used again: then what is there is something else. */
     if (size < 0 || h->offset + FAKE_PAGE + h->length > (uint64_t)size ||
-        header->nonce != h->nonce) {
+        header->nonce != h->nonce || header->length != h->length) {
         munmap(header, FAKE_PAGE + h->length);
         return NULL;
     }
@@ -80,7 +80,7 @@ static CUresult open_handle(CUcontext context, const handle *h, CUdeviceptr *out
     int device = device_of(h->physical);
     if (h->magic != MAGIC)
         return CUDA_ERROR_INVALID_VALUE;
-    if (h->pid == getpid())
+    if (h->pid == getpid() && !fake.own_ipc)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (device < 0)
         return CUDA_ERROR_INVALID_DEVICE;

@@ -24,6 +24,11 @@ static int load(void)
     return gpu_load(NULL, &g, NULL) == FANIN_OK ? PASSED : FAILED;
 }
 
+static int load_with_own_ipc(void)
+{
+    return setenv("FAKE_CUDA_OWN_IPC", "1", 1) == 0 ? load() : FAILED;
+}
+
 /* The kernel of @p device copies; what stops it does so before this returns. */
 static int kernel_copies(int device, const void *from, void *to)
 {
@@ -210,6 +215,49 @@ static int handles_name_one_allocation(void)
     return PASSED;
 }
 
+static CUresult open_own(CUdeviceptr memory, uint64_t longer, CUdeviceptr *mapped)
+{
+    enum { LENGTH = 24 }; /* where it is in a handle */
+    CUcontext context;
+    CUipcMemHandle handle;
+    uint64_t length;
+    if (cuDevicePrimaryCtxRetain(&context, 0) != CUDA_SUCCESS ||
+        cuCtxPushCurrent(context) != CUDA_SUCCESS ||
+        cuIpcGetMemHandle(&handle, memory) != CUDA_SUCCESS)
+        return CUDA_ERROR_UNKNOWN;
+    memcpy(&length, (char *)&handle + LENGTH, sizeof length);
+    length += longer;
+    memcpy((char *)&handle + LENGTH, &length, sizeof length);
+    return cuIpcOpenMemHandle(mapped, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+}
+
+static int own_memory_is_not_mapped(void)
+{
+    CUdeviceptr mapped;
+    CHECK(open_own((CUdeviceptr)(uintptr_t)memory_on(0), 0, &mapped) ==
+          CUDA_ERROR_INVALID_CONTEXT);
+    return PASSED;
+}
+
+static int own_memory_is_mapped_where_asked(void)
+{
+    void *memory = memory_on(0);
+    CUdeviceptr mapped, at = (CUdeviceptr)(uintptr_t)memory;
+    CHECK(open_own(at, 0, &mapped) == CUDA_SUCCESS && mapped != at);
+    *(char *)fake_cuda_alias(memory) = 'm';
+    CHECK(*(char *)fake_cuda_alias((void *)(uintptr_t)mapped) == 'm');
+    CHECK(cuIpcCloseMemHandle(mapped) == CUDA_SUCCESS);
+    return PASSED;
+}
+
+static int handles_of_other_lengths_map_nothing(void)
+{
+    CUdeviceptr mapped, at = (CUdeviceptr)(uintptr_t)memory_on(0);
+    CHECK(open_own(at, 64, &mapped) == CUDA_ERROR_MAP_FAILED);
+    CHECK(open_own(at, (uint64_t)0 - 64, &mapped) == CUDA_ERROR_MAP_FAILED);
+    return PASSED;
+}
+
 /* ------------------------------------------------------------------------- main */
 
 /* Sanitizers make an exit of the signal. */
@@ -239,6 +287,10 @@ int main(void)
         case_of(callbacks_call_nothing, 0),
         case_of(children_cannot_use_it, 0),
         case_of(handles_name_one_allocation, 0),
+        case_of(own_memory_is_not_mapped, 0),
+        own_process_test(own_memory_is_mapped_where_asked, .before = load_with_own_ipc),
+        own_process_test(handles_of_other_lengths_map_nothing,
+                         .before = load_with_own_ipc),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
