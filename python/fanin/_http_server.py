@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import io
 import logging
@@ -23,6 +24,14 @@ from fanin._http import Until
 __all__ = ["Answer", "HttpServer", "Request"]
 
 _DEAF = 0.1  # seconds until a connection is taken again, when one could not be
+_SAY_AGAIN = 60.0  # seconds until it is logged again that none could be
+_REMEDIES = {
+    errno.EMFILE: "raise this process' limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the host's limit of open files (fs.file-max)",
+    errno.ENOBUFS: "free memory on this host",
+    errno.ENOMEM: "free memory on this host",
+}
+_MORE_THREADS = "raise the limit of threads (ulimit -u, the container's pids limit)"
 
 _log = logging.getLogger("fanin")
 _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
@@ -134,6 +143,7 @@ class _Listener(socketserver.TCPServer):
         self._most = most
         self._rate, self._left, self._counted = rate, 2 * rate, time.monotonic()
         self._ended = threading.Event()
+        self._say_from = 0.0
         self._lock = threading.Lock()
         # Since when each connection has been silent; None: it waits for an answer.
         self._open: dict[socket.socket, float | None] = {}
@@ -146,9 +156,27 @@ class _Listener(socketserver.TCPServer):
                 continue
             try:
                 self.handle_request()
-            except OSError:  # not even that it may wait for
-                self._ended.wait(_DEAF)
+            except OSError as error:  # not even that it may wait for
+                self._be_deaf(error, _REMEDIES.get(error.errno or 0, ""))
         self.server_close()
+
+    def _be_deaf(self, why: Exception, remedy: str) -> None:
+        """Takes no connection for a moment: as long as *why* lasts, each would fail.
+
+        remedy: "" if it is no shortage, but somebody who hung up, say; that is not logged.
+        """
+        now = time.monotonic()
+        if remedy and now >= self._say_from and not self._ended.is_set():
+            self._say_from = now + _SAY_AGAIN
+            address, port = self.server_address[:2]
+            _log.warning(
+                "fanin: who asks at %s, port %d, over HTTP is not answered: %s; remedy: %s",
+                address,
+                port,
+                why,
+                remedy,
+            )
+        self._ended.wait(_DEAF)
 
     def _rest(self) -> float:
         """Seconds until one more may be taken: who asks without end does not get all the time."""
@@ -172,8 +200,8 @@ class _Listener(socketserver.TCPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return self.socket.accept()
-        except OSError:  # as long as no descriptor is left, it would be asked without end
-            self._ended.wait(_DEAF)
+        except OSError as error:
+            self._be_deaf(error, _REMEDIES.get(error.errno or 0, ""))
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -191,10 +219,10 @@ class _Listener(socketserver.TCPServer):
         )
         try:
             thread.start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError as error:  # no thread can be had
             self._forget(request)
             self.shutdown_request(request)
-            self._ended.wait(_DEAF)
+            self._be_deaf(error, _MORE_THREADS)
 
     def _serve(self, request: socket.socket, client_address: Any) -> None:
         try:

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 from fanin._http_server import Answer, HttpServer, Request
@@ -170,6 +174,64 @@ def test_a_fault_closes_only_its_connection(caplog: pytest.LogCaptureFixture) ->
         assert "a fault of the program's own" in caplog.text
         with closing(connected(server)) as one:
             assert told(one, "GET", "/") == "200 GET / "
+
+
+@pytest.mark.parametrize("again", [60.0, 0.0])
+@pytest.mark.parametrize("lacking", ["descriptors", "threads"])
+def test_who_cannot_be_answered_is_told_of_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacking: str,
+    again: float,
+) -> None:
+    monkeypatch.setattr("fanin._http_server._DEAF", 0.001)
+    monkeypatch.setattr("fanin._http_server._SAY_AGAIN", again)
+    failures = iter(range(3))
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def take(self: socket.socket) -> Any:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(self)
+
+    def begin(self: threading.Thread) -> None:
+        if self.name == "fanin-http" and next(failures, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with serving() as (server, _):
+        if lacking == "threads":
+            monkeypatch.setattr(threading.Thread, "start", begin)
+            for _ in range(3):
+                with closing(connected(server)) as one:
+                    assert one.sock.recv(1) == b""
+        else:
+            monkeypatch.setattr(socket.socket, "accept", take)
+        with closing(connected(server)) as one:
+            assert told(one, "GET", "/") == "200 GET / "
+        said = [one.getMessage() for one in caplog.records]
+        assert len(said) == (1 if again else 3)
+        cause = "Too many open files; .*ulimit -n" if lacking == "descriptors" else "thread; .*pids"
+        assert all(re.search(rf"{server.port}.*{cause}", one) for one in said)
+
+
+def test_who_hung_up_while_it_was_taken_is_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    aborted = threading.Event()
+    accept = socket.socket.accept
+
+    def abort(self: socket.socket) -> Any:
+        if not aborted.is_set():
+            aborted.set()
+            raise ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
+        return accept(self)
+
+    with serving() as (server, _):
+        monkeypatch.setattr(socket.socket, "accept", abort)
+        with closing(connected(server)) as one:
+            assert told(one, "GET", "/") == "200 GET / "
+    assert aborted.is_set() and not caplog.records
 
 
 def test_the_end_drops_who_is_silent_and_answers_who_waits() -> None:

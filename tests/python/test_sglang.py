@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -338,6 +340,28 @@ def test_unload_that_fails_keeps_the_directory(tmp_path: Path, trainer: Trainer)
         stuck.set()
         engine.unload(adapter.name)
         assert not adapter.directory.exists()
+
+
+def test_what_cannot_be_deleted_fails_nothing_and_goes_with_the_next(
+    tmp_path: Path,
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def none_left(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with Engine(SGLang()) as http:
+        engine = SGLangEngine(http.url, trainer=trainer.addresses, cache_dir=tmp_path)
+        first = engine.load(0, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr("fanin.vllm.directories.shutil.rmtree", none_left)
+            engine.unload(first.name)
+        assert engine.loaded == [] and list(tmp_path.iterdir())
+        assert f"{first.directory} cannot be deleted" in caplog.text
+        trainer.commit(4)
+        engine.unload(engine.load(0, 4).name)
+        assert not list(tmp_path.iterdir())
 
 
 def test_one_engine_does_not_delete_what_another_uses(tmp_path: Path, trainer: Trainer) -> None:

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import local_world
 import pytest
 from fake_trainer import WORLD
 from fanin.errors import HostError, PullTimeoutError
-from fanin.vllm.directories import Places
+from fanin.vllm.directories import Lease, Places
 
 
 def soon() -> float:
@@ -87,6 +90,68 @@ def test_waits_for_the_one_who_deletes(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
     waiter.join(10)
     assert use.exists() and got[0].release(delete=True)
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing can be deleted, until it is undone."""
+
+    def none_left(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fanin.vllm.directories.shutil.rmtree", none_left)
+        yield patch
+
+
+def filled(places: Places, *steps: int) -> list[Lease]:
+    leases = [places.lease(places.choose(WORLD, "0", "policy", one), soon()) for one in steps]
+    for lease in leases:
+        fill(lease.path)
+    return leases
+
+
+def test_what_could_not_be_deleted_is_tried_again(
+    tmp_path: Path, shortage: pytest.MonkeyPatch
+) -> None:
+    first, second, third, last = filled(Places(tmp_path / "root"), 1, 2, 3, 4)
+    for lease in (first, second):
+        with pytest.raises(HostError, match="Too many open files.*tried again"):
+            lease.release(delete=True)
+    third.release(delete=False)
+    assert any("dead" in one.name for one in first.path.parent.iterdir())
+    shortage.undo()
+    assert first.release(delete=True) is False
+    assert last.release(delete=True) is True
+    assert [one.name for one in first.path.parent.iterdir() if "step3" not in one.name] == []
+
+
+def test_what_is_tried_again_may_be_needed_anew_or_gone(
+    tmp_path: Path, shortage: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    places = Places(root)
+    first, second, last = filled(places, 1, 2, 3)
+    for lease in (first, second):
+        with pytest.raises(HostError):
+            lease.release(delete=True)
+    shortage.undo()
+    again = places.lease(first.path, soon())
+    fill(again.path)
+    shutil.rmtree(root / WORLD / "0" / ".policy-step2.fanin-dead")
+    (root / WORLD / "0" / ".policy-step2.fanin-use").unlink()
+    assert last.release(delete=True) is True and again.path.exists()
+    assert again.release(delete=True) is True
+    assert list(root.iterdir()) == []
+
+
+def test_what_was_put_off_is_deleted_with_the_next(tmp_path: Path) -> None:
+    first, second = filled(Places(tmp_path / "root"), 1, 2)
+    first.postpone()
+    first.postpone()
+    assert first.path.exists()
+    assert second.release(delete=True) is True
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_a_sweep_takes_what_nobody_needs(tmp_path: Path) -> None:

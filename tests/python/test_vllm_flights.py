@@ -496,6 +496,24 @@ async def test_without_an_engine_nothing_is_deleted(
     assert sum("VLLM_PLUGINS" in record.getMessage() for record in caplog.records) == 1
 
 
+async def test_what_no_thread_could_delete_goes_with_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def no_thread(work: Callable[[], Any]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    await bench.state.attach(bench.engine)
+    first, second = await bench.fetch(1), await bench.fetch(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("fanin.vllm.state.in_thread", no_thread)
+        bench.keeper.unloaded(first.name)
+        await bench.keeper.settled()
+    assert first.path.exists() and "stays on disk: can't start new thread" in caplog.text
+    bench.keeper.unloaded(second.name)
+    await bench.keeper.settled()
+    assert not first.path.exists() and not second.path.exists()
+
+
 async def test_an_engine_that_fails_keeps_the_directory(bench: Bench) -> None:
     async def fail(lora_int_id: int) -> bool:
         raise RuntimeError("engine is dead")

@@ -250,10 +250,10 @@ class SGLangEngine:
                     )
                 _check_written(path, name.run)
             except ConnectionFailedError as error:
-                lease.release(delete=True)
+                _delete(lease)
                 raise refused_as_too_large(error, _TOO_LARGE) from None
             except BaseException:
-                lease.release(delete=True)
+                _delete(lease)
                 raise
             self._places.spend(path, world, name.run, name.prefix, name.step)
         return lease, pulled
@@ -299,7 +299,7 @@ class SGLangEngine:
                 self._doubtful[str(name)] = lease
             raise
         if not _succeeded(reply):
-            lease.release(delete=True)
+            _delete(lease)
             raise RequestError.make(
                 f"{self.url} did not load {name}: HTTP {reply.status}: {reply.reason}",
                 _advice(reply),
@@ -314,7 +314,8 @@ class SGLangEngine:
     # -------------------------------------------------------------- unload
 
     def unload(self, name: str, *, timeout: float | None = None) -> None:
-        """Has the engine forget the adapter, then deletes its directory.
+        """Has the engine forget the adapter, then deletes its directory; one that cannot be deleted
+        is logged, and tried again with the next.
 
         SGLang takes no new request for it and answers when the running ones have ended. An engine
         that does not know the name any more, because it was started again, has forgotten it.
@@ -339,7 +340,7 @@ class SGLangEngine:
         self._forget(adapter.name, deadline)
         with self._lock:
             del self._loaded[adapter.name]
-        adapter._lease.release(delete=True)
+        _delete(adapter._lease)
 
     def retire(self, run: str | int, keep: int, *, timeout: float | None = None) -> list[str]:
         """Unloads all adapters of *run* but those of the *keep* highest steps; their names.
@@ -362,7 +363,7 @@ class SGLangEngine:
         self._forget(name, deadline)
         with self._lock:
             del self._doubtful[name]
-        lease.release(delete=True)
+        _delete(lease)
         return True
 
     def _forget(self, name: str, deadline: float) -> None:
@@ -418,6 +419,15 @@ class _Exclusive:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._busy.discard(self._name)
+
+
+def _delete(lease: Lease) -> None:
+    """Deletes the directory, which the engine does not have: what fails is no failure of the call,
+    and is tried again with the next one."""
+    try:
+        lease.release(delete=True)
+    except HostError as error:
+        _log.warning("%s", error)
 
 
 def _world_of(client: Client) -> str:

@@ -5,7 +5,8 @@
 that use one root share it: each holds a shared lock (``flock``) on ``.<name>.fanin-use`` beside
 the directory from before the pull until the adapter is retired, and only who gets that lock for
 itself alone deletes. The kernel drops the locks of a process that dies, so what it left behind
-is found by :meth:`Places.sweep`.
+is found by :meth:`Places.sweep`. What could not be deleted, for want of descriptors say, is tried
+again each time that the process gives up another directory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 import stat
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 from fanin.config import default_cache_dir
@@ -27,6 +29,8 @@ __all__ = ["Lease", "Places"]
 
 _USE = ".fanin-use"
 _DEAD = ".fanin-dead"
+
+_undeleted: deque[Path] = deque()  # given up by this process, and there still
 
 
 def _use_file(path: Path) -> Path:
@@ -45,16 +49,64 @@ class Lease:
         """Gives the directory up. True: this call deleted it.
 
         delete: delete it, unless another process needs it; then that one will. Blocks as long as
-        deleting takes. A second call does nothing. Raises HostError if it cannot be deleted.
+        deleting takes. A second call does nothing. Raises HostError if it cannot be deleted now;
+        what is left is deleted when another directory of this process is given up.
         """
-        with self._lock:
-            descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._take()
         if descriptor < 0:
             return False
         try:
-            return delete and _delete_if_alone(self.path, descriptor)
+            deleted = delete and _delete_if_alone(self.path, descriptor)
+        except (OSError, HostError):
+            _undeleted.append(self.path)
+            raise
         finally:
             os.close(descriptor)
+        _try_again()
+        return deleted
+
+    def postpone(self) -> None:
+        """Gives the directory up, to be deleted as one that could not be. Does not block."""
+        descriptor = self._take()
+        if descriptor >= 0:
+            _undeleted.append(self.path)
+            os.close(descriptor)
+
+    def _take(self) -> int:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+
+def _try_again() -> None:
+    """Deletes what could not be before; the first that still cannot ends it until the next time."""
+    for _ in range(len(_undeleted)):
+        try:
+            path = _undeleted.popleft()
+        except IndexError:  # another thread is at it
+            return
+        try:
+            _delete_unused(path)
+        except FileNotFoundError:  # somebody has swept it up
+            continue
+        except (OSError, HostError):
+            _undeleted.append(path)
+            return
+
+
+def _delete_unused(path: Path) -> bool:
+    """Deletes a directory that nobody gave up, or not whole. False: a process needs it.
+
+    Raises OSError, FileNotFoundError if no process has left it, and HostError.
+    """
+    use = _use_file(path)
+    descriptor = os.open(use, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if not _lock_shared(descriptor, use):
+        return False
+    try:
+        return _delete_if_alone(path, descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _delete_if_alone(path: Path, descriptor: int) -> bool:
@@ -73,7 +125,10 @@ def _delete_if_alone(path: Path, descriptor: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_use_file(path))
     except OSError as error:
-        raise HostError.make(f"{path} cannot be deleted: {error}", "delete it by hand") from error
+        raise HostError.make(
+            f"{path} cannot be deleted: {error}",
+            "it is tried again when another one is given up; if that fails, too, delete it by hand",
+        ) from error
     _remove_empty(path.parent)
     return True
 
@@ -187,8 +242,7 @@ def _sweep_run(folder: Path) -> list[Path]:
     for use in folder.glob(f".*{_USE}"):
         path = folder / use.name[1 : -len(_USE)]
         with contextlib.suppress(OSError, HostError):
-            descriptor = os.open(use, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            if _lock_shared(descriptor, use) and Lease(path, descriptor).release(delete=True):
+            if _delete_unused(path):
                 gone.append(path)
     _remove_empty(folder)
     return gone

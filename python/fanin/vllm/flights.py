@@ -27,8 +27,10 @@ from fanin.errors import (
     FaninError,
     HostError,
     PullTimeoutError,
+    RequestError,
 )
 from fanin.vllm.checks import check_alpha
+from fanin.vllm.clients import Source
 from fanin.vllm.faults import from_wire, says
 from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics
@@ -176,9 +178,7 @@ class Flights:
             raise
         finally:
             self._flights.pop(wanted.key, None)
-            met = self._service.last_met(wanted.source)
-            if met is not None:
-                self._keeper.met(wanted.source.text, met[1], met[0])
+            self._meet(wanted.source)
 
     def _note(self, wanted: Wanted, error: Exception) -> None:
         self.last_error = f"{wanted.name}: {says(error)}"
@@ -193,23 +193,26 @@ class Flights:
         adapter = self._keeper.get(wanted.name)
         if adapter is None:
             return None
-        if adapter.content == wanted.content:
+        if adapter.content == wanted.content or not self._was_at(adapter, wanted.source):
             world = await self._present_world(wanted, adapter)
-            if world == adapter.world and self._keeper.get(wanted.name) is adapter:
+            self._meet(wanted.source)
+            here = self._keeper.get(wanted.name) is adapter
+            if here and world == adapter.world and adapter.content == wanted.content:
                 check_alpha(wanted.lora_alpha, adapter.facts)
                 return adapter
-            if world != adapter.world:
-                self._keeper.end_world(
-                    adapter.world, f"world {world} is at {wanted.source.text} now"
-                )
+            if refusal := self._taken(wanted, world):
+                raise refusal
         # Other files under that name replace it when they are here.
         return None
 
     async def _present_world(self, wanted: Wanted, adapter: Adapter) -> str:
-        """The trainer's world; if nobody answers, that of the adapter, which is here."""
+        """The trainer's world; if nobody answers, that of the adapter, which is here and was
+        there."""
         try:
             return await in_thread(lambda: self._service.world_now(wanted.source, _GRACE))
         except FaninError as error:
+            if not self._was_at(adapter, wanted.source):
+                raise
             met = self._service.last_met(wanted.source)
             if moved_on(error) and not isinstance(error, ConnectionFailedError):
                 why = f"other worlds are at {wanted.source.text} now"
@@ -220,6 +223,37 @@ class Flights:
             _log.info("fanin: adapter %s is here already: %s", adapter.name, says(error))
         return adapter.world
 
+    def _was_at(self, adapter: Adapter, source: Source) -> bool:
+        """Whether the adapter's world was found at *source*: no other trainer is meant then."""
+        met = self._service.last_met(source)
+        addresses = source.addresses if met is None else met[1]
+        if met is not None and met[0] == adapter.world:
+            return True
+        return adapter.world in self._keeper.worlds_at(source.text, addresses)
+
+    def _meet(self, source: Source) -> None:
+        """Ends the worlds that another one, met at *source* last, has followed there."""
+        met = self._service.last_met(source)
+        if met is not None:
+            self._keeper.met(source.text, met[1], met[0])
+
+    def _taken(self, wanted: Wanted, world: str) -> RequestError | None:
+        """Why *world*'s adapter cannot have the name: one of a trainer elsewhere, which answers,
+        has it. None: it can."""
+        here = self._keeper.get(wanted.name)
+        if here is None or here.world == world or self._was_at(here, wanted.source):
+            return None
+        if here.world in self._lookout.status():
+            return None
+        return RequestError.make(
+            f"{wanted.name!r} is an adapter of the trainer at {here.source.text}, world"
+            f" {here.world}, which still answers; the one at {wanted.source.text} is world {world}",
+            "give one of the two trainers another prefix, or unload that adapter; the name is free"
+            " when the ranks of its trainer do not answer any more, and /init_nixl_client retires"
+            " the adapters of all trainers but one",
+            key="lora_name",
+        )
+
     async def _counted(self, flight: _Flight) -> Adapter:
         started = time.monotonic()
         self._counters.began()
@@ -227,7 +261,7 @@ class Flights:
             with span("fanin.fetch", run=flight.wanted.run, step=flight.wanted.step) as told:
                 told.set(lora_name=flight.wanted.name)
                 adapter = await self._pull(flight)
-                await self._refuse_outlived(adapter, flight)
+                await self._refuse_unwanted(adapter, flight)
                 told.set(bytes=adapter.bytes, ranks=adapter.ranks, path=adapter.transport)
                 told.set(reused=adapter.reused, landing=adapter.landing)
         except BaseException as error:
@@ -293,14 +327,17 @@ class Flights:
             wanted = flight.wanted
             raise await in_thread(lambda: self._service.overdue(wanted, to_come)) from None
 
-    async def _refuse_outlived(self, adapter: Adapter, flight: _Flight) -> None:
-        """Gives the adapter up if its world ended for this engine while it was pulled."""
-        why = self._keeper.outlived(adapter.world, flight.started)
-        if why:
-            await self._keeper.give_up(adapter)
-            raise CancelledError.make(
+    async def _refuse_unwanted(self, adapter: Adapter, flight: _Flight) -> None:
+        """Gives the adapter up if, while it was pulled, its world ended for this engine or another
+        trainer's adapter got its name."""
+        refusal: FaninError | None = self._taken(flight.wanted, adapter.world)
+        if why := self._keeper.outlived(adapter.world, flight.started):
+            refusal = CancelledError.make(
                 f"adapter {adapter.name} was pulled, and is not served: {why}", "ask again"
             )
+        if refusal is not None:
+            await self._keeper.give_up(adapter)
+            raise refusal
 
     # ------------------------------------------------------------- in the workers
 

@@ -164,15 +164,18 @@ class Keeper:
         """The worlds of all adapters that stay."""
         return {adapter.world for adapter in self._here.values()}
 
+    def worlds_at(self, source: str, addresses: Iterable[str]) -> set[str]:
+        """Those of them that were found at *source* (its text) or one of *addresses*."""
+        there = set(addresses)
+        return {
+            adapter.world
+            for adapter in self._here.values()
+            if adapter.source.text == source or there & set(adapter.addresses)
+        }
+
     def met(self, source: str, addresses: Iterable[str], world: str) -> None:
         """*world* was met at *source* (its text) and *addresses*: others that were there ended."""
-        there = set(addresses)
-        ended = {
-            old.world
-            for old in self._here.values()
-            if old.world != world and (old.source.text == source or there & set(old.addresses))
-        }
-        for one in ended:
+        for one in self.worlds_at(source, addresses) - {world}:
             self.end_world(one, f"the trainer at {source} was started again as world {world}")
 
     def end_world(self, world: str, why: str) -> None:
@@ -286,7 +289,7 @@ class Keeper:
             if self._link is not None:
                 await self._link.drop(adapter)
         except Exception as error:
-            # The directory stays until this process ends; the next one sweeps it up.
+            # Until a directory is deleted that leaves after it, or the next process sweeps.
             _log.error("fanin: adapter %s stays on disk: %s", adapter.name, error)
 
     async def _leave(self, link: EngineLink, adapter: Adapter, why: str) -> None:
@@ -298,7 +301,7 @@ class Keeper:
                     await link.forget(request.lora_int_id)
             await link.drop(adapter)
         except Exception as error:
-            # The directory stays until this process ends; the next one sweeps it up.
+            # Until a directory is deleted that leaves after it, or the next process sweeps.
             _log.error("fanin: adapter %s stays on disk: %s", adapter.name, error)
         else:
             waited = time.monotonic() - started

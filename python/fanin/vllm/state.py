@@ -162,7 +162,11 @@ class Engine:
                 told.append([request.lora_int_id for request in adapter.requests])
             await self.call_workers("fanin_drop_adapter", *told)
             return
-        await in_thread(lambda: lease.release(delete=True))
+        try:
+            await in_thread(lambda: lease.release(delete=True))
+        except RuntimeError:  # no thread can be had
+            lease.postpone()
+            raise
 
 
 class State:
