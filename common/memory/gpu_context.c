@@ -45,6 +45,26 @@ int gpu_some_device(gpu *g)
     return 0;
 }
 
+static _Thread_local struct {
+    unsigned depth;
+    CUstreamCaptureMode before;
+} relaxed;
+
+void gpu_relax_capture(const gpu *g)
+{
+    if (relaxed.depth++ > 0)
+        return;
+    relaxed.before = CU_STREAM_CAPTURE_MODE_RELAXED;
+    (void)g->cuThreadExchangeStreamCaptureMode(&relaxed.before);
+}
+
+void gpu_restore_capture(const gpu *g)
+{
+    if (--relaxed.depth > 0)
+        return;
+    (void)g->cuThreadExchangeStreamCaptureMode(&relaxed.before);
+}
+
 /* Kept until the process ends: giving it back could destroy it under somebody's pointers. */
 static CUresult retain(gpu *g, gpu_slot *slot, CUcontext *out)
 {
@@ -69,23 +89,27 @@ fanin_status gpu_context_enter(gpu *g, int device, fanin_error *error)
     if (!slot)
         return FANIN_ERR_ARGUMENT;
     CUcontext context = atomic_load(&slot->context);
+    gpu_relax_capture(g);
     CUresult result = context ? CUDA_SUCCESS : retain(g, slot, &context);
-    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+    bool short_of_memory = result == CUDA_ERROR_OUT_OF_MEMORY;
+    if (result == CUDA_SUCCESS)
+        result = g->cuCtxPushCurrent(context);
+    if (result == CUDA_SUCCESS)
+        return FANIN_OK;
+    gpu_restore_capture(g);
+    if (short_of_memory)
         return error_set(error, FANIN_ERR_MEMORY, NULL,
                          "device %d (%s) has no memory left for a CUDA context", device,
                          slot->info.name);
-    if (result == CUDA_SUCCESS)
-        result = g->cuCtxPushCurrent(context);
-    if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result, "device %d (%s) cannot be used", device,
-                         slot->info.name);
-    return FANIN_OK;
+    return gpu_error(g, error, result, "device %d (%s) cannot be used", device,
+                     slot->info.name);
 }
 
 void gpu_context_leave(gpu *g)
 {
     CUcontext context;
     (void)g->cuCtxPopCurrent(&context);
+    gpu_restore_capture(g);
 }
 
 fanin_status gpu_flush_remote_writes(gpu *g, int device, fanin_error *error)

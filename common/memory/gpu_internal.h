@@ -51,6 +51,7 @@
     X(cuStreamAddCallback)                                                             \
     X(cuStreamGetCtx)                                                                  \
     X(cuStreamIsCapturing)                                                             \
+    X(cuThreadExchangeStreamCaptureMode)                                               \
     X(cuEventCreate)                                                                   \
     X(cuEventDestroy)                                                                  \
     X(cuEventRecord)                                                                   \
@@ -102,6 +103,12 @@ struct gpu_stream {
     returns FANIN_ERR_TRANSPORT. */
 fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
                        const char *format, ...) __attribute__((format(printf, 4, 5)));
+
+/** From here to gpu_restore_capture(), calls of this thread do not invalidate what another thread captures
+    into a CUDA graph, as calls that allocate, wait or ask otherwise do (CUDA Driver API, cuStreamBeginCapture,
+    mode global, PyTorch's default). gpu_context_enter() and _leave() do it, too. Pairs nest. */
+void gpu_relax_capture(const gpu *g);
+void gpu_restore_capture(const gpu *g);
 
 /** The slot, NULL with FANIN_ERR_ARGUMENT in @p error: there is no such device. */
 gpu_slot *gpu_slot_of(gpu *g, int device, fanin_error *error);

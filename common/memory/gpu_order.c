@@ -23,10 +23,13 @@ static fanin_status enter_callers(gpu *g, const fanin_stream *callers,
     if (!is_default_stream(callers) &&
         g->cuStreamGetCtx(callers->handle, &context) == CUDA_SUCCESS &&
         context != atomic_load(&g->slots[callers->device].context)) {
-        gpu_context_leave(g);
+        CUcontext primary;
+        (void)g->cuCtxPopCurrent(&primary);
         CUresult result = g->cuCtxPushCurrent(context);
-        if (result != CUDA_SUCCESS)
+        if (result != CUDA_SUCCESS) {
+            gpu_restore_capture(g);
             return gpu_error(g, error, result, "the caller's stream cannot be used");
+        }
     }
     /* A capturing stream would make our work a part of the graph that is being made. */
     CUresult result = g->cuStreamIsCapturing(callers->handle, &capture);

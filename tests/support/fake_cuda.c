@@ -17,6 +17,7 @@ fake_driver fake = {.lock = PTHREAD_MUTEX_INITIALIZER};
 static __thread CUcontext stack[MAX_DEPTH];
 static __thread int depth;
 static __thread bool in_callback;
+static __thread CUstreamCaptureMode capture_mode; /* 0: global */
 
 /* ---------------------------------------------------------------------- basics */
 
@@ -68,6 +69,33 @@ CUcontext fake_current(void)
     return depth > 0 ? stack[depth - 1] : NULL;
 }
 
+/* What may not be called while any thread captures in mode global. */
+static bool is_unsafe_in_capture(const char *function)
+{
+    static const char *const names[] = {
+        "cuMemAlloc_v2",        "cuMemFree_v2",
+        "cuMemHostAlloc",       "cuMemFreeHost",
+        "cuMemHostRegister_v2", "cuMemHostUnregister",
+        "cuStreamCreate",       "cuStreamSynchronize",
+        "cuStreamQuery",        "cuModuleLoadData",
+        "cuIpcGetMemHandle",    "cuIpcOpenMemHandle_v2",
+        "cuIpcCloseMemHandle",  "cuDevicePrimaryCtxRetain"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(function, names[i]) == 0)
+            return true;
+    return false;
+}
+
+/* With the lock. */
+static bool breaks_capture(const char *function)
+{
+    if (!fake.captures || capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED ||
+        !is_unsafe_in_capture(function))
+        return false;
+    fake.invalidated = true;
+    return true;
+}
+
 static CUresult entry_error(int needs)
 {
     if ((needs & FAKE_INIT) != 0 && fake.pid == 0)
@@ -91,9 +119,39 @@ CUresult fake_enter(const char *function, int needs)
     CUresult ordered = fake_count_call(function, result == CUDA_SUCCESS);
     if (result == CUDA_SUCCESS)
         result = ordered;
+    if (result == CUDA_SUCCESS && breaks_capture(function))
+        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (result != CUDA_SUCCESS)
         pthread_mutex_unlock(&fake.lock);
     return result;
+}
+
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+    CUresult result = fake_enter(__func__, FAKE_INIT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    CUstreamCaptureMode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return fake_leave(CUDA_SUCCESS);
+}
+
+void fake_cuda_begin_capture(void)
+{
+    pthread_mutex_lock(&fake.lock);
+    fake.captures = true;
+    fake.invalidated = false;
+    pthread_mutex_unlock(&fake.lock);
+}
+
+bool fake_cuda_end_capture(void)
+{
+    pthread_mutex_lock(&fake.lock);
+    bool valid = fake.captures && !fake.invalidated;
+    fake.captures = false;
+    pthread_mutex_unlock(&fake.lock);
+    return valid;
 }
 
 CUresult fake_leave(CUresult result)

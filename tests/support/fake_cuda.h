@@ -88,6 +88,10 @@ FAKE_CUDA_API uint64_t fake_cuda_calls(const char *function);
     from then on). CUDA_SUCCESS: withdraws it. */
 FAKE_CUDA_API void fake_cuda_fail(const char *function, int result, unsigned after,
                                   unsigned times);
+/** A capture into a graph, in mode global, begins, of which nothing is known but that calls that are unsafe then
+    fail in all threads that have not asked for the mode relaxed, and invalidate it. False: it was invalidated. */
+FAKE_CUDA_API void fake_cuda_begin_capture(void);
+FAKE_CUDA_API bool fake_cuda_end_capture(void);
 /** The device fails: what is queued on it is lost, and everything that has to do with it returns
     CUDA_ERROR_LAUNCH_FAILED from now on. */
 FAKE_CUDA_API void fake_cuda_break(int device);

@@ -57,6 +57,7 @@ typedef struct fake_driver {
     _Atomic pid_t pid;      /**< that has initialized it, 0: none */
     int n_devices;
     bool no_peer, own_ipc;
+    bool captures, invalidated; /**< into a graph, in mode global */
     bool ending; /**< the process exits: streams' threads are to end */
     uint64_t memory;
     fake_cuda_kind kind; /**< of what cuMemAlloc() gives */

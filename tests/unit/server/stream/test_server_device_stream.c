@@ -46,6 +46,22 @@ static void kernels_are_loaded_by_commits(void **state)
     log_expect(0, "");
 }
 
+/* Whose first read makes streams and pinned memory, and whose whole way is gone by ranks that end. */
+static void a_graph_that_the_trainer_captures_stays_valid(void **state)
+{
+    static uint8_t got[4096];
+    uint8_t *memory = device_alloc(0, sizeof got, FAKE_CUDA_MALLOC);
+    read_entry all = {.box = 0, .count = 1};
+    puller l = device_serve_bytes(memory, sizeof got);
+    uint64_t before = fake_cuda_calls("cuMemHostAlloc");
+    fake_cuda_begin_capture();
+    peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
+    assert_memory_equal(got, device_bytes(memory), sizeof got);
+    assert_true(fake_cuda_calls("cuMemHostAlloc") > before);
+    server_tear_down(state);
+    assert_true(fake_cuda_end_capture());
+}
+
 static void every_layout_is_gathered(void **state)
 {
     static const int64_t strides[][3] = {
@@ -512,6 +528,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         device_clean_test(kernels_are_loaded_by_commits), /* before any other does it */
+        device_clean_test(a_graph_that_the_trainer_captures_stays_valid),
         device_clean_test(every_layout_is_gathered),
         device_clean_test(places_mix_in_one_read),
         device_clean_test(reads_are_pipelined),
