@@ -380,9 +380,11 @@ static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON
         snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
                  ucx_version(end->ucx), hello->ucx_version);
     else if (!connection_is_unix(c) && !connection_tls(c))
-        snprintf(why, PATH_REASON,
-                 "nobody proves who is at the other end of this connection: rdma needs "
-                 "the launch's secret, or certificates");
+        snprintf(why, PATH_REASON, "%s",
+                 path_not_offered(client, peer,
+                                  "nobody proves who is at the other end of this "
+                                  "connection: rdma needs the launch's secret, or "
+                                  "certificates"));
     else if (!path_is_offered(client, peer, FANIN_PATH_RDMA))
         snprintf(why, PATH_REASON, "%s",
                  path_not_offered(client, peer,

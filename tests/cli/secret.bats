@@ -57,7 +57,11 @@ teardown()
     # Nobody learns it from what is said: not here, not of the processes.
     run -13 "$NIXL_FETCH" pull "$address" --no-unix --secret-file other --run 0 --out e --verbose
     run ! grep -qF "$(head -c 16 other)" <<<"$output"
-    run ! grep -rqaF "$(head -c 16 one)" /proc/"$ranks_pid"/cmdline /proc/"$ranks_pid"/environ "$info"
+    read -ra pids <<<"$ranks_pid $(cat /proc/"$ranks_pid"/task/*/children)"
+    [ "${#pids[@]}" -gt 2 ] # the ranks are processes of their own
+    for pid in "${pids[@]}"; do
+        run ! grep -rqaF "$(head -c 16 one)" /proc/"$pid"/cmdline /proc/"$pid"/environ "$info"
+    done
 }
 
 @test "a doctor asks with the secret, and says of which ranks it is not" {

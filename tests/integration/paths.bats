@@ -164,6 +164,7 @@ END
     run -0 --separate-stderr "${inside[@]}" "$NIXL_FETCH" pull "$info" --out beside --json --verbose
     [ "$(field path)" = stream ]
     [ "$(field ranks 0 checksums)" = true ] # TCP
+    [[ $(field path_reason) == *"pid namespace"* ]]
     [[ $stderr == *unix-stranger*"pid namespace"*--trust-containers* ]]
     [ "$(grep -c unix-stranger <<<"$stderr")" = 1 ]
     run -14 --separate-stderr "${inside[@]}" "$NIXL_FETCH" pull "$info" --out refused --path cma --json

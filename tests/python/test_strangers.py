@@ -50,8 +50,20 @@ def observe(name: str, seconds: float) -> tuple[Any, Any]:
     return rounds[False][0], rounds[True][0]
 
 
+def harm(calm: Any, attacked: Any) -> str:
+    """What an attack did to the trainer or to its own user, if it is more than a busy machine does.
+
+    Without limits the attacks left 3 % of the steps. tests/bench/attacks.py measures.
+    """
+    steps = f"{calm['steps']:.1f} steps a second became {attacked['steps']:.1f}"
+    if attacked["steps"] < calm["steps"] / 5:
+        return steps
+    return f"a pull took {attacked['slowest']:.1f} s" if attacked["slowest"] > 10 else ""
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_a_stranger_takes(name: str) -> None:
+    why = ""
     for seconds in (2.0, 10.0, 30.0):  # of a busy machine an attacker gets little
         calm, attacked = observe(name, seconds)
         stats = attacked["stats"]
@@ -62,9 +74,11 @@ def test_what_a_stranger_takes(name: str) -> None:
             assert stats["held_up_ns_max"] <= SHARE * 1e9
         # Connections that are opened are told of, fifty times as many as faults.
         assert attacked["lines"] < 500 + 250 * seconds
-        if name not in LIMITED or stats[LIMITED[name]] > 0:
+        met = name not in LIMITED or stats[LIMITED[name]] > 0
+        why = harm(calm, attacked) if met else f"{LIMITED[name]} is 0"
+        if not why:
             return
-    pytest.fail(f"{LIMITED[name]} is 0")
+    pytest.fail(why)
 
 
 def test_a_crowd_of_addresses_leaves_everybody_a_turn() -> None:
