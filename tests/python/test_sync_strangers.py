@@ -204,6 +204,22 @@ def test_two_registries_one_engine(stack: ExitStack) -> None:
     assert one.sync(8).ok and engine.model == "weights of step 8" and not engine.paused
 
 
+def test_a_resume_of_another_registry_during_an_update(stack: ExitStack) -> None:
+    """It was on its way when this one paused: requests may have been answered meanwhile."""
+    engine = stack.enter_context(FakeVLLM())
+    registry = registry_of(engine.url)
+
+    def resume(_: Any) -> None:
+        engine.paused = False
+
+    engine.hooks["/update_weights"] = resume
+    with pytest.raises(SyncError) as caught:
+        registry.sync(8)
+    assert "does not say that it is" in str(caught.value)
+    del engine.hooks["/update_weights"]
+    assert registry.sync(8).ok and not engine.paused
+
+
 @pytest.mark.parametrize(
     "path",
     ["/start_weight_update", "/pause", "/update_weights", "/finish_weight_update", "/resume"],

@@ -52,14 +52,17 @@ class VLLM(Driver):
         mode = "keep" if options.pause_mode == "retract" else options.pause_mode
         query = {"mode": mode, "clear_cache": "true" if options.flush_cache else "false"}
         self.wire.post(f"/pause?{urlencode(query)}", None, "pause", deadline)
-        reply = self.wire.get("/is_paused", "pause", deadline)
+        self._check_paused("pause", deadline)
+
+    def _check_paused(self, phase: str, deadline: float) -> None:
+        reply = self.wire.get("/is_paused", phase, deadline)
         body = reply.json()
         if reply.status != 200 or not isinstance(body, dict) or body.get("is_paused") is not True:
             raise StateError.make(
                 f"{self.wire.url} was paused, and does not say that it is: {reply.reason}",
                 "see who else resumes it, and that this is vLLM",
                 address=self.wire.url,
-                phase="pause",
+                phase=phase,
             )
 
     def init(self, info: InitInfo, deadline: float) -> None:
@@ -121,6 +124,8 @@ class VLLM(Driver):
 
     def update(self, info: InitInfo, step: int, deadline: float) -> None:
         self._post("/update_weights", {"update_info": {"step": step}}, "update", deadline)
+        # A resume of another registry may have come behind this one's pause.
+        self._check_paused("update", deadline)
 
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
