@@ -4,8 +4,9 @@
  * How the sources of a plan that are read by cuda_ipc are copied: for each device that holds some
  * of the destination one table that one kernel carries out; for host memory tables that gather
  * the bytes chunk by chunk in the memory of one or several devices, and what is to be copied where
- * from there. Made once and used by every pull: tables name regions by number, the reader says
- * where those are.
+ * from there. Made once and used by every pull, also when region tables were
+ * fetched anew: tables name regions by number, the reader says where those are and sees that they
+ * hold what is read of them.
  */
 #ifndef DEVICE_PLAN_H
 #define DEVICE_PLAN_H
@@ -16,7 +17,7 @@
 /** A number that table entries use as their base: a region of a source, of which something is read. */
 typedef struct device_base {
     size_t source;
-    uint32_t region; /**< in the box table's count: of the first arena */
+    read_region region;
 } device_base;
 
 /** What lands on one device. */

@@ -4,6 +4,7 @@
 #include "device/devices.h"
 #include "worker_pool.h"
 #include "error_set.h"
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -92,21 +93,34 @@ void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold)
     free(r);
 }
 
-/* Where a base of the plan is for kernels of @p device. */
+static fanin_status refuse_region(const device_reader *r, const device_base *b,
+                                  uint64_t region, fanin_error *error)
+{
+    uint32_t rank = r->r->plan->sources[b->source].rank;
+    error_place place = {.phase = "read",
+                         .rank_plus_1 = (int32_t)rank + 1,
+                         .remedy = "run the same fanin on both ends, or use stream"};
+    return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                     "rank %u's region %" PRIu64 " is not there, or has fewer than the "
+                     "%" PRIu64 " bytes that are to be read of it",
+                     rank, region, b->region.reach);
+}
+
+/* Where a base of the plan is for kernels of @p device. The rank may have told other regions since
+   the copies were made: its catalog's version says nothing about that. */
 static fanin_status address_of(const device_reader *r, const device_base *b, int device,
                                uint64_t *out, fanin_error *error)
 {
     const device_source *source = &r->sources[b->source];
     const ipc_regions *s = source->regions;
     const ipc_view *view = ipc_view_of(s, device);
-    uint64_t region = (uint64_t)b->region + source->first_region;
+    uint64_t region = (uint64_t)b->region.number + source->first_region;
     if (!view)
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "a rank's memory is not mapped for device %d", device);
     if (region >= s->regions->count || !view->mappings[region] ||
-        s->regions->entries[region].length < s->regions->entries[b->region].length)
-        return error_set(error, FANIN_ERR_PROTOCOL, NULL,
-                         "a rank granted an arena outside of its regions");
+        s->regions->entries[region].length < b->region.reach)
+        return refuse_region(r, b, region, error);
     *out = ipc_mapping_base(view->mappings[region]) + s->keys[region].offset;
     return FANIN_OK;
 }

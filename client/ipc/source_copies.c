@@ -20,17 +20,21 @@ static fanin_status broken_off(const builder *b, fanin_error *error)
     return work_broken_off(b->stop, "plan", "copies were listed", error);
 }
 
-static bool base_of(builder *b, uint32_t region, uint32_t *out)
+/* The span's, of which the span is read. */
+static bool base_of(builder *b, const span *s, uint32_t *out)
 {
     source_copies *c = b->copies;
-    uint32_t *known = &b->known[region];
+    uint32_t *known = &b->known[s->region];
+    uint64_t end = s->offset + s->length;
     if (*known == 0) {
         if (!array_reserve(&c->regions, &b->region_capacity, (size_t)c->n_regions + 1,
                            sizeof *c->regions))
             return false;
-        c->regions[c->n_regions++] = region;
+        c->regions[c->n_regions++] = (read_region){.number = s->region};
         *known = c->n_regions;
     }
+    read_region *r = &c->regions[*known - 1];
+    r->reach = end > r->reach ? end : r->reach;
     *out = *known - 1;
     return true;
 }
@@ -109,8 +113,7 @@ static fanin_status add_all(builder *b, fanin_error *error)
     for (uint64_t i = 0; i < b->spans->n_spans; i++) {
         const span *s = &b->spans->spans[i];
         uint32_t base = 0;
-        fanin_status status =
-            base_of(b, s->region, &base) ? FANIN_OK : error_set_memory(error);
+        fanin_status status = base_of(b, s, &base) ? FANIN_OK : error_set_memory(error);
         for (uint64_t j = s->first; j < s->first + s->count && status == FANIN_OK; j++)
             status = add_piece(b, base, s, &b->spans->pieces[j], error);
         if (status != FANIN_OK)

@@ -11,6 +11,12 @@
 #include "copy_list.h"
 #include "plan/plan.h"
 
+/** A region of which something is read. */
+typedef struct read_region {
+    uint32_t number; /**< as the box table counts: of the first arena */
+    uint64_t reach;  /**< bytes from its beginning to the end of what is read */
+} read_region;
+
 /** What lands on one device. */
 typedef struct device_copies {
     int device;
@@ -32,8 +38,7 @@ typedef struct host_pieces {
 } host_pieces;
 
 typedef struct source_copies {
-    uint32_t
-        *regions; /**< that are read, as the box table counts: of the first arena */
+    read_region *regions;
     uint32_t n_regions;
     device_copies *devices;
     size_t n_devices;

@@ -58,7 +58,7 @@ typedef struct fake_driver {
     int n_devices;
     bool no_peer, own_ipc;
     bool captures, invalidated; /**< into a graph, in mode global */
-    bool ending; /**< the process exits: streams' threads are to end */
+    bool ending;                /**< the process exits: streams' threads are to end */
     uint64_t memory;
     fake_cuda_kind kind; /**< of what cuMemAlloc() gives */
     struct CUctx_st contexts[FAKE_MAX_DEVICES];

@@ -227,6 +227,20 @@ static void forget_copies(bench *b)
         ipc_reader.forget(b->copies[i]);
 }
 
+/* No kernel reads beyond what a region is held against. */
+static void check_reach(const source_copies *c)
+{
+    for (size_t d = 0; d < c->n_devices; d++) {
+        const copy_list *list = &c->devices[d].list;
+        for (uint64_t i = 0; i < list->n; i++) {
+            const copy_entry *e = &list->entries[i];
+            uint64_t last = e->from + (e->runs - 1) * (uint64_t)e->from_step;
+            uint64_t end = (e->from_step > 0 ? last : e->from) + e->run;
+            assert_true(end <= c->regions[e->base].reach);
+        }
+    }
+}
+
 static void list_copies(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -243,6 +257,7 @@ static void list_copies(bench *b)
         assert_ok(source_copies_build(spans, b->regions[i].count, &target, NULL,
                                       &copies, &error),
                   error);
+        check_reach(copies);
         b->copies[i] = copies;
         plan_spans_free(&spans);
     }
@@ -322,6 +337,7 @@ static void landed(void *cookie, uint64_t to, uint64_t length)
 static path_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
 {
     return (path_reading){.client = b->client,
+                          .plan = &b->plan,
                           .base = b->base,
                           .pinned = pinned,
                           .landed = landed,
@@ -631,6 +647,32 @@ static void arenas_outside_of_the_table_are_refused(void **state)
     close_bench(&b);
 }
 
+/* A region table that was fetched anew is not the one that the copies were made from. */
+static void regions_that_have_become_shorter_are_refused(void **state)
+{
+    bench b;
+    fake_cuda_counts before, after;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    path_reading how = reading_of(&b, false, NULL);
+    device_reader *r;
+    fake_cuda_count(&before);
+    b.entries[1][0].length--;
+    b.entries[1][WORLD_REGIONS].length--;
+    assert_int_equal(device_reader_start(&how, b.tables, b.sources, &r, &error),
+                     FANIN_ERR_PROTOCOL);
+    assert_non_null(strstr(error.message, "rank 1's region"));
+    assert_true(device_reader_destroy(&r));
+    fake_cuda_count(&after);
+    assert_int_equal(after.kernels, before.kernels);
+    /* Where it is not read, it may be as short as it likes. */
+    b.entries[1][WORLD_REGIONS].length++;
+    b.entries[1][1].length = 0;
+    read_all(&b, false);
+    gpu_free(b.client->devices->g, 0, memory);
+    close_bench(&b);
+}
+
 static void mappings_are_shared_and_swept(void **state)
 {
     bench b;
@@ -720,6 +762,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(the_callers_stream_comes_first),
     cmocka_unit_test(a_failed_device_is_an_error),
     cmocka_unit_test(arenas_outside_of_the_table_are_refused),
+    cmocka_unit_test(regions_that_have_become_shorter_are_refused),
     cmocka_unit_test(mappings_are_shared_and_swept),
     cmocka_unit_test(idle_publications_are_unmapped),
 };
