@@ -176,7 +176,8 @@ static bool is_own(connection *c)
         *shared->told |= differs;
         log_write(&shared->log, FANIN_LOG_INFO, "unix-stranger",
                   "%s is asked over TCP: on its Unix socket %s; %s", c->text,
-                  c->stranger, NEIGHBOUR_REMEDY);
+                  c->stranger,
+                  error_remedy(neighbour_lacks(differs), NEIGHBOUR_REMEDY));
     }
     return false;
 }

@@ -20,7 +20,9 @@
 /** Where a rank has closed a connection, and where it is not reached. */
 #define CLOSED_REMEDY                                                                  \
     "is the trainer process still alive? if so, its log tells whom it turns away"
-#define STOPPED_REMEDY "is the trainer process stopped, or a firewall in between?"
+#define STOPPED_REMEDY                                                                 \
+    "is the trainer process stopped, out of descriptors (its log says so), or a "      \
+    "firewall in between?"
 
 typedef struct connection connection;
 

@@ -18,6 +18,9 @@ const char *error_remedy(int sys_errno, const char *otherwise)
                "descriptors as it may";
     case ENFILE:
         return "raise fs.file-max: this host has as many open files as it may";
+    case ENOMEM:
+    case ENOBUFS:
+        return "free memory on this host or raise the process's limit";
     default:
         return otherwise;
     }
@@ -74,8 +77,7 @@ fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_er
 
 fanin_status error_set_memory(fanin_error *error)
 {
-    static const error_place place = {
-        .remedy = "free memory on this host or raise the process's limit"};
+    const error_place place = {.remedy = error_remedy(ENOMEM, NULL)};
     return error_set(error, FANIN_ERR_MEMORY, &place, "out of memory");
 }
 

@@ -26,7 +26,8 @@ fanin_status error_set(fanin_error *error, fanin_status status,
                        const error_place *place, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-/** What is to be done first where a descriptor is lacking (EMFILE, ENFILE); else @p otherwise. */
+/** What is to be done first where a descriptor (EMFILE, ENFILE) or memory (ENOMEM, ENOBUFS) is lacking; else
+    @p otherwise. */
 const char *error_remedy(int sys_errno, const char *otherwise);
 
 /** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno; without a remedy

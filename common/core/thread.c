@@ -38,11 +38,15 @@ bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie)
 fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
                           void *cookie, fanin_error *error)
 {
+    static const error_place place = {
+        .remedy =
+            "raise ulimit -u, or the limit of processes of the container or service "
+            "(--pids-limit, TasksMax=)"};
     const sigset_t before = signals_block();
     int code = pthread_create(thread, NULL, run, cookie);
     signals_restore(&before);
     if (code != 0)
-        return error_set_errno(error, FANIN_ERR_LIMIT, code, NULL,
+        return error_set_errno(error, FANIN_ERR_LIMIT, code, &place,
                                "cannot start the thread %s", name);
     pthread_setname_np(*thread, name);
     return FANIN_OK;

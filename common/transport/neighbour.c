@@ -67,54 +67,72 @@ static unsigned compare_spaces(pid_t pid)
 /* A descriptor that is given back when there is no other for a moment: with none this process would
    take its own user for a stranger. */
 static load_lock reserve_lock = LOAD_LOCK_INIT;
+static bool is_wanted;
 static int reserve = -1;
 
-/* -1: there is none to be had. */
-static int take_another(void)
+/* Another thread may have been faster the last time. Lock held. */
+static void fill_reserve(void)
 {
-    return open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (is_wanted && reserve < 0)
+        reserve = open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
+/* Lock held. */
+static void spend_reserve(void)
+{
+    close(reserve);
+    reserve = -1;
 }
 
 void neighbour_prepare(void)
 {
     if (!load_lock_take(&reserve_lock))
         return;
-    if (reserve < 0)
-        reserve = take_another();
+    is_wanted = true;
+    fill_reserve();
     load_lock_give(&reserve_lock);
 }
 
-/* A descriptor of the peer's process itself, or -1 and errno. */
-static int open_process(int fd)
+/* A descriptor of the peer's process itself, or -1 and what that makes of the peer. */
+static int open_process(int fd, unsigned *differs)
 {
     int process = -1;
     socklen_t size = sizeof process;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &process, &size) == 0 ? process
-                                                                          : -1;
+    *differs = 0;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &process, &size) == 0)
+        return process;
+    if (errno == EMFILE)
+        *differs = NEIGHBOUR_NO_DESCRIPTOR;
+    else if (errno == ENFILE)
+        *differs = NEIGHBOUR_NO_FILE;
+    else if (errno != ENOPROTOOPT)
+        *differs = NEIGHBOUR_UNSEEN;
+    return -1;
 }
 
-/* Whether it is alive: then its number was its own all the time. A kernel that has no such
+/* 0: it is alive, so that its number was its own all the time. A kernel that has no such
    descriptors takes every number for its first owner's. */
-static bool is_alive(int fd)
+static unsigned look_for_life(int fd)
 {
+    unsigned differs;
     bool held = load_lock_take(&reserve_lock);
-    int process = open_process(fd);
-    bool lacks =
-        process < 0 && (errno == EMFILE || errno == ENFILE) && held && reserve >= 0;
-    if (lacks) {
-        close(reserve);
-        process = open_process(fd);
+    if (held)
+        fill_reserve();
+    int process = open_process(fd, &differs);
+    if (neighbour_lacks(differs) && held && reserve >= 0) {
+        spend_reserve();
+        process = open_process(fd, &differs);
     }
-    bool alive = process < 0 && errno == ENOPROTOOPT;
     if (process >= 0) {
-        alive = poll(&(struct pollfd){.fd = process, .events = POLLIN}, 1, 0) == 0;
+        if (poll(&(struct pollfd){.fd = process, .events = POLLIN}, 1, 0) != 0)
+            differs = NEIGHBOUR_UNSEEN;
         close(process);
     }
-    if (lacks)
-        reserve = take_another();
-    if (held)
+    if (held) {
+        fill_reserve();
         load_lock_give(&reserve_lock);
-    return alive;
+    }
+    return differs;
 }
 
 unsigned neighbour_differs(int fd)
@@ -127,7 +145,15 @@ unsigned neighbour_differs(int fd)
     if (pid <= 0 || !proc_is_ours())
         return NEIGHBOUR_UNSEEN;
     unsigned differs = compare_spaces(pid);
-    return is_alive(fd) ? differs : NEIGHBOUR_UNSEEN;
+    unsigned lifeless = look_for_life(fd);
+    return lifeless ? lifeless : differs;
+}
+
+int neighbour_lacks(unsigned differs)
+{
+    if (differs & NEIGHBOUR_NO_DESCRIPTOR)
+        return EMFILE;
+    return differs & NEIGHBOUR_NO_FILE ? ENFILE : 0;
 }
 
 const char *neighbour_why(unsigned differs)
@@ -143,6 +169,10 @@ const char *neighbour_why(unsigned differs)
         {NEIGHBOUR_PID_SPACE, "the peer's process is in another pid namespace"},
         {NEIGHBOUR_IPC_SPACE, "the peer's process is in another ipc namespace"},
         {NEIGHBOUR_MOUNT_SPACE, "the peer's process is in another mount namespace"},
+        {NEIGHBOUR_NO_DESCRIPTOR,
+         "the peer's process cannot be seen without one more descriptor"},
+        {NEIGHBOUR_NO_FILE,
+         "the peer's process cannot be seen without one more open file"},
     };
     for (size_t i = 0; i < sizeof reasons / sizeof reasons[0]; i++) {
         if (differs & reasons[i].differs)

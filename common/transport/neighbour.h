@@ -13,10 +13,14 @@ enum {
     NEIGHBOUR_PID_SPACE = 8,
     NEIGHBOUR_IPC_SPACE = 16,
     NEIGHBOUR_MOUNT_SPACE = 32,
+    NEIGHBOUR_NO_DESCRIPTOR = 64, /**< to see it takes one, and this process has none */
+    NEIGHBOUR_NO_FILE = 128,      /**< the same of this host's open files */
     /** What makes a stranger: a uid says nothing beyond its user namespace, and who lives in another
-        pid namespace was kept apart from this process. */
-    NEIGHBOUR_STRANGER =
-        NEIGHBOUR_UID | NEIGHBOUR_UNSEEN | NEIGHBOUR_USER_SPACE | NEIGHBOUR_PID_SPACE,
+        pid namespace was kept apart from this process. Who cannot be seen now may be none, but nothing
+        shows it (neighbour_lacks()). */
+    NEIGHBOUR_STRANGER = NEIGHBOUR_UID | NEIGHBOUR_UNSEEN | NEIGHBOUR_USER_SPACE |
+                         NEIGHBOUR_PID_SPACE | NEIGHBOUR_NO_DESCRIPTOR |
+                         NEIGHBOUR_NO_FILE,
 };
 
 /**
@@ -28,8 +32,12 @@ enum {
 unsigned neighbour_differs(int fd);
 
 /** Keeps a descriptor from now on, so that neighbour_differs() has one when the process may open no
-    more. Once for the process, which keeps it. Thread: any. */
+    more. Once for the process, which keeps it. What another thread takes from it for a moment, it takes
+    back as soon as there is one. Thread: any. */
 void neighbour_prepare(void);
+
+/** What it takes to say who the peer is, and is lacking now: EMFILE, ENFILE. 0: nothing. */
+int neighbour_lacks(unsigned differs);
 
 /** The first of the reasons as a sentence about "the peer's process", "" for 0. */
 const char *neighbour_why(unsigned differs);

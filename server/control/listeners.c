@@ -3,14 +3,19 @@
 #include "control/dispatch.h"
 #include "control/evict.h"
 #include "core/peer_work.h"
+#include "error_set.h"
+#include "neighbour.h"
 
 #include <errno.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
 #define ACCEPTS 64                            /**< connections taken in one go */
 #define ACCEPT_WINDOW_NS UINT64_C(2000000000) /**< as WORK_WINDOW_NS */
 #define NO_ACCEPTS_MS 100                     /**< after running out of descriptors */
+#define TELL_MS 1000 /**< from one line of a shortage to the next */
 
 static listener *next_of(struct control *c, const listener *l)
 {
@@ -37,19 +42,59 @@ bool listeners_start(struct control *c, int tcp_fd, int unix_fd)
 {
     c->tcp = (listener){.fd = tcp_fd, .rests_until = UINT64_MAX};
     c->local = (listener){.fd = unix_fd, .rests_until = UINT64_MAX};
+    c->lacks.due = UINT64_MAX;
     c->listening = true;
     return watch_it(c, &c->tcp) && watch_it(c, &c->local);
+}
+
+/* The first time at once, the others once a second. */
+static void tell_shortage(struct control *c)
+{
+    shortage *lacks = &c->lacks;
+    char reason[128], more[32] = "";
+    if (lacks->times == 0) {
+        lacks->due = UINT64_MAX;
+        return;
+    }
+    if (lacks->due != UINT64_MAX)
+        snprintf(more, sizeof more, "... and %u more: ", lacks->times);
+    /* Nothing but epoll says ENOSPC of a connection. */
+    log_write(
+        &c->server->log, FANIN_LOG_ERROR, "accept-failed",
+        "%scannot accept connections: %s; %s", more,
+        strerror_r(lacks->code, reason, sizeof reason),
+        error_remedy(lacks->code,
+                     "raise fs.epoll.max_user_watches: this user's processes watch "
+                     "as many descriptors as they may"));
+    lacks->times = 0;
+    lacks->due = deadline_in_ms(TELL_MS);
+}
+
+static void note_shortage(struct control *c, int code)
+{
+    c->lacks.code = code;
+    c->lacks.times++;
+    if (c->lacks.due == UINT64_MAX)
+        tell_shortage(c);
 }
 
 /* Out of descriptors or memory: the listeners rest, else epoll would return at once. */
 static void pause_all(struct control *c, int code)
 {
-    log_write(&c->server->log, FANIN_LOG_ERROR, "accept-failed",
-              "cannot accept connections (errno %d); see `ulimit -n`", code);
+    note_shortage(c, code);
     for (listener *l = &c->tcp; l; l = next_of(c, l))
         set_listening(c, l, false);
     c->paused = true;
     c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
+}
+
+/* The own user's perhaps: to refuse it as a stranger's would be final, and closed it comes again. */
+static void leave_unseen(struct control *c, int fd, const newcomer *who, bool admitted)
+{
+    close(fd);
+    if (admitted)
+        dismiss(c->server, who->share);
+    pause_all(c, neighbour_lacks(who->differs));
 }
 
 /* Whose it is; NULL: there was no memory for that. */
@@ -59,12 +104,16 @@ static peer_share *take(struct control *c, int fd, const socket_address *peer)
     newcomer from;
     socket_tune(fd);
     fanin_status status = admit(c->server, fd, peer, &from, &error);
+    if (neighbour_lacks(from.differs)) {
+        leave_unseen(c, fd, &from, status == FANIN_OK);
+        return from.share;
+    }
     if (status == FANIN_ERR_LIMIT && evict_idle(c, from.share, from.room))
         status = admit(c->server, fd, peer, &from, &error);
-    if (status != FANIN_OK)
-        session_refuse(c, fd, peer, from.share, &error);
-    else
-        session_open(c, fd, peer, &from);
+    int code = status == FANIN_OK ? session_open(c, fd, peer, &from)
+                                  : session_refuse(c, fd, peer, from.share, &error);
+    if (code != 0)
+        note_shortage(c, code);
     if (c->sessions) /* the newest */
         session_note_due(c->sessions);
     return from.share;
@@ -114,7 +163,7 @@ void listener_accept(struct control *c, listener *l)
 
 deadline listeners_due(const struct control *c)
 {
-    deadline at = c->paused ? c->resume_at : UINT64_MAX;
+    deadline at = deadline_sooner(c->paused ? c->resume_at : UINT64_MAX, c->lacks.due);
     return deadline_sooner(at,
                            deadline_sooner(c->tcp.rests_until, c->local.rests_until));
 }
@@ -123,6 +172,8 @@ void listeners_resume(struct control *c)
 {
     bool resumed = c->paused && deadline_passed(c->resume_at);
     c->paused = c->paused && !resumed;
+    if (deadline_passed(c->lacks.due))
+        tell_shortage(c);
     for (listener *l = &c->tcp; l; l = next_of(c, l)) {
         bool rested = deadline_passed(l->rests_until);
         if (rested)

@@ -17,7 +17,7 @@ bool listeners_start(struct control *c, int tcp_fd, int unix_fd);
 void listener_accept(struct control *c, listener *l);
 /** When listeners_resume() is to be called; UINT64_MAX: never. */
 deadline listeners_due(const struct control *c);
-/** Listens again where it has rested for long enough. */
+/** Listens again where it has rested for long enough, and tells of what could not be taken. */
 void listeners_resume(struct control *c);
 /** Nobody connects any more. */
 void listeners_close(struct control *c);

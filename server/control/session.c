@@ -26,6 +26,7 @@ bool session_account(session *s)
 
 /* ------------------------------------------------------------- open, close */
 
+/* NULL and errno: there is no memory. */
 static session *make(struct control *c, int fd, const socket_address *peer,
                      peer_share *from)
 {
@@ -46,7 +47,9 @@ static session *make(struct control *c, int fd, const socket_address *peer,
     framing_start(&s->in, LIMIT_BEFORE_HELLO);
     struct epoll_event event = {.events = s->interest, .data.ptr = s};
     if (epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+        int code = errno;
         free(s);
+        errno = code;
         return NULL;
     }
     s->from = from;
@@ -70,23 +73,25 @@ static void tell_stranger(struct control *c, unsigned differs)
               neighbour_why(differs), NEIGHBOUR_REMEDY);
 }
 
-void session_open(struct control *c, int fd, const socket_address *peer,
-                  const newcomer *who)
+int session_open(struct control *c, int fd, const socket_address *peer,
+                 const newcomer *who)
 {
     session *s = make(c, fd, peer, who->share);
     if (!s) {
+        int code = errno;
         close(fd);
         dismiss(c->server, who->share);
-        return;
+        return code;
     }
     s->admitted = true;
     s->differs = who->differs;
     if (s->is_unix)
         tell_stranger(c, who->differs);
+    return 0;
 }
 
-void session_refuse(struct control *c, int fd, const socket_address *peer,
-                    peer_share *from, const fanin_error *why)
+int session_refuse(struct control *c, int fd, const socket_address *peer,
+                   peer_share *from, const fanin_error *why)
 {
     if (from)
         peer_log(c->server, from, FANIN_LOG_WARNING, "session-refused", "%s: %s",
@@ -94,16 +99,19 @@ void session_refuse(struct control *c, int fd, const socket_address *peer,
     pthread_mutex_lock(&c->server->lock);
     c->server->stats.sessions_refused++;
     pthread_mutex_unlock(&c->server->lock);
+    errno = from ? 0 : ENOMEM;
     session *s = from && c->n_refused < REFUSED_PEERS ? make(c, fd, peer, from) : NULL;
     if (!s) {
+        int code = errno;
         close(fd);
-        return;
+        return code;
     }
     c->n_refused++;
     s->phase = SESSION_CLOSING;
     s->due = deadline_in_ms(LINGER_MS);
     reply_error(s, 0, why);
     session_send(s);
+    return 0;
 }
 
 /* The session leaves the lists of everybody; the object stays until the events that epoll

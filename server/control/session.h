@@ -82,6 +82,13 @@ typedef struct listener {
     deadline rests_until; /**< nothing is accepted before; UINT64_MAX: it is */
 } listener;
 
+/** What connections could not be taken for want of (listeners.h). */
+typedef struct shortage {
+    int code;       /**< errno of the last time */
+    unsigned times; /**< that were not told of yet */
+    deadline due;   /**< when they are; UINT64_MAX: the next one is at once */
+} shortage;
+
 struct control {
     fanin_server *server;
     pthread_t thread;
@@ -90,6 +97,7 @@ struct control {
     atomic_bool quit, stop_listening;
     bool listening, paused; /**< paused: no descriptors left, until resume_at */
     deadline resume_at;
+    shortage lacks;
     bool ucx_again; /**< UCX has more to do before the thread may sleep */
     unsigned n_refused;
     unsigned told;       /**< of those differences the log has spoken */
@@ -103,12 +111,12 @@ struct control {
     changes changes;       /**< what waits and watches are being answered by */
 };
 
-/** Takes @p fd. No memory: the descriptor is closed and dismissed. */
-void session_open(struct control *c, int fd, const socket_address *peer,
-                  const newcomer *who);
+/** Takes @p fd. 0, or errno: there is no memory, and the descriptor is closed and dismissed. */
+int session_open(struct control *c, int fd, const socket_address *peer,
+                 const newcomer *who);
 /** Like session_open() for a peer that is only told why it is refused. */
-void session_refuse(struct control *c, int fd, const socket_address *peer,
-                    peer_share *from, const fanin_error *why);
+int session_refuse(struct control *c, int fd, const socket_address *peer,
+                   peer_share *from, const fanin_error *why);
 void session_close(session *s, const char *why); /**< why NULL: not worth a message */
 void session_free(session *s);
 /** Answers with an error, then closes gently. */

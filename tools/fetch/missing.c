@@ -130,9 +130,9 @@ int missing_report(const missing *m)
     fanin_error error;
     char what[96];
     failure_set(&error, first->status,
-                first->silent
-                    ? "is the trainer process stopped, or a firewall in between?"
-                    : "start the rank, or correct the target",
+                first->silent ? "is the trainer process stopped, out of descriptors "
+                                "(its log says so), or a firewall in between?"
+                              : "start the rank, or correct the target",
                 "%s", first->message);
     error.rank = first->rank;
     snprintf(error.address, sizeof error.address, "%.*s", (int)sizeof error.address - 1,

@@ -128,6 +128,15 @@ static void without_descriptors_the_limit_is_the_remedy(void **state)
     assert_string_equal(error_remedy(EIO, place.remedy), place.remedy);
 }
 
+static void without_memory_it_is_the_remedy(void **state)
+{
+    fanin_error e = FANIN_ERROR_INIT;
+    error_set_errno(&e, FANIN_ERR_IO, ENOBUFS, NULL, "cannot make a socket");
+    assert_non_null(strstr(e.remedy, "free memory"));
+    error_set_errno(&e, FANIN_ERR_IO, ENOMEM, NULL, "cannot make a socket");
+    assert_non_null(strstr(e.remedy, "free memory"));
+}
+
 static void no_error_wanted(void **state)
 {
     assert_int_equal(error_set(NULL, FANIN_ERR_IO, NULL, "x"), FANIN_ERR_IO);
@@ -191,6 +200,7 @@ int main(void)
         cmocka_unit_test(all_fields_are_filled),
         cmocka_unit_test(system_errors_carry_their_number),
         cmocka_unit_test(without_descriptors_the_limit_is_the_remedy),
+        cmocka_unit_test(without_memory_it_is_the_remedy),
         cmocka_unit_test(no_error_wanted),
         cmocka_unit_test(long_texts_are_cut_between_characters),
         cmocka_unit_test(older_and_newer_structs_are_respected),

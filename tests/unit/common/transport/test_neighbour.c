@@ -12,6 +12,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+
 /* Links that cannot be read: those that end so. */
 static const char *hidden;
 static int hidden_errno;
@@ -25,6 +29,33 @@ ssize_t __wrap_readlinkat(int directory, const char *name, char *out, size_t siz
         return __real_readlinkat(directory, name, out, size);
     errno = hidden_errno;
     return -1;
+}
+
+/* The process of a peer cannot be looked at, for want of what this says; 0: it can. */
+static int lacking;
+
+int __real_getsockopt(int fd, int level, int name, void *value, socklen_t *size);
+int __wrap_getsockopt(int fd, int level, int name, void *value, socklen_t *size);
+int __wrap_getsockopt(int fd, int level, int name, void *value, socklen_t *size)
+{
+    if (lacking == 0 || name != SO_PEERPIDFD)
+        return __real_getsockopt(fd, level, name, value, size);
+    errno = lacking;
+    return -1;
+}
+
+/* What is closed another thread has at once; -1: that is over. */
+static bool is_taken;
+static int taken_fd = -1;
+
+int __real_close(int fd);
+int __wrap_close(int fd);
+int __wrap_close(int fd)
+{
+    int result = __real_close(fd);
+    if (is_taken && taken_fd < 0)
+        taken_fd = dup(STDIN_FILENO);
+    return result;
 }
 
 typedef struct scene {
@@ -51,6 +82,8 @@ static int tear_down(void **state)
 {
     scene *s = *state;
     hidden = NULL;
+    lacking = 0;
+    is_taken = false;
     close(s->listener);
     return 0;
 }
@@ -137,33 +170,82 @@ static void links_that_are_not_there(void **state)
     }
 }
 
-/* The last descriptor is the connection's. */
+/* ---------------------------------------------------- without descriptors */
+
+/* A connection that has the last descriptor. */
+typedef struct last {
+    distant d;
+    struct rlimit before;
+    int fd, taken[64], n;
+} last;
+
+static void take_last(last *l, scene *s)
+{
+    socket_address peer;
+    struct rlimit none;
+    neighbour_prepare();
+    assert_true(distant_connect(&l->d, 0, &s->at));
+    l->fd = socket_accept(s->listener, &peer);
+    l->n = 0;
+    assert_return_code(getrlimit(RLIMIT_NOFILE, &l->before), errno);
+    none = l->before;
+    none.rlim_cur = (rlim_t)l->fd + 1;
+    assert_return_code(setrlimit(RLIMIT_NOFILE, &none), errno);
+    while (l->n < 64 && (l->taken[l->n] = dup(l->fd)) >= 0)
+        l->n++;
+    assert_int_equal(errno, EMFILE);
+}
+
+/* Also of a peer that is gone. */
+static void give_last(last *l)
+{
+    assert_int_equal(neighbour_differs(l->fd), 0);
+    distant_end(&l->d);
+    assert_int_equal(neighbour_differs(l->fd), NEIGHBOUR_UNSEEN);
+    assert_int_equal(dup(l->fd), -1); /* the reserve is there again */
+    assert_return_code(setrlimit(RLIMIT_NOFILE, &l->before), errno);
+    while (l->n > 0)
+        close(l->taken[--l->n]);
+    close(l->fd);
+    close(l->d.fd);
+}
+
 static void without_descriptors_nobody_becomes_a_stranger(void **state)
 {
-    scene *s = *state;
-    socket_address peer;
-    distant d;
-    struct rlimit before, none;
-    neighbour_prepare();
-    assert_true(distant_connect(&d, 0, &s->at));
-    int fd = socket_accept(s->listener, &peer), taken[64], n = 0;
-    assert_return_code(getrlimit(RLIMIT_NOFILE, &before), errno);
-    none = before;
-    none.rlim_cur = (rlim_t)fd + 1;
-    assert_return_code(setrlimit(RLIMIT_NOFILE, &none), errno);
-    while (n < 64 && (taken[n] = dup(fd)) >= 0)
-        n++;
-    assert_int_equal(errno, EMFILE);
+    last l;
+    take_last(&l, *state);
     for (int i = 0; i < 3; i++)
-        assert_int_equal(neighbour_differs(fd), 0);
-    distant_end(&d);
-    assert_int_equal(neighbour_differs(fd), NEIGHBOUR_UNSEEN);
-    assert_int_equal(dup(fd), -1); /* the reserve is there again */
-    assert_return_code(setrlimit(RLIMIT_NOFILE, &before), errno);
-    while (n > 0)
-        close(taken[--n]);
-    close(fd);
-    close(d.fd);
+        assert_int_equal(neighbour_differs(l.fd), 0);
+    give_last(&l);
+}
+
+static void a_reserve_that_is_taken_is_had_again(void **state)
+{
+    last l;
+    take_last(&l, *state);
+    is_taken = true;
+    assert_int_equal(neighbour_differs(l.fd), NEIGHBOUR_NO_DESCRIPTOR);
+    assert_int_equal(neighbour_differs(l.fd), NEIGHBOUR_NO_DESCRIPTOR);
+    is_taken = false;
+    assert_true(taken_fd >= 0);
+    close(taken_fd);
+    taken_fd = -1;
+    give_last(&l);
+}
+
+static void what_is_lacking_is_told(void **state)
+{
+    last l;
+    take_last(&l, *state);
+    lacking = ENFILE;
+    assert_int_equal(neighbour_differs(l.fd), NEIGHBOUR_NO_FILE);
+    lacking = EMFILE;
+    assert_int_equal(neighbour_differs(l.fd), NEIGHBOUR_NO_DESCRIPTOR);
+    lacking = 0;
+    give_last(&l);
+    assert_int_equal(neighbour_lacks(NEIGHBOUR_NO_FILE), ENFILE);
+    assert_int_equal(neighbour_lacks(NEIGHBOUR_NO_DESCRIPTOR), EMFILE);
+    assert_int_equal(neighbour_lacks(NEIGHBOUR_UID | NEIGHBOUR_MOUNT_SPACE), 0);
 }
 
 static void another_user_is_told(void **state)
@@ -199,7 +281,7 @@ static void another_user_is_told(void **state)
 
 static void every_difference_has_words(void **state)
 {
-    for (unsigned bit = 1; bit <= NEIGHBOUR_MOUNT_SPACE; bit *= 2)
+    for (unsigned bit = 1; bit <= NEIGHBOUR_NO_FILE; bit *= 2)
         assert_says(neighbour_why(bit), "the peer's process ");
     assert_string_equal(neighbour_why(0), "");
     assert_int_equal(neighbour_differs(0), NEIGHBOUR_UID); /* no Unix socket at all */
@@ -219,6 +301,8 @@ int main(void)
         TEST(another_user_is_told),
         TEST(every_difference_has_words),
         TEST(without_descriptors_nobody_becomes_a_stranger),
+        TEST(a_reserve_that_is_taken_is_had_again),
+        TEST(what_is_lacking_is_told),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Threads that cannot be had. */
+#include "testing.h"
+#include "thread.h"
+
+#include <errno.h>
+
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                          void *(*run)(void *), void *cookie);
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                          void *(*run)(void *), void *cookie)
+{
+    return EAGAIN;
+}
+
+static void *run(void *cookie)
+{
+    return cookie;
+}
+
+static void limits_of_threads_are_the_remedy(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    pthread_t thread;
+    assert_int_equal(thread_start(&thread, "fanin-data", run, NULL, &error),
+                     FANIN_ERR_LIMIT);
+    assert_int_equal(error.sys_errno, EAGAIN);
+    assert_says(error.message, "cannot start the thread fanin-data");
+    assert_says(error.remedy, "ulimit -u");
+    assert_says(error.remedy, "--pids-limit");
+}
+
+static void helpers_that_cannot_be_had_are_none(void **state)
+{
+    pthread_t threads[2];
+    assert_int_equal(worker_threads_start(threads, 2, run, NULL), 0);
+}
+
+int main(void)
+{
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(limits_of_threads_are_the_remedy),
+        cmocka_unit_test(helpers_that_cannot_be_had_are_none),
+    };
+    return cmocka_run_group_tests_name("thread", tests, NULL, NULL);
+}
