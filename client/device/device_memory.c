@@ -18,12 +18,14 @@ typedef struct gather_side {
     uint8_t *device_memory, *host_memory;
     void *digests; /* pinned, of all lanes */
     gpu_stream *lanes[GATHER_LANES];
+    struct gather_side *aside; /* smaller ones, kept until all are idle */
 } gather_side;
 
 /* For reads by cuda_ipc. */
 typedef struct gather {
     gpu_stream *streams[GPU_MAX_DEVICES];
-    void *landing; /* pinned; NULL: none yet */
+    device_probe probes[GPU_MAX_DEVICES];
+    void *landing; /* of the probes, pinned; NULL: none yet */
     gather_side sides[GPU_MAX_DEVICES];
 } gather;
 
@@ -52,9 +54,8 @@ static void free_pinned(const device_memory *m, void *memory)
         gpu_host_free(m->g, memory);
 }
 
-static void drop_lanes(device_memory *m, int device)
+static void drop_lanes(const device_memory *m, int device, gather_side *s)
 {
-    gather_side *s = &m->gather.sides[device];
     for (int i = 0; i < GATHER_LANES; i++)
         gpu_stream_destroy(&s->lanes[i]);
     if (s->device_memory)
@@ -64,15 +65,24 @@ static void drop_lanes(device_memory *m, int device)
 }
 
 /* Its streams end first: they write the host's side. */
-static void drop_side(device_memory *m, int device)
+static void drop_side(const device_memory *m, int device, gather_side *s)
 {
-    gather_side *s = &m->gather.sides[device];
-    drop_lanes(m, device);
+    drop_lanes(m, device, s);
     free_pinned(m, s->host_memory);
     free_pinned(m, s->digests);
     s->host_memory = NULL;
     s->digests = NULL;
     s->host_chunk = 0;
+}
+
+static void drop_aside(const device_memory *m, int device, gather_side *s)
+{
+    while (s->aside) {
+        gather_side *older = s->aside;
+        s->aside = older->aside;
+        drop_side(m, device, older);
+        free(older);
+    }
 }
 
 void device_memory_destroy(device_memory **memory)
@@ -83,7 +93,9 @@ void device_memory_destroy(device_memory **memory)
         return;
     for (int i = 0; i < GPU_MAX_DEVICES; i++) {
         gpu_stream_destroy(&m->gather.streams[i]);
-        drop_side(m, i);
+        gpu_stream_destroy(&m->gather.probes[i].stream);
+        drop_aside(m, i, &m->gather.sides[i]);
+        drop_side(m, i, &m->gather.sides[i]);
     }
     free_pinned(m, m->gather.landing);
     for (size_t i = 0; i < POOL_CHUNKS && !m->abandoned; i++)
@@ -226,17 +238,96 @@ void device_memory_abandon(device_memory *m)
 
 /* -------------------------------------------------------- reads by cuda_ipc */
 
+static fanin_status need_stream(device_memory *m, int device, gpu_stream **stream,
+                                fanin_error *error)
+{
+    return *stream ? FANIN_OK : gpu_stream_create(m->g, device, stream, error);
+}
+
+static fanin_status check_device(int device, fanin_error *error)
+{
+    if (device >= 0 && device < GPU_MAX_DEVICES)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
+                     device);
+}
+
 fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
                                   fanin_error *error)
 {
-    if (device < 0 || device >= GPU_MAX_DEVICES)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
-                         device);
-    fanin_status status = FANIN_OK;
-    if (!m->gather.streams[device])
-        status = gpu_stream_create(m->g, device, &m->gather.streams[device], error);
+    fanin_status status = check_device(device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = need_stream(m, device, &m->gather.streams[device], error);
     *out = m->gather.streams[device];
     return status;
+}
+
+fanin_status device_memory_probe(device_memory *m, int device, device_probe **out,
+                                 fanin_error *error)
+{
+    fanin_status status = check_device(device, error);
+    if (status != FANIN_OK)
+        return status;
+    device_probe *p = &m->gather.probes[device];
+    status = need_stream(m, device, &p->stream, error);
+    if (status == FANIN_OK && !m->gather.landing)
+        status = gpu_host_alloc(m->g, LANDING_BYTES, &m->gather.landing, error);
+    p->landing = m->gather.landing;
+    *out = p;
+    return status;
+}
+
+void device_memory_end_probes(device_memory *m)
+{
+    for (int i = 0; m && i < GPU_MAX_DEVICES; i++) {
+        device_probe *p = &m->gather.probes[i];
+        if (p->reads && gpu_stream_wait(p->stream, 0, NULL) == FANIN_OK)
+            ipc_mapping_release(&p->reads);
+    }
+}
+
+/* Of a stream, which may be NULL. A device that has failed runs nothing any more; no other error
+   says that work has ended. */
+static bool has_ended(gpu_stream *stream, deadline at)
+{
+    fanin_status status = stream ? gpu_stream_wait(stream, at, NULL) : FANIN_OK;
+    return status == FANIN_OK || status == FANIN_ERR_TRANSPORT;
+}
+
+/* With those that were kept aside. */
+static bool side_has_ended(const gather_side *s, deadline at)
+{
+    bool ended = true;
+    for (; s && ended; s = s->aside) {
+        for (int i = 0; i < GATHER_LANES && ended; i++)
+            ended = has_ended(s->lanes[i], at);
+    }
+    return ended;
+}
+
+/* What is too small goes. Freeing it would wait for the device, without a deadline, so it is kept
+   aside while lanes still wait for a caller's stream that a pull gave up waiting for. */
+static fanin_status make_way(device_memory *m, int device, uint64_t chunk, bool pinned,
+                             fanin_error *error)
+{
+    gather_side *s = &m->gather.sides[device];
+    bool small = (s->device_chunk > 0 && s->device_chunk < chunk) ||
+                 (pinned && s->host_chunk > 0 && s->host_chunk < chunk);
+    if (!small && !s->aside)
+        return FANIN_OK;
+    if (side_has_ended(s, 0)) {
+        drop_aside(m, device, s);
+        return FANIN_OK;
+    }
+    if (!small)
+        return FANIN_OK;
+    gather_side *older = malloc(sizeof *older);
+    if (!older)
+        return error_set_memory(error);
+    *older = *s;
+    *s = (gather_side){.aside = older};
+    return FANIN_OK;
 }
 
 static fanin_status make_device_side(device_memory *m, int device, uint64_t chunk,
@@ -245,7 +336,7 @@ static fanin_status make_device_side(device_memory *m, int device, uint64_t chun
     gather_side *s = &m->gather.sides[device];
     if (s->device_chunk >= chunk)
         return FANIN_OK;
-    drop_lanes(m, device);
+    drop_lanes(m, device, s);
     void *memory = NULL;
     fanin_status status =
         gpu_alloc(m->g, device, (size_t)(chunk * GATHER_LANES), &memory, error);
@@ -257,7 +348,7 @@ static fanin_status make_device_side(device_memory *m, int device, uint64_t chun
     if (status == FANIN_OK)
         s->device_chunk = chunk;
     else
-        drop_lanes(m, device);
+        drop_lanes(m, device, s);
     return status;
 }
 
@@ -283,8 +374,11 @@ static fanin_status make_host_side(device_memory *m, int device, uint64_t chunk,
 void device_memory_gather(device_memory *m, const gather_set *set)
 {
     for (int i = 0; i < GPU_MAX_DEVICES; i++) {
-        if (!gather_set_has(set, i))
-            drop_side(m, i);
+        gather_side *s = &m->gather.sides[i];
+        if (gather_set_has(set, i) || !side_has_ended(s, 0))
+            continue;
+        drop_aside(m, i, s);
+        drop_side(m, i, s);
     }
 }
 
@@ -292,11 +386,13 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  bool pinned, gather_lane lanes[GATHER_LANES],
                                  fanin_error *error)
 {
-    if (device < 0 || device >= GPU_MAX_DEVICES)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
-                         device);
+    fanin_status status = check_device(device, error);
+    if (status != FANIN_OK)
+        return status;
     gather_side *s = &m->gather.sides[device];
-    fanin_status status = make_device_side(m, device, chunk, error);
+    status = make_way(m, device, chunk, pinned, error);
+    if (status == FANIN_OK)
+        status = make_device_side(m, device, chunk, error);
     if (status == FANIN_OK && pinned)
         status = make_host_side(m, device, chunk, error);
     if (status == FANIN_OK && !s->digests)
@@ -313,35 +409,18 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
     return FANIN_OK;
 }
 
-fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    if (!m->gather.landing)
-        status = gpu_host_alloc(m->g, LANDING_BYTES, &m->gather.landing, error);
-    *out = m->gather.landing;
-    return status;
-}
-
 void device_memory_leave(device_memory *m)
 {
     m->gather = (gather){.landing = NULL};
-}
-
-/* Of a stream, which may be NULL. */
-static bool has_ended(gpu_stream *stream, deadline at)
-{
-    return !stream || gpu_stream_wait(stream, at, NULL) != FANIN_ERR_TIMEOUT;
 }
 
 bool device_memory_drain(device_memory *m, deadline at)
 {
     const gather *r = &m->gather;
     bool ended = true;
-    for (int i = 0; i < GPU_MAX_DEVICES && ended; i++) {
-        ended = has_ended(r->streams[i], at);
-        for (int j = 0; j < GATHER_LANES && ended; j++)
-            ended = has_ended(r->sides[i].lanes[j], at);
-    }
+    for (int i = 0; i < GPU_MAX_DEVICES && ended; i++)
+        ended = has_ended(r->streams[i], at) && has_ended(r->probes[i].stream, at) &&
+                side_has_ended(&r->sides[i], at);
     if (!ended)
         device_memory_leave(m);
     return ended;

@@ -3,13 +3,14 @@
  * @file
  * What a client keeps of CUDA between pulls, since making it takes longer than a small pull. For
  * landing on devices (device_sink.h): pinned chunks, pinned room for copy entries, staging on
- * devices. For reads by cuda_ipc: a stream a device, and for host destinations a few chunks of
+ * devices. For reads by cuda_ipc: two streams a device, and for host destinations a few chunks of
  * device memory on each device that gathers, with pinned host memory behind them where the copy
  * engine cannot write the destination itself. All made when first needed, all bounded. One thread.
  */
 #ifndef DEVICE_MEMORY_H
 #define DEVICE_MEMORY_H
 
+#include "device/ipc_map.h"
 #include "digest.h"
 #include "gpu.h"
 #include "ucx.h"
@@ -113,17 +114,29 @@ typedef struct gather_lane {
 /** The stream on @p device; stays the keeper's. */
 fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
                                   fanin_error *error);
-/** Nothing may be under way on lanes. Those of devices that are not in @p set go. */
+
+/** How it is tried whether a device reads a mapping. */
+typedef struct device_probe {
+    gpu_stream *stream; /**< no pull waits for a caller's stream on it */
+    void *landing; /**< LANDING_BYTES, pinned: others would block without a deadline */
+    ipc_mapping *reads; /**< held, for a copy may be under way; NULL: none is */
+} device_probe;
+
+/** The one of @p device; stays the keeper's. */
+fanin_status device_memory_probe(device_memory *m, int device, device_probe **out,
+                                 fanin_error *error);
+/** Lets go of what was read by those that have ended. NULL is fine. */
+void device_memory_end_probes(device_memory *m);
+/** Nothing may be under way on lanes but waits for a caller's stream. Those of devices that are not in
+    @p set go, once they are idle. */
 void device_memory_gather(device_memory *m, const gather_set *set);
 /** Lanes on @p device for chunks of @p chunk bytes; nothing may be under way on those of the device
-    that were given out before. @p pinned: with host memory. The keeper's. */
+    that were given out before, but waits for a caller's stream: they are not waited for.
+    @p pinned: with host memory. The keeper's. */
 fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  bool pinned, gather_lane lanes[GATHER_LANES],
                                  fanin_error *error);
-/** LANDING_BYTES of pinned host memory that outlive any copy into them: one into pageable memory
-    would block without a deadline. */
-fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *error);
-/** A device did not end a read: streams, lanes and landing are never freed, nor used again. */
+/** A device did not end a read: streams, lanes and probes are never freed, nor used again. */
 void device_memory_leave(device_memory *m);
 /** Waits for what is on the streams. False: it has not ended before @p at, and device_memory_leave()
     was called. */

@@ -11,8 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A kernel on a healthy path takes microseconds. */
+/* A copy on a healthy path takes microseconds. */
 #define PROBE_MS 3000
+/* How long it is waited for before cancel is looked at. */
+#define LOOK_MS 10
 
 void ipc_leave_to_device(fanin_client *client)
 {
@@ -21,37 +23,65 @@ void ipc_leave_to_device(fanin_client *client)
     device_memory_leave(d->memory);
 }
 
+/* FANIN_ERR_TIMEOUT and FANIN_ERR_CANCELLED: the pull is over, which says nothing about the path. */
+static fanin_status await_probe(const regions_use *r, device_probe *p,
+                                fanin_error *error)
+{
+    fanin_client *client = r->round->client;
+    error_place place = connection_place(client->peers[r->index].control, "connect");
+    deadline end = deadline_sooner(r->round->at, deadline_in_ms(PROBE_MS));
+    client_work work;
+    client_work_start(&work, client, r->round->at);
+    fanin_status status;
+    do
+        status = gpu_stream_wait(p->stream,
+                                 deadline_sooner(end, deadline_in_ms(LOOK_MS)), error);
+    while (status == FANIN_ERR_TIMEOUT && !work_stopped_after(&work.stop, WORK_STEPS) &&
+           !deadline_passed(end));
+    if (status == FANIN_OK)
+        ipc_mapping_release(&p->reads);
+    if (status != FANIN_ERR_TIMEOUT)
+        return status;
+    if (!work_stopped_after(&work.stop, WORK_STEPS))
+        return error_set(error, FANIN_ERR_TRANSPORT, &place,
+                         "GPU %d did not read %d bytes of rank %u's memory in %d ms",
+                         r->device, LANDING_BYTES, r->rank, PROBE_MS);
+    place.remedy = "look at what keeps the GPU busy, or give the pull more time";
+    error_set(error, FANIN_ERR_TIMEOUT, &place,
+              "the deadline passed before GPU %d read rank %u's memory", r->device,
+              r->rank);
+    return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
+}
+
 /* Reads a few bytes from a region; no lease is needed, they are thrown away. */
 static fanin_status probe(const regions_use *r, fanin_error *error)
 {
-    device_memory *memory = r->round->client->devices->memory;
+    const devices *d = r->round->client->devices;
+    const msg_hello_ok *hello =
+        connection_peer(r->round->client->peers[r->index].control);
     const ipc_regions *s = r->shard;
     const ipc_view *view = ipc_view_of(s, r->device);
-    gpu_stream *stream = NULL;
+    device_probe *p = NULL;
     uint32_t i = 0;
     while (i < s->regions->count && !view->mappings[i])
         i++;
     if (i == s->regions->count)
         return FANIN_OK;
-    fanin_status status = device_memory_stream(memory, r->device, &stream, error);
-    if (status != FANIN_OK)
-        return status;
-    void *to;
-    status = device_memory_landing(memory, &to, error);
+    fanin_status status = device_memory_probe(d->memory, r->device, &p, error);
+    if (status == FANIN_OK && p->reads) /* one that a pull gave up */
+        status = await_probe(r, p, error);
+    if (status == FANIN_OK)
+        status = ipc_map_take(d->map, r->device, hello->incarnation, &s->keys[i],
+                              &p->reads, error);
     if (status != FANIN_OK)
         return status;
     uint64_t length = s->regions->entries[i].length;
     uint64_t from = ipc_mapping_base(view->mappings[i]) + s->keys[i].offset;
     if (length > LANDING_BYTES)
         length = LANDING_BYTES;
-    status = gpu_copy(stream, to, (const void *)(uintptr_t)from, (size_t)length, error);
-    if (status == FANIN_OK)
-        status = gpu_stream_wait(
-            stream, deadline_sooner(r->round->at, deadline_in_ms(PROBE_MS)), error);
-    if (status == FANIN_ERR_TIMEOUT &&
-        gpu_stream_wait(stream, deadline_in_ms(PROBE_MS), NULL) == FANIN_ERR_TIMEOUT)
-        ipc_leave_to_device(r->round->client);
-    return status;
+    status = gpu_copy(p->stream, p->landing, (const void *)(uintptr_t)from,
+                      (size_t)length, error);
+    return status == FANIN_OK ? await_probe(r, p, error) : status;
 }
 
 /* After the opening: whether all that was taken is mapped, and can be read. */
@@ -75,6 +105,12 @@ static fanin_status confirm(const regions_use *r, fanin_error *error)
     view->whole = status == FANIN_OK;
     view->covers = regions_plan_id(r->round);
     return status;
+}
+
+/* The error is the pull's end, and nobody's fault. */
+static bool is_over(const fanin_error *e)
+{
+    return e->status == FANIN_ERR_TIMEOUT || e->status == FANIN_ERR_CANCELLED;
 }
 
 /* Removes what the publication's ranks have mapped for the @p at th device that gathers. */
@@ -105,7 +141,7 @@ static fanin_status for_gatherers(regions_use *one,
         one->device = r->goal->gather.device[i];
         if (what(one, &local) == FANIN_OK) {
             i++;
-        } else if (i == 0) {
+        } else if (i == 0 || is_over(&local)) {
             regions_let_go(one);
             return error_copy(error, &local);
         } else {
@@ -361,7 +397,8 @@ static fanin_status settle(path_round *r, size_t index, fanin_error *error)
     fanin_error why = FANIN_ERROR_INIT;
     bool fresh = path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC;
     if (for_devices(r, index, confirm, &why) != FANIN_OK)
-        return path_give_up(r, index, why.message, error);
+        return is_over(&why) ? error_copy(error, &why)
+                             : path_give_up(r, index, why.message, error);
     if (fresh)
         path_choose(r, index, FANIN_PATH_CUDA_IPC,
                     "a probe read by cuda_ipc succeeded");
@@ -408,6 +445,7 @@ fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error)
     if (!mine)
         return error_set_memory(error);
     map_ahead_settle(r->goal->ahead);
+    device_memory_end_probes(r->client->devices->memory);
     fanin_status status = sort_out(r, open, mine, error);
     if (status == FANIN_OK)
         status = try_all(r, mine, error);
@@ -428,6 +466,7 @@ void ipc_unmap(fanin_client *client, publication *p)
         path_state_drop(client, s, i);
         any = true;
     }
+    device_memory_end_probes(client->devices->memory);
     if (any && client->devices->map)
         ipc_map_sweep(client->devices->map);
 }

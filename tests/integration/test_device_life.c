@@ -10,8 +10,10 @@
 #include "fake_cuda.h"
 #include "gpu.h"
 #include "testing.h"
+#include <cuda.h>
 #include <fanin/fanin.h>
 #include <pthread.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -63,6 +65,7 @@ enum verb {
     COMMIT, /* the next step, in place */
     MOVE, /* to other memory, of the same addresses if that is free, and the next step */
     SPLIT, /* the later half of the shards to an allocation of its own, and the next step */
+    ADD,     /* a publication lora:1, the same in memory of its own */
     REMOVE,  /* the publication */
     RELEASE, /* its memory */
     AGAIN,   /* the publication, in new memory */
@@ -97,13 +100,18 @@ static void write_shards(void)
         bytes[i] = byte_of(step, i);
 }
 
-static fanin_status put(bool replace)
+static fanin_status put_as(const char *publication, uint8_t *memory, bool replace)
 {
     static fanin_tensor tensors[SHARDS];
     static fanin_box boxes[SHARDS];
     static char names[SHARDS][16];
-    describe(tensors, boxes, names, shards);
-    return fanin_server_put(server, "lora:0", tensors, SHARDS, replace, &failure);
+    describe(tensors, boxes, names, memory);
+    return fanin_server_put(server, publication, tensors, SHARDS, replace, &failure);
+}
+
+static fanin_status put(bool replace)
+{
+    return put_as("lora:0", shards, replace);
 }
 
 static int commit(void)
@@ -151,6 +159,15 @@ static int split(void)
     return 0;
 }
 
+static int add(void)
+{
+    uint8_t *second = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+    memcpy(fake_cuda_alias(second), fake_cuda_alias(shards), SHARDS * BYTES);
+    CHECK(put_as("lora:1", second, false) == FANIN_OK);
+    CHECK(fanin_server_commit(server, "lora:1", step, NULL, &failure) == FANIN_OK);
+    return 0;
+}
+
 static int obey(enum verb verb)
 {
     fanin_server_stats stats = {.struct_size = sizeof stats};
@@ -161,6 +178,8 @@ static int obey(enum verb verb)
         return move();
     case SPLIT:
         return split();
+    case ADD:
+        return add();
     case REMOVE:
         CHECK(fanin_server_remove(server, "lora:0", NULL, &failure) == FANIN_OK);
         return 0;
@@ -257,7 +276,10 @@ static void stop(trainer *t)
 typedef struct worker {
     fanin_client *client;
     int device;
-    uint32_t timeout_ms; /* of a pull; 0: enough */
+    fanin_path forced;
+    fanin_stream stream;
+    const char *publication; /* NULL: lora:0 */
+    uint32_t timeout_ms;     /* of a pull; 0: enough */
     uint8_t *memory;
     uint64_t step, table_ns; /* of the last pull */
     fanin_path path;
@@ -275,6 +297,9 @@ static fanin_status pull_some(worker *w, size_t first, size_t count)
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof info};
+    options.stream = w->stream;
+    if (w->publication)
+        options.publication = w->publication;
     if (w->timeout_ms)
         options.timeout_ms = w->timeout_ms;
     describe(tensors, boxes, names, w->memory);
@@ -316,6 +341,7 @@ static int join(worker *w)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
+    config.path = w->forced;
     const char *address = served_by->address;
     CHECK(fanin_client_create(&config, &w->client, &failure) == FANIN_OK);
     CHECK(fanin_client_connect(w->client, &address, 1, 10000, &failure) == FANIN_OK);
@@ -809,6 +835,124 @@ static void test_little_is_not_mapped_ahead(void **state)
     stop(&t);
 }
 
+/* ------------------------------------------------------- what devices do not end */
+
+#define LITTLE_MS 300
+#define GIVE_UP_MS 2000
+
+/* What happens when a probe's read is about to be queued; NULL: nothing. */
+static void (*at_copy)(void);
+
+fanin_status __real_gpu_copy(gpu_stream *stream, void *to, const void *from,
+                             size_t bytes, fanin_error *error);
+fanin_status __wrap_gpu_copy(gpu_stream *stream, void *to, const void *from,
+                             size_t bytes, fanin_error *error);
+fanin_status __wrap_gpu_copy(gpu_stream *stream, void *to, const void *from,
+                             size_t bytes, fanin_error *error)
+{
+    if (at_copy)
+        at_copy();
+    return __real_gpu_copy(stream, to, from, bytes, error);
+}
+
+/* The pull's deadline is past when it goes on. */
+static void hold_until_late(void)
+{
+    fake_cuda_hold(1);
+    deadline passed = deadline_in_ms(GIVE_UP_MS);
+    while (!deadline_passed(passed))
+        sched_yield();
+}
+
+static void hold_and_cancel(void)
+{
+    fake_cuda_hold(1);
+    fanin_client_cancel(at_work->client);
+}
+
+/* The driver answers once that it may not be asked. */
+static void hold_and_deny(void)
+{
+    fake_cuda_hold(1);
+    fake_cuda_fail("cuStreamQuery", CUDA_ERROR_NOT_PERMITTED, 0, 1);
+}
+
+/* A pull gives up waiting for the caller's stream; the next one has other memory to try. */
+static int give_up_streams(void)
+{
+    CUcontext context;
+    CUstream stream;
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    CHECK(cuDevicePrimaryCtxRetain(&context, 1) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(context) == CUDA_SUCCESS);
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    fake_cuda_hold_stream(stream);
+    w.stream = (fanin_stream){.handle = stream, .device = 1};
+    w.timeout_ms = LITTLE_MS;
+    CHECK(pull(&w) == FANIN_ERR_TIMEOUT);
+    w.stream = (fanin_stream){.handle = NULL};
+    w.publication = "lora:1";
+    fanin_status status = pull(&w);
+    CHECK(status == FANIN_OK || status == FANIN_ERR_TIMEOUT);
+    fake_cuda_release(1);
+    w.timeout_ms = 0;
+    CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+    CHECK(cuStreamDestroy(stream) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    return end(&w);
+}
+
+/* It is none of the device's fault: what was mapped is unmapped in the end. */
+static void test_a_callers_stream_is_no_stuck_device(void **state)
+{
+    trainer t;
+    start(&t);
+    assert_int_equal(ask(&t, ADD), 0);
+    started w = start_worker(&t, give_up_streams);
+    assert_int_equal(finish(&w), PASSED);
+    assert_int_equal(ask(&t, MAPPED), 0);
+    stop(&t);
+}
+
+/* The probe's read does not end while the pull lasts: what it reads stays mapped, and no longer. */
+static int give_up_probes(void)
+{
+    static const struct {
+        void (*how)(void);
+        uint32_t timeout_ms;
+        fanin_status status;
+    } ends[] = {{hold_until_late, GIVE_UP_MS, FANIN_ERR_TIMEOUT},
+                {hold_and_cancel, 0, FANIN_ERR_CANCELLED},
+                {hold_and_deny, 0, FANIN_ERR_UNSUPPORTED}};
+    for (size_t i = 0; i < 3; i++) {
+        worker w = {.device = 1, .forced = FANIN_PATH_CUDA_IPC};
+        at_work = &w;
+        CHECK(join(&w) == PASSED);
+        at_copy = ends[i].how;
+        w.timeout_ms = ends[i].timeout_ms;
+        CHECK(pull(&w) == ends[i].status);
+        CHECK(open_mappings() == 1);
+        at_copy = NULL;
+        fake_cuda_release(1);
+        CHECK(fake_cuda_wait_idle(1));
+        w.timeout_ms = 0;
+        CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+        CHECK(end(&w) == PASSED);
+    }
+    return PASSED;
+}
+
+static void test_probes_that_are_given_up(void **state)
+{
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, give_up_probes);
+    assert_int_equal(finish(&w), PASSED);
+    assert_int_equal(ask(&t, MAPPED), 0);
+    stop(&t);
+}
+
 int main(int argc, char **argv)
 {
     sem_init(&mapped, 0, 0);
@@ -825,6 +969,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_mapped_beside_catalogs),
         cmocka_unit_test(test_rank_lost_when_mapped),
         cmocka_unit_test(test_little_is_not_mapped_ahead),
+        cmocka_unit_test(test_a_callers_stream_is_no_stuck_device),
+        cmocka_unit_test(test_probes_that_are_given_up),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
