@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole model, trained by FSDP2, into a running vLLM after each step; one machine or several.
 
-    VLLM_PLUGINS=fanin VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B \\
-        --weight-transfer-config '{"backend": "fanin"}'
+    VLLM_PLUGINS=fanin VLLM_SERVER_DEV_MODE=1 FANIN_ALLOW_TRAINERS=127.0.0.1 \\
+        vllm serve Qwen/Qwen3-0.6B --weight-transfer-config '{"backend": "fanin"}'
     torchrun --nproc-per-node 2 weights.py --model Qwen/Qwen3-0.6B --engine http://127.0.0.1:8000
 
 It trains on random tokens, so what the engine says gets worse; that it changes is the point. The

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fanin.errors import RequestError
 from fanin.info import addresses_of, is_path, split_address
 
-__all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_config", "parse"]
+__all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_config", "check_directory", "parse"]
 
 ANY = "any"
 VARIABLE = "FANIN_ALLOW_TRAINERS"
@@ -81,7 +81,11 @@ def _admits_address(entry: str, address: str) -> bool:
 def _admits_path(entry: str, path: str) -> bool:
     if not entry.startswith("/"):
         return False
-    allowed, real = os.path.realpath(entry), os.path.realpath(path)
+    allowed = os.path.realpath(entry)
+    try:
+        real = os.path.realpath(path)
+    except ValueError:  # a character that no path has
+        return False
     return real == allowed or os.path.commonpath((allowed, real)) == allowed
 
 
@@ -104,12 +108,22 @@ def check(
     text: the trainer, for the message. else_: what would do as well, for the remedy.
     """
     if not admits(entries, path, addresses):
-        raise RequestError.make(
-            f"this engine takes no trainer {text} from a request",
-            f"name it in {VARIABLE} (allow_trainers){else_}",
-            key="trainer_addresses",
-            code=_AUTH,
-        )
+        raise _refusal(f"takes no trainer {text} from", "trainer_addresses", else_)
+
+
+def check_directory(entries: Sequence[str], path: str, else_: str = "") -> None:
+    """:func:`check`, of a directory that a request has the engine write to."""
+    if not admits(entries, path, ()):
+        raise _refusal(f"writes to no directory {path} for", "save", else_)
+
+
+def _refusal(what: str, key: str, else_: str) -> RequestError:
+    return RequestError.make(
+        f"this engine {what} a request",
+        f"name it in {VARIABLE} (allow_trainers), or {ANY!r} there{else_}",
+        key=key,
+        code=_AUTH,
+    )
 
 
 def check_by_config(

@@ -36,6 +36,7 @@ class Place:
             *(*BACKEND, *arguments),
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
+                "FANIN_ALLOW_TRAINERS": f"127.0.0.1,{scratch / 'run'}",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas are more than NUMA nodes
             },
             adapters=False,
@@ -100,6 +101,15 @@ def place(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
     one = Place(tmp_path_factory.mktemp("http"), judge)
     yield one
     one.close()
+
+
+@pytest.mark.parametrize("end", ["", "%0A"])  # vLLM's router takes both for the route
+def test_it_takes_no_trainer_that_is_not_listed(place: Place, end: str) -> None:
+    own = str(place.trainer.info)
+    for info in ({"trainer": ["198.51.100.9:6000"]}, {"trainer": own, "save": str(place.scratch)}):
+        with pytest.raises(Refused, match="FANIN_ALLOW_TRAINERS") as caught:
+            place.post(f"/init_weight_transfer_engine{end}", init_info=info)
+        assert caught.value.status == 403
 
 
 def test_steps_in_place(place: Place) -> None:

@@ -277,6 +277,7 @@ class VllmServer(HttpServer):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "FANIN_ALLOW_TRAINERS": "any",  # it listens on loopback, without a key
             "TOKENIZERS_PARALLELISM": "false",
         }
         if plugins:

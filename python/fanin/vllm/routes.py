@@ -8,7 +8,8 @@ step, dtype, max_bytes, trust_config, landing}`` pulls one step and registers it
 ``GET /nixl/status``.
 
 All of them want the engine's API key, if it has one. Of an engine without one, requests may name
-only trainers that its configuration lists (``allow_trainers``), and the one that it has.
+only trainers that its configuration lists (``allow_trainers``), and the one that it has. So does
+vLLM's own route that names a trainer (:mod:`fanin.vllm.front_door`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import hmac
 import logging
 import math
 import os
@@ -30,6 +30,8 @@ from fanin.errors import FaninError, HostError, RequestError, StateError, Supers
 from fanin.names import parse
 from fanin.vllm.clients import Source
 from fanin.vllm.faults import body_of, status_of
+from fanin.vllm.front_door import UNAUTHORIZED, FrontDoor, shows_key
+from fanin.vllm.guard import ours
 from fanin.vllm.pulls import Adapter, Wanted, which
 from fanin.vllm.state import State, names_are_resolved, state
 from fanin.vllm.threads import in_thread
@@ -39,6 +41,7 @@ __all__ = ["Api", "EndpointPlugin", "api_processes"]
 _log = logging.getLogger("vllm.fanin")
 
 _MAX_TIMEOUT = 3600.0
+_OR_A_KEY = ", or start the engine with an API key and send it"
 _TRAINER_FIELDS = ("trainer_addresses", "nixl_info", "server_name", "timeout")
 _LOAD_FIELDS = (
     *(*_TRAINER_FIELDS, "lora_name", "run_idx", "step"),
@@ -158,6 +161,7 @@ class Api:
     def __init__(self, here: State, *, keyed: bool = False) -> None:
         self._here = here
         self._keyed = keyed
+        self._own = here.source
 
     def wanted(self, body: dict[str, Any]) -> Wanted:
         """The request of /load_lora_adapter_nixl. Raises RequestError naming the field."""
@@ -216,16 +220,21 @@ class Api:
         """The trainer that a request names. Raises RequestError if it may not."""
         here = self._here
         source = Source.of(trainer, _server_name(body, here.config.server_name))
-        known = here.source is not None and here.source.text == source.text
-        if not self._keyed and not known:
-            _allowed.check(
-                here.config.allow_trainers,
-                source.text,
-                source.path,
-                source.addresses,
-                ", or start the engine with an API key and send it",
-            )
+        known = [one.text for one in (self._own, here.source) if one is not None]
+        if not self._keyed and source.text not in known:
+            allowed = here.config.allow_trainers
+            _allowed.check(allowed, source.text, source.path, source.addresses, _OR_A_KEY)
         return source
+
+    def check_init(self, info: dict[str, Any]) -> None:
+        """What a request without a key may begin vLLM's weight transfer with. Raises RequestError.
+
+        info: see :class:`fanin.vllm.infos.InitInfo`, which checks all else.
+        """
+        self._named(info.get("trainer"), {})
+        save = info.get("save")
+        if isinstance(save, str):
+            _allowed.check_directory(self._here.config.allow_trainers, save, _OR_A_KEY)
 
     async def load(self, body: dict[str, Any]) -> dict[str, Any]:
         """Pulls the adapter and registers it. Raises FaninError.
@@ -382,9 +391,10 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._api: Api | None = None
         self._keys: tuple[str, ...] = ()
+        self._door = FrontDoor()
 
     def attach_router(self, app: Any) -> None:
-        """Registers the routes on *app*, a FastAPI application."""
+        """Registers the routes on *app*, a FastAPI application that has vLLM's."""
         from fastapi import Request
         from fastapi.responses import JSONResponse
 
@@ -392,7 +402,7 @@ class EndpointPlugin:
             try:
                 api = self._ready(request.headers.get("authorization"))
                 if api is None:
-                    return JSONResponse({"error": "Unauthorized"}, status_code=401)
+                    return JSONResponse(UNAUTHORIZED, status_code=401)
                 with within(request.headers), span("fanin.route", "server", route=request.url.path):
                     return JSONResponse(await work(api))
             except FaninError as error:
@@ -434,16 +444,13 @@ class EndpointPlugin:
             # FastAPI looks annotations' names up in the module, where fastapi is not imported.
             endpoint.__annotations__ = {"request": Request}
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        self._door.stand_before(app)
         _log.info("fanin: routes %s", ", ".join(path for path, _, _ in routes))
 
     def _ready(self, authorization: str | None) -> Api | None:
         """The routes' work; None: the caller has not got the key."""
-        if self._keys:
-            scheme, _, token = (authorization or "").partition(" ")
-            given = token.encode()
-            good = [hmac.compare_digest(given, key.encode()) for key in self._keys]
-            if scheme.lower() != "bearer" or not any(good):
-                return None
+        if self._keys and not shows_key(self._keys, authorization):
+            return None
         if self._api is None:
             raise StateError.make("the engine is not up yet", "ask again")
         return self._api
@@ -468,6 +475,8 @@ class EndpointPlugin:
         self._keys = tuple(key for key in keys if key)
         engine = await here.attach(app_state.openai_serving_models)
         self._api = Api(here, keyed=bool(self._keys))
+        if ours(getattr(engine_client, "vllm_config", None)):
+            self._door.close(self._keys, self._api.check_init)
         app_state.fanin = here
         facts = engine.facts()
         if not facts.lora_enabled:
