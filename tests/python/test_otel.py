@@ -125,6 +125,7 @@ class App:
 
     def __init__(self) -> None:
         self.endpoints: dict[str, Any] = {}
+        self.routes: list[Any] = []  # vLLM's
 
     def add_api_route(self, path: str, endpoint: Any, **_: Any) -> None:
         self.endpoints[path] = endpoint
