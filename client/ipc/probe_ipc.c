@@ -16,13 +16,6 @@
 /* How long it is waited for before cancel is looked at. */
 #define LOOK_MS 10
 
-void ipc_leave_to_device(fanin_client *client)
-{
-    devices *d = client->devices;
-    ipc_map_abandon(d->map);
-    device_memory_leave(d->memory);
-}
-
 /* FANIN_ERR_TIMEOUT and FANIN_ERR_CANCELLED: the pull is over, which says nothing about the path. */
 static fanin_status await_probe(const regions_use *r, device_probe *p,
                                 fanin_error *error)

@@ -12,7 +12,4 @@ extern const path_reader ipc_reader;
 fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error);
 void ipc_unmap(fanin_client *client, publication *p);
 
-/** A device does not end a read: what it may touch stays mapped and is never freed. */
-void ipc_leave_to_device(fanin_client *client);
-
 #endif

@@ -302,7 +302,7 @@ static fanin_status begin(certificates *c, const openssl *o,
 
 static fanin_status begin_watch(certificates *c, fanin_error *error)
 {
-    const error_place place = {.remedy = "raise the limit of threads"};
+    const error_place place = {.remedy = THREAD_REMEDY};
     pin_own_library(); /* the thread may still run when the library is unloaded */
     if (worker_thread_start(&c->thread, watch, c))
         return FANIN_OK;

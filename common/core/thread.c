@@ -38,10 +38,7 @@ bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie)
 fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
                           void *cookie, fanin_error *error)
 {
-    static const error_place place = {
-        .remedy =
-            "raise ulimit -u, or the limit of processes of the container or service "
-            "(--pids-limit, TasksMax=)"};
+    static const error_place place = {.remedy = THREAD_REMEDY};
     const sigset_t before = signals_block();
     int code = pthread_create(thread, NULL, run, cookie);
     signals_restore(&before);

@@ -14,6 +14,11 @@
 sigset_t signals_block(void);
 void signals_restore(const sigset_t *before);
 
+/** Where a thread cannot be started. */
+#define THREAD_REMEDY                                                                  \
+    "raise ulimit -u, or the limit of processes of the container or service "          \
+    "(--pids-limit, TasksMax=)"
+
 /** Starts a thread that blocks all signals. FANIN_ERR_LIMIT. */
 fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
                           void *cookie, fanin_error *error);

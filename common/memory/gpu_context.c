@@ -50,7 +50,10 @@ static _Thread_local struct {
     CUstreamCaptureMode before;
 } relaxed;
 
-void gpu_relax_capture(const gpu *g)
+/* From here to gpu_restore_capture(), calls of this thread do not invalidate what another thread captures into
+   a CUDA graph, as calls that allocate, wait or ask otherwise do (CUDA Driver API, cuStreamBeginCapture, mode
+   global, PyTorch's default). Pairs nest. */
+static void relax_capture(const gpu *g)
 {
     if (relaxed.depth++ > 0)
         return;
@@ -89,7 +92,7 @@ fanin_status gpu_context_enter(gpu *g, int device, fanin_error *error)
     if (!slot)
         return FANIN_ERR_ARGUMENT;
     CUcontext context = atomic_load(&slot->context);
-    gpu_relax_capture(g);
+    relax_capture(g);
     CUresult result = context ? CUDA_SUCCESS : retain(g, slot, &context);
     bool short_of_memory = result == CUDA_ERROR_OUT_OF_MEMORY;
     if (result == CUDA_SUCCESS)

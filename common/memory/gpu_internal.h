@@ -104,10 +104,7 @@ struct gpu_stream {
 fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
                        const char *format, ...) __attribute__((format(printf, 4, 5)));
 
-/** From here to gpu_restore_capture(), calls of this thread do not invalidate what another thread captures
-    into a CUDA graph, as calls that allocate, wait or ask otherwise do (CUDA Driver API, cuStreamBeginCapture,
-    mode global, PyTorch's default). gpu_context_enter() and _leave() do it, too. Pairs nest. */
-void gpu_relax_capture(const gpu *g);
+/** What gpu_context_leave() does, but for taking the context away: for who has taken it away already. */
 void gpu_restore_capture(const gpu *g);
 
 /** The slot, NULL with FANIN_ERR_ARGUMENT in @p error: there is no such device. */

@@ -72,9 +72,7 @@ static CUresult poll_stream(const gpu_stream *stream, deadline at)
 {
     uint64_t begin = clock_ns();
     for (;;) {
-        gpu_relax_capture(stream->g);
         CUresult result = stream->g->cuStreamQuery(stream->handle);
-        gpu_restore_capture(stream->g);
         if (result != CUDA_ERROR_NOT_READY || deadline_passed(at))
             return result;
         uint64_t waited = clock_ns() - begin;

@@ -93,7 +93,7 @@ log_sink *log_sink_new(int fd, fanin_log_level level, fanin_error *error)
     fanin_status status = fanin_log_ring_create(LINES, level, &s->ring, error);
     if (status == FANIN_OK && worker_thread_start(&s->thread, work, s))
         return s;
-    const error_place place = {.phase = "log", .remedy = "raise the limit of threads"};
+    const error_place place = {.phase = "log", .remedy = THREAD_REMEDY};
     if (status == FANIN_OK)
         (void)error_set(error, FANIN_ERR_LIMIT, &place,
                         "cannot start the thread that writes the log of FANIN_LOG");

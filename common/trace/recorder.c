@@ -146,8 +146,7 @@ fanin_status recorder_new(const char *where, bool is_folder, pthread_mutex_t *lo
                           recorder **out, fanin_error *error)
 {
     static _Atomic uint32_t recorders;
-    const error_place place = {.phase = "trace",
-                               .remedy = "raise the limit of threads"};
+    const error_place place = {.phase = "trace", .remedy = THREAD_REMEDY};
     pthread_t thread;
     recorder *r = calloc(1, sizeof *r);
     if (!r || !(r->where = strdup(where))) {

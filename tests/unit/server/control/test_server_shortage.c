@@ -106,24 +106,27 @@ static void ping_anew(fanin_server *s)
     peer_close(&p);
 }
 
+/* What may be lacking, descriptors and open files first. */
+enum { FILES = 2 };
+static const struct {
+    int code;
+    const char *remedy;
+} lacks[] = {
+    {EMFILE, "raise ulimit -n"},
+    {ENFILE, "raise fs.file-max"},
+    {ENOMEM, "free memory"},
+    {ENOBUFS, "free memory"},
+};
+
 /* A connection waits meanwhile. */
 static void who_cannot_be_accepted_waits(void **state)
 {
-    static const struct {
-        int code;
-        const char *remedy;
-    } cases[] = {
-        {EMFILE, "raise ulimit -n"},
-        {ENFILE, "raise fs.file-max"},
-        {ENOMEM, "free memory"},
-        {ENOBUFS, "free memory"},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < sizeof lacks / sizeof *lacks; i++) {
         fanin_server *s = start();
         log_listen("accept-failed");
-        atomic_store(&accepting, cases[i].code);
+        atomic_store(&accepting, lacks[i].code);
         peer p = peer_connect(s);
-        log_await(cases[i].remedy);
+        log_await(lacks[i].remedy);
         atomic_store(&accepting, 0);
         peer_hello_with(&p, (msg_hello){.role = ROLE_CONTROL});
         peer_close(&p);
@@ -192,21 +195,14 @@ static void refusals_that_cannot_be_told_are_logged(void **state)
 /* It may be the own user, which is not to hear that it is another one. */
 static void who_cannot_be_seen_is_no_stranger(void **state)
 {
-    static const struct {
-        int code;
-        const char *remedy;
-    } cases[] = {
-        {EMFILE, "raise ulimit -n"},
-        {ENFILE, "raise fs.file-max"},
-    };
     fanin_server *s = start();
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < FILES; i++) {
         log_listen("accept-failed");
-        atomic_store(&looking, cases[i].code);
+        atomic_store(&looking, lacks[i].code);
         peer p = peer_connect_unix(s);
         peer_expect_closed(&p);
         peer_close(&p);
-        log_await(cases[i].remedy);
+        log_await(lacks[i].remedy);
         atomic_store(&looking, 0);
         peer own = peer_open_unix(s);
         peer_ping(&own);
