@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["MODULUS", "box_digest", "digest_sum"]
+__all__ = ["MODULUS", "box_digest", "box_digests", "digest_sum"]
 
 MODULUS = 1 << 64
-_CHUNK = 1 << 22
-"""Elements that are widened to 64 bits at a time."""
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements that are widened to 64 bits at a time: they stay in a processor's cache."""
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+
+Offset = Sequence[int]
 
 
 def digest_sum(digests: Iterable[int]) -> int:
@@ -25,39 +27,59 @@ def digest_sum(digests: Iterable[int]) -> int:
     return sum(digests) % MODULUS
 
 
-def box_digest(values: Any, offset: Sequence[int] = ()) -> int:
-    """The digest of a box of a tensor.
+def box_digest(values: Any, offset: Offset = ()) -> int:
+    """The digest of one box, see :func:`box_digests`."""
+    (digest,) = box_digests([(values, offset)])
+    return digest
+
+
+def box_digests(boxes: Iterable[tuple[Any, Offset]]) -> list[int]:
+    """The digests of boxes of tensors.
 
     Args:
-        values: the box's elements, a ``torch.Tensor`` of any strides, on any device. It is read on
-            the device's current stream, and the call waits for the result.
-        offset: the index of the box's first element in the tensor, zeros unless it is given.
+        boxes: of each its elements, a ``torch.Tensor`` of any strides, on any device; and the
+            index of its first element in the whole tensor, ``()`` for zeros. Devices are read on
+            their current streams. The call waits for them once, at its end.
 
     Returns:
-        A number below 2**64. Elements count by their bits: -0.0 is not 0.0, a NaN equals itself.
+        Numbers below 2**64. Elements count by their bits: -0.0 is not 0.0, a NaN equals itself.
     """
     import torch
 
     with torch.no_grad():
-        bits = values.detach()
-        bits = bits.view(getattr(torch, _BITS[bits.element_size()]))
-        if bits.dim() == 0:
-            bits = bits.reshape(1)
-        start = list(offset) or [0] * bits.dim()
-        weights = [
-            _weights(dim, first, size, bits.device)
-            for dim, (first, size) in enumerate(zip(start, bits.shape, strict=True))
-        ]
-        if bits.numel() == 0:
-            return 0
-        rows = max(1, _CHUNK * bits.shape[0] // bits.numel())
-        total = 0
-        for row in range(0, bits.shape[0], rows):
-            part = bits[row : row + rows].to(torch.int64)
-            for weight in reversed(weights[1:]):
-                part = part.mul_(weight).sum(-1)
-            total += int((part * weights[0][row : row + rows]).sum())
-        return total % MODULUS
+        sums = [_sum_of(values.detach(), offset) for values, offset in boxes]
+        out = [0] * len(sums)
+        for device in {one.device for one in sums}:
+            places = [i for i, one in enumerate(sums) if one.device == device]
+            for i, digest in zip(
+                places, torch.stack([sums[i] for i in places]).tolist(), strict=True
+            ):
+                out[i] = digest % MODULUS
+        return out
+
+
+def _sum_of(values: Any, offset: Offset) -> Any:
+    """The digest as a tensor of one int64."""
+    import torch
+
+    bits = values.view(getattr(torch, _BITS[values.element_size()]))
+    if bits.dim() == 0:
+        bits = bits.reshape(1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    if bits.numel() == 0:
+        return total
+    start = list(offset) or [0] * bits.dim()
+    weights = [
+        _weights(dim, first, size, bits.device)
+        for dim, (first, size) in enumerate(zip(start, bits.shape, strict=True))
+    ]
+    rows = max(1, _CHUNK.get(bits.device.type, 1 << 18) * bits.shape[0] // bits.numel())
+    for row in range(0, bits.shape[0], rows):
+        part = bits[row : row + rows].to(torch.int64)
+        for weight in reversed(weights[1:]):
+            part = part.mul_(weight).sum(-1)
+        total += (part * weights[0][row : row + rows]).sum()
+    return total
 
 
 def _weights(dim: int, first: int, size: int, device: Any) -> Any:

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import fanin
@@ -252,19 +253,61 @@ class Trainer:
         return self.server.addresses
 
     def mistake(self, model: str, kind: str) -> list[str]:
-        """What each of two publishes says, one rank after the other."""
+        """What each of two publishes says."""
         whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
         part, told = KINDS[kind](whole, self.rank, self.size)
-        said = []
         with WeightServer(part, base_port=0, use_ucx=False, **told) as server:
-            for turn in range(2 * self.size):
-                if turn % self.size == self.rank:
-                    try:
-                        server.publish(turn)
-                        said.append("")
-                    except fanin.FaninError as error:
-                        said.append(f"{error.key} {error.rank} {error} {error.remedy}")
+            return [_refusal(server, turn) for turn in range(2)]
+
+    def late(self, model: str, steps: int) -> list[str]:
+        """Every rank has all of the model, and writes at first only the half that is its own, as
+        Megatron's distributed optimizer does; from the third step on all but one late tensor."""
+        whole, told = KINDS["ddp"](
+            AutoModelForCausalLM.from_pretrained(model, dtype="auto"), self.rank, self.size
+        )
+        parameters = list(whole.parameters())
+        late = parameters[-1]  # one of many: seldom in a sample
+        half = len(parameters) // 2
+        said = []
+        with WeightServer(whole, base_port=0, use_ucx=False, **told) as server:
+            server.publish(0)
+            for step in range(1, steps + 1):
+                own = parameters[:half] if self.rank == 0 else parameters[half:]
+                written = own if step < 3 else [p for p in parameters if p is not late or self.rank]
+                try:
+                    with server.updating(step), torch.no_grad():
+                        for parameter in written:
+                            parameter.mul_(1 + step / 64)
+                    said.append("")
+                except fanin.FaninError as error:
+                    said.append(f"{error.key} {error.rank} {error} {error.remedy}")
+                if step < 3:
+                    with torch.no_grad():  # the next forward's all-gather
+                        for parameter in parameters:
+                            if not any(parameter is one for one in own):
+                                parameter.mul_(1 + step / 64)
                 dist.barrier()
+        return said
+
+    def alone(self, model: str) -> list[str]:
+        """Rank 1 fails before it publishes: the others are told at once."""
+        whole, told = KINDS["ddp"](
+            AutoModelForCausalLM.from_pretrained(model, dtype="auto"), self.rank, self.size
+        )
+        said = []
+        with WeightServer(whole, base_port=0, use_ucx=False, **told) as server:
+            server.publish(0)
+            dist.barrier()
+            began = time.monotonic()
+            try:
+                with server.updating(1):
+                    if self.rank == 1:
+                        raise ValueError("the loss is NaN")
+            except (fanin.FaninError, ValueError) as error:
+                said.append(str(error))
+            said.append("soon" if time.monotonic() - began < 30 else "late")
+            dist.barrier()
+            server.publish(1)
         return said
 
     def step(self) -> None:
@@ -398,6 +441,14 @@ def _held_as_is(value: torch.Tensor) -> torch.nn.Module:
     holder = torch.nn.Module()
     holder.register_parameter("weight", torch.nn.Parameter(value))
     return holder
+
+
+def _refusal(server: WeightServer, step: int) -> str:
+    try:
+        server.publish(step)
+        return ""
+    except fanin.FaninError as error:
+        return f"{error.key} {error.rank} {error} {error.remedy}"
 
 
 def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:

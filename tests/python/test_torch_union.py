@@ -10,7 +10,15 @@ import pytest
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks import Split, layout
-from fanin.torch._union import Whole, compress, ranks_text, table_of, uncovered, unite
+from fanin.torch._union import (
+    Whole,
+    compress,
+    ranks_text,
+    replicated,
+    table_of,
+    uncovered,
+    unite,
+)
 
 
 def shard(name, shape, *parts, dtype="BF16"):
@@ -162,3 +170,34 @@ def test_ranks_text():
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([2, 0, 1, 7, 5, 6]) == "ranks 0-2, 5-7"
     assert ranks_text([0, 2]) == "ranks 0, 2"
+
+
+# ------------------------------------------------------------------------------ what several hold
+
+
+def shared(rank, *ranks):
+    """Who else holds what that rank does: {ranks: names}."""
+    told, texts = [], {}
+    for shards in ranks:
+        one, text = compress(table_of(shards))
+        told.append(one)
+        texts[one.digest] = text
+    return {one.ranks: [name for name, _ in one.boxes] for one in replicated(told, texts, rank)}
+
+
+def test_boxes_of_several_ranks():
+    first, second = ((0, 0), (2, 4)), ((2, 0), (2, 4))
+    ranks = [
+        [whole("norm", (4,)), shard("w", (4, 4), first)],
+        [whole("norm", (4,)), shard("w", (4, 4), second)],
+        [whole("norm", (4,)), shard("w", (4, 4), first)],
+        [whole("norm", (4,)), shard("w", (4, 4), second), whole("own", (1,))],
+    ]
+    assert shared(0, *ranks) == {(0, 1, 2, 3): ["norm"], (0, 2): ["w"]}
+    assert shared(3, *ranks) == {(0, 1, 2, 3): ["norm"], (1, 3): ["w"]}
+    assert shared(0, ranks[0], ranks[1][1:]) == {}
+
+
+def test_what_nobody_holds_is_nobodys_replica():
+    empty = shard("w", (4, 4), ((0, 0), (0, 4)))
+    assert shared(0, [empty, whole("a", ())], [empty, whole("a", ())]) == {(0, 1): ["a"]}

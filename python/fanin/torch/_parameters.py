@@ -28,8 +28,10 @@ from fanin.torch._state import (
     layout_of,
     local_of,
     refuse_kind,
+    view_of,
 )
-from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
+from fanin.torch._tree import FindFunction, Item, Tree, root_of
+from fanin.torch._union import Part
 
 try:
     from torch.distributed.tensor import DTensor as _DTensor
@@ -111,7 +113,8 @@ class Parameters:
         self._items: list[Item] = []
         self._tree = Tree()
         self._walked = False
-        self._keys: list[str] = []
+        self._by_name: dict[str, Item] = {}
+        """By the names under which they are published."""
         self._layouts: dict[Any, Layout] = {}
         self._columns: list[Columns] = []
         #: CUDA devices that hold registered shards, sorted.
@@ -179,14 +182,12 @@ class Parameters:
             item.state = state
             item.sharded = item.sharded or state.spec is not None
         if change.items is not None or change.states:
-            self._keys = list(
-                dict.fromkeys(
-                    part.key
-                    for item in self._items
-                    if item.state is not None
-                    for part in item.state.slices
-                )
-            )
+            self._by_name = {
+                part.key: item
+                for item in self._items
+                if item.state is not None
+                for part in item.state.slices
+            }
             alike: dict[tuple[bool, str], list[Item]] = {}
             for item in self._items:
                 alike.setdefault((_is_sharded(item), item.kind), []).append(item)
@@ -274,15 +275,13 @@ class Parameters:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
 
-    def untold(self) -> Iterator[tuple[Any, Slice]]:
-        """Plain parameters as they are now, and what is published of each, where nothing says that
-        it is a part: no DTensor, no slice with a place in a larger one."""
-        for item in self._items:
-            if item.state is None or item.state.spec is not None or item.kind != PARAMETER:
-                continue
-            for part in item.state.slices:
-                if part.shape is None:
-                    yield item.now(), part
+    def values(self, name: str, part: Part) -> Any:
+        """The memory of a box that is published under *name*, as a tensor."""
+        item = self._by_name[name]
+        assert item.state is not None
+        (shard,) = [one for one in self._shards(item, item.state) if one.name == name]
+        (box,) = [one for one in shard.boxes if (one.offset, one.extent) == part]
+        return view_of(item.state, box)
 
     def segments(self) -> int:
         """How many allocations on CUDA devices hold what is registered: workers map each."""
@@ -310,7 +309,7 @@ class Parameters:
                         key=part.key,
                     )
                 owners[part.key] = item.path
-        return [key for key in self._keys if key not in owners]
+        return [key for key in self._by_name if key not in owners]
 
     def _resolve(self, item: Item, param: Any, anew: bool) -> State:
         if param is None:

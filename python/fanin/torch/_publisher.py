@@ -213,8 +213,9 @@ class Publisher:
             seen: through ``.data`` and NumPy, by kernels that are given a pointer.
         """
         runs = self._chosen(step)
-        self._refuse_written(run for run, _ in runs)
         with contextlib.ExitStack() as walked:
+            walked.enter_context(self._told_of_failure(run for run, _ in runs))
+            self._refuse_written(run for run, _ in runs)
             for run, _ in runs:
                 walked.enter_context(run.parameters.walked())
             walked.enter_context(self._rewriting(runs))
@@ -230,10 +231,11 @@ class Publisher:
         memory is gone.
         """
         runs = self._chosen(step)
-        self._refuse_written(run for run, _ in runs)
-        changes = self._look([run for run, _ in runs])
-        with self._rewriting(runs):
-            self._tell_all(runs, changes)
+        with self._told_of_failure(run for run, _ in runs):
+            self._refuse_written(run for run, _ in runs)
+            changes = self._look([run for run, _ in runs])
+            with self._rewriting(runs):
+                self._tell_all(runs, changes)
 
     def pause(self, run: Run | None = None, reason: str = "trainer memory offloaded") -> None:
         """Before the parameters' memory is offloaded, put to sleep or loaded from a checkpoint.
@@ -284,7 +286,7 @@ class Publisher:
             if step is None:
                 self._lend(one)
         if step is not None:
-            with self._rewriting([(one, step) for one in runs]):
+            with self._told_of_failure(runs), self._rewriting([(one, step) for one in runs]):
                 pass
 
     def remove_run(self, run: Run) -> None:
@@ -398,6 +400,22 @@ class Publisher:
     def _resolved(self, run: OneRun) -> Change:
         """What differs from what is registered of the run, and may."""
         return run.parameters.look()
+
+    def _prove(self, run: OneRun, step: int) -> None:
+        """Raises if what the run is about to publish is not what its ranks train."""
+
+    def _unpublished(self, run: OneRun, error: BaseException) -> None:
+        """Tells ranks that would wait for this one that it does not publish."""
+
+    @contextlib.contextmanager
+    def _told_of_failure(self, runs: Iterable[OneRun]) -> Iterator[None]:
+        chosen = list(runs)
+        try:
+            yield
+        except BaseException as error:
+            for run in chosen:
+                self._unpublished(run, error)
+            raise
 
     def _register(self, server: Server, source: Source) -> OneRun:
         shards = self._casting.marked([*source.change.shards, *source.others])
@@ -543,6 +561,8 @@ class Publisher:
                 run.stands = False
                 begun.append(run)
             yield
+            for run, step in runs:
+                self._prove(run, step)
             for run, step in runs:
                 self._commit(run, step)
                 begun.remove(run)

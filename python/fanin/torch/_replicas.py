@@ -1,149 +1,391 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that what several ranks publish as the same plain tensor is the same.
+"""Proof that the ranks that publish one box hold the same in it, bit for bit.
 
-A DTensor says which part a rank holds. A plain tensor says nothing: of two ranks that hold
-different rows of a matrix, which nobody told fanin, each seems to hold all of it, and workers would
-read either. So the ranks compare samples of their values when each of them publishes first. They
-leave them in the store of torch.distributed; who comes later finds the other's, and nobody waits.
+Workers read any of a box's replicas. Replicas may differ: Megatron's distributed optimizer leaves a
+part of them to the next forward, and a plain tensor does not say that it is a part of a larger one.
+So at each publish the ranks of a box digest their memory, and the first of them compares. A step
+is published by all of them or by none. The first publish digests everything, later ones a sample
+that moves on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
+import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-import torch
+from fanin._digest import box_digests
+from fanin.errors import FaninError, RequestError, StateError
+from fanin.torch._union import Part, Replicated, Whole, ranks_text
 
-from fanin.errors import RequestError
-from fanin.torch._names import Slice
-from fanin.torch._union import Whole
+_WAIT = 600.0
+"""Seconds that a rank waits for the others of a box: as long as NCCL's collectives do."""
+_SHARE = 0.01
+"""Of the time between two publishes, that digests may take."""
+_FIRST_STEP = 1.0
+"""Seconds that are assumed between the first two publishes."""
+_UNIT = 4 << 20
+"""Bytes that are digested together, at most, unless a row is longer."""
 
-_TENSORS = 128
-"""Of which samples are taken: those whose names have the smallest digests."""
-_VALUES = 8
-"""In each sample."""
-_PUBLISHES = 4
-"""At which the others' samples are looked for."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_RECORD = struct.Struct(f"<8s{_VALUES}f")
+_PARTS = (
+    "if the ranks hold parts, say by names= which (fanin.torch.Slice with at and shape, "
+    "fanin.torch.names.megatron or experts), or make them DTensors. "
+)
+_LATE = (
+    "complete the replicas before the step is published: with Megatron's distributed optimizer "
+    "call start_param_sync(force_sync=True) of each model chunk inside updating(); then publish "
+    "again"
+)
 
-Samples = dict[bytes, tuple[float, ...]]
-"""By a digest of name, type and shape."""
-
-
-def peers_of(rank: int, size: int) -> list[int]:
-    """The ranks with which one compares: at most some two for each divisor of the world's size.
-
-    Groups of ranks that share a tensor are neighbours or a divisor of the world apart, and one
-    pair in each group is enough.
-    """
-    steps = [step for step in range(1, size) if size % step == 0]
-    return sorted({(rank + way * step) % size for step in steps for way in (1, -1)} - {rank})
+Values = Callable[[str, Part], Any]
+"""The memory of a box as a tensor."""
 
 
-def differ(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether samples are of unrelated values: replicas that have drifted apart are none."""
-    apart = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
-    return apart > 0.1 * sum(a * a + b * b for a, b in zip(first, second, strict=True))
+class Unit(NamedTuple):
+    """Rows of a box."""
+
+    name: str
+    part: Part
+    first: int
+    rows: int
+
+
+@dataclass
+class Told:
+    """What a rank tells of a group's boxes."""
+
+    step: int
+    cursor: int
+    """Where its sample begins."""
+    count: int
+    """Units in it."""
+    wanted: int
+    """Units that its next sample may have."""
+    digests: tuple[int, ...]
+    """Of all units together, or of each."""
+
+    def packed(self) -> bytes:
+        numbers = (self.step, self.cursor, self.count, self.wanted, *self.digests)
+        return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+    @classmethod
+    def unpacked(cls, text: bytes) -> Told:
+        step, cursor, count, wanted, *digests = struct.unpack(f"<{len(text) // 8}Q", text)
+        return cls(step, cursor, count, wanted, tuple(digests))
+
+
+class Mailbox:
+    """What the ranks of a group leave for each other in torch.distributed's store."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...]) -> None:
+        self._store = store
+        self._prefix = f"{prefix}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        self._rank = rank
+        self._ranks = ranks
+        self._has_failed = False
+
+    def leave(self, text: bytes) -> str:
+        """Tells this rank's part; returns the word under which the verdict will come."""
+        if self._has_failed:
+            for rank in self._ranks:
+                self._remove(self._failure(rank))
+            self._has_failed = False
+        word = secrets.token_hex(8)
+        self._store.set(self._part(self._rank), word.encode() + text)
+        return word
+
+    def fail(self, message: str) -> None:
+        """Tells the others that this rank publishes nothing now."""
+        text = json.dumps([self._rank, message])
+        with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
+            for rank in self._ranks:
+                if rank != self._rank:
+                    self._store.set(self._failure(rank), text)
+            self._has_failed = True
+
+    def judge(self, verdict: Callable[[dict[int, bytes]], bytes]) -> None:
+        """For the first rank of the group: waits for all, and tells each the verdict of them."""
+        keys = [self._part(rank) for rank in self._ranks]
+        found = self._wait(keys)
+        here = [rank for rank in self._ranks if self._store.check([self._part(rank)])]
+        texts = {rank: bytes(self._store.get(self._part(rank))) for rank in here}
+        if not found:
+            found = verdict({rank: text[16:] for rank, text in texts.items()})
+        elif found == b"absent":
+            found += b" " + json.dumps([r for r in self._ranks if r not in texts]).encode()
+        for rank in texts:  # before anybody is told, who then may leave the next one
+            self._remove(self._part(rank))
+        for text in texts.values():
+            self._store.set(f"{self._prefix}/{text[:16].decode()}", found)
+
+    def verdict(self, word: str) -> bytes:
+        """What the first rank of the group says."""
+        key = f"{self._prefix}/{word}"
+        found = self._wait([key])
+        if not found:
+            found = bytes(self._store.get(key))
+            self._remove(key)
+            return found
+        self._remove(self._part(self._rank))
+        return f"absent [{self._ranks[0]}]".encode() if found == b"absent" else found
+
+    def _part(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _failure(self, rank: int) -> str:
+        """Where *rank* is told of one that has failed."""
+        return f"{self._prefix}/failed/{rank}"
+
+    def _remove(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+            self._store.delete_key(key)
+
+    def _wait(self, keys: list[str]) -> bytes:
+        """Why the keys are not all there: ``failed`` and who has, or ``absent``."""
+        deadline = time.monotonic() + _WAIT
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=min(1.0, _WAIT)))
+                return b""
+            if self._store.check([self._failure(self._rank)]):
+                text = bytes(self._store.get(self._failure(self._rank)))
+                self._remove(self._failure(self._rank))
+                return b"failed " + text
+        return b"absent"
+
+
+class Group:
+    """The boxes that the same ranks hold, and which of them are looked at next."""
+
+    def __init__(self, boxes: Replicated, mailbox: Mailbox) -> None:
+        self.ranks = boxes.ranks
+        self.mailbox = mailbox
+        self._boxes = boxes.boxes
+        self._units: list[Unit] = []
+        self._cursor, self._count = 0, 0
+        #: Whether all of it is to be looked at.
+        self.is_first = True
+
+    def units(self, values: Values) -> list[Unit]:
+        """The sample of this publish."""
+        if not self._units:
+            self._units = sorted(_units(self._boxes, values), key=_shuffled)
+        if self.is_first:
+            self._cursor, self._count = 0, len(self._units)
+        twice = self._units + self._units
+        return twice[self._cursor : self._cursor + self._count]
+
+    def told(self, step: int, share: float, digests: Sequence[int]) -> Told:
+        """share: of all units, that the next sample may have."""
+        wanted = min(len(self._units), max(1, int(share * len(self._units))))
+        return Told(step, self._cursor, self._count, wanted, tuple(digests))
+
+    def go_on(self, count: int) -> None:
+        """The sample was equal on all ranks; the next one has *count* units."""
+        self._cursor = (self._cursor + self._count) % len(self._units)
+        self._count = count
+        self.is_first = False
 
 
 class Replicas:
-    """Compares one run's plain tensors with those of other ranks, at its first publishes."""
+    """Compares one run's boxes with those of other ranks, before each publish."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Any, prefix: str, publication: str, rank: int, boxes: Sequence[Replicated]
+    ) -> None:
         """store: of torch.distributed; prefix: the same on all ranks, and no other run's."""
-        self._store = store
-        self._prefix = prefix
+        self._publication = publication
         self._rank = rank
-        self._waiting = peers_of(rank, size)
-        self._left = _PUBLISHES
-        self._mine: Samples | None = None
-        self._names: dict[bytes, str] = {}
+        self._groups = [Group(one, Mailbox(store, prefix, rank, one.ranks)) for one in boxes]
+        self._waiting = list(self._groups)
+        """The groups that have no verdict of the publish that is under way, or comes next."""
+        self._began = 0.0
+        self._cost = 0.0
+        """Seconds for everything."""
 
-    def check(self, tensors: Iterator[tuple[Any, Slice]]) -> None:
-        """To be called before each publish, with plain tensors and what is published of them.
+    def check(self, step: int, values: Values) -> None:
+        """Waits for the other ranks of the boxes, ten minutes at most.
 
-        RequestError: another rank publishes other values as the same tensor.
+        RequestError: they hold something else. StateError: they publish another step, or have not
+        come. Then none of them publishes the step, and the next check looks at everything.
         """
-        if not self._waiting or self._left == 0:
+        if not self._groups:
             return
-        self._left -= 1
-        if self._mine is None:
-            self._mine = self._sampled(tensors)
-            if not self._mine:
-                self._waiting = []
-                return
-            self._tell(self._mine)
-        for peer, text in self._told().items():
-            self._compare(peer, text)
-            self._waiting.remove(peer)
+        self._check(step, values)
+        self._waiting = list(self._groups)
 
-    def _tell(self, samples: Samples) -> None:
-        text = b"".join(_RECORD.pack(key, *values) for key, values in samples.items())
-        with contextlib.suppress(RuntimeError):  # a store that is gone is no reason to stop
-            self._store.set(f"{self._prefix}/{self._rank}", text)
+    def fail(self, message: str) -> None:
+        """To be called when a check has failed, or what is to be checked is not there: the others
+        need not wait for this rank."""
+        for group in self._groups:
+            group.is_first = True
+        for group in self._waiting:
+            group.mailbox.fail(message)
+        self._waiting = list(self._groups)
 
-    def _told(self) -> dict[int, bytes]:
-        """What peers that are waited for have told by now."""
-        keys = {peer: f"{self._prefix}/{peer}" for peer in self._waiting}
-        with contextlib.suppress(RuntimeError):
-            return {
-                at: self._store.get(key) for at, key in keys.items() if self._store.check([key])
-            }
-        return {}
+    def _check(self, step: int, values: Values) -> None:
+        began = time.monotonic()
+        samples = [group.units(values) for group in self._groups]
+        digests = iter(_digests([unit for sample in samples for unit in sample], values))
+        mine = [[next(digests) for _ in sample] for sample in samples]
+        if all(group.is_first for group in self._groups):
+            self._cost = time.monotonic() - began
+        step_time = began - self._began if self._began else _FIRST_STEP
+        self._began = began
+        share = _SHARE * step_time / max(self._cost, 1e-6)
+        # All ranks take their groups in one order, so that no two wait for each other.
+        for group, sample, found in zip(self._groups, samples, mine, strict=True):
+            self._compare(group, step, share, sample, found, values)
 
-    def _sampled(self, tensors: Iterator[tuple[Any, Slice]]) -> Samples:
-        keyed: dict[bytes, tuple[Any, Slice]] = {}
-        for tensor, part in tensors:
-            view = tensor[part.index] if part.index else tensor
-            if view.dim() < 2 or view.numel() == 0 or view.dtype not in _FLOATS:
-                continue  # vectors (norms, biases) are often alike
-            told = f"{part.key}\0{view.dtype}\0{tuple(view.shape)}".encode()
-            key = hashlib.blake2b(told, digest_size=8).digest()
-            keyed[key] = (view, part)
-        chosen = sorted(keyed)[:_TENSORS]
-        self._names = {key: keyed[key][1].key for key in chosen}
-        with torch.no_grad():
-            found = [_values(keyed[key][0], key) for key in chosen]
-            return {key: tuple(one.tolist()) for key, one in zip(chosen, found, strict=True)}
+    def _compare(
+        self,
+        group: Group,
+        step: int,
+        share: float,
+        sample: list[Unit],
+        found: list[int],
+        values: Values,
+    ) -> None:
+        told = group.told(step, share, [_mixed(found)])
+        verdict = self._exchanged(group, told, _judge)
+        if verdict == b"whole":  # a check has failed on some of the ranks since the last one
+            group.is_first = True
+            sample = group.units(values)
+            found = _digests(sample, values)
+            told = group.told(step, share, [_mixed(found)])
+            verdict = self._exchanged(group, told, _judge)
+        if verdict == b"unequal":
+            verdict = self._exchanged(group, group.told(step, share, found), _odd)
+        self._waiting.remove(group)
+        kind, _, text = verdict.partition(b" ")
+        if kind == b"equal":
+            group.go_on(int(text))
+            return
+        raise _refusal(kind, json.loads(text or b"[]"), self._publication, group, sample, step)
 
-    def _compare(self, peer: int, text: bytes) -> None:
-        assert self._mine is not None
-        for key, *values in _RECORD.iter_unpack(text):
-            if key in self._mine and differ(self._mine[key], values):
-                raise RequestError.make(
-                    f"'{self._names[key]}' has other values on rank {self._rank} than on rank "
-                    f"{peer}, and both publish all of it as plain tensors: workers would take them "
-                    "for replicas and read either",
-                    "if the ranks hold parts, say by names= which (fanin.torch.Slice with at and "
-                    "shape, fanin.torch.names.megatron or experts), or make them DTensors; if they "
-                    "are replicas, give them the same values before the first publish",
-                    key=self._names[key],
-                    rank=peer,
-                )
-
-
-def _values(view: Any, key: bytes) -> Any:
-    """Elements of *view* at places that follow from *key*."""
-    drawn = struct.unpack(f"<{_VALUES}Q", hashlib.blake2b(key, digest_size=8 * _VALUES).digest())
-    places: list[list[int]] = [[] for _ in view.shape]
-    for number in drawn:
-        for dim, size in enumerate(view.shape):
-            number, at = divmod(number, size)
-            places[dim].append(at)
-    index = tuple(torch.tensor(one, device=view.device) for one in places)
-    return view.detach()[index].float()
+    def _exchanged(
+        self, group: Group, told: Told, judge: Callable[[dict[int, Told]], bytes]
+    ) -> bytes:
+        word = group.mailbox.leave(told.packed())
+        if group.ranks[0] == self._rank:
+            group.mailbox.judge(
+                lambda texts: judge({rank: Told.unpacked(one) for rank, one in texts.items()})
+            )
+        return group.mailbox.verdict(word)
 
 
-def replicas_of(ranks: Any, prefix: str) -> Replicas | None:
-    """None: one rank alone, or a world without a store."""
+def replicas_of(
+    ranks: Any, token: str, publication: str, boxes: Sequence[Replicated]
+) -> Replicas | None:
+    """None: no box is another rank's too, or the world has no store.
+
+    token: a word that all ranks have, and no other run.
+    """
     store = ranks.store()
-    return None if store is None else Replicas(store, prefix, ranks.rank, ranks.size)
+    if store is None or not boxes:
+        return None
+    return Replicas(store, f"fanin/{token}", publication, ranks.rank, boxes)
+
+
+def _units(boxes: Sequence[tuple[str, Part]], values: Values) -> Iterator[Unit]:
+    for name, part in boxes:
+        rows = part[1][0] if part[1] else 1
+        tensor = values(name, part)
+        most = max(1, _UNIT * rows // (tensor.numel() * tensor.element_size()))
+        for first in range(0, rows, most):
+            yield Unit(name, part, first, min(most, rows - first))
+
+
+def _shuffled(unit: Unit) -> bytes:
+    """A place in an order that all ranks have, in which neighbours are of different tensors."""
+    return blake2b(f"{unit.name}/{unit.part}/{unit.first}".encode(), digest_size=8).digest()
+
+
+def _digests(units: Sequence[Unit], values: Values) -> list[int]:
+    return box_digests(_read(unit, values) for unit in units)
+
+
+def _read(unit: Unit, values: Values) -> tuple[Any, tuple[int, ...]]:
+    tensor, (offset, extent) = values(unit.name, unit.part), unit.part
+    if not extent:
+        return tensor, ()
+    rows = tensor[unit.first : unit.first + unit.rows]
+    return rows, (offset[0] + unit.first, *offset[1:])
+
+
+def _mixed(digests: Sequence[int]) -> int:
+    """One digest of all, in their order."""
+    packed = struct.pack(f"<{len(digests)}Q", *digests)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+def _judge(told: dict[int, Told]) -> bytes:
+    if len({one.step for one in told.values()}) > 1:
+        return b"steps " + json.dumps([[rank, one.step] for rank, one in told.items()]).encode()
+    if len({(one.cursor, one.count) for one in told.values()}) > 1:
+        return b"whole"
+    if len({one.digests for one in told.values()}) > 1:
+        return b"unequal"
+    return b"equal %d" % min(one.wanted for one in told.values())
+
+
+def _odd(told: dict[int, Told]) -> bytes:
+    """The first rank, another one that holds something else, and the units in which they differ."""
+    first = min(told)
+    for rank, one in told.items():
+        pairs = zip(told[first].digests, one.digests, strict=True)
+        if units := [i for i, (a, b) in enumerate(pairs) if a != b]:
+            return b"odd " + json.dumps([first, rank, units[0], len(units)]).encode()
+    return b"steps []"  # they were written meanwhile
+
+
+def _refusal(
+    kind: bytes, told: Any, publication: str, group: Group, sample: list[Unit], step: int
+) -> FaninError:
+    if kind == b"odd":
+        first, rank, unit, count = told
+        name = sample[unit].name
+        return RequestError.make(
+            f"'{name}' of {publication} has other values on rank {first} than on rank {rank} at "
+            f"step {step} ({count} of {len(sample)} parts that were compared differ), and both "
+            "publish them: workers would read either. The step is not published",
+            (_PARTS if group.is_first else "") + _LATE,
+            key=name,
+            rank=rank,
+        )
+    if kind == b"failed":
+        rank, message = told
+        return StateError.make(
+            f"rank {rank} does not publish step {step} of {publication}: {message}. Nor does this "
+            "rank, which holds replicas of what it holds",
+            "see that rank's error; then publish again on every rank",
+            key=publication,
+            rank=rank,
+        )
+    if kind == b"absent":
+        return StateError.make(
+            f"{ranks_text(told)} did not come to publish step {step} of {publication} within "
+            f"{_WAIT:.0f} s: the replicas that it has in common with this rank are not compared, "
+            "and the step is not published",
+            "see what that rank does (py-spy dump --pid PID); publish on every rank, the same "
+            "steps in the same order",
+            key=publication,
+            rank=told[0],
+        )
+    steps = ", ".join(f"rank {rank}: {at}" for rank, at in told[:8]) or "the values change"
+    return StateError.make(
+        f"the ranks that hold the same tensors of {publication} publish different steps ({steps})",
+        "publish the same step on every rank, and write parameters inside updating()",
+        key=publication,
+    )
 
 
 _ROWS = re.compile(r"(model\.)?(language_model\.)?(embed_tokens|lm_head)\.weight")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fanin._tensors import Box
 from fanin.errors import RequestError
 from fanin.torch._blocks import Order, Split
 from fanin.torch._names import Slice
@@ -127,6 +128,15 @@ def layout_of(item: Item, spec: Any, order: Any) -> Layout:
 def local_of(state: State) -> Any:
     """The tensor that holds this rank's part."""
     return state.param if state.spec is None else state.param._local_tensor
+
+
+def view_of(state: State, box: Box) -> Any:
+    """The memory of *box*, which is a part of *state*'s, as a tensor."""
+    size = state.dtype.itemsize
+    first = (box.address - state.storage.data_ptr()) // size if 0 not in box.extent else 0
+    steps = [step // size for step in box.stride]
+    empty = torch.empty(0, dtype=state.dtype, device=state.storage.device)
+    return empty.set_(state.storage, first, box.extent, steps)
 
 
 def is_same(param: Any, state: State) -> bool:

@@ -129,6 +129,46 @@ def unite(told: Sequence[Told], texts: Mapping[bytes, bytes]) -> list[Whole]:
     return out
 
 
+class Replicated(NamedTuple):
+    """Boxes that several ranks hold."""
+
+    ranks: tuple[int, ...]
+    boxes: tuple[tuple[str, Part], ...]
+    """Published name and block; the same, in the same order, on all of these ranks."""
+
+
+def replicated(told: Sequence[Told], texts: Mapping[bytes, bytes], rank: int) -> list[Replicated]:
+    """The boxes that *rank* holds and others as well, by the ranks that hold them.
+
+    told, texts: as for :func:`unite`. Boxes that merely overlap are left out.
+    """
+    members: dict[bytes, list[int]] = {}
+    for at, one in enumerate(told):
+        members.setdefault(one.digest, []).append(at)
+    numbers: dict[str, list[tuple[bytes, int]]] = {}
+    for digest in members:
+        for name, _, _, number in json.loads(zlib.decompress(texts[digest])):
+            numbers.setdefault(name, []).append((digest, number))
+    known: dict[tuple[tuple[bytes, int], ...], dict[Part, tuple[int, ...]]] = {}
+    out: dict[tuple[int, ...], list[tuple[str, Part]]] = {}
+    for name, holders in sorted(numbers.items()):
+        alike = tuple(holders)
+        if alike not in known:
+            of_part: dict[Part, list[int]] = {}
+            for digest, number in alike:
+                for at in members[digest]:
+                    for part in told[at].geometries[number]:
+                        of_part.setdefault(part, []).append(at)
+            known[alike] = {
+                part: tuple(sorted(ranks))
+                for part, ranks in of_part.items()
+                if rank in ranks and len(ranks) > 1 and 0 not in part[1]
+            }
+        for part, ranks in sorted(known[alike].items()):
+            out.setdefault(ranks, []).append((name, part))
+    return [Replicated(ranks, tuple(boxes)) for ranks, boxes in sorted(out.items())]
+
+
 def _contradiction(
     name: str,
     alike: Mapping[Kind, Sequence[tuple[bytes, int]]],

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas are compared before they are published: ranks as threads, no PyTorch."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from fanin.errors import RequestError, StateError
+from fanin.torch import _replicas
+from fanin.torch._replicas import Replicas
+from fanin.torch._union import Replicated
+
+
+class Store:
+    """torch.distributed's, in this process."""
+
+    def __init__(self):
+        self.held, self.changed = {}, threading.Condition()
+
+    def set(self, key, value):
+        with self.changed:
+            self.held[key] = value if isinstance(value, bytes) else value.encode()
+            self.changed.notify_all()
+
+    def get(self, key):
+        return self.held[key]
+
+    def check(self, keys):
+        return all(key in self.held for key in keys)
+
+    def wait(self, keys, timeout):
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+    def delete_key(self, key):
+        return self.held.pop(key, None) is not None
+
+
+class Tensor:
+    def __init__(self, array):
+        self.array = array
+
+    def numel(self):
+        return self.array.size
+
+    def element_size(self):
+        return self.array.itemsize
+
+    def __getitem__(self, rows):
+        return Tensor(self.array[rows])
+
+
+@pytest.fixture(autouse=True)
+def numpy_digests(monkeypatch):
+    def digests(boxes):
+        return [hash(values.array.tobytes()) % 2**64 for values, _ in boxes]
+
+    monkeypatch.setattr(_replicas, "box_digests", digests)
+    monkeypatch.setattr(_replicas, "_UNIT", 64)
+
+
+class World:
+    """Ranks, each with tensors of its own by name; which ranks hold a tensor."""
+
+    def __init__(self, holders, rows=8):
+        self.store = Store()
+        self.ranks = sorted({rank for held in holders.values() for rank in held})
+        self.tensors = {
+            rank: {name: np.zeros((rows, 4)) for name, held in holders.items() if rank in held}
+            for rank in self.ranks
+        }
+        part = ((0, 0), (rows, 4))
+        groups = {}
+        for name, held in sorted(holders.items()):
+            groups.setdefault(held, []).append((name, part))
+        self.replicas = {
+            rank: Replicas(
+                self.store,
+                "test",
+                "full:0",
+                rank,
+                [
+                    Replicated(held, tuple(boxes))
+                    for held, boxes in sorted(groups.items())
+                    if rank in held
+                ],
+            )
+            for rank in self.ranks
+        }
+
+    def publish(self, steps, ranks=None):
+        """What each rank raises, None: nothing; steps: one, or one a rank."""
+        raised = {}
+
+        def run(rank):
+            step = steps[rank] if isinstance(steps, dict) else steps
+            try:
+                self.replicas[rank].check(step, lambda name, _: Tensor(self.tensors[rank][name]))
+                raised[rank] = None
+            except (RequestError, StateError) as error:
+                self.replicas[rank].fail(str(error))
+                raised[rank] = error
+
+        threads = [threading.Thread(target=run, args=(r,)) for r in ranks or self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [raised[rank] for rank in ranks or self.ranks]
+
+
+def test_equal_replicas_are_published_and_leave_nothing_behind():
+    world = World({"a": (0, 1, 2), "b": (0, 1), "c": (1, 2)})
+    for step in range(5):
+        assert world.publish(step) == [None] * 3
+        assert world.store.held == {}
+
+
+def test_no_rank_publishes_what_differs():
+    world = World({"a": (0, 1, 2), "b": (0, 1)})
+    assert world.publish(0) == [None] * 3
+    world.tensors[2]["a"][3, 1] = 1e-9
+    world.replicas[0]._groups[0].is_first = True
+    errors = world.publish(1)
+    assert all(isinstance(error, RequestError) for error in errors)
+    assert {error.key for error in errors} == {"a"}
+    assert all("rank 0 than on rank 2 at step 1" in str(error) for error in errors)
+    world.tensors[2]["a"][:] = 0
+    assert world.publish(1) == [None] * 3
+
+
+def test_a_sample_comes_to_every_row(monkeypatch):
+    monkeypatch.setattr(_replicas, "_SHARE", 1e-9)  # one unit at a time
+    world = World({"a": (0, 1)}, rows=64)
+    assert world.publish(0) == [None] * 2
+    units = len(world.replicas[0]._groups[0]._units)
+    assert units == 32
+    world.publish(1)  # chosen before anything was known of the time between steps
+    world.tensors[1]["a"][63, 3] = 1
+    found = [step for step in range(2, units + 2) if world.publish(step)[0] is not None]
+    assert found
+    assert world.replicas[0]._groups[0].is_first  # the next one looks at everything
+    assert world.publish(99)[0] is not None
+
+
+def test_ranks_that_publish_different_steps():
+    world = World({"a": (0, 1)})
+    for error in world.publish({0: 3, 1: 4}):
+        assert isinstance(error, StateError)
+        assert "(rank 0: 3, rank 1: 4)" in str(error)
+    assert world.publish(5) == [None] * 2
+
+
+def test_a_rank_that_does_not_come(monkeypatch):
+    world = World({"a": (0, 1, 2)})
+    monkeypatch.setattr(_replicas, "_WAIT", 0.3)
+    for absent in world.ranks:
+        came = [rank for rank in world.ranks if rank != absent]
+        for error in world.publish(1, came):
+            assert isinstance(error, StateError)
+            assert str(error).startswith(f"rank {absent} did not come"), str(error)
+    monkeypatch.setattr(_replicas, "_WAIT", 30.0)
+    assert world.publish(2) == [None] * 3
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_that_fails_is_not_waited_for(failed):
+    world = World({"a": (0, 1)})
+    assert world.publish(0) == [None] * 2
+    world.replicas[failed].fail("ValueError: NaN")
+    began = time.monotonic()
+    (error,) = world.publish(1, [1 - failed])
+    assert time.monotonic() - began < 10
+    assert f"rank {failed} does not publish step 1 of full:0: ValueError: NaN" in str(error)
+    assert world.publish(1) == [None] * 2
+    assert world.store.held == {}
+
+
+def test_a_group_that_fails_is_told_to_the_others():
+    world = World({"a": (0, 1), "b": (1, 2)})
+    world.tensors[0]["a"][0, 0] = 1
+    errors = world.publish(0)
+    assert [error.key for error in errors] == ["a", "a", "full:0"]
+    assert "rank 1 does not publish step 0" in str(errors[2])
