@@ -209,6 +209,28 @@ static void set_pointers(key_reader *r)
     r->text = (buffer){0};
 }
 
+/* Names that are not in the table are nobody's. */
+static void mark_kept(key_table *t)
+{
+    const char *names = NULL;
+    for (uint32_t i = 0; i < t->n_pairs && !names; i++) {
+        if (strcmp(t->pairs[i].key, KEEP_F32_PAIR) == 0)
+            names = t->pairs[i].value;
+    }
+    while (names && *names) {
+        size_t length = strcspn(names, "\n");
+        char name[FANIN_MAX_NAME + 1];
+        if (length < sizeof name) {
+            memcpy(name, names, length);
+            name[length] = '\0';
+            int64_t key = key_table_find(t, name);
+            if (key >= 0)
+                t->entries[key].keep = true;
+        }
+        names += length + (names[length] == '\n');
+    }
+}
+
 static fanin_status report(const key_reader *r, fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
@@ -235,6 +257,7 @@ fanin_status key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
     if (good) {
         table->id = digest_of(blob, size);
         set_pointers(&r);
+        mark_kept(table);
         *out = table;
     } else {
         status = report(&r, error);

@@ -156,7 +156,7 @@ static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *ou
         key_entry *e = &out->entries[i];
         *e = keys->entries[i];
         int conversion = dtype != 0 ? convert_between(e->dtype, dtype) : -1;
-        if (e->dtype != FANIN_DTYPE_F32 || conversion <= CONVERT_NONE)
+        if (e->dtype != FANIN_DTYPE_F32 || e->keep || conversion <= CONVERT_NONE)
             continue;
         e->dtype = dtype;
         e->bytes = convert_bytes((uint32_t)conversion, e->bytes);

@@ -73,6 +73,12 @@ static uint32_t convert_of(const builder *b, uint32_t key)
                : CONVERT_NONE;
 }
 
+/* The reader has named no memory, of which the dtype would say what is wanted. */
+static uint32_t convert_whole(const builder *b, uint32_t key)
+{
+    return b->cover.keys->entries[key].keep ? CONVERT_NONE : convert_of(b, key);
+}
+
 /* Whole tensors: a fill a key is the geometry's; here the uses are counted. */
 static bool fill_keys(builder *b)
 {
@@ -80,7 +86,7 @@ static bool fill_keys(builder *b)
     uint32_t id;
     for (uint32_t key = 0; key < c->keys->count; key++) {
         if (work_stopped(c->stop) ||
-            !fill_whole(&b->fills, c, c->of_key[key], convert_of(b, key), &id))
+            !fill_whole(&b->fills, c, c->of_key[key], convert_whole(b, key), &id))
             return false;
         b->fills.fills[id].uses++;
     }
@@ -259,7 +265,7 @@ static bool emit_key(builder *b, uint32_t key)
     const cover *c = &b->cover;
     if (!b->targets) {
         const geometry *g = &c->geometries[c->of_key[key]];
-        const fill *f = &b->fills.fills[g->whole[convert_of(b, key) != CONVERT_NONE]];
+        const fill *f = &b->fills.fills[g->whole[convert_whole(b, key) != CONVERT_NONE]];
         return emit(b, key, f, b->to_of_key[key], key);
     }
     for (uint64_t i = b->key_first[key]; i < b->key_first[key + 1]; i++) {

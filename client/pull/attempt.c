@@ -299,11 +299,11 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     return status;
 }
 
-/* Without an F32 tensor the conversion changes nothing. */
+/* Without an F32 tensor that is converted the conversion changes nothing. */
 static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
 {
     for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
-        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
+        if (keys->entries[i].dtype == FANIN_DTYPE_F32 && !keys->entries[i].keep)
             return dtype;
     }
     return 0;

@@ -402,10 +402,10 @@ def test_snapshots_with_a_cast():
         before = {k: v.clone() for k, v in state(model, without=["head.weight"]).items()}
         write(model)
         got = pulled(server)[1]
-        for name, value in before.items():
-            assert torch.equal(
-                got[name], value.bfloat16() if value.dtype == torch.float32 else value
-            ), name
+        parameters = dict(model.named_parameters())
+        for name, value in before.items():  # buffers stay as they are
+            rounded = name in parameters and value.dtype == torch.float32
+            assert torch.equal(got[name], value.bfloat16() if rounded else value), name
         server.publish(1)
         assert torch.equal(pulled(server, step=1)[1]["scale"], model.scale.detach().bfloat16())
 
@@ -433,6 +433,63 @@ def test_a_cast_with_exceptions():
             assert torch.equal(got["body.rest"], model.body[0].weight[2:].bfloat16())
             assert torch.equal(got["scale"], model.scale)
             model.body[0].weight.data = model.body[0].weight.data * 3  # registered anew
+
+
+class Routed(torch.nn.Module):
+    """A router as transformers has them: its bias, and here its gate, stay in F32."""
+
+    _keep_in_fp32_modules_strict = ("e_score_correction_bias", "router.gate")
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4)
+        self.router = torch.nn.Module()
+        self.router.gate = torch.nn.Linear(4, 8, bias=False)
+        self.router.e_score_correction_bias = torch.nn.Parameter(5 + torch.rand(8) / 50)
+
+
+KEPT = ("router.gate.weight", "router.e_score_correction_bias")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_the_model_keeps_in_f32(wrapped, tmp_path, caplog):
+    """A cast does not round it, on the trainer or in a reader's files; a pattern by name does."""
+    model = Routed()
+    whole = torch.nn.parallel.DataParallel(model) if wrapped else model
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    for more in ({}, {"snapshot": True, "cast": "BF16"}):
+        with serve(whole, **more) as server:
+            server.publish(0)
+            got = pulled(server)[1]
+            assert all(torch.equal(got[name], wanted[name]) for name in KEPT)
+            assert (got["up.weight"].dtype == torch.float32) == (not more)
+            folder = tmp_path / f"{len(more)}"
+            with fanin.Client(server.addresses) as client:
+                client.pull_model("full:0", folder, dtype="BF16", verify=True)
+            files = load_file(folder / "model.safetensors")
+            assert all(torch.equal(files[name], wanted[name]) for name in KEPT)
+            assert files["up.weight"].dtype == torch.bfloat16
+    assert not caplog.records
+    cast = {"*bias": "BF16", "*": "BF16"}
+    with serve(whole, snapshot=True, cast=cast) as server:
+        server.publish(0)
+        got = pulled(server)[1]
+        assert got["router.e_score_correction_bias"].dtype == torch.bfloat16
+        assert torch.equal(got["router.gate.weight"], wanted["router.gate.weight"])
+    (warning,) = caplog.records
+    assert "router.e_score_correction_bias. Leave its pattern out" in warning.getMessage()
+
+
+def test_what_a_reader_asks_for_by_memory_is_converted():
+    model = Routed()
+    with serve(model) as server, fanin.Client(server.addresses) as client:
+        server.publish(0)
+        into = {
+            name: torch.empty(v.shape, dtype=torch.bfloat16)
+            for name, v in model.state_dict().items()
+        }
+        client.pull_into("full:0", into, dtype="BF16")
+        assert all(torch.equal(into[k], v.bfloat16()) for k, v in model.state_dict().items())
 
 
 def test_pause_offload_and_resume():

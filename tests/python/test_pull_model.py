@@ -118,6 +118,21 @@ def test_it_is_rounded_and_verified(client: fanin.Client, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "m" / "fanin.json").read_text())["dtype"] == "BF16"
 
 
+def test_what_the_trainer_keeps_in_f32_is_not_rounded(tmp_path: Path) -> None:
+    """Names that nobody publishes, and long ones, are no one's."""
+    kept = ["model.norm.weight", "model.layers.3.mlp.down_proj.weight"]
+    names = "\n".join([*kept, "nobody", "x" * 4000, ""])
+    with local_world.servers() as made:
+        publish(made, 1, {"keep_f32": names})
+        with fanin.Client([f"127.0.0.1:{one.port}" for one in made]) as client:
+            client.pull_model(RUN, tmp_path / "m", dtype="BF16", verify=True)
+    wanted = weights(1)
+    with safe_open(tmp_path / "m" / "model.safetensors", "np") as file:
+        for name in wanted:
+            assert file.get_slice(name).get_dtype() == ("F32" if name in kept else "BF16")
+        assert all(np.array_equal(file.get_tensor(name), wanted[name]) for name in kept)
+
+
 def test_code_of_the_trainer_is_left_out(
     ranks: list[fanin.Server], client: fanin.Client, tmp_path: Path
 ) -> None:

@@ -272,7 +272,8 @@ typedef struct fanin_pull_options {
     fanin_progress_fn progress;
     void *progress_cookie;
     /** F32 tensors arrive as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to nearest even, but in
-        memory that is described as F32 they stay so; 0 (default): as published */
+        memory that is described as F32 they stay so, and in files those that the trainer says
+        its model keeps in F32 (the metadata pair "keep_f32"); 0 (default): as published */
     fanin_dtype dtype;
     /** device destinations: they are written only after the work that is on this stream when the
         call is made, for which the call waits (within timeout_ms); none: they are not in use

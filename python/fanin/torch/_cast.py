@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import translate
 
@@ -13,7 +14,10 @@ from fanin.errors import RequestError
 
 Cast = str | Mapping[str, str | None]
 """A dtype for every F32 tensor, or by patterns of published names: the first that fits decides,
-None leaves the tensor as it is, and so does no pattern that fits. All name the same dtype."""
+None leaves the tensor as it is, and so does no pattern that fits. All name the same dtype. What
+the model keeps in F32 stays so, unless a pattern other than ``"*"`` fits it."""
+
+_log = logging.getLogger("fanin.torch")
 
 
 class Casting:
@@ -34,20 +38,33 @@ class Casting:
             raise RequestError.make(
                 f"cast is {cast!r} without snapshot", "give snapshot=True as well"
             )
-        self._patterns = [(re.compile(translate(one)), told[one]) for one in told]
+        self._patterns = [(one, re.compile(translate(one)), told[one]) for one in told]
 
-    def keeps(self, name: str) -> bool:
-        """Whether the tensor of that name stays as it is."""
-        for pattern, dtype in self._patterns:
+    def keeps(self, name: str, kept: Collection[str] = ()) -> bool:
+        """Whether the tensor of that name stays as it is; kept: names of what the model keeps."""
+        for text, pattern, dtype in self._patterns:
             if pattern.match(name):
-                return dtype is None
+                return dtype is None or (name in kept and not text.strip("*"))
         return True
 
-    def marked(self, shards: Iterable[Shard]) -> list[Shard]:
+    def believed(self, kept: Collection[str]) -> set[str]:
+        """What the model keeps in F32 and a pattern rounds by name, which is logged."""
+        rounded = {name for name in kept if self.dtype and not self.keeps(name, kept)}
+        if rounded:
+            _log.warning(
+                "cast= rounds to %s what the model keeps in F32: %s%s. Leave its pattern out "
+                "unless engines want it so",
+                self.dtype,
+                ", ".join(sorted(rounded)[:4]),
+                f" and {len(rounded) - 4} more" if len(rounded) > 4 else "",
+            )
+        return rounded
+
+    def marked(self, shards: Iterable[Shard], kept: Collection[str] = ()) -> list[Shard]:
         """The shards as the library is to be told of them."""
         return [
             replace(one, keep=True)
-            if self.dtype is not None and one.dtype == "F32" and self.keeps(one.name)
+            if self.dtype is not None and one.dtype == "F32" and self.keeps(one.name, kept)
             else one
             for one in shards
         ]

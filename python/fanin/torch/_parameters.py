@@ -292,6 +292,11 @@ class Parameters:
         ]
         return count_segments(on_devices)
 
+    @property
+    def root(self) -> Any:
+        """Of the module tree."""
+        return self._root
+
     def __len__(self) -> int:
         return len(self._items)
 

@@ -51,6 +51,8 @@ class Source(NamedTuple):
     """Gives the metadata as the model has it now."""
     others: tuple[Shard, ...] = ()
     """Tensors of which this rank holds nothing."""
+    kept: frozenset[str] = frozenset()
+    """Names of F32 tensors that the model, on any rank, keeps so."""
 
 
 class Serving(NamedTuple):
@@ -84,6 +86,7 @@ class OneRun:
         #: What the library was told of it.
         self.metadata = source.metadata
         self.describe = source.describe
+        self.kept = source.kept
         self.step: int | None = None
         self.paused = False
         #: Its step is published, and its memory neither being written nor taken back.
@@ -418,7 +421,7 @@ class Publisher:
             raise
 
     def _register(self, server: Server, source: Source) -> OneRun:
-        shards = self._casting.marked([*source.change.shards, *source.others])
+        shards = self._casting.marked([*source.change.shards, *source.others], source.kept)
         server.put(source.publication, shards)
         try:
             server.set_metadata(source.publication, source.metadata)
@@ -526,7 +529,7 @@ class Publisher:
         if change.metadata is not None and change.metadata != run.metadata:
             self._server.set_metadata(run.publication, change.metadata)
         if change.shards:
-            marked = self._casting.marked(change.shards)
+            marked = self._casting.marked(change.shards, run.kept)
             self._server.put(run.publication, marked, replace=True)
         for key in change.removed:
             self._server.remove(run.publication, key)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
 from fanin.torch._cast import Cast
 from fanin.torch._config import model_config
+from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
@@ -63,7 +64,17 @@ def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> S
         text = model_config(model, config)
         return {"format": "pt"} if text is None else {"config": text, "format": "pt"}
 
-    return Source(publication, parameters, parameters.look(), describe(), describe)
+    change, metadata = parameters.look(), describe()
+    kept = kept_in_f32(model, metadata.get("config"), change.states)
+    return Source(publication, parameters, change, metadata, describe, kept=kept)
+
+
+class Agreed(NamedTuple):
+    """What all ranks of a run know."""
+
+    wholes: list[Whole]
+    metadata: dict[str, str]
+    kept: frozenset[str]
 
 
 class WeightServer(Publisher):
@@ -110,7 +121,9 @@ class WeightServer(Publisher):
         overtaken; costs twice the memory of what this rank publishes.
     :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
         patterns of published names, of which the first that fits decides:
-        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``.
+        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``. F32 that the model
+        keeps so stays F32: transformers' ``_keep_in_fp32_modules`` and its ``_strict``, persistent
+        buffers. A pattern that names one rounds it, and a warning tells.
     :param names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
         :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save,
         of other models those that are stored.
@@ -238,11 +251,10 @@ class WeightServer(Publisher):
         except Exception as caught:
             error = cause_of(caught)
         table = table_of(source.change.shards) if source is not None else {}
-        metadata = source.metadata if source is not None else {}
-        wholes, metadata = self._united(publication, table, metadata, error)
+        metadata, kept = (source.metadata, source.kept) if source is not None else ({}, frozenset())
+        agreed = self._united(publication, table, metadata, kept, error)
         assert source is not None
-        agreed = source._replace(metadata=metadata, others=_others(wholes, table))
-        self._register(self._server, agreed)
+        self._register(self._server, _united_source(source, agreed, table))
         self._tables[source.publication] = table
 
     def remove_run(self, run: Run) -> None:
@@ -261,16 +273,21 @@ class WeightServer(Publisher):
     # -- inside -----------------------------------------------------------------------------
 
     def _united(
-        self, publication: str, table: Table, metadata: dict[str, str], error: FaninError | None
-    ) -> tuple[list[Whole], dict[str, str]]:
-        """What all ranks hold together, and the metadata of the first that has a configuration."""
+        self,
+        publication: str,
+        table: Table,
+        metadata: dict[str, str],
+        kept: frozenset[str],
+        error: FaninError | None,
+    ) -> Agreed:
+        """What all ranks hold together; the metadata are of the first that has a configuration."""
         ranks = self._ranks
         told, text = compress(table)
-        answers: list[tuple[FaninError | None, Told, dict[str, str], str]]
-        answers = ranks.gather((error, told, metadata, secrets.token_hex(8)))
+        answers: list[tuple[FaninError | None, Told, dict[str, str], str, frozenset[str]]]
+        answers = ranks.gather((error, told, metadata, secrets.token_hex(8), kept))
         raise_first([answer[0] for answer in answers], ranks.rank, "describe its parameters")
         texts: dict[bytes, bytes] = {}
-        for rank, (_, one, _, _) in enumerate(answers):
+        for rank, (_, one, *_) in enumerate(answers):
             if one.digest not in texts:
                 texts[one.digest] = ranks.share(text if rank == ranks.rank else None, rank)
         everyone = [answer[1] for answer in answers]
@@ -281,13 +298,17 @@ class WeightServer(Publisher):
         self._replicas[publication] = replicas_of(
             ranks, answers[0][3], publication, replicated(everyone, texts, ranks.rank)
         )
-        return wholes, agreed
+        everywhere = frozenset().union(*(answer[4] for answer in answers))
+        everywhere -= self._casting.believed(everywhere)
+        if everywhere:
+            agreed = {**agreed, KEEP_F32: "\n".join(sorted(everywhere))}
+        return Agreed(wholes, agreed, everywhere)
 
     def _agreed(self, source: Source) -> Source:
         table = table_of(source.change.shards)
-        wholes, metadata = self._united(source.publication, table, source.metadata, None)
+        agreed = self._united(source.publication, table, source.metadata, source.kept, None)
         self._tables[source.publication] = table
-        return source._replace(metadata=metadata, others=_others(wholes, table))
+        return _united_source(source, agreed, table)
 
     def _resolved(self, run: OneRun) -> Change:
         change = run.parameters.look()
@@ -317,6 +338,7 @@ class WeightServer(Publisher):
         change, error = None, None
         table: Table = {}
         metadata: dict[str, str] = {}
+        kept: frozenset[str] = frozenset()
         try:
             if run.paused:
                 raise StateError.make(
@@ -324,22 +346,29 @@ class WeightServer(Publisher):
                 )
             self._refuse_written([run])
             change, metadata = run.parameters.look(anew=True), run.describe()
+            kept = kept_in_f32(run.parameters.root, metadata.get("config"), change.states)
             table = dict(self._tables[run.publication])
             table.update(table_of(change.shards))
             for name in change.removed:
                 table.pop(name, None)
         except Exception as caught:
             error = cause_of(caught)
-        wholes, metadata = self._united(run.publication, table, metadata, error)
+        agreed = self._united(run.publication, table, metadata, kept, error)
         assert change is not None
         self._tables[run.publication] = table
         self._unsettled.add(run.publication)
-        self._tell(run, change._replace(metadata=metadata))
-        others = self._casting.marked(_others(wholes, table))
+        run.kept = agreed.kept
+        self._tell(run, change._replace(metadata=agreed.metadata))
+        others = self._casting.marked(_others(agreed.wholes, table), run.kept)
         self._server.put(run.publication, others, replace=True)
-        for name in set(self._server.names(run.publication)) - {one.name for one in wholes}:
+        for name in set(self._server.names(run.publication)) - {one.name for one in agreed.wholes}:
             self._server.remove(run.publication, name)
         self._unsettled.discard(run.publication)
+
+
+def _united_source(source: Source, agreed: Agreed, table: Table) -> Source:
+    others = _others(agreed.wholes, table)
+    return source._replace(metadata=agreed.metadata, others=others, kept=agreed.kept)
 
 
 def _others(wholes: list[Whole], table: Table) -> tuple[Shard, ...]:
