@@ -23,7 +23,7 @@ typedef struct key_entry {
     uint32_t n_dims;
     uint64_t shape[FANIN_MAX_DIMS];
     uint64_t bytes; /**< of the whole tensor */
-    bool keep;      /**< F32 that a reader's conversion leaves as it is; of decoded tables */
+    bool keep; /**< F32 that a reader's conversion leaves as it is; of decoded tables */
 } key_entry;
 
 /** The pair of the metadata that names the tensors to keep, one a line. */

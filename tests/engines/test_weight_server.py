@@ -212,7 +212,7 @@ def test_configurations_that_are_given():
             assert told["model_type"] == ("mine" if isinstance(config, (dict, str)) else "qwen2")
     with serve(Normed()) as server, fanin.Client(server.addresses) as client:
         server.publish(0)
-        assert client.metadata("full:0") == {"format": "pt"}
+        assert client.metadata("full:0").keys() == {"format", "keep_f32"}  # buffers
     with pytest.raises(RequestError, match="config is a int"):
         serve(Normed(), config=3)
 
@@ -433,6 +433,38 @@ def test_a_cast_with_exceptions():
             assert torch.equal(got["body.rest"], model.body[0].weight[2:].bfloat16())
             assert torch.equal(got["scale"], model.scale)
             model.body[0].weight.data = model.body[0].weight.data * 3  # registered anew
+
+
+@pytest.mark.parametrize("how", ["to_empty", "cloned"])
+def test_a_tie_that_torch_has_lost(how, caplog):
+    """Equal values are a warning; different ones are published by nobody."""
+    tied = random_model("qwen3", tied=True)
+    model = tied
+    if how == "to_empty":
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tied.config)
+        model.to_empty(device="cpu")
+        model.load_state_dict(tied.state_dict())
+    else:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    with serve(model) as server:
+        server.publish(0)
+        server.publish(1)
+        (warning,) = caplog.records
+        assert "ties 'lm_head.weight' to 'model.embed_tokens.weight'" in warning.getMessage()
+        with (
+            pytest.raises(RequestError, match="'lm_head.weight' to 'model.embed_tokens.weight'"),
+            server.updating(2),
+            torch.no_grad(),
+        ):
+            model.lm_head.weight[3, 3] += 1
+        with pytest.raises(fanin.FaninError):
+            pulled(server, step=2)
+    model.tie_weights()
+    with serve(model) as server:
+        server.publish(3)
+        assert "lm_head.weight" not in pulled(server, step=3)[1]
 
 
 class Routed(torch.nn.Module):

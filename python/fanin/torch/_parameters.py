@@ -275,6 +275,12 @@ class Parameters:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
 
+    def held(self, name: str) -> Any:
+        """This rank's part of the stored tensor that has *name* in the model's checkpoint; None:
+        there is none."""
+        states = [item.state for item in self._items if item.name == name]
+        return local_of(states[0]) if states and states[0] is not None else None
+
     def values(self, name: str, part: Part) -> Any:
         """The memory of a box that is published under *name*, as a tensor."""
         item = self._by_name[name]

@@ -53,6 +53,8 @@ class Source(NamedTuple):
     """Tensors of which this rank holds nothing."""
     kept: frozenset[str] = frozenset()
     """Names of F32 tensors that the model, on any rank, keeps so."""
+    ties: tuple[tuple[str, str], ...] = ()
+    """Names of tensors that the configuration ties and torch holds apart."""
 
 
 class Serving(NamedTuple):
@@ -87,6 +89,7 @@ class OneRun:
         self.metadata = source.metadata
         self.describe = source.describe
         self.kept = source.kept
+        self.ties = source.ties
         self.step: int | None = None
         self.paused = False
         #: Its step is published, and its memory neither being written nor taken back.

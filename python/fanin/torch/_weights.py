@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fanin._digest import box_digests
 from fanin.errors import RequestError
 from fanin.torch._checkpoint import CheckpointNames, converts
 from fanin.torch._config import kinds_of
@@ -77,6 +78,51 @@ class _Names:
             ):
                 return at
         return 0
+
+
+def lost_ties(root: Any) -> list[tuple[str, str]]:
+    """Names of tensors that the configuration ties and torch holds apart, two and two.
+
+    So it is after ``to_empty()``, when a head was cloned, and where FSDP2 shards the two by
+    themselves: each has a gradient of its own, and transformers and engines load one of them.
+    """
+    transparent = _transparent(root)
+    held = {_checkpoint_name(path, transparent): tensor for _, _, tensor, path in walk(root)}
+    pairs = [
+        (prefix + kept, prefix + tied)
+        for prefix, ties in _told_by(root, "all_tied_weights_keys", transparent)
+        if isinstance(ties, dict)
+        for tied, kept in ties.items()
+    ]
+    names = {id(tensor): name for name, tensor in held.items()}
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "tie_word_embeddings", False) and not hasattr(
+            module,
+            "all_tied_weights_keys",  # transformers before 5
+        ):
+            ends = [
+                getattr(getattr(module, which, lambda: None)(), "weight", None)
+                for which in ("get_input_embeddings", "get_output_embeddings")
+            ]
+            if all(id(end) in names for end in ends):
+                pairs.append((names[id(ends[0])], names[id(ends[1])]))
+    return sorted({p for p in pairs if all(n in held for n in p) and held[p[0]] is not held[p[1]]})
+
+
+def refuse_lost_tie(run: str, first: tuple[str, Any], second: tuple[str, Any]) -> None:
+    """RequestError: the two hold different values on this rank. Tensors are this rank's parts."""
+    (name, one), (other, two) = first, second
+    alike = one.shape == two.shape and one.dtype == two.dtype
+    if not alike or len(set(box_digests([(one, ()), (two, ())]))) > 1:
+        raise RequestError.make(
+            f"the configuration ties '{other}' to '{name}', and {run} holds two tensors with "
+            "different values: engines load one of them, and compute with it in both places",
+            "call model.tie_weights() after the model is materialised (to_empty, a load) and "
+            "before fully_shard(), and shard the two in one group; or train with "
+            "config.tie_word_embeddings = False, and start engines with such a configuration",
+            key=other,
+        )
 
 
 def _parts_of_adapters(root: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Any, NamedTuple
 
@@ -29,10 +30,12 @@ from fanin.torch._union import (
     table_of,
     unite,
 )
-from fanin.torch._weights import checkpoint_names, find_weights
+from fanin.torch._weights import checkpoint_names, find_weights, lost_ties, refuse_lost_tie
 from fanin.torch._world import raise_first
 
 __all__ = ["WeightServer"]
+
+_log = logging.getLogger("fanin.torch")
 
 _REFRESH = (
     "call refresh() on every rank, also on those where nothing has changed, and publish the next "
@@ -66,7 +69,8 @@ def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> S
 
     change, metadata = parameters.look(), describe()
     kept = kept_in_f32(model, metadata.get("config"), change.states)
-    return Source(publication, parameters, change, metadata, describe, kept=kept)
+    ties = tuple(lost_ties(parameters.root))
+    return Source(publication, parameters, change, metadata, describe, kept=kept, ties=ties)
 
 
 class Agreed(NamedTuple):
@@ -186,6 +190,7 @@ class WeightServer(Publisher):
         self._tables: dict[str, Table] = {}
         #: The proof that replicas are replicas.
         self._replicas: dict[str, Replicas | None] = {}
+        self._told_of_ties: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
         serving = Serving(
@@ -327,8 +332,23 @@ class WeightServer(Publisher):
         return change
 
     def _prove(self, run: OneRun, step: int) -> None:
+        for pair in run.ties:
+            first, second = ((name, run.parameters.held(name)) for name in pair)
+            if first[1] is not None and second[1] is not None:
+                refuse_lost_tie(run.publication, first, second)
+                self._warn_of_tie(run, *pair)
         if (replicas := self._replicas.get(run.publication)) is not None:
             replicas.check(step, run.parameters.values)
+
+    def _warn_of_tie(self, run: OneRun, name: str, other: str) -> None:
+        if run.publication not in self._told_of_ties:
+            self._told_of_ties.add(run.publication)
+            _log.warning(
+                "the configuration ties '%s' to '%s', and %s holds two tensors, which are equal so "
+                "far: engines that tie them refuse both. Call model.tie_weights() before "
+                "fully_shard()",
+                *(other, name, run.publication),
+            )
 
     def _unpublished(self, run: OneRun, error: BaseException) -> None:
         if (replicas := self._replicas.get(run.publication)) is not None:
@@ -357,7 +377,7 @@ class WeightServer(Publisher):
         assert change is not None
         self._tables[run.publication] = table
         self._unsettled.add(run.publication)
-        run.kept = agreed.kept
+        run.kept, run.ties = agreed.kept, tuple(lost_ties(run.parameters.root))
         self._tell(run, change._replace(metadata=agreed.metadata))
         others = self._casting.marked(_others(agreed.wholes, table), run.kept)
         self._server.put(run.publication, others, replace=True)
