@@ -42,6 +42,8 @@ class Report:
     different: tuple[str, ...]
     #: Modules of which nothing shows what their kernels use.
     unseen: tuple[str, ...]
+    #: Parameters that no update fills, because init named them in ``keep``.
+    kept: tuple[str, ...] = ()
 
 
 def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600.0) -> Report:
@@ -80,6 +82,7 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
             f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["different"]
         ),
         unseen=tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["unseen"]),
+        kept=tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["kept"]),
     )
     if report.different:
         error = HostError.make(

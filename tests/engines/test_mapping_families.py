@@ -17,6 +17,7 @@ import torch
 from families import FAMILIES, Engine, Entry, Layout, checkpoint, served, values
 from fanin import mapping as maps
 from fanin.mapping import Mapping, MappingError
+from fanin.mapping._coverage import Taken, missed, taken_of
 from fanin.vllm import reload
 from vllm.model_executor.model_loader.reload import layerwise
 
@@ -81,15 +82,19 @@ def identities(model: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def record(engine: Engine, model: Any, published: list[Entry]) -> Mapping:
-    """The mapping; the model has to be as it was."""
+def record(
+    engine: Engine, model: Any, published: list[Entry], taken: list[Taken] | None = None
+) -> Mapping:
+    """The mapping; the model has to be as it was. taken: gets what the rank tells of coverage."""
     poison(model)
     before, content = identities(model), snapshot(model)
-    mapping = reload.record_model(published, model, engine.config).mapping()
+    recording = reload.record_model(published, model, engine.config)
     assert identities(model) == before
     after = snapshot(model)
     assert all(torch.equal(after[name], content[name]) for name in content)
-    return mapping
+    if taken is not None:
+        taken.append(taken_of(recording.taken()))
+    return recording.mapping()
 
 
 @pytest.fixture
@@ -105,10 +110,11 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
     published = checkpoint(FAMILIES[name].configuration())
     weights = values(published)
     made = engine(name, layout)
-    mappings = []
+    mappings: list[Mapping] = []
+    told: list[Taken] = []
     for rank in range(layout.size):
         with made.rank(rank) as model:
-            mapping = record(made, model, published)
+            mapping = record(made, model, published, told)
             expected = loaded(model, weights)
             poison(model)
             put(mapping, model, weights)
@@ -119,6 +125,10 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
             assert mapping.about.ranks.get("ep", (rank, 2)) == (rank, 2)
             mappings.append(mapping)
     assert maps.unwanted(mappings) == ()
+    shapes = {entry.name: tuple(entry.shape) for entry in published}
+    assert missed(shapes, told) == []
+    if layout.size > 1:
+        assert missed(shapes, told[1:]), "one rank alone takes a part"
     taken = set().union(*(mapping.wanted() for mapping in mappings))
     assert taken == {entry.name for entry in published}
     if layout.stages:
@@ -282,6 +292,47 @@ def test_a_publication_of_another_model_is_refused(change: Any, said: str, engin
             reload.record_model(published, model, made.config).mapping()
         assert identities(model) == before
         record(made, model, checkpoint(FAMILIES["qwen3"].configuration()))
+
+
+@pytest.mark.parametrize(
+    ("field", "missing"),
+    [
+        ("intermediate_size", "mlp.gate_proj.weight"),
+        ("num_attention_heads", "self_attn.q_proj.weight"),
+        ("num_key_value_heads", "self_attn.k_proj.weight"),
+        ("vocab_size", "model.embed_tokens.weight"),
+    ],
+)
+def test_larger_models_are_not_cut(field: str, missing: str, engine: Any) -> None:
+    """vLLM's loaders take their part of what is larger; the recording says what is left."""
+    larger = FAMILIES["qwen3"].configuration()
+    setattr(larger, field, 2 * getattr(larger, field))
+    published = checkpoint(larger)
+    made = engine("qwen3", Layout(1))
+    with made.rank(0) as model:
+        recording = reload.record_model(published, model, made.config)
+    shapes = {entry.name: tuple(entry.shape) for entry in published}
+    if recording.whole:
+        found = missed(shapes, [taken_of(recording.taken())])
+        assert any(one.name.endswith(missing) and one.gap for one in found)
+    else:  # the loader itself has refused
+        assert any(missing in str(refusal) for refusal in recording.refusals)
+
+
+def test_an_untied_model_does_not_go_into_one_memory(tmp_path: Path) -> None:
+    """Of an engine that ties its embeddings: a head of its own is missed, or fills twice."""
+    published = checkpoint(FAMILIES["qwen3"].configuration())
+    assert any(entry.name == "lm_head.weight" for entry in published)
+    tied = FAMILIES["qwen3"].configuration()
+    tied.tie_word_embeddings = True
+    made = Engine(tmp_path, FAMILIES["qwen3"], Layout(1), tied)
+    with made.rank(0) as model:
+        recording = reload.record_model(published, model, made.config)
+        shapes = {entry.name: tuple(entry.shape) for entry in published}
+        left = [one.name for one in missed(shapes, [taken_of(recording.taken())])]
+        if left != ["lm_head.weight"]:
+            with pytest.raises(MappingError, match="one memory for two published tensors"):
+                recording.mapping()
 
 
 def test_skeletons_are_taken_back_in_all_cases(engine: Any, monkeypatch: Any) -> None:

@@ -166,7 +166,10 @@ def test_a_request_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_the_loader_would_write(trainer: Trainer, rank: int) -> None:
+def test_what_the_loader_would_write(
+    trainer: Trainer, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_ranks(monkeypatch)
     model = StandIn(rank, 2)
     for parameter in model.parameters():
         if parameter.dim():
@@ -404,9 +407,9 @@ def test_a_model_that_says_no(trainer: Trainer) -> None:
     assert "captured graphs" in Updater(model).sync(trainer.request(1))
 
 
-def two_ranks(monkeypatch: pytest.MonkeyPatch, **other: Any) -> list[Any]:
-    """This process is the first of two; the second one says the same but for *other*. What the
-    first has said."""
+def two_ranks(monkeypatch: pytest.MonkeyPatch, before: bool = False, **other: Any) -> list[Any]:
+    """This process is one of two; the other one takes the rest of each tensor, and says after the
+    pull the same but for *other*. What this one has said."""
     group = SimpleNamespace(tp_rank=0, tp_size=2, pp_size=1, tp_group=SimpleNamespace(cpu_group=0))
     monkeypatch.setattr(weights, "_parallel", lambda: group)
     monkeypatch.setattr(weights, "_about", lambda model: fanin.mapping.About("sglang"))
@@ -414,7 +417,8 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch, **other: Any) -> list[Any]:
 
     def gather(out: list[Any], mine: Any, group: Any) -> None:
         heard.append(mine)
-        out[:] = [mine, dataclasses.replace(mine, **other)]
+        more = other if len(heard) % 2 == 0 or before else {}
+        out[:] = [mine, dataclasses.replace(mine, **{"taken": (), **more})]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     return heard
@@ -427,8 +431,18 @@ def test_the_failure_of_another_rank_is_everybodys(
     heard = two_ranks(monkeypatch, failure="rank 3 of the trainer is gone")
     told = Updater(StandIn(0, 2)).sync(trainer.request(1))
     assert told == "fanin: worker 1 of 2: rank 3 of the trainer is gone"
-    assert heard[0].failure == ""  # this one had no failure of its own
+    assert [one.failure for one in heard] == ["", ""]  # this one had no failure of its own
     assert guard.standing.torn  # and has written
+
+
+def test_the_failure_of_another_rank_before_anything_is_read(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.commit(1)
+    heard = two_ranks(monkeypatch, before=True, failure="it has another model")
+    told = Updater(StandIn(0, 2)).sync(trainer.request(1))
+    assert told == "fanin: worker 1 of 2: it has another model"
+    assert len(heard) == 1 and not guard.standing.torn
 
 
 def test_ranks_that_have_pulled_from_two_launches(
@@ -450,8 +464,8 @@ def test_pipeline_stages_are_refused(trainer: Trainer, monkeypatch: pytest.Monke
     assert "pipeline parallelism (2 stages)" in Updater(StandIn()).sync(trainer.request(1))
 
 
-def test_published_tensors_that_nobody_takes_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_is_published_and_goes_nowhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = Trainer(extra="mtp.weight")
     trainer.commit(1)
@@ -462,6 +476,34 @@ def test_published_tensors_that_nobody_takes_are_named(
         stock((name, tensor) for name, tensor in pairs if not name.startswith("mtp"))
 
     monkeypatch.setattr(model, "load_weights", without_mtp)
-    assert Updater(model).sync(trainer.request(1)) == ""
-    assert "1 published tensors go nowhere in this engine: mtp.weight" in caplog.text
+    updater = Updater(model)
+    told = updater.sync(trainer.request(1))
+    assert "published, and the model takes nothing of it: mtp.weight" in told
+    assert '{"unused": ["<pattern>"]}' in told and not guard.standing.torn
+    assert updater.sync(trainer.request(1, unused=("mtp.*",))) == ""
     trainer.close()
+
+
+def test_a_trainer_that_is_larger_is_refused(trainer: Trainer) -> None:
+    """A loader takes its part of what is larger: here a rank of two stands alone."""
+    trainer.commit(1)
+    told = Updater(StandIn(0, 2)).sync(trainer.request(1))
+    assert "takes nothing of it: elements [8:16, 0:16] of layers.0.k_proj.weight" in told
+    assert "heads and widths" in told and not guard.standing.torn
+
+
+def test_what_nobody_trains_is_kept(trainer: Trainer) -> None:
+    trainer.commit(1)
+    model = StandIn()
+    model.visual = torch.nn.Linear(2, 2)
+    before = model.visual.weight.clone()
+    updater = Updater(model)
+    told = updater.sync(trainer.request(1))
+    assert "visual" in told and '{"keep": ["<pattern>"]}' in told
+    assert updater.sync(trainer.request(1, keep=("visual.*",))) == ""
+    assert torch.equal(model.visual.weight, before)
+    told = updater.sync(trainer.request(1, keep=("visual.*", "embed.*")))
+    assert "keep names what 'embed.weight' of the trainer fills" in told
+    assert "keep names 'mtp.*', and the model has no such" in updater.sync(
+        trainer.request(1, keep=("mtp.*",))
+    )

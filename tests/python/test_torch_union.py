@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+from fanin._cover import uncovered
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks import Split, layout
@@ -16,7 +17,6 @@ from fanin.torch._union import (
     ranks_text,
     replicated,
     table_of,
-    uncovered,
     unite,
 )
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fanin._cover import Parts, uncovered
 from fanin._tensors import TORCH_DTYPES
 from fanin.errors import RequestError
 from fanin.mapping import _boxes
@@ -266,6 +267,46 @@ class Recording:
         wanted.update(refusal.tensor for refusal in self.refusals)
         return tuple(p.name for p in self.published if p.name not in wanted)
 
+    def tie_conflicts(self) -> list[Refusal]:
+        """Tied tensors whose one memory several published tensors fill: the last one would stay."""
+        names: dict[str, str] = {}
+        for copy in self.copies:
+            names.setdefault(self.targets[copy.to.place].path, copy.name)
+        return [
+            Refusal(
+                *path.rpartition(".")[::2],
+                names[path],
+                f"it is tied to '{other}', which '{names[other]}' fills: the engine has one memory "
+                "for two published tensors",
+            )
+            for path, other in self.ties.items()
+            if path in names and other in names and names[path] != names[other]
+        ]
+
+    def taken(self) -> dict[str, Parts]:
+        """Of each published tensor of which this rank does not take all the blocks that it takes;
+        none: nothing. What the loader computes with counts as taken."""
+        whole = {refusal.tensor for refusal in self.refusals}
+        parts: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        published = {p.name: p for p in self.published}
+        for copy in self.copies:
+            shape = tuple(published[copy.name].shape)
+            try:
+                found = _boxes.parts_of(
+                    shape, copy.first, copy.to.extent, copy.stride, copy.to.stride
+                )
+            except _boxes.TooManyBoxesError:
+                whole.add(copy.name)
+                continue
+            parts.setdefault(copy.name, set()).update((one.offset, one.extent) for one in found)
+        out = {}
+        for entry in self.published:
+            if entry.name not in whole:
+                of_it = tuple(sorted(parts.get(entry.name, ())))
+                if uncovered(tuple(entry.shape), of_it) is not None:
+                    out[entry.name] = of_it
+        return out
+
 
 @dataclass
 class _Gathered:
@@ -284,7 +325,7 @@ class _Gathered:
 class _Checker:
     def __init__(self, recording: Recording) -> None:
         self._r = recording
-        self._refusals = list(recording.refusals)
+        self._refusals = [*recording.refusals, *recording.tie_conflicts()]
         self._published = {p.name: p for p in recording.published}
         self._memory = [
             _boxes.memory_of(t.tensor.shape, t.tensor.stride()) for t in recording.targets

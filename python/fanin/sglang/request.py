@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanin.errors import PeerError, RequestError
+from fanin.mapping._kept import check_patterns
 from fanin.names import check_run, check_step
 
 __all__ = ["LOADER", "NAME", "TOLD", "Request", "decode", "encode"]
@@ -28,7 +29,7 @@ NAME = "fanin.request"
 TOLD = "fanin has pulled: "
 """What SGLang's message has before the JSON object of ``step``, ``bytes``, ``seconds``, ``how``."""
 
-_FIELDS = {"trainer", "run", "step", "timeout", "server_name"}
+_FIELDS = {"trainer", "run", "step", "timeout", "server_name", "unused", "keep", "config"}
 _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 
 
@@ -37,7 +38,9 @@ class Request:
     """One request. Immutable.
 
     trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step: this one exactly.
-    timeout: seconds for the pull. server_name: demand this job's ranks.
+    timeout: seconds for the pull. server_name: demand this job's ranks. unused: patterns of
+    published names that the model does not have. keep: patterns of the model's parameters that
+    nobody publishes. config: "check" that trainer and engine have one, or "ignore".
     """
 
     trainer: str | Sequence[str] = ()
@@ -45,6 +48,9 @@ class Request:
     step: int = 0
     timeout: float = 60.0
     server_name: str | None = None
+    unused: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    config: str = "check"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -56,6 +62,11 @@ class Request:
         }
         if self.server_name is not None:
             body["server_name"] = self.server_name
+        for name, value in (("unused", list(self.unused)), ("keep", list(self.keep))):
+            if value:
+                body[name] = value
+        if self.config != "check":
+            body["config"] = self.config
         return body
 
 
@@ -106,6 +117,9 @@ def decode(named_tensors: Any) -> Request:
         check_step(body.get("step", -1)),
         _seconds(body.get("timeout", 60.0)),
         _server_name(body.get("server_name")),
+        check_patterns("unused", body.get("unused", ()), key="unused"),
+        check_patterns("keep", body.get("keep", ()), key="keep"),
+        _config(body.get("config", "check")),
     )
 
 
@@ -138,6 +152,12 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise RequestError.make(f"timeout {value!r} is not above 0", "give seconds")
     return float(value)
+
+
+def _config(value: Any) -> str:
+    if value in ("check", "ignore"):
+        return str(value)
+    raise RequestError.make(f"config is {value!r}", 'give "check" or "ignore"', key="config")
 
 
 def _server_name(value: Any) -> str | None:

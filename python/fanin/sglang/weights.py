@@ -27,9 +27,12 @@ from typing import Any
 from fanin._allowed import check_by_config
 from fanin.errors import FaninError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
+from fanin.mapping._configs import refuse_other_config
+from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
+from fanin.mapping._kept import KEEP, kept_paths, refuse_published
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import groups_of, torch_dtype_of
-from fanin.vllm.trainers import Published, Trainer, left
+from fanin.vllm.trainers import Published, Trainer, left, without
 
 from .guard import standing
 from .request import Request, decode
@@ -38,6 +41,10 @@ __all__ = ["load"]
 
 _log = logging.getLogger("fanin.sglang")
 
+_ALL_OF_IT = (
+    "publish the model that the engine serves, with its layers, heads and widths, or sync with "
+    'Registry(init={"unused": ["<pattern>"]}) for what the model does not have'
+)
 _UNHEARD = "_fanin_unheard"
 _CACHE_ERROR = "_derived_weight_cache_error"
 # Of attention; checkpoints that are not quantized have none.
@@ -64,13 +71,18 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
         live = _models[model] = _Live()
     try:
         request = decode(named_tensors)
-        report.unwanted = live.bring(model, request, report)
+        deadline = time.monotonic() + request.timeout
+        published = live.prepare(model, request, deadline)
+        report.taken = live.taken
     except Exception as error:  # also a bug here, or in SGLang, must not end the engine
-        report.failure = (
-            str(error) if isinstance(error, FaninError) else f"{type(error).__name__}: {error}"
-        )
-        _log.error("fanin: %s", report.failure, exc_info=not isinstance(error, FaninError))
-    whole = _agreed(report)
+        report.fail(error)
+    whole = _agreed(report, live.shapes)
+    if not whole.failure:
+        try:
+            live.pull(model, published, request.step, deadline, report)
+        except Exception as error:
+            report.fail(error)
+        whole = _agreed(report, live.shapes)
     if whole.failure:
         standing.fail(id(model), whole.failure, whole.writing)
     else:
@@ -81,8 +93,8 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 @dataclass
 class _Report:
     """What a pull did on one rank, or on all of them. writing: from when on weights are at stake.
-    worlds: launches of the trainer that it came from. unwanted: published tensors that this rank
-    takes nothing of, if they were just found."""
+    worlds: launches of the trainer that it came from. taken: published tensors of which this rank
+    does not take all."""
 
     failure: str = ""
     writing: bool = False
@@ -90,7 +102,12 @@ class _Report:
     seconds: float = 0.0
     how: list[str] = field(default_factory=list)
     worlds: set[str] = field(default_factory=set)
-    unwanted: frozenset[str] | None = None
+    taken: Taken = ()
+
+    def fail(self, error: Exception) -> None:
+        known = isinstance(error, FaninError)
+        self.failure = str(error) if known else f"{type(error).__name__}: {error}"
+        _log.error("fanin: %s", self.failure, exc_info=not known)
 
 
 # ------------------------------------------------------------------------------ one model
@@ -108,35 +125,48 @@ class _Live:
         self._taken: tuple[str, ...] = ()
         self._packed: PackedMapping | None = None
         self._places: tuple[int, ...] = ()
+        #: Of all that is published and not unused.
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: What this rank does not take all of.
+        self.taken: Taken = ()
 
-    def bring(self, model: Any, request: Request, report: _Report) -> frozenset[str] | None:
-        """Pulls. The published tensors that this rank takes nothing of, if they were just found."""
+    def prepare(self, model: Any, request: Request, deadline: float) -> Published:
+        """What is published, and where it goes. Writes nothing."""
         _check_model(model)
-        deadline = time.monotonic() + request.timeout
         trainer = self._trainer_of(request)
-        published = trainer.ready(deadline, request.step)
-        found = None
-        if self._layout != published.layout():
-            self._record(model, published)
-            found = frozenset(self._mapping.unwanted) if self._mapping is not None else None
+        published = without(trainer.ready(deadline, request.step), request.unused)
+        layout = (published.layout(), request.keep, request.config, published.metadata)
+        if self._layout != layout:
+            if request.config == "check":
+                text = published.metadata.get("config")
+                refuse_other_config(text, getattr(model, "config", None))
+            self._record(model, published, kept_paths(model, request.keep))
+            self._layout = layout
+        return published
+
+    def pull(
+        self, model: Any, published: Published, step: int, deadline: float, report: _Report
+    ) -> None:
+        """Fills the model."""
+        trainer = self._trainer
+        assert trainer is not None
         start = time.monotonic()
         _settled(model)
         if self._mapping is not None:
-            self._by_boxes(model, trainer, request.step, deadline, report)
+            self._by_boxes(model, trainer, step, deadline, report)
         if self._taken:
-            _by_loader(model, trainer, published, self._taken, request.step, deadline, report)
+            _by_loader(model, trainer, published, self._taken, step, deadline, report)
         _post_load(model)
         _settled(model)
         report.seconds = time.monotonic() - start
         _log.info(
             "fanin: step %d of %s: %.1f MB, %s in %.3f s",
-            request.step,
+            step,
             trainer.run,
             report.bytes / 1e6,
             ", ".join(report.how),
             report.seconds,
         )
-        return found
 
     def _trainer_of(self, request: Request) -> Trainer:
         trainer = request.trainer if isinstance(request.trainer, str) else list(request.trainer)
@@ -149,15 +179,21 @@ class _Live:
             self._trainer, self._source = Trainer(*wanted), wanted
         return self._trainer
 
-    def _record(self, model: Any, published: Published) -> None:
+    def _record(self, model: Any, published: Published, kept: frozenset[str]) -> None:
         self._layout, self._mapping, self._packed, self._taken = None, None, None, ()
-        recording = record(
-            published.entries, _loader(model), model, own=_engine_own, about=_about(model)
-        )
+
+        def own(target: Any) -> str | None:
+            return "kept as the engine has it" if target.path in kept else _engine_own(target)
+
+        recording = record(published.entries, _loader(model), model, own=own, about=_about(model))
+        refuse_published(recording, kept)
+        self.shapes = {entry.name: tuple(entry.shape) for entry in published.entries}
+        self.taken = taken_of(recording.taken())
         try:
             self._mapping = recording.mapping()
         except MappingError as error:
             if not recording.only_computes(error):
+                error.remedy += "; or " + KEEP
                 raise
             self._mapping = _all_but_computed(recording)
             modules = self._mapping.modules if self._mapping is not None else ()
@@ -171,7 +207,6 @@ class _Live:
                 len(self._taken),
                 error,
             )
-        self._layout = published.layout()
         _log.info(
             "fanin: %d published tensors, recorded in %.3f s",
             len(published.entries),
@@ -338,9 +373,9 @@ def _about(model: Any) -> About:
     return About("sglang", version, type(model).__name__, ranks)
 
 
-def _agreed(mine: _Report) -> _Report:
-    """Of all ranks: the first one's failure, and the sum of their bytes. Every rank calls it in
-    every pull, whatever came."""
+def _agreed(mine: _Report, shapes: dict[str, tuple[int, ...]]) -> _Report:
+    """Of all ranks: the first one's failure, elements that none of them takes, and the sum of their
+    bytes. Every rank calls it before every pull and after it, whatever came."""
     parallel = _parallel()
     size = int(parallel.tp_size) if parallel is not None else 1
     everybody = [mine]
@@ -362,16 +397,10 @@ def _agreed(mine: _Report) -> _Report:
     if len(whole.worlds) > 1:
         whole.failure = _of_several_launches(everybody)
         return whole
-    lists = [one.unwanted for one in everybody if one.unwanted is not None]
-    if len(lists) == size:
-        nobodys = sorted(frozenset.intersection(*lists))
-        if nobodys:
-            _log.warning(
-                "fanin: %d published tensors go nowhere in this engine: %s%s",
-                len(nobodys),
-                ", ".join(nobodys[:5]),
-                ", ..." if len(nobodys) > 5 else "",
-            )
+    try:
+        refuse_missed(missed(shapes, [one.taken for one in everybody]), _ALL_OF_IT)
+    except FaninError as error:
+        whole.failure = str(error)
     return whole
 
 

@@ -103,6 +103,9 @@ class SGLang(Driver):
             step=step,
             timeout=info.timeout,
             server_name=info.server_name,
+            unused=tuple(info.more.get("unused", ())),
+            keep=tuple(info.more.get("keep", ())),
+            config=info.more.get("config", "check"),
         )
         body = {
             "serialized_named_tensors": [encode(request)] * self._ranks,

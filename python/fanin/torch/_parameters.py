@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fanin._cover import Part
 from fanin._tensors import Box, Shard, torch_dtype
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
@@ -31,7 +32,6 @@ from fanin.torch._state import (
     view_of,
 )
 from fanin.torch._tree import FindFunction, Item, Tree, root_of
-from fanin.torch._union import Part
 
 try:
     from torch.distributed.tensor import DTensor as _DTensor

@@ -22,9 +22,10 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from fanin._cover import Part
 from fanin._digest import box_digests
 from fanin.errors import FaninError, RequestError, StateError
-from fanin.torch._union import Part, Replicated, Whole, ranks_text
+from fanin.torch._union import Replicated, Whole, ranks_text
 
 _WAIT = 600.0
 """Seconds that a rank waits for the others of a box: as long as NCCL's collectives do."""

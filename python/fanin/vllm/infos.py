@@ -13,12 +13,14 @@ from vllm.distributed.weight_transfer.base import (
 
 from fanin._allowed import check_by_config
 from fanin.errors import RequestError
+from fanin.mapping._kept import check_patterns
 from fanin.vllm.clients import Source
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 
 __all__ = ["Init", "InitInfo", "UpdateInfo"]
 
 _MODES = ("auto", "loader")
+_CONFIGS = ("check", "ignore")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Init:
     draft_run: str | None
     mode: str
     unused: tuple[str, ...]
+    keep: tuple[str, ...]
+    config: str
     verify: bool
     ring: int
     save: str | None
@@ -43,9 +47,11 @@ class InitInfo(WeightTransferInitInfo):
     trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
     trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
     model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
-    patterns of published names that the model does not have. verify: compare each step with
-    digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that each
-    worker writes its mapping to, for `nixl-fetch map`.
+    patterns of published names that the model does not have. keep: patterns of the model's own
+    parameters that nobody publishes and that stay as vLLM has loaded them (``visual.*``). config:
+    "check" that the trainer's configuration is the engine's, or "ignore". verify: compare each step
+    with digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that
+    each worker writes its mapping to, for `nixl-fetch map`.
     """
 
     trainer: Any
@@ -54,6 +60,8 @@ class InitInfo(WeightTransferInitInfo):
     draft_run: Any = None
     mode: Any = "auto"
     unused: Any = ()
+    keep: Any = ()
+    config: Any = "check"
     verify: Any = False
     ring: Any = 2
     save: Any = None
@@ -63,6 +71,7 @@ class InitInfo(WeightTransferInitInfo):
         whole = type(self.ring) is int and 1 <= self.ring <= 64
         for name, good, remedy in (
             ("mode", self.mode in _MODES, f"give one of {_MODES}"),
+            ("config", self.config in _CONFIGS, f"give one of {_CONFIGS}"),
             ("verify", isinstance(self.verify, bool), "give true or false"),
             ("ring", whole, "give 1 to 64, or leave it out"),
             ("save", self.save is None or isinstance(self.save, str), "give a directory"),
@@ -78,7 +87,9 @@ class InitInfo(WeightTransferInitInfo):
             timeout=check_timeout(self.timeout),
             draft_run=None if self.draft_run is None else full_run(self.draft_run),
             mode=self.mode,
-            unused=_patterns(self.unused),
+            unused=check_patterns("init_info's unused", self.unused, key="unused"),
+            keep=check_patterns("init_info's keep", self.keep, key="keep"),
+            config=self.config,
             verify=self.verify,
             ring=self.ring,
             save=self.save,
@@ -103,13 +114,3 @@ class UpdateInfo(WeightTransferUpdateInfo):
                 f"update_info's prefetch is {self.prefetch!r}", "give true or false", key="prefetch"
             )
         return check_step(self.step)
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise RequestError.make(
-            f"init_info's unused is {value!r}, not a list of patterns",
-            'give ["model.layers.61.*"]',
-            key="unused",
-        )
-    return tuple(value)

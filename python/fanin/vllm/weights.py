@@ -19,6 +19,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
 from fanin.mapping import Mapping, MappingError, Recording
+from fanin.mapping._configs import refuse_other_config
+from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
+from fanin.mapping._kept import KEEP, kept_paths, refuse_published
 from fanin.vllm import reload, weights_check
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.landing import Landing, StockLanding, Summary
@@ -36,7 +39,9 @@ _log = logging.getLogger("vllm.fanin")
 
 _UNUSED = 'init with {"unused": ["<pattern>"]} for what the model does not have'
 _BY_LOADER = 'init with {"mode": "loader"}, which fills such a model'
-_ALL_OF_IT = "publish the model that the engine serves, or " + _UNUSED
+_ALL_OF_IT = (
+    "publish the model that the engine serves, with its layers, heads and widths, or " + _UNUSED
+)
 
 
 class _Target:
@@ -52,8 +57,12 @@ class _Target:
         self.prefetch: Prefetch | None = None
         #: What the last update did, in bytes and seconds.
         self.last: Summary | None = None
-        #: Published, and nothing of it goes into this worker's model.
-        self.unwanted: tuple[str, ...] = ()
+        #: Published tensors of which not all goes into this worker's model; None: nobody asks.
+        self.taken: Taken | None = None
+        #: Of all that is published.
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: Paths of what stays as the engine has loaded it.
+        self.kept: frozenset[str] = frozenset()
 
     def give_up_prefetch(self) -> None:
         ahead, self.prefetch = self.prefetch, None
@@ -166,25 +175,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _agree(self, target: _Target, failure: FaninError | None) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
         published and used by none."""
-        mine = (None if failure is None else str(failure), target.unwanted)
+        mine = (None if failure is None else str(failure), target.taken)
         brought = reload.of_all_workers(mine, self.vllm_config)
         if failure is not None:
             raise failure
         for number, (text, _) in enumerate(brought):
             if text is not None:
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
-        self._refuse_unused(set.intersection(*(set(names) for _, names in brought)))
-
-    def _refuse_unused(self, nobody: set[str], remedy: str = _ALL_OF_IT) -> None:
-        """Raises PeerError for what is published and no worker uses."""
-        left_over = sorted(nobody)
-        if left_over:
-            more = f" and {len(left_over) - 3} more" if len(left_over) > 3 else ""
-            raise PeerError.make(
-                f"published, and the model takes nothing of it: {', '.join(left_over[:3])}{more}",
-                remedy,
-                key=left_over[0],
-            )
+        told = [taken for _, taken in brought if taken is not None]
+        if len(told) == len(brought):
+            refuse_missed(missed(target.shapes, told), _ALL_OF_IT)
 
     def start_weight_update(self) -> None:
         """Nothing is written yet; of a draft model, its trainer is looked for the first time."""
@@ -259,6 +259,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with set_current_vllm_config(self.vllm_config):
             found = weights_check.compare(landing.mapped, target.trainer, step, deadline)
         found.unseen += landing.by_loader
+        found.kept += sorted(target.kept)
         return found.as_dict()
 
     def state(self) -> dict[str, Any]:
@@ -269,6 +270,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "dirty": target.updates.dirty,
             "ahead": None if target.prefetch is None else target.prefetch.state(),
             "last": None if target.last is None else target.last.as_dict(),
+            "kept": sorted(target.kept),
         }
 
     def reset_weight_update_target(self) -> None:
@@ -318,14 +320,23 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
-        target.unwanted, others = (), frozenset[str]()
+        target.taken, others = None, frozenset[str]()
         if target is self._main:
+            if info.config == "check":
+                refuse_other_config(published.metadata.get("config"), self.model_config.hf_config)
             published = without(published, info.unused)
+            others = target.kept = kept_paths(target.model, info.keep)
         else:
             others = reload.shared(target.model, self._main.model)
         recording = record_model(published.entries, target.model, self.vllm_config, others)
-        if others:
+        if target is self._main:
+            refuse_published(recording, others)
+        elif others:
             published, recording = self._but_shared(target, published, recording, others)
+        if conflicts := recording.tie_conflicts():
+            raise MappingError.of(
+                conflicts, "train with tied weights, or start vLLM with a model that does not tie"
+            )
         if info.mode == "loader":
             self._check_loader(target, info, recording)
             return StockLanding(target.model, target.model_config, self.device, published, others)
@@ -334,10 +345,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except MappingError as error:
             if not recording.only_computes(error):
                 fits = recording.whole and not reload.lacking(recording, target.model)
-                error.remedy += "; or " + (_BY_LOADER if fits else _UNUSED)
+                error.remedy += "; or " + (_BY_LOADER if fits else KEEP)
                 raise
             mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
-        self._keep_unwanted(target, info, mapping.unwanted)
+        self._keep_taken(target, info, recording)
         if info.save is not None:
             self._save(mapping, target, info.save)
         options: dict[str, Any] = {"ring": info.ring, "verify": info.verify}
@@ -393,22 +404,23 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         lacking = reload.lacking(recording, target.model)
         if lacking:
             raise MappingError.of(
-                lacking, "publish the whole model under the names of its checkpoint"
+                lacking, "publish the whole model under the names of its checkpoint, or " + KEEP
             )
-        self._keep_unwanted(target, info, recording.unwanted)
+        self._keep_taken(target, info, recording)
 
-    def _keep_unwanted(self, target: _Target, info: Init, names: tuple[str, ...]) -> None:
-        """Keeps what this worker takes nothing of. One alone knows that nobody does."""
+    def _keep_taken(self, target: _Target, info: Init, recording: Recording) -> None:
+        """Keeps what this worker does not take all of. One alone knows that nobody does."""
         remedy, parallel = _ALL_OF_IT, self.parallel_config
         if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
-            names = ()  # the rest may be experts of other replicas, which are not asked
+            return  # the rest may be experts of other replicas, which are not asked
         if target is not self._main:
             remedy = "publish in this run what the draft model has, and no more"
             if info.draft_run == info.run:
-                names = ()  # the rest is the main model's
-        target.unwanted = names
+                return  # the rest is the main model's
+        target.taken = taken_of(recording.taken())
+        target.shapes = {entry.name: tuple(entry.shape) for entry in recording.published}
         if parallel.world_size == 1:
-            self._refuse_unused(set(names), remedy)
+            refuse_missed(missed(target.shapes, [target.taken]), remedy)
 
     def _save(self, mapping: Mapping, target: _Target, directory: str) -> None:
         parallel = self.vllm_config.parallel_config

@@ -34,6 +34,8 @@ class Comparison:
     different: list[str] = field(default_factory=list)
     #: Modules of which nothing shows what their kernels use.
     unseen: list[str] = field(default_factory=list)
+    #: Parameters that no update fills, by ``keep``.
+    kept: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For the way between processes."""

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of an engine's model that nobody trains: they keep what the engine has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from fanin.errors import RequestError
+
+if TYPE_CHECKING:
+    from fanin.mapping._record import Recording
+
+__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_published"]
+
+KEEP = 'init with {"keep": ["<pattern>"]} for what nobody trains, which then stays as it is'
+
+
+def check_patterns(what: str, value: Any, key: str) -> tuple[str, ...]:
+    """A list of patterns of names. Raises RequestError, naming it."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise RequestError.make(
+            f"{what} is {value!r}, not a list of patterns", 'give ["visual.*"]', key=key
+        )
+    return tuple(value)
+
+
+def kept_paths(model: Any, patterns: Iterable[str]) -> frozenset[str]:
+    """Paths of the model's parameters and persistent buffers that the patterns name.
+
+    Raises RequestError for a pattern that names none.
+    """
+    if not patterns:
+        return frozenset()
+    paths = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    paths += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        named = {path for path in paths if fnmatchcase(path, pattern)}
+        if not named:
+            raise RequestError.make(
+                f"keep names '{pattern}', and the model has no such parameter",
+                f"its parameters are named as {', '.join(paths[:3])}",
+                key="keep",
+            )
+        found |= named
+    return frozenset(found)
+
+
+def refuse_published(recording: Recording, kept: frozenset[str]) -> None:
+    """Raises RequestError if something that is published goes into what is kept."""
+    names = recording.into(kept)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise RequestError.make(
+            f"keep names what '{names[0]}'{more} of the trainer fills",
+            "keep what nobody publishes, and no more",
+            key="keep",
+        )
