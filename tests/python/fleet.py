@@ -121,7 +121,6 @@ class FakeVLLM(FakeEngine):
         self.active = False
         self.pulled: int | None = None
         self.held: int | None = None
-        self.cache_reset = 0
         self.workers = 2
         self._launch = ""
         #: What reading ahead says of itself, one answer after the other; the last one stays.
@@ -145,9 +144,6 @@ class FakeVLLM(FakeEngine):
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return OK
-        if path == "/reset_prefix_cache":
-            self.cache_reset += 1
-            return 200, {"success": True}
         if path == "/collective_rpc":
             assert body == {"method": "fanin_weights_state"}
             return 200, {"results": [self._state(worker) for worker in range(self.workers)]}

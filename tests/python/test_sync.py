@@ -86,7 +86,7 @@ def test_each_phase_once_in_order(stack: ExitStack) -> None:
     for engine in engines:
         assert way_of(engine, [INIT, *WAY]) == [INIT, *WAY]
         assert engine.model == "weights of step 7" and engine.version == "step-7"
-        assert not engine.paused and engine.cache_reset == 1
+        assert not engine.paused
         told = engine.initialised
         assert told is not None
         assert told["trainer"] == ["10.0.0.1:6000", "10.0.0.2:6000"] and told["run"] == "0"
@@ -167,20 +167,31 @@ def test_sglang_beside_vllm(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "query", "resets"),
+    ("mode", "query", "keeps"),
     [
-        ("retract", "mode=keep&clear_cache=true", "reset_running_requests=true"),
-        ("keep", "mode=keep&clear_cache=true", ""),
-        ("wait", "mode=wait&clear_cache=true", None),
-        ("abort", "mode=abort&clear_cache=true", None),
+        ("retract", "mode=keep&clear_cache=true", False),
+        ("keep", "mode=keep&clear_cache=false", True),
+        ("wait", "mode=wait&clear_cache=true", False),
+        ("abort", "mode=abort&clear_cache=true", False),
     ],
 )
-def test_pause_modes(stack: ExitStack, mode: str, query: str, resets: str | None) -> None:
+def test_pause_modes(stack: ExitStack, mode: str, query: str, keeps: bool) -> None:
+    """Caches of the old weights are dropped by the plugin, unless it is told to leave them."""
     (engine,) = fleet(stack, 1)
-    registry_of(engine).sync(1, pause_mode=mode)
+    registry = registry_of(engine)
+    registry.sync(1, pause_mode=mode)
     asked = dict(zip(engine.paths, engine.queries, strict=True))
     assert asked["/pause"] == query
-    assert asked.get("/reset_prefix_cache") == resets
+    told = engine.bodies["/update_weights"]["update_info"]
+    assert told == {"step": 1, "keep_caches": True} if keeps else {"step": 1}
+    registry.sync(2, pause_mode=mode, keep_caches=True)
+    assert engine.bodies["/update_weights"]["update_info"]["keep_caches"] is True
+
+
+def test_who_goes_on_needs_the_caches(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    with pytest.raises(RequestError, match="gone on with"):
+        registry_of(engine).sync(1, pause_mode="keep", keep_caches=False)
 
 
 def test_sglang_cannot_wait(stack: ExitStack) -> None:

@@ -90,8 +90,9 @@ class Worker:
         self.weight_transfer_engine.of_draft = True
         self.start_weight_update()
 
-    def update_weights(self, step: int, prefetch: bool = False) -> None:
+    def update_weights(self, step: Any, prefetch: bool = False) -> None:
         transfer = self.weight_transfer_engine
+        step = step["step"] if isinstance(step, dict) else step
         if prefetch:
             return  # a thread of its own reads it, beside the model
         try:
@@ -139,6 +140,7 @@ def engine(size: int = 2, **more: Any) -> Any:
             self.workers = [Worker(f"worker {rank} of {size}") for rank in range(size)]
             self.answers: list[deque[Any]] = [deque() for _ in range(size)]
             self.paused, self.resumed, self.slept = False, 0, "slept"
+            self.dropped, self.drops = [], True
             self.output_queue: queue.Queue[Any] = queue.Queue()
             vars(self).update(more)
 
@@ -160,6 +162,14 @@ def engine(size: int = 2, **more: Any) -> Any:
 
         def is_scheduler_paused(self) -> bool:
             return self.paused
+
+        def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+            assert reset_running_requests
+            self.dropped.append("prefixes")
+            return self.drops
+
+        def reset_encoder_cache(self) -> None:
+            self.dropped.append("encoders")
 
         def resume_scheduler(self) -> None:
             self.paused = False
@@ -217,6 +227,25 @@ def test_an_update_that_ends_well() -> None:
     core.add_request(request("a"))
     assert core.resumed == 1 and len(core.scheduler.requests) == 1
     assert core.fanin_not_whole() == ""
+
+
+def test_caches_of_the_old_weights_are_dropped() -> None:
+    """By every update that ends well, and by a load from disk; but for one that says otherwise."""
+    core = engine()
+    update(core, 3)
+    assert core.dropped == ["prefixes", "encoders"]
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, ({"step": 4, "keep_caches": True},))
+    core.collective_rpc("finish_weight_update")
+    assert len(core.dropped) == 2
+    update(core, 5)
+    core.collective_rpc("reload_weights")
+    assert len(core.dropped) == 6
+    failing(core, 6, w0="after")
+    assert len(core.dropped) == 6
+    core.drops = False
+    with pytest.raises(HostError, match="caches of the old ones stay"):
+        update(core, 7)
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,14 @@ class SyncClient:
         pools: Sequence[str] | None = None,
         weight_version: str | None = None,
         pause_mode: str = "retract",
-        flush_cache: bool | None = None,
+        keep_caches: bool | None = None,
         timeout: float | None = None,
         prefetch: bool | str | None = None,
     ) -> dict[str, Any]:
         """Brings a step to all engines, or to those of the pools; None: the newest.
 
-        prefetch: as Registry.sync takes it, None: as that server was told. Blocks at most *timeout*
-        seconds (None: the client's) and a little. Returns the reply's
+        keep_caches, prefetch: as Registry.sync takes them, None: as that server was told. Blocks at
+        most *timeout* seconds (None: the client's) and a little. Returns the reply's
         object; raises as :meth:`call`, with the sentence that names every engine that failed, and
         RequestError for what is no timeout.
         """
@@ -92,7 +92,7 @@ class SyncClient:
             "step": step,
             "pools": None if pools is None else [*pools],
             "weight_version": weight_version,
-            "flush_cache": flush_cache,
+            "keep_caches": keep_caches,
             "prefetch": prefetch,
         }
         body.update({name: value for name, value in given.items() if value is not None})

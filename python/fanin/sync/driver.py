@@ -88,7 +88,7 @@ class Driver(ABC):
         """Opens an update. may_be_open: an earlier one may not have been closed."""
 
     @abstractmethod
-    def update(self, info: InitInfo, step: int, deadline: float) -> None:
+    def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
         """Has all workers pull the step."""
 
     @abstractmethod

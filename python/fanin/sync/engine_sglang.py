@@ -94,7 +94,7 @@ class SGLang(Driver):
             if not may_be_open and "already open" not in error.message:
                 raise
 
-    def update(self, info: InitInfo, step: int, deadline: float) -> None:
+    def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
         if not hasattr(self, "_ranks"):
             self.init(info, min(deadline, time.monotonic() + _LOOK))
         request = Request(
@@ -120,7 +120,7 @@ class SGLang(Driver):
         path = "/end_weight_update"
         pulled = self._told(self._post(path, {}, "finish", deadline), path, "finish")
         self._of_one_launch(self._holding(pulled, step), self._PLUGIN)
-        if options.flush_cache and options.pause_mode != "keep":
+        if not options.keep_caches:
             self.wire.post("/flush_cache", None, "finish", deadline)
         self._post(
             "/update_weight_version",

@@ -24,7 +24,6 @@ from .wire import InitInfo, Options
 
 __all__ = ["VLLM"]
 
-_RESET = "/reset_prefix_cache"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
@@ -50,7 +49,7 @@ class VLLM(Driver):
 
     def pause(self, options: Options, deadline: float) -> None:
         mode = "keep" if options.pause_mode == "retract" else options.pause_mode
-        query = {"mode": mode, "clear_cache": "true" if options.flush_cache else "false"}
+        query = {"mode": mode, "clear_cache": "false" if options.keep_caches else "true"}
         self.wire.post(f"/pause?{urlencode(query)}", None, "pause", deadline)
         self._check_paused("pause", deadline)
 
@@ -122,15 +121,16 @@ class VLLM(Driver):
             )
         return why
 
-    def update(self, info: InitInfo, step: int, deadline: float) -> None:
-        self._post("/update_weights", {"update_info": {"step": step}}, "update", deadline)
+    def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
+        body: dict[str, Any] = {"step": step}
+        if options.keep_caches:
+            body["keep_caches"] = True
+        self._post("/update_weights", {"update_info": body}, "update", deadline)
         # A resume of another registry may have come behind this one's pause.
         self._check_paused("update", deadline)
 
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
-        if options.flush_cache and options.pause_mode in ("retract", "keep"):
-            self._reset_cache(options.pause_mode == "retract", deadline)
         self._proven(version, deadline)
         return self._of_one_launch(
             self._holding(self._held("finish", deadline), step), self._PLUGIN
@@ -163,18 +163,6 @@ class VLLM(Driver):
                 phase=phase,
             )
         return found
-
-    def _reset_cache(self, everything: bool, deadline: float) -> None:
-        """Also of requests that run: they are computed again, with the new weights."""
-        path = _RESET + ("?reset_running_requests=true" if everything else "")
-        body = self.wire.post(path, None, "finish", deadline).json()
-        if everything and not (isinstance(body, dict) and body.get("success") is True):
-            raise StateError.make(
-                f"{self.wire.url} has the weights, but did not drop what was computed with the old",
-                "sync again, or pause with mode abort",
-                address=self.wire.url,
-                phase="finish",
-            )
 
     def resume(self, deadline: float) -> None:
         self.wire.post("/resume", None, "resume", deadline)

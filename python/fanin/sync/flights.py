@@ -236,7 +236,7 @@ class Flight:
         if not self.ahead:
             self._start(driver, "start")
         record.dirty, record.step, record.version = True, None, None
-        self.run("update", lambda: driver.update(plan.info, plan.step, plan.deadline))
+        self.run("update", lambda: driver.update(plan.info, plan.step, plan.options, plan.deadline))
         self.pulled = self.run(
             "finish", lambda: driver.finish(plan.step, plan.version, plan.options, plan.deadline)
         )

@@ -298,7 +298,7 @@ class Registry:
         version: str | None = None,
         timeout: float | None = None,
         pause_mode: str = "retract",
-        flush_cache: bool = True,
+        keep_caches: bool | None = None,
         skip_dead: bool = False,
         again: bool = False,
         prefetch: bool | str | None = None,
@@ -309,7 +309,8 @@ class Registry:
         version: what the engines call their weights then; None: ``step-<s>``. timeout: seconds for
         all of it, None: the registry's. pause_mode: what becomes of requests that are under way:
         "retract": computed again with the new weights; "keep": gone on with; "wait": waited for;
-        "abort": ended. flush_cache: what was computed with the old weights goes. skip_dead: engines
+        "abort": ended. keep_caches: answers may use what was computed with the old weights
+        (prefixes, encoders' outputs); None: with "keep" only, which needs them. skip_dead: engines
         that fail the health check are left out (and are failures all the same), instead of nothing
         being done. again: also engines that have this step of this launch of the trainer already;
         they are left alone otherwise. prefetch: None: the registry's; read ahead what of it could
@@ -330,7 +331,7 @@ class Registry:
         """
         started = time.monotonic()
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
-        options = _options(pause_mode, flush_cache, self.prefetch if prefetch is None else prefetch)
+        options = _options(pause_mode, keep_caches, self.prefetch if prefetch is None else prefetch)
         if step is not None:
             check_step(step)
         _check_version(version)
@@ -557,12 +558,20 @@ def _prefetch(prefetch: object) -> bool | str:
     )
 
 
-def _options(pause_mode: str, flush_cache: bool, prefetch: object) -> Options:
+def _options(pause_mode: str, keep_caches: bool | None, prefetch: object) -> Options:
     if pause_mode not in PAUSE_MODES:
         raise RequestError.make(
             f"pause_mode {pause_mode!r} is unknown", "give one of " + ", ".join(PAUSE_MODES)
         )
-    return Options(pause_mode, bool(flush_cache), _prefetch(prefetch))
+    if keep_caches is None:
+        keep_caches = pause_mode == "keep"
+    if pause_mode == "keep" and not keep_caches:
+        raise RequestError.make(
+            "requests that are gone on with use what was computed with the old weights",
+            'leave keep_caches out with pause_mode "keep", or use "retract"',
+            key="keep_caches",
+        )
+    return Options(pause_mode, bool(keep_caches), _prefetch(prefetch))
 
 
 def _check_version(version: str | None) -> None:

@@ -55,7 +55,8 @@ _ADD = {
     "receiver_kv_cache_dtype", "api_key", *_UNNEEDED,
 }  # fmt: skip
 _SYNC = {
-    "step", "model_id", "pools", "pause_mode", "flush_cache", "cache_invalidation_mode",
+    "step", "model_id", "pools", "pause_mode", "flush_cache", "keep_caches",
+    "cache_invalidation_mode",
     "weight_version", "quantization", "timeout", "skip_dead", "again", "prefetch", *_UNNEEDED,
 }  # fmt: skip
 
@@ -211,7 +212,7 @@ class Service:
         if cache != "auto":
             raise RequestError.make(
                 f"receiver_kv_cache_dtype {cache!r} cannot be checked here",
-                "leave it out; what a sync flushes is said by flush_cache",
+                "leave it out; what a sync leaves is said by keep_caches",
                 key="receiver_kv_cache_dtype",
             )
         if "worker_port" in body:
@@ -277,9 +278,12 @@ class Service:
         self._check_model(body)
         cache = body.one_of("cache_invalidation_mode", _INVALIDATION, "auto")
         mode = _MODES[body.one_of("pause_mode", _MODES, "retract")]
-        flush = body.flag("flush_cache", mode != "keep")
-        if cache != "auto":
-            flush = cache == "flush"
+        keep = body.flag("keep_caches", mode == "keep" or cache == "none")
+        if not body.flag("flush_cache", True) and not keep:
+            notices.append(
+                "flush_cache false is not followed: answers of the old weights would go on; "
+                "keep_caches true leaves them"
+            )
         pools = body.get("pools", list, "a list of texts")
         try:
             result = self.registry.sync(
@@ -288,18 +292,18 @@ class Service:
                 version=body.text("weight_version"),
                 timeout=body.get("timeout", float, "seconds"),
                 pause_mode=mode,
-                flush_cache=flush,
+                keep_caches=keep,
                 skip_dead=body.flag("skip_dead"),
                 again=body.flag("again"),
                 prefetch=body.prefetch(),
             )
         except SyncError as error:
             timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"
-            reply = _sync_body(error.result, str(error), cache, flush, notices)
+            reply = _sync_body(error.result, str(error), cache, keep, notices)
             reply["error"] = body_of(error)["error"]
             return 504 if timed_out else 502, reply
         told = f"step {result.step} is on {len(result.results)} engines"
-        return 200, _sync_body(result, told, cache, flush, notices)
+        return 200, _sync_body(result, told, cache, keep, notices)
 
     def _check_model(self, body: _Body) -> None:
         model = body.text("model_id", self.registry.run)
@@ -357,7 +361,7 @@ def _result_body(result: EndpointResult) -> dict[str, Any]:
 
 
 def _sync_body(
-    result: SyncResult, message: str, cache: str, flush: bool, notices: list[str]
+    result: SyncResult, message: str, cache: str, keep: bool, notices: list[str]
 ) -> dict[str, Any]:
     slowest: dict[str, float] = {}
     for entry in result.results.values():
@@ -373,7 +377,7 @@ def _sync_body(
         "timing_breakdown": {**slowest, "total_s": result.seconds},
         "stall_s": max((e.stall for e in result.results.values() if e.stall), default=0.0),
         "cache_invalidation_mode": cache,
-        "flush_cache": flush,
+        "flush_cache": not keep,
         "endpoints_synced": [_result_body(entry) for entry in result.results.values()],
         "notices": notices,
     }

@@ -154,7 +154,6 @@ class TransportBackend:
         self._new: list[Shard] = []
         self._seen: set[str] = set()
         self._failed = ""  # why a bucket did not come whole
-        self._flush = False
         self._version: str | None = None
 
     @property
@@ -227,8 +226,9 @@ class TransportBackend:
     ) -> None:
         """Copies the tensors; their memory may be written again when it returns.
 
-        bucket: (checkpoint name, tensor) pairs, contiguous or not. flush_cache, weight_version: of
-        the whole sync; told with any bucket. Blocks as long as the copies take. Raises StateError
+        bucket: (checkpoint name, tensor) pairs, contiguous or not. flush_cache: is not looked at,
+        for engines drop their caches in any case. weight_version: of the whole sync; told with
+        any bucket. Blocks as long as the copies take. Raises StateError
         before initialize; RequestError for a name that came already, or whose shape or dtype is
         another than in the sync before. After an error, also one of *bucket*'s own, nothing can
         complete this sync: destroy publishes nothing.
@@ -240,7 +240,6 @@ class TransportBackend:
             # Callers destroy in a finally, and nobody knows which names were still to come.
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
-        self._flush = self._flush or flush_cache
         self._version = weight_version or self._version
 
     def _take(self, held: _Publication, bucket: Iterable[tuple[str, Any]], src_rank: int) -> None:
@@ -308,7 +307,6 @@ class TransportBackend:
                 held.step,
                 version=self._version,
                 pause_mode=self._settings.get("pause_mode", "retract"),
-                flush_cache=self._flush,
             )
         except SyncError as error:
             self._tell(error.result)
@@ -347,7 +345,7 @@ class TransportBackend:
         self._publication = None
         self._seen = set()
         self._failed = ""
-        self._flush, self._version = False, None
+        self._version = None
 
     @staticmethod
     def close_all() -> None:

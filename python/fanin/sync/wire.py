@@ -43,11 +43,11 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How one sync is to be made. pause_mode: of PAUSE_MODES. flush_cache: what was computed with
-    the old weights goes. prefetch: of PREFETCH."""
+    """How one sync is to be made. pause_mode: of PAUSE_MODES. keep_caches: what was computed with
+    the old weights stays. prefetch: of PREFETCH."""
 
     pause_mode: str = "retract"
-    flush_cache: bool = True
+    keep_caches: bool = False
     prefetch: bool | str = "auto"
 
 

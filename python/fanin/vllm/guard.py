@@ -38,6 +38,8 @@ __all__ = ["METHODS", "Gate", "install", "not_whole"]
 
 _log = logging.getLogger("vllm.fanin")
 
+#: After which the engine has other weights, all of them.
+_CHANGES = ("finish_weight_update", "reload_weights")
 _STARTS = ("start_weight_update", "start_draft_weight_update")
 #: Methods of vLLM's workers after which the weights may be others.
 WATCHED = frozenset(
@@ -145,6 +147,8 @@ class Gate:
         #: That all workers have, None: the weights that they were started with; and its launch.
         self.step: int | None = None
         self.world = ""
+        #: Whether the update that is under way leaves what was computed with the old weights.
+        self._keep_caches = False
 
     def call(
         self, ask: Callable[[str, tuple[Any, ...]], list[Any]], method: str, *arguments: Any
@@ -159,6 +163,10 @@ class Gate:
                 "replicas that share experts use each other's weights at any time",
                 "pause before start_weight_update",
             )
+        if method in _STARTS:
+            self._keep_caches = False
+        elif method == "update_weights":
+            self._keep_caches = _keeps_caches(*arguments)
         try:
             answers = ask("fanin_weights_call", (method, *arguments))
             failed = [one["error"] for one in answers if one["error"] is not None]
@@ -180,7 +188,28 @@ class Gate:
         self.step, self.world = (None, "") if first is None else (first["step"], first["world"])
         if failed:
             raise _error_of(failed)
+        if method in _CHANGES:
+            keep, self._keep_caches = self._keep_caches, False
+            if not keep:
+                self._drop_caches()
         return [one["result"] for one in answers]
+
+    def _drop_caches(self) -> None:
+        """What was computed with the old weights answers nothing any more: blocks of prefixes and
+        outputs of encoders. Requests that are under way are computed again."""
+        try:
+            dropped = self._core.reset_prefix_cache(reset_running_requests=True)
+            self._core.reset_encoder_cache()
+        except Exception as error:
+            dropped, why = False, f": {error}"
+        else:
+            why = ""
+        if not dropped:
+            raise HostError.make(
+                f"the weights are the new ones, and the caches of the old ones stay{why}",
+                "pause the engine before the update, and finish again; or update with "
+                '{"keep_caches": true} if answers may use them',
+            )
 
     def refusal(self) -> StateError:
         return StateError.make(f"the weights are not whole: {self.reason}", REMEDY)
@@ -255,6 +284,13 @@ class Gate:
             ]
             answer = EngineCoreOutputs(finished_requests=set(names), outputs=outputs)
             queue.put_nowait((client, answer))
+
+
+def _keeps_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the ``update_info`` of an update says so."""
+    info = kwargs.get("update_info", args[0] if args else None)
+    told = info.get("keep_caches") if isinstance(info, dict) else getattr(info, "keep_caches", None)
+    return told is True
 
 
 def _error_of(failed: list[dict[str, Any]]) -> FaninError:

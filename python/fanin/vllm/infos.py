@@ -101,16 +101,20 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """What ``/update_weights`` takes.
 
     step: this very step of the trainer. prefetch: only read it, beside the model, and return at
-    once; another update of that step, under pause, installs it.
+    once; another update of that step, under pause, installs it. keep_caches: leave what was
+    computed with the old weights (prefixes, encoders' outputs); answers may then use it.
     """
 
     step: Any
     prefetch: Any = False
+    keep_caches: Any = False
 
     def checked(self) -> int:
         """The step. Raises RequestError, naming the field."""
-        if not isinstance(self.prefetch, bool):
-            raise RequestError.make(
-                f"update_info's prefetch is {self.prefetch!r}", "give true or false", key="prefetch"
-            )
+        for name in ("prefetch", "keep_caches"):
+            said = getattr(self, name)
+            if not isinstance(said, bool):
+                raise RequestError.make(
+                    f"update_info's {name} is {said!r}", "give true or false", key=name
+                )
         return check_step(self.step)
