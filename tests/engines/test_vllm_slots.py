@@ -144,18 +144,24 @@ def test_what_a_pull_narrows(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("rank", "fields"),
     [
-        {"use_rslora": True},
-        {"alpha_pattern": {"k_proj": 3}},
-        {"lora_alpha": 4},
-        {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True},
+        (4, {"use_rslora": True}),
+        (4, {"alpha_pattern": {"k_proj": 3}}),
+        (4, {"lora_alpha": 4}),
+        (4, {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True}),
+        # Of more bits than BF16 has.
+        (3, {"lora_alpha": 10}),
+        (8, {"lora_alpha": 16, "use_rslora": True}),
     ],
 )
-def test_scaling_of_any_module(tmp_path: Path, fields: dict[str, Any]) -> None:
-    e = Engine(dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scaling_of_any_module(
+    tmp_path: Path, rank: int, fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    e = Engine(dtype=dtype)
     theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
-    with published(e, fields=fields) as trainer:
+    with published(e, rank, fields=fields) as trainer:
         theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
         slots = Slots(mine)
         trainer.pull(image := slots.take(trainer.layout(slots.loader)))

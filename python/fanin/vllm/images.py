@@ -213,7 +213,8 @@ class Image:
         with self._alone():
             self._turned.make()
             for scale, tensors in self._scaled.items():
-                torch._foreach_mul_(tensors, scale)
+                for tensor in tensors:  # _foreach_mul_ rounds the factor to their type first
+                    tensor *= scale
         self.whole = True
 
     def to_host(self) -> None:
