@@ -342,6 +342,52 @@ def test_what_vllm_does_not_take_is_refused_before_bytes_move(place: Place, what
     place.still_serves()
 
 
+PLACELESS = {
+    "prefix": ("model.language_model.layers.0.self_attn.q_proj", 128, 128, "there is no"),
+    "layer": ("model.layers.98.self_attn.q_proj", 128, 128, "there is no"),
+    "unwrapped": ("model.layers.0.input_layernorm", 128, 128, "without LoRA"),
+    "narrower": ("model.layers.1.mlp.gate_proj", 128, 128, "gives 256"),
+    "wider": ("model.layers.1.mlp.down_proj", 512, 128, "takes 256"),
+}
+
+
+@pytest.mark.parametrize("landing", ["directory", "slot"])
+@pytest.mark.parametrize("what", PLACELESS)
+def test_an_adapter_without_a_place_is_refused(place: Place, what: str, landing: str) -> None:
+    with placeless(what) as addresses:
+        moved = place.engine.metric("fanin_pull_bytes_total")
+        with pytest.raises(Refused, match=PLACELESS[what][3]) as caught:
+            place.load("placeless-run0-step1", trainer_addresses=addresses, landing=landing)
+    assert caught.value.status == 400 and PLACELESS[what][0] in caught.value.message
+    assert place.engine.metric("fanin_pull_bytes_total") == moved
+    assert "placeless-run0-step1" not in place.engine.names()
+
+
+def test_a_name_without_a_place_is_refused(place: Place) -> None:
+    with placeless("layer") as addresses:
+        place.point_at(trainer_addresses=addresses)
+        with pytest.raises(Refused, match="no place in this engine") as caught:
+            place.pulled("placeless-run0-step1")
+    assert caught.value.status == 400
+    place.point_at(trainer_addresses=str(place.trainer.info))
+    assert "placeless-run0-step1" not in place.engine.names()
+    place.still_serves()
+
+
+@contextlib.contextmanager
+def placeless(what: str) -> collections.abc.Iterator[list[str]]:
+    """An adapter of two modules, one of which the engine cannot have."""
+    import torch
+
+    tensors = {}
+    for module, into, out, _ in (PLACELESS[what], ("model.layers.0.mlp.up_proj", 128, 256, "")):
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.ones(4, into)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.ones(out, 4)
+    config = moe_engine.configuration(moe_engine.Shape(rank=4), {"target_modules": ["q_proj"]})
+    with moe_engine.ranks_of(tensors, config) as addresses:
+        yield addresses
+
+
 # ------------------------------------------------------------------------------- retirement
 
 

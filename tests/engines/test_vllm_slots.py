@@ -25,10 +25,11 @@ from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
 from fanin.vllm.images import Image
+from fanin.vllm.lora_places import file_name
 from fanin.vllm.pulls import catalog_digest, version_of
 from fanin.vllm.seats import Seats
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
-from fanin.vllm.slots import Layout, Slots, file_name, prove
+from fanin.vllm.slots import Layout, Slots, prove
 from slots_engine import Engine
 
 ENGINES = {

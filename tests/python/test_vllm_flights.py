@@ -613,7 +613,7 @@ async def test_a_pull_that_fails_takes_no_other_along(
         raise errors.HostError.make("disk full", "make room")
 
     engine = await state.attach(bench.engine)
-    plan = state.service.plan(bench.wanted(1), time.monotonic() + 10)
+    plan = await asyncio.to_thread(state.service.plan, bench.wanted(1), time.monotonic() + 10)
     adapter = await bench.fetch(1)
     monkeypatch.setattr(state.service, "plan", lambda wanted, deadline: plan)
     bench.trainer.before_pull = fail

@@ -656,6 +656,7 @@ def test_install() -> None:
         "fanin_add_lora",
         "fanin_drop_adapter",
         "fanin_model_facts",
+        "fanin_lora_places",
         "fanin_weights_call",
         "fanin_leave_update",
         "fanin_lose_weights",

@@ -27,6 +27,7 @@ class Workers(FakeEngine):
         super().__init__()
         self.no_slots = no_slots
         self.gpu = False
+        self.places: dict[str, Any] | None = None
         self.learning: asyncio.Event | None = None  # learning ends when it is set
         self.learn_fails: list[Exception] = []
         self.pull_fails: list[Exception] = []
@@ -39,6 +40,8 @@ class Workers(FakeEngine):
         if method == "fanin_model_facts":
             known = {"is_3d_moe_weight": None, "slots_on_gpu": self.gpu}
             return [{**known, "no_slots": why} for why in ("", self.no_slots)]
+        if method == "fanin_lora_places":
+            return [self.places, self.places]
         if method == "fanin_start_pull":
             self.jobs[args[0]["id"]] = args[0]
             return [{"state": "running"}] * 2

@@ -22,6 +22,7 @@ __all__ = [
     "Refuse",
     "check_adapter",
     "check_alpha",
+    "check_places",
     "check_plain",
     "read_facts",
     "refusing",
@@ -52,6 +53,7 @@ _LORA_BIAS = re.compile(r"\.lora_[AB](?:\.[^.]+)?\.bias$")
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector(?:\.|$)")
 _LORA = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.|$)")
 
+_NAMED = 3  # tensors in an error
 _MIXED_FLAG = "--enable-mixed-moe-lora-format"
 
 
@@ -87,6 +89,7 @@ class AdapterFacts:
     config: the trainer's PEFT configuration, or the metadata pairs that stand for it.
     max_rank: the largest rank of any layer, 0 if none is known. fused, per_expert: which kinds of
     experts' tensors there are. others: up to three names of neither LoRA's parts nor saved modules.
+    tensors: all names and shapes.
     """
 
     config: Mapping[str, Any]
@@ -99,6 +102,7 @@ class AdapterFacts:
     dora: bool = False
     lora_bias: bool = False
     others: tuple[str, ...] = field(default_factory=tuple)
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False, compare=False)
 
 
 def _json(text: str) -> Any:
@@ -158,8 +162,10 @@ def read_facts(entries: Iterable[CatalogEntry], metadata: Mapping[str, str]) -> 
     ranks = _ranks_of(config)
     fused = per_expert = dora = lora_bias = False
     others: list[str] = []
+    tensors: list[tuple[str, tuple[int, ...]]] = []
     for entry in entries:
         name = entry.name
+        tensors.append((name, tuple(entry.shape)))
         is_fused = _FUSED.search(name) is not None
         fused = fused or is_fused
         per_expert = per_expert or _PER_EXPERT.search(name) is not None
@@ -183,6 +189,7 @@ def read_facts(entries: Iterable[CatalogEntry], metadata: Mapping[str, str]) -> 
         dora=dora,
         lora_bias=lora_bias,
         others=tuple(others),
+        tensors=tuple(tensors),
     )
 
 
@@ -217,6 +224,35 @@ def check_adapter(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
             key="r",
         )
     return _check_experts(facts, engine, run)
+
+
+def check_places(facts: AdapterFacts, answers: Iterable[Mapping[str, Any]], run: str) -> None:
+    """Whether every tensor of the adapter has a place in the engine, and the whole of it.
+
+    answers: of all workers, see :func:`fanin.vllm.lora_places.judge`. One worker may have what
+    another lacks. Raises RequestError that names the first few tensors and counts the others.
+    """
+    placed: set[int] = set()
+    absent: dict[int, str] = {}
+    strange: dict[int, str] = {}
+    for answer in answers:
+        placed.update(answer["placed"])
+        absent.update((int(number), why) for number, why in answer["absent"].items())
+        strange.update((int(number), why) for number, why in answer["misfit"].items())
+    strange.update((number, why) for number, why in absent.items() if number not in placed)
+    if not strange:
+        return
+    names = [(facts.tensors[number][0], strange[number]) for number in sorted(strange)]
+    more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    raise RequestError.make(
+        f"run {run}: {len(names)} of {len(facts.tensors)} tensors have no place in this engine: "
+        + "; ".join(f"{name} ({why})" for name, why in names[:_NAMED])
+        + more,
+        "serve the adapter's base model; AdapterServer(names=...) publishes under other names, and"
+        " --lora-target-modules says which modules have LoRA",
+        key=names[0][0],
+        phase="places",
+    )
 
 
 def _next_rank(rank: int) -> int:

@@ -51,11 +51,13 @@ __all__ = [
 _log = logging.getLogger("vllm.fanin")
 
 Progress: TypeAlias = Callable[[int, int], None]
+PlacesIn: TypeAlias = Callable[[Any, bool, float], list[Mapping[str, Any]] | None]
 
 _WORLD = "FANIN_ERR_WORLD"
 _CLOSED = "FANIN_ERR_CLOSED"
 _TRIES = 5
 _LAST_LOOK = 0.5
+_LAYOUTS = 64  # of adapters that fit, remembered
 _LABEL = "lora"
 # Of a pull one after the other; "scatter" is a part of "read", by several threads at once.
 _PHASES = ("connect", "catalog", "plan", "wait", "begin", "read", "end", "write")
@@ -243,7 +245,9 @@ class PullService:
     """Pulls adapters below one root directory. Any thread; calls block.
 
     limits: how the engine was started, asked anew for each pull. spares: when a client keeps a
-    spare file; None: never.
+    spare file; None: never. places_in: what the engine's workers say of an adapter's tensors, see
+    :func:`fanin.vllm.lora_places.places_in`; by its tensors, is_3d and seconds to wait; None: they
+    do not say.
     """
 
     def __init__(
@@ -252,12 +256,15 @@ class PullService:
         pool: ClientPool,
         limits: Callable[[], EngineFacts] = EngineFacts,
         spares: Spares | None = None,
+        places_in: PlacesIn | None = None,
     ) -> None:
         self.places = places
         self.pool = pool
         self.spares = Spares() if spares is None else spares
         self.waits = Waits(pool)
         self._limits = limits
+        self._places_in = places_in
+        self._placed: set[tuple[str, bool]] = set()
         self._lock = threading.Lock()
         self._facts: dict[tuple[str, str], tuple[str, AdapterFacts, str]] = {}
         self._met: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -531,6 +538,7 @@ class PullService:
         facts, digest = self._read_facts(client, wanted.run, world, deadline, version)
         checks.check_alpha(wanted.lora_alpha, facts)
         is_3d = checks.check_adapter(facts, self._limits(), wanted.run)
+        self._check_places(facts, is_3d, digest, wanted.run, deadline)
         path = self.places.choose(world, *wanted.place)
         return Plan(target, world, path, facts, is_3d, digest, version)
 
@@ -550,6 +558,21 @@ class PullService:
             self._facts = {key: value for key, value in self._facts.items() if key[0] == world}
             self._facts[(world, run)] = (version, facts, digest)
         return facts, digest
+
+    def _check_places(
+        self, facts: AdapterFacts, is_3d: bool, digest: str, run: str, deadline: float
+    ) -> None:
+        """Asks the engine's workers once for each layout; what has no place is refused anew."""
+        if self._places_in is None or (digest, is_3d) in self._placed:
+            return
+        answers = self._places_in(facts.tensors, is_3d, remaining(deadline))
+        if answers is None:
+            return
+        checks.check_places(facts, answers, run)
+        with self._lock:
+            if len(self._placed) >= _LAYOUTS:
+                self._placed.clear()
+            self._placed.add((digest, is_3d))
 
     def _transfer(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import re
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,10 +27,11 @@ from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
 from fanin.vllm.images import Image
+from fanin.vllm.lora_places import file_name
 from fanin.vllm.seats import Seat, Seats
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
-__all__ = ["Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
+__all__ = ["Layout", "Slots", "prove", "unfit", "unfitting"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -39,13 +39,6 @@ _log = logging.getLogger("vllm.fanin")
 VERSIONS = ("0.32.",)
 _SPARE = 2  # images that are kept for the next pull
 _ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
-
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
-)
-_WITH_LEAF = re.compile(r"\.(lora_[AB])\.[^.]+\.(weight|bias)$")
-_BARE = re.compile(r"\.(lora_embedding_[AB])\.[^.]+$")
-_PREFIX = "base_model.model."
 
 
 def unfitting(why: str) -> RequestError:
@@ -72,13 +65,6 @@ def unfit(worker: Any) -> str:
         return "workers may come later (elastic expert parallelism)"
     strange = [name for name, module in manager.modules.items() if not stacks_of(module)]
     return f"the layer {strange[0]} keeps its adapters in an unknown way" if strange else ""
-
-
-def file_name(published: str) -> str:
-    """The name that a published tensor has in PEFT's file."""
-    name = _WRAPPERS.sub("", published).removeprefix("module.")
-    name = _BARE.sub(r".\1", _WITH_LEAF.sub(r".\1.\2", name))
-    return name if name.startswith(_PREFIX) else _PREFIX + name
 
 
 # ------------------------------------------------------------------------- vLLM's own classes

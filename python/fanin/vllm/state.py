@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from fanin.config import InferenceConfig, inference_config
-from fanin.errors import StateError
+from fanin.errors import HostError, StateError
 from fanin.names import parse
 from fanin.vllm import beside
 from fanin.vllm.adds import Adds
@@ -78,6 +79,7 @@ class Engine:
         self.no_slots = "the workers do not say whether their slots can be filled"
         self.slots_on_gpu = False
         self._probe: asyncio.Task[None] | None = None
+        self._mute = False
 
     # ------------------------------------------------------------------ facts
 
@@ -116,6 +118,19 @@ class Engine:
         if told and len(told) == len(answers):
             self.no_slots = next((str(why) for why in told if why), "")
         self.slots_on_gpu = any(bool(a.get("slots_on_gpu")) for a in answers if isinstance(a, dict))
+
+    async def places_in(self, tensors: Any, is_3d: bool) -> list[Any] | None:
+        """What the workers say of an adapter's tensors; None: not all of them say."""
+        answers = await self.call_workers("fanin_lora_places", tensors, is_3d)
+        if answers and all(isinstance(answer, dict) for answer in answers):
+            return answers
+        if not self._mute:
+            self._mute = True
+            _log.warning(
+                "fanin: not known which modules of this engine have LoRA: an adapter of"
+                " another model is not noticed"
+            )
+        return None
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls *method* of every worker of every engine; all answers."""
@@ -195,7 +210,9 @@ class State:
             ClientPool(path=config.path, credentials=config.credentials) if pool is None else pool,
             self.facts,
             Spares(config.spare_file),
+            self.places_in,
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.keeper = Keeper(config.keep, self.counters)
         self.lookout = Lookout(self.service, self.keeper, self.counters)
         self.flights = Flights(self.service, self.keeper, self.lookout, self.counters)
@@ -204,6 +221,26 @@ class State:
     def facts(self) -> EngineFacts:
         """How the engine was started, as far as it is known. Any thread."""
         return EngineFacts() if self.engine is None else self.engine.facts()
+
+    def places_in(self, tensors: Any, is_3d: bool, seconds: float) -> list[Any] | None:
+        """See :meth:`Engine.places_in`. In any thread but the event loop's; waits so long.
+
+        Raises HostError if the workers do not answer.
+        """
+        engine, loop = self.engine, self._loop
+        if engine is None or loop is None:
+            return None
+        answers = asyncio.run_coroutine_threadsafe(engine.places_in(tensors, is_3d), loop)
+        try:
+            return answers.result(seconds)
+        except Exception as error:
+            answers.cancel()
+            late = isinstance(error, FutureTimeoutError)
+            raise HostError.make(
+                "the engine's workers do not say which modules have LoRA: "
+                + ("no answer in time" if late else f"{type(error).__name__}: {error}"),
+                "see the engine's log, then ask again",
+            ) from error
 
     def asked(self) -> float:
         """When the request that runs now asked for its adapter (time.monotonic).
@@ -237,6 +274,7 @@ class State:
             return self.engine
         engine = self.engine = Engine(models, models.engine_client, self.resolves)
         self._attached = time.monotonic()
+        self._loop = asyncio.get_running_loop()
         keeper = self.keeper
         hook(models, keeper.unloading, keeper.unloaded, keeper.not_loaded)
         self.keeper.attach(engine)

@@ -32,6 +32,7 @@ from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import from_wire, to_wire
+from fanin.vllm.lora_places import places_in
 from fanin.vllm.pull_log import PullLog
 from fanin.vllm.pulls import PullService, Wanted, phases_of, which
 from fanin.vllm.spares import Spares
@@ -365,6 +366,16 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
     }
 
 
+def fanin_lora_places(self: Any, tensors: Any, is_3d: bool) -> Any:
+    """What of an adapter's tensors has a place here, see :func:`lora_places.places_in`."""
+    try:
+        return places_in(self, tensors, is_3d)
+    except Exception as error:  # other names in another vLLM
+        why = f"{type(error).__name__}: {error}"
+        _log.warning("fanin: not known which modules have LoRA: %s", why)
+        return None
+
+
 def _no_slots(worker: Any) -> str:
     """Why nothing can be put straight into this worker's slots, ``""`` if it can."""
     try:
@@ -405,6 +416,7 @@ _METHODS = (
     fanin_add_lora,
     fanin_drop_adapter,
     fanin_model_facts,
+    fanin_lora_places,
     fanin_check_weights,
     fanin_weights_state,
     *guard.METHODS,
@@ -460,12 +472,17 @@ class WorkerExtension:
         config = _config()
         wanted = _wanted(config, lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
         facts = _facts_of_worker(self)
+
+        def places(tensors: Any, is_3d: bool, seconds: float) -> Any:
+            answer = fanin_lora_places(self, tensors, is_3d)
+            return None if answer is None else [answer]
+
         old = _jobs.result(_extension_job(lora_name))
 
         def work(progress: Callable[[int, int], None]) -> Done:
             shared = _service(str(config.cache_dir))
             # A service of its own facts: one process may hold workers of several engines.
-            service = PullService(shared.places, shared.pool, facts, shared.spares)
+            service = PullService(shared.places, shared.pool, facts, shared.spares, places)
             if old is not None and _stands(service, old, wanted):
                 return old
             adapter = service.pull(wanted, progress)
