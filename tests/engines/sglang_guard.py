@@ -2,8 +2,9 @@
 """A program: fanin's plugin in SGLang's real classes of one scheduler, without server and kernels.
 
 What is real: the registry of hooks, the manager of updates, the model runner's updater, its
-unpickler, and the scheduler's method that goes on after a pause. The model is a stand-in. Prints
-one line of JSON for each thing that was asked.
+unpickler, and the scheduler's method that goes on after a pause. The model is a stand-in. Adapters
+are loaded by the real LoRA manager for a real model's layers, which none of its kernels wraps.
+Prints one line of JSON for each thing that was asked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import base64
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,8 @@ import torch
 from families import Layout
 from fanin.sglang import LOADER, Request, guard
 from fanin.sglang.request import encode
-from sglang_families import rank_of
+from safetensors.torch import save_file
+from sglang_families import MODULES, configuration, rank_of
 from sglang_model import StandIn
 
 
@@ -63,6 +67,54 @@ def manager_of(model: Any, scheduler: Any) -> Any:
         is_fully_idle=lambda **_: True,
         scheduler=scheduler,
     )
+
+
+def lora_manager() -> Any:
+    """Of one of two ranks of a Qwen3, as SGLang has one once the server is up."""
+    import importlib
+
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    made = importlib.import_module(f"sglang.srt.models.{MODULES['qwen3']}")
+    model = made.Qwen3ForCausalLM(configuration("qwen3"))
+    manager = object.__new__(LoRAManager)
+    manager.target_modules = {"qkv_proj", "gate_up_proj", "down_proj"}
+    manager.base_model, manager.base_hf_config = model, model.config
+    manager.device, manager.loras, manager.lora_refs = torch.device("cpu"), {}, {}
+    manager.lora_modules = [{}, {}]
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in manager.target_modules:
+            layer = int(name.split(".layers.")[1].split(".")[0])
+            manager.lora_modules[layer][name] = SimpleNamespace(base_layer=module)
+    return manager
+
+
+def load_adapters() -> None:
+    """One that fits, which then fails for SGLang's own reasons here, and some that do not."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    manager = lora_manager()
+    config = manager.base_model.config
+    hidden, inner = config.hidden_size, config.intermediate_size
+    keys = config.num_key_value_heads * config.head_dim
+    cases = {
+        "fits": ("layers.1.self_attn.k_proj", hidden, keys),
+        "fits in a row": ("layers.0.mlp.down_proj", inner, hidden),
+        "layer": ("layers.98.self_attn.k_proj", hidden, keys),
+        "unwrapped": ("layers.0.self_attn.o_proj", hidden, hidden),
+        "narrower": ("layers.0.mlp.gate_proj", hidden, inner // 2),
+        "wider": ("layers.0.mlp.down_proj", 2 * inner, hidden),
+    }
+    for what, (module, into, out) in cases.items():
+        with tempfile.TemporaryDirectory() as name:
+            full = f"base_model.model.model.{module}"
+            tensors = {f"{full}.lora_A.weight": torch.ones(8, into)}
+            tensors[f"{full}.lora_B.weight"] = torch.ones(out, 8)
+            save_file(tensors, Path(name) / "adapter_model.safetensors")
+            (Path(name) / "fanin.json").write_text("{}")
+            answer = manager.load_lora_adapter(LoRARef(lora_name="a", lora_path=name))
+        told = SimpleNamespace(success=answer.success, message=answer.error_message)
+        say(f"adapter: {what}", told, SimpleNamespace(_engine_paused=False))
 
 
 def main(addresses: list[str]) -> None:
@@ -112,6 +164,8 @@ def main(addresses: list[str]) -> None:
     say("again", update(1), scheduler)
     say("end", end(), scheduler)
     say("go on", go_on(), scheduler)
+    with rank_of(Layout(2), 1):
+        load_adapters()
 
 
 if __name__ == "__main__":

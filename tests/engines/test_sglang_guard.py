@@ -52,3 +52,18 @@ def test_a_whole_pull_heals(said: dict[str, Any]) -> None:
     assert said["again"]["success"] and said["end"]["success"]
     assert '"step": 1' in said["end"]["message"]
     assert not said["go on"]["paused"]
+
+
+def test_adapters_without_a_place_are_not_loaded(said: dict[str, Any]) -> None:
+    whys = {
+        "layer": "there is no layers.98",
+        "unwrapped": "o_proj is without LoRA",
+        "narrower": "the module gives",
+        "wider": "the module takes",
+    }
+    for what, why in whys.items():
+        answer = said[f"adapter: {what}"]
+        assert not answer["success"] and why in answer["message"]
+        assert answer["message"].startswith("fanin: run ")
+    for what in ("fits", "fits in a row"):  # the rest is SGLang's own
+        assert "fanin" not in said[f"adapter: {what}"]["message"]

@@ -724,6 +724,12 @@ def test_the_worker_extension_loads_an_adapter(place: Place) -> None:
         (result,) = place.engine.ask("POST", "/collective_rpc", body)["results"]
         return result
 
+    with placeless("narrower") as addresses:
+        other = "placeless-run0-step1"
+        call("load_lora_from_nixl", other, "0", addresses, PATIENCE)
+        until(lambda: call("poll_lora_from_nixl", other)["state"] != "running", "the refusal")
+        refused = call("poll_lora_from_nixl", other)
+        assert refused["state"] == "failed" and "gives 256" in refused["error"]["message"]
     step = place.step + 1
     name, number = f"extension-run0-step{step}", 1_000_000
     call("load_lora_from_nixl", name, "0", None, PATIENCE)

@@ -3,14 +3,15 @@
 
 SGLang takes the return of a custom loader for success, and its scheduler does not survive an
 exception in one. So this is a plugin of SGLang's (the entry point ``sglang.srt.plugins``), which
-stands around four of its methods in every scheduler process:
+stands around five of its methods in every scheduler process:
 
 * the update by :data:`~fanin.sglang.request.LOADER` answers what the loader says came of it, and is
   a failure if the loader was not heard;
 * after a pull that failed when bytes may have been written the scheduler is paused; the end of the
   update is refused, and ``/continue_generation`` does nothing, until a whole pull has succeeded or
   a whole checkpoint was loaded from disk;
-* the end of an update says which step is there.
+* the end of an update says which step is there;
+* an adapter without a place in the model is not loaded (:mod:`fanin.sglang.lora_guard`).
 
 Nothing here imports SGLang or PyTorch before SGLang calls it.
 """
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .lora_guard import load
 from .request import LOADER, TOLD
 
 __all__ = ["HOOKS", "Standing", "register", "standing"]
@@ -154,6 +156,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.end_weight_update": end,
     f"{_MANAGER}.update_weights_from_disk": from_disk,
     "sglang.srt.managers.scheduler.Scheduler.continue_generation": go_on,
+    "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter": load,
 }
 """By the path of the method that they stand around."""
 

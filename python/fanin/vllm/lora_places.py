@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Width", "file_name", "judge", "places_in", "widths_of"]
+__all__ = ["Width", "file_name", "judge", "of_one", "of_packed", "places_in", "widths_of"]
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
@@ -185,9 +185,9 @@ def widths_of(manager: Any, is_3d: bool) -> dict[str, Width]:
         if hasattr(module, "w13_lora_a_stacked"):
             found.update(_of_experts(manager, path, module, children, is_3d))
         elif children:
-            found.update(zip(children, _of_packed(module, len(children)), strict=True))
+            found.update(zip(children, of_packed(module, len(children)), strict=True))
         else:
-            found[path] = _of_one(module)
+            found[path] = of_one(module)
     head = getattr(manager, "_classification_head", None)
     for name in ("score", "classifier") if head is not None else ():
         found.setdefault(name, Width())
@@ -210,7 +210,8 @@ def _heads(base: Any) -> tuple[int, int, int] | None:
     return queries * base.head_size, keys * base.head_size, keys * value
 
 
-def _of_one(module: Any) -> Width:
+def of_one(module: Any) -> Width:
+    """Of a wrapped module that adapters name as it is; also of SGLang's, which has the same."""
     base = module.base_layer
     if hasattr(module, "sharded_to_full_mapping"):  # a head: its base is the logits processor
         sizes = _sizes(getattr(base, "org_vocab_size", None), getattr(base, "vocab_size", None))
@@ -222,7 +223,8 @@ def _of_one(module: Any) -> Width:
     return Width(_sizes(getattr(base, "input_size", None)), _sizes(out))
 
 
-def _of_packed(module: Any, count: int) -> list[Width]:
+def of_packed(module: Any, count: int) -> list[Width]:
+    """Of a wrapped module, for each of the *count* that adapters have in its place."""
     base = module.base_layer
     into = _sizes(getattr(base, "input_size", None))
     heads = _heads(base)
