@@ -225,6 +225,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     host_id(&s->log, s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
+    s->witness = witness_make(s->incarnation);
     fanin_status status = take_credentials(s, c, error);
     if (status == FANIN_OK && c->allow && *c->allow)
         status = networks_parse(c->allow, &s->allow, &s->n_allow, error);
@@ -290,6 +291,7 @@ static void finish(fanin_server *s)
     stream_destroy(s);
     commit_destroy(s);
     /* Who reads this process's memory finds neither a rank nor a word of it any more. */
+    witness_free(&s->witness);
     explicit_bzero(s->incarnation, sizeof s->incarnation);
     publications_free(s);
     peer_log_tell(s);

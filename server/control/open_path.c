@@ -163,7 +163,7 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
     if (m->path == WIRE_PATH_CMA) {
         let_own_user_read();
         s->has_cma = true;
-        reply->witness = (uintptr_t)s->control->server->incarnation;
+        reply->witness = (uintptr_t)s->control->server->witness;
         return FANIN_OK;
     }
     status = obtain_ucx(s->control, &end, error);

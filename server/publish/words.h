@@ -16,6 +16,12 @@ typedef struct epoch_words {
     unsigned current; /**< of what is published; the other is that of the copy before */
 } epoch_words;
 
+/** A copy of @p incarnation for clients that read this process: a forked child, which may get the rank's number when that
+    has died, and has its words, lacks this page. NULL: there is none to be had. */
+uint8_t *witness_make(const uint8_t incarnation[16]);
+/** Also of a child, which does not have it. */
+void witness_free(uint8_t **witness);
+
 /** What is published stands under @p epoch, above all numbers so far. */
 void words_stand(epoch_words *w, uint64_t epoch);
 /** What was published until now goes on standing beside what follows. */

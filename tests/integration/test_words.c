@@ -3,14 +3,18 @@
  * Ends that nobody waits for: between a pull's last byte and its end the rank, a process of its own, updates, takes its
  * memory away, dies or becomes another. Nothing counts then; and a rank that merely does not answer is not asked.
  */
+#include "cma/cma_process.h"
 #include "ends.h"
 #include "local_world.h"
 #include "obedient_rank.h"
+#include "publish/words.h"
 #include "testing.h"
+#include <errno.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define RUN "lora:0"
@@ -217,6 +221,28 @@ static void a_child_does_not_confirm_for_its_parent(void **state)
     expect_lost();
 }
 
+/* It may have the rank's number when that is dead, and all of its memory but this page. */
+static void a_child_lacks_the_witness(void **state)
+{
+    const uint8_t incarnation[16] = {1, 2, 3};
+    uint8_t *witness = witness_make(incarnation);
+    assert_non_null(witness);
+    cma_process process = {.pid = getpid(), .witness = (uintptr_t)witness};
+    memcpy(process.incarnation, incarnation, sizeof incarnation);
+    assert_int_equal(cma_prove(&process), 0);
+    process.pid = fork();
+    if (process.pid == 0) {
+        pause();
+        _exit(0);
+    }
+    assert_int_equal(cma_prove(&process), ESTALE);
+    const uint64_t word = 2;
+    assert_false(cma_confirms(&process, (uintptr_t)&word, word));
+    kill(process.pid, SIGKILL);
+    waitpid(process.pid, NULL, 0);
+    witness_free(&witness);
+}
+
 /* Who is cancelled behind the last byte hears of it in this call, not in the next. */
 static void a_cancel_behind_the_last_byte_counts(void **state)
 {
@@ -263,6 +289,7 @@ int main(void)
         CASE(a_killed_rank_confirms_nothing),
         CASE(another_program_confirms_nothing),
         CASE(a_child_does_not_confirm_for_its_parent),
+        cmocka_unit_test(a_child_lacks_the_witness),
         CASE(a_cancel_behind_the_last_byte_counts),
         CASE(what_is_accepted_among_updates_is_whole),
     };

@@ -13,6 +13,8 @@
  * where that says nothing (PROTOCOL.md, "Words"). With RESTART rank 1 may be killed once and come back unheard: at the
  * same addresses, with the same step and epochs, which count from the beginning again, and other bytes.
  *
+ * With FORK rank 1 may be killed unheard, and a child that it forked, with all its memory, get its number and write.
+ *
  * Switches (mutations):  NO_END         what was read is put to use without an end
  *                        BAD_USE_EARLY  ... when all parts have been read, whatever the end says later
  *                        BAD_LEASE_EACH each read is a pull of its own: leases, the newest step, an end
@@ -21,6 +23,7 @@
  *                        BAD_WORD_EARLY words are looked at before the last read
  *                        BAD_WORD_LATE  a word turns when the trainer is writing already
  *                        BAD_WORD_LIFE  the word counts without the proof that it is the rank's that was begun
+ *                        BAD_WORD_FORK  ... or with a proof that a forked child inherits
  */
 #define RANKS 2
 #define PARTS 2
@@ -31,6 +34,7 @@ byte epoch[RANKS] = 2;              /* odd: unreadable */
 byte word[RANKS] = 2;               /* the epoch, where clients see it themselves */
 byte step[RANKS] = 1;
 byte life[RANKS];
+bool heir[RANKS];                   /* who has the rank's number is its child */
 byte memory[4] = 1;                 /* of rank r, part p: [2 * r + p]; of the life and step, 0: something else */
 #define BYTES_OF(rank, s) (life[rank] * 10 + s)
 bool lost[RANKS];                   /* the client's connection */
@@ -74,6 +78,13 @@ active [RANKS] proctype Trainer()
         memory[2 * me + 1] = BYTES_OF(me, 1)
     }
 #endif
+#ifdef FORK
+    :: me == 1 ->
+        heir[me] = true;
+        memory[2 * me] = 0;
+        memory[2 * me + 1] = 0;
+        break
+#endif
     :: atomic { may_lose -> may_lose = false; lost[me] = true }
     :: break
     od
@@ -87,7 +98,7 @@ inline begin(rank)                  /* conditional on the step */
 {
     atomic {
         if
-        :: epoch[rank] % 2 == 0 && step[rank] == wanted ->
+        :: epoch[rank] % 2 == 0 && step[rank] == wanted && !heir[rank] ->
             token[rank] = epoch[rank];
             of_life[rank] = life[rank]
         :: else -> good = false     /* moved on: another session, another day */
@@ -98,7 +109,8 @@ inline begin(rank)                  /* conditional on the step */
 inline ask(rank)                    /* of another life, or a lost connection, no answer comes */
 {
     atomic {
-        good = good && token[rank] == epoch[rank] && of_life[rank] == life[rank] && !lost[rank]
+        good = good && token[rank] == epoch[rank] && of_life[rank] == life[rank] && !lost[rank] &&
+               !heir[rank]
     }
 }
 
@@ -107,7 +119,10 @@ inline look(rank)
     atomic {
         seen[rank] = token[rank] == word[rank];
 #ifndef BAD_WORD_LIFE
-        seen[rank] = seen[rank] && of_life[rank] == life[rank]
+        seen[rank] = seen[rank] && of_life[rank] == life[rank];
+#endif
+#ifndef BAD_WORD_FORK
+        seen[rank] = seen[rank] && !heir[rank]
 #endif
     }
 }
