@@ -45,6 +45,8 @@ typedef struct pull {
         held_ns;       /* when leases were granted; how long they were needed */
     uint32_t lease_ms; /* how long they last: the longest */
     unsigned transport_failures;
+    uint32_t
+        pause_ms; /* the widest before the last restart that no update has caused; 0: none yet */
     fanin_error stale; /* the last reason to restart */
     fanin_error lost;  /* the last lost rank or path that was a reason to restart */
 } pull;

@@ -18,9 +18,10 @@
 #define ADVISE_AFTER 3
 /* Lost paths that a forced path may cost before the pull gives up. */
 #define MAX_TRANSPORT_FAILURES 3
-/* The longest pause before another attempt; each is random, of a width that grows up to here. */
+/* Each pause before another attempt is random, of a width that grows up to here: by 1 ms where the trainer was faster,
+   else twofold. */
 #define MAX_PAUSE_MS 8
-#define MAX_LONG_PAUSE_MS 128
+#define MAX_LONG_PAUSE_MS 512
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
    again costs an adapter less than a millisecond, and a model up to seconds. */
 #define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
@@ -191,17 +192,22 @@ static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
            (!error->key[0] || at_once);
 }
 
-/* Longer where what a rank is short of must become free first, and where the way alters what passes: that may last,
-   and each attempt costs the rank a connection. */
+/* Whatever it was but an update may last, and each attempt costs the rank a connection. */
+static uint64_t widest_pause_ms(pull *p, fanin_status why)
+{
+    uint64_t restarts = p->result->info.restarts;
+    if (why == FANIN_ERR_STALE)
+        return restarts < MAX_PAUSE_MS ? restarts : MAX_PAUSE_MS;
+    uint64_t ms = p->pause_ms > 0 ? 2 * (uint64_t)p->pause_ms : 1;
+    p->pause_ms = ms < MAX_LONG_PAUSE_MS ? (uint32_t)ms : MAX_LONG_PAUSE_MS;
+    return p->pause_ms;
+}
+
 static fanin_status pause_before_restart(pull *p, fanin_status why, fanin_error *error)
 {
-    bool is_long = why == FANIN_ERR_LIMIT || why == FANIN_ERR_TRANSPORT;
-    uint64_t most = is_long ? MAX_LONG_PAUSE_MS : MAX_PAUSE_MS;
     uint16_t random = 0;
     (void)random_bytes(&random, sizeof random); /* 0 will do as well */
-    uint64_t restarts = p->result->info.restarts;
-    uint64_t widest = restarts < most ? restarts : most;
-    uint64_t ns = widest * 1000000 * random / 65536;
+    uint64_t ns = widest_pause_ms(p, why) * 1000000 * random / 65536;
     deadline until = clock_ns() + ns;
     fanin_status status = FANIN_OK;
     while (status == FANIN_OK && !deadline_passed(until))
