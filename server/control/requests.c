@@ -280,12 +280,15 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
     if (status != FANIN_OK)
         return status;
     msg_end_ok reply = {0};
+    fanin_error failed = FANIN_ERROR_INIT;
     pthread_mutex_lock(&server->lock);
     /* A lease that is there has a standing epoch: the turn of the epoch removes it. */
     lease *l =
         m.begin ? lease_find_begun(s->reader, m.begin) : lease_find(s->reader, m.token);
     const publication *p = l ? l->of : lease_find_void(s->reader, m.token);
     reply.good = l || !RULE(RULE_END_CHECK);
+    if (!l && lease_failed(s->reader, m.token))
+        error_copy(&failed, lease_failed(s->reader, m.token));
     reply.step = p ? p->step : 0;
     if (l && !m.abandon)
         count_one_sided(s, l, &m);
@@ -296,7 +299,9 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
         server->stats.pulls_stale += !reply.good;
     }
     pthread_mutex_unlock(&server->lock);
-    if (!m.quiet)
+    if (failed.status != FANIN_OK && !m.quiet && !m.abandon)
+        reply_error(s, request, &failed);
+    else if (!m.quiet)
         encode_end_ok(&s->out.bytes, request, &reply);
     return FANIN_OK;
 }

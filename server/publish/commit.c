@@ -301,6 +301,19 @@ static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *er
     return failed ? device_failed(c, error) : FANIN_OK;
 }
 
+static fanin_status copy_host(const fanin_server *s, const commit *c,
+                              fanin_error *error)
+{
+    uint64_t bad;
+    fanin_status status = arena_copy_host(c->catalog->plan, c->arena, &bad, error);
+    if (status != FANIN_OK || bad == 0)
+        return status;
+    shard_unreadable(shard_set_holder(&c->of->shards, bad), s->rank, error);
+    log_write(&s->log, FANIN_LOG_ERROR, "read-failed", "step %" PRIu64 " of %s: %s",
+              c->step, c->of->name, error->message);
+    return FANIN_ERR_TRANSPORT;
+}
+
 /* Memory of the host is copied here and now, when the stream that may write it is done. */
 static fanin_status copy(fanin_server *s, const request *q, commit *c,
                          fanin_error *error)
@@ -312,11 +325,11 @@ static fanin_status copy(fanin_server *s, const request *q, commit *c,
     if (status == FANIN_OK && q->stream && host)
         status = expect_caller(q, c, error);
     if (status == FANIN_OK && host && !q->stream)
-        arena_copy_host(plan, c->arena);
+        status = copy_host(s, c, error);
     if (status == FANIN_OK && (host || !q->stream))
         status = wait_for_streams(s, c, error);
     if (status == FANIN_OK && host && q->stream)
-        arena_copy_host(plan, c->arena);
+        status = copy_host(s, c, error);
     return status;
 }
 

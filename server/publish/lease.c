@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/lease.h"
 #include "digest.h"
+#include "error_set.h"
 #include "publish/drain.h"
 #include "publish/garbage.h"
 
@@ -118,13 +119,31 @@ void lease_drop(fanin_server *s, lease *l)
         pthread_cond_broadcast(&s->freed);
 }
 
-void lease_void(fanin_server *s, lease *l)
+/* Takes a lease away: its end will not be good. */
+static void lease_void(fanin_server *s, lease *l)
 {
     reader *r = l->holder;
     void_lease *v = &r->gone[r->n_void++ % SESSION_LEASES];
     memcpy(v->token, l->token, sizeof v->token);
     v->of = l->of;
     lease_drop(s, l);
+}
+
+void lease_fail(fanin_server *s, reader *r, const uint8_t token[16],
+                const fanin_error *why)
+{
+    lease *l = lease_find(r, token);
+    memcpy(r->failed.token, token, sizeof r->failed.token);
+    r->failed.why = (fanin_error)FANIN_ERROR_INIT;
+    error_copy(&r->failed.why, why);
+    if (l)
+        lease_void(s, l);
+}
+
+const fanin_error *lease_failed(const reader *r, const uint8_t token[16])
+{
+    bool same = memcmp(r->failed.token, token, sizeof r->failed.token) == 0;
+    return same && r->failed.why.status != FANIN_OK ? &r->failed.why : NULL;
 }
 
 void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch)

@@ -44,6 +44,11 @@ struct reader {
     lease leases[SESSION_LEASES];
     unsigned n_void; /**< ever; the last ones are remembered */
     void_lease gone[SESSION_LEASES];
+    /** the last one that was taken away as the memory could not be read */
+    struct {
+        uint8_t token[16];
+        fanin_error why; /**< its status FANIN_OK: none was */
+    } failed;
 };
 
 /* All with the lock held. */
@@ -61,8 +66,11 @@ lease *lease_find_begun(reader *r, uint64_t begin);
 /** The publication of a lease that was taken away, NULL: there was none (lately). */
 publication *lease_find_void(reader *r, const uint8_t token[16]);
 void lease_drop(fanin_server *s, lease *l);
-/** Takes a lease away: its end will not be good. */
-void lease_void(fanin_server *s, lease *l);
+/** Takes a lease away, if it is there, as what it is for cannot be read: its end will not be good. */
+void lease_fail(fanin_server *s, reader *r, const uint8_t token[16],
+                const fanin_error *why);
+/** Why a lease was taken away by lease_fail() (lately), else NULL. */
+const fanin_error *lease_failed(const reader *r, const uint8_t token[16]);
 void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch);
 /** Those whose epoch has gone. */
 void lease_void_outdated(fanin_server *s, publication *p);

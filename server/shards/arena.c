@@ -3,6 +3,7 @@
 #include "convert.h"
 #include "dtype.h"
 #include "error_set.h"
+#include "guarded.h"
 #include "thread.h"
 
 #include <inttypes.h>
@@ -12,6 +13,7 @@
 
 #define THREADS_MOST 4
 #define BATCH_BYTES (UINT64_C(8) << 20)
+#define COPY_THROUGH ((size_t)256 << 10)  /* stays in a cache */
 #define THREAD_BYTES (UINT64_C(32) << 20) /* what is worth a thread */
 
 /* ------------------------------------------------------------------ layout */
@@ -350,19 +352,29 @@ typedef struct host_copy {
     const arena_plan *plan;
     uint64_t to;
     atomic_uint_fast64_t next;
+    atomic_uint_fast64_t bad; /* an address that cannot be read; 0: none so far */
+    atomic_bool good;         /* some thread had a buffer */
 } host_copy;
 
 static void *copy_batches(void *cookie)
 {
     host_copy *c = cookie;
     const arena_plan *plan = c->plan;
-    for (;;) {
-        uint64_t i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
+    guarded through = {.fd = -1};
+    if (guarded_open(&through, COPY_THROUGH, NULL) != FANIN_OK)
+        return NULL;
+    atomic_store(&c->good, true);
+    while (atomic_load(&c->bad) == 0) {
+        uint64_t bad, i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
         if (i >= plan->n_batches)
-            return NULL;
+            break;
         const arena_batch *b = &plan->batches[i];
-        copy_entries_run(&plan->host.entries[b->first], b->count, NULL, 0, c->to);
+        if (!guarded_run(&through, &plan->host.entries[b->first], b->count, c->to,
+                         &bad))
+            atomic_store(&c->bad, bad);
     }
+    guarded_close(&through);
+    return NULL;
 }
 
 static unsigned threads_for(uint64_t bytes)
@@ -373,13 +385,15 @@ static unsigned threads_for(uint64_t bytes)
     return wanted < cpus ? wanted : cpus;
 }
 
-void arena_copy_host(const arena_plan *plan, unsigned arena)
+fanin_status arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad,
+                             fanin_error *error)
 {
     const arena_part *part = plan->arenas->parts;
     while (plan->n_batches > 0 && is_device(part->memory))
         part++;
+    *bad = 0;
     if (plan->n_batches == 0)
-        return;
+        return FANIN_OK;
     host_copy c = {.plan = plan, .to = (uintptr_t)part->base[arena]};
     atomic_init(&c.next, 0);
     pthread_t threads[THREADS_MOST];
@@ -390,6 +404,12 @@ void arena_copy_host(const arena_plan *plan, unsigned arena)
     copy_batches(&c);
     while (n > 0)
         pthread_join(threads[--n], NULL);
+    *bad = atomic_load(&c.bad);
+    return atomic_load(&c.good)
+               ? FANIN_OK
+               : error_set(error, FANIN_ERR_IO, NULL,
+                           "cannot make a buffer to copy published memory into: "
+                           "descriptors or memory are lacking");
 }
 
 fanin_status arena_copy_part(const arena_plan *plan, uint32_t part, unsigned arena,

@@ -321,6 +321,17 @@ static int compare_name(const void *key, const void *element)
     return strcmp(key, (*(shard *const *)element)->name);
 }
 
+const char *shard_set_holder(const shard_set *set, uint64_t address)
+{
+    for (size_t i = 0; i < set->count; i++) {
+        const shard *s = set->shards[i];
+        for (size_t j = 0; j < s->n_boxes; j++)
+            if (address >= s->boxes[j].low && address < s->boxes[j].high)
+                return s->name;
+    }
+    return "a tensor";
+}
+
 ptrdiff_t shard_set_find(const shard_set *set, const char *name)
 {
     /* Names often arrive in order. */

@@ -62,6 +62,8 @@ void shard_box_view(const shard *s, const shard_box *b, strided *out);
 
 void shard_set_free(shard_set *set);
 
+/** The name of one that has a box around @p address, "a tensor" if none has. */
+const char *shard_set_holder(const shard_set *set, uint64_t address);
 /** Index of @p name, or -1 - (index where it would be inserted). */
 ptrdiff_t shard_set_find(const shard_set *set, const char *name);
 

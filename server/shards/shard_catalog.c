@@ -5,6 +5,7 @@
 #include "shards/catalog_part.h"
 #include "shards/registration.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -123,6 +124,46 @@ fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
     }
     *out = s;
     return FANIN_OK;
+}
+
+/* Names are kept as they are sent. */
+static void name_of_box(const shard_catalog *s, uint64_t box, char *out, size_t room)
+{
+    key_table *keys = NULL;
+    box_table *boxes = NULL;
+    uint32_t key;
+    snprintf(out, room, "a tensor");
+    if (key_table_decode(s->keys_blob.data, s->keys_blob.size, NULL, &keys, NULL) ==
+            FANIN_OK &&
+        box_table_decode(s->boxes_blob.data, s->boxes_blob.size, keys, NULL, &boxes,
+                         NULL) == FANIN_OK) {
+        box_table_get(boxes, box, &key, NULL, NULL);
+        snprintf(out, room, "%s", keys->entries[key].name);
+    }
+    if (boxes)
+        box_table_free(&boxes);
+    if (keys)
+        key_table_free(&keys);
+}
+
+void shard_unreadable(const char *name, uint32_t rank, fanin_error *error)
+{
+    error_place place = {.phase = "read",
+                         .key = name,
+                         .rank_plus_1 = (int32_t)rank + 1,
+                         .remedy = "the trainer has freed or protected memory that it "
+                                   "publishes: put the shard anew, and remove it "
+                                   "before its memory goes"};
+    error_set(error, FANIN_ERR_TRANSPORT, &place,
+              "the memory of %.200s cannot be read on rank %u", name, (unsigned)rank);
+}
+
+void shard_catalog_unreadable(const shard_catalog *s, uint64_t box, uint32_t rank,
+                              fanin_error *error)
+{
+    char name[640];
+    name_of_box(s, box, name, sizeof name);
+    shard_unreadable(name, rank, error);
 }
 
 shard_catalog *shard_catalog_retain(shard_catalog *s)

@@ -97,6 +97,12 @@ static inline int shard_catalog_box_device(const shard_catalog *s, const source_
     return r->memory.kind == FANIN_MEMORY_CUDA ? r->memory.device : -1;
 }
 
+/** Says that a tensor's memory cannot be read, FANIN_ERR_TRANSPORT, and what would help. */
+void shard_unreadable(const char *name, uint32_t rank, fanin_error *error);
+/** Says that a byte of that box cannot be read, likewise. */
+void shard_catalog_unreadable(const shard_catalog *s, uint64_t box, uint32_t rank,
+                              fanin_error *error);
+
 /** Bytes of one box. */
 static inline uint64_t shard_catalog_box_bytes(const shard_catalog *s, uint64_t box)
 {

@@ -3,6 +3,7 @@
 #include "core/peer_log.h"
 #include "core/peer_work.h"
 #include "core/rules.h"
+#include "error_set.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -11,7 +12,9 @@
 
 #define BURST_LEAST ((size_t)128 << 10)
 #define SLOW_EVERY_NS UINT64_C(60000000000)
-#define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
+#define TELL_MS 1000
+#define DIGEST_MOST ((size_t)256 << 10) /* stays in a cache */
+#define SUM_ASIDE ((size_t)256 << 10)   /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
 
@@ -32,6 +35,7 @@ connection *connection_make(const handover *h)
         free(c);
         return NULL;
     }
+    c->copies = c->in.sealed || c->tls;
     c->burst = BURST_LEAST;
     c->stalled_at = c->begun_at = UINT64_MAX;
     c->can_read = c->can_write = true;
@@ -102,12 +106,21 @@ static bool turn_is_over(const stream_tools *t, const connection *c)
 
 /* ---------------------------------------------------------------- replies */
 
+static void reply_fault(connection *c, uint64_t request, const fanin_error *why)
+{
+    msg_error m = {.code = why->status};
+    memcpy(m.message, why->message, sizeof m.message);
+    memcpy(m.remedy, why->remedy, sizeof m.remedy);
+    memcpy(m.key, why->key, sizeof m.key);
+    encode_error(&c->out.bytes, request, &m);
+}
+
 static void reply_error(connection *c, uint64_t request, fanin_status code,
                         const char *message)
 {
-    msg_error m = {.code = code};
-    memcpy(m.message, message, strnlen(message, sizeof m.message - 1));
-    encode_error(&c->out.bytes, request, &m);
+    fanin_error why = FANIN_ERROR_INIT;
+    error_set(&why, code, NULL, "%s", message);
+    reply_fault(c, request, &why);
 }
 
 /* Says why and closes once that has been read, or soon. */
@@ -127,8 +140,8 @@ static progress reject(stream_tools *t, connection *c, uint64_t request,
     return PROGRESS_MORE;
 }
 
-static progress refuse_read(stream_tools *t, connection *c, uint64_t request,
-                            fanin_status code, const char *why)
+static progress refuse_for(stream_tools *t, connection *c, uint64_t request,
+                           const fanin_error *why)
 {
     fanin_server *s = t->server;
     pthread_mutex_lock(&s->lock);
@@ -136,14 +149,24 @@ static progress refuse_read(stream_tools *t, connection *c, uint64_t request,
     pthread_mutex_unlock(&s->lock);
     job_end(s, &c->job);
     c->digester.on = false;
-    reply_error(c, request, code, why);
+    reply_fault(c, request, why);
     return PROGRESS_MORE;
 }
 
-/* Finds the lease that a token stands for and takes its catalog; NULL or why not. */
-static const char *job_begin(fanin_server *s, connection *c, const uint8_t token[16])
+static progress refuse_read(stream_tools *t, connection *c, uint64_t request,
+                            fanin_status code, const char *message)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    error_set(&why, code, NULL, "%s", message);
+    return refuse_for(t, c, request, &why);
+}
+
+/* Finds the lease that a token stands for and takes its catalog, or says why not. */
+static fanin_status job_begin(fanin_server *s, connection *c, const uint8_t token[16],
+                              fanin_error *error)
 {
     const char *why = NULL;
+    fanin_status status = FANIN_OK;
     pthread_mutex_lock(&s->lock);
     lease *l = lease_find(c->reader, token);
     if (l) {
@@ -152,6 +175,8 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
         c->job.first_region = l->first_region;
         memcpy(c->job.token, token, sizeof c->job.token);
         c->job.catalog = shard_catalog_retain(l->catalog);
+    } else if (lease_failed(c->reader, token)) {
+        status = error_copy(error, lease_failed(c->reader, token));
     } else if (lease_find_void(c->reader, token)) {
         s->stats.pulls_stale++;
         why = "the lease is gone: the weights are being rewritten";
@@ -159,7 +184,7 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
         why = "this session has no such lease";
     }
     pthread_mutex_unlock(&s->lock);
-    return why;
+    return why ? error_set(error, FANIN_ERR_STALE, NULL, "%s", why) : status;
 }
 
 /* The header of the reply to a read. */
@@ -189,8 +214,7 @@ static progress start_staged(stream_tools *t, connection *c, uint64_t request)
 {
     fanin_error why = FANIN_ERROR_INIT;
     if (!t->stage && t->need_stage(t, &why) != FANIN_OK)
-        return refuse_read(t, c, request, why.status, why.message);
-    c->job.request = request;
+        return refuse_for(t, c, request, &why);
     c->job.ungathered = c->job.left;
     c->job.is_staged = c->job.header_due = true;
     return PROGRESS_MORE;
@@ -216,9 +240,11 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
         return refuse_read(t, c, f->request, status, in->why);
     if (status != FANIN_OK)
         return reject(t, c, f->request, status, in->why);
-    const char *why = job_begin(t->server, c, m.token);
-    if (why)
-        return refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
+    fanin_error gone = FANIN_ERROR_INIT;
+    if (job_begin(t->server, c, m.token, &gone) != FANIN_OK)
+        return refuse_for(t, c, f->request, &gone);
+    const char *why = NULL;
+    c->job.request = f->request;
     status = job_set_ranges(&c->job, &m, &why);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
@@ -341,14 +367,17 @@ static uint64_t account_sent(connection *c, size_t bytes)
 
 static void gather_clear(gather *g, size_t most)
 {
-    g->n = 0;
-    g->bytes = g->bounced = 0;
+    g->n = g->n_runs = 0;
+    g->bytes = g->bounced = g->run_bytes = 0;
     g->most = most;
+    g->copies = true;
+    g->failed = false;
 }
 
 static void gather_start(gather *g, const connection *c, size_t most)
 {
     gather_clear(g, c->tls && most > TLS_SEND_MOST ? TLS_SEND_MOST : most);
+    g->copies = c->copies;
     gather_add(g, c->out.bytes.data + c->out.sent, outgoing_left(&c->out));
 }
 
@@ -378,16 +407,75 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
         side_sum_end(t->sums, *of_job);
     else if (c->in.sealed)
         gather_sum(g, queued, *of_job, c->sum);
-    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes || tls_unsent(c->tls) > 0;
+    /* A short count may have another reason than a full socket: the next call says which. */
+    bool full = n < 0 ? code == EAGAIN : tls_unsent(c->tls) > 0;
+    bool is_short = n > 0 && (size_t)n < g->bytes;
     if (reading || *of_job > 0 || c->waiting)
         send_leave(t->server, c, reading, *of_job, full);
+    if (n < 0 && code == EFAULT && !c->copies) {
+        c->copies =
+            true; /* what comes before the byte that cannot be read, and then it alone */
+        return PROGRESS_MORE;
+    }
     if (n < 0 && code != EAGAIN && code != EINTR)
         return PROGRESS_CLOSE;
-    c->burst = full ? c->burst / 2 : 2 * c->burst;
+    if (n > 0)
+        c->burst = full || is_short ? c->burst / 2 : 2 * c->burst;
     c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
     job_advance(&c->job, *of_job);
     return full ? wait_for_room(c) : PROGRESS_MORE;
+}
+
+/* ------------------------------------------------- memory that cannot be read */
+
+static void tell_failed(stream_tools *t, const connection *c, const fanin_error *why)
+{
+    /* Of strangers peer_log() leaves lines out, and counts them. */
+    if (c->from->is_own && t->tell_at > 0 && !deadline_passed(t->tell_at))
+        return;
+    t->tell_at = deadline_in_ms(TELL_MS);
+    peer_log(t->server, c->from, FANIN_LOG_ERROR, "read-failed",
+             "a read of %s for %s fails: %s; %s", c->job.of->name, c->peer,
+             why->message, why->remedy);
+}
+
+/* Bytes of the reply will not come. If nothing of it has left, the reply is that error; else its rest is padding, and the
+   lease is taken away: the reader's end, or its next read, gets the error. */
+static void give_up(stream_tools *t, connection *c, const fanin_error *why)
+{
+    fanin_server *s = t->server;
+    job *j = &c->job;
+    tell_failed(t, c, why);
+    if (t->stage)
+        stage_leave(t->stage, c);
+    if (j->header_due || c->digester.on) {
+        refuse_for(t, c, j->request, why);
+        return;
+    }
+    j->is_void = true;
+    pthread_mutex_lock(&s->lock);
+    lease_fail(s, c->reader, j->token, why);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* The byte that comes next. */
+static progress cannot_read(stream_tools *t, connection *c)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    const job *j = &c->job;
+    shard_catalog_unreadable(j->catalog, j->ranges[j->current].box, t->server->rank,
+                             &why);
+    give_up(t, c, &why);
+    return PROGRESS_MORE;
+}
+
+static void leave_read(stream_tools *t, connection *c)
+{
+    pthread_mutex_lock(&t->server->lock);
+    publication_read_leave(t->server, c->job.of, c->job.epoch);
+    c->reader->active_ns = clock_ns();
+    pthread_mutex_unlock(&t->server->lock);
 }
 
 static progress send_some(stream_tools *t, connection *c)
@@ -407,6 +495,10 @@ static progress send_some(stream_tools *t, connection *c)
         else
             job_gather_zeros(j, g);
     }
+    if (g->failed && g->bytes == outgoing_left(&c->out)) {
+        leave_read(t, c);
+        return cannot_read(t, c);
+    }
     progress result = transmit(t, c, reading, &of_job);
     if (result != PROGRESS_CLOSE && j->of && j->left == 0)
         end_reply(t, c);
@@ -414,28 +506,6 @@ static progress send_some(stream_tools *t, connection *c)
 }
 
 /* ----------------------------------------------------------- device memory */
-
-/* Bytes that a device owes will not come. If nothing of the reply has left, the reply is an error;
-   else its rest is padding, and the lease is taken away, so that the reader's end is not
-   good and its next read gets the error. */
-static void give_up(stream_tools *t, connection *c, const fanin_error *why)
-{
-    fanin_server *s = t->server;
-    job *j = &c->job;
-    peer_log(s, c->from, FANIN_LOG_ERROR, "read-failed",
-             "a read of %s for %s fails: %s", j->of->name, c->peer, why->message);
-    stage_leave(t->stage, c);
-    if (j->header_due) {
-        refuse_read(t, c, j->request, why->status, why->message);
-        return;
-    }
-    j->is_void = true;
-    pthread_mutex_lock(&s->lock);
-    lease *l = lease_find(c->reader, j->token);
-    if (l)
-        lease_void(s, l);
-    pthread_mutex_unlock(&s->lock);
-}
 
 /* The first one if it can be sent, and one more unless its turn is over. */
 static bool may_fill(const stream_tools *t, const connection *c)
@@ -451,7 +521,7 @@ static bool fill_chunks(stream_tools *t, connection *c)
     job *j = &c->job;
     while (may_fill(t, c)) {
         fanin_error why = FANIN_ERROR_INIT;
-        fill_result result = stage_fill(t->stage, c, j, &why);
+        fill_result result = stage_fill(t->stage, c, j, &t->gather.bounce, &why);
         j->is_void = result == FILL_VOID;
         if (result == FILL_FAILED)
             give_up(t, c, &why);
@@ -542,7 +612,7 @@ static progress lose_digest(stream_tools *t, connection *c)
                        "the lease is gone: the weights are being rewritten");
 }
 
-/* At most as much as one sendmsg would send, while begin_update waits for it. */
+/* What is copied while begin_update waits is in a cache when it is digested. */
 static bool digest_some(stream_tools *t, connection *c)
 {
     gather *g = &t->gather;
@@ -550,14 +620,15 @@ static bool digest_some(stream_tools *t, connection *c)
     if (!bracket_enter(t->server, j->of, j->epoch))
         return false;
     ON_SEND();
-    gather_clear(g, SEND_MOST);
+    gather_clear(g, DIGEST_MOST);
     job_gather(j, g);
+    leave_read(t, c);
+    if (g->failed && g->bytes == 0) {
+        (void)cannot_read(t, c);
+        return true;
+    }
     for (int i = 0; i < g->n; i++)
         digester_add(&c->digester, j, g->iov[i].iov_base, g->iov[i].iov_len);
-    pthread_mutex_lock(&t->server->lock);
-    publication_read_leave(t->server, j->of, j->epoch);
-    c->reader->active_ns = clock_ns();
-    pthread_mutex_unlock(&t->server->lock);
     job_advance(j, g->bytes);
     return true;
 }
@@ -591,7 +662,7 @@ static progress digest_progress(stream_tools *t, connection *c)
         return digest_staged(t, c);
     if (!digest_some(t, c))
         return lose_digest(t, c);
-    if (c->job.left == 0)
+    if (c->digester.on && c->job.left == 0)
         end_digest(t, c);
     return PROGRESS_MORE;
 }

@@ -18,8 +18,9 @@ typedef struct stream_tools {
     fanin_server *server;
     read_entry *entries; /**< LIMIT_READ_ENTRIES */
     gather gather;
-    side_sum *sums;      /**< NULL: none, or no connection needed it yet */
-    stage *stage;        /**< NULL until device memory is asked for */
+    side_sum *sums;   /**< NULL: none, or no connection needed it yet */
+    stage *stage;     /**< NULL until device memory is asked for */
+    deadline tell_at; /**< when the log may hear again of memory that cannot be read */
     deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
     bool crowded[2]; /**< some rest since all strangers have had their share: of what
                           requests take, [true] of what tensors that are sent do */
@@ -40,9 +41,11 @@ typedef struct connection {
                       time (core/peer_work.h) */
     peer_turn turn; /**< of those that rest */
     bool waiting;   /**< its socket is full: counted in sends_waiting */
-    bool closing;   /**< an error is on its way; nothing is read any more */
-    bool shut;      /**< ... and it has left */
-    framing in;     /**< says whether frames of both directions have checksums */
+    bool
+        copies; /**< what is sent is copied first: this process reads it, or the kernel could not */
+    bool closing; /**< an error is on its way; nothing is read any more */
+    bool shut;    /**< ... and it has left */
+    framing in;   /**< says whether frames of both directions have checksums */
     outgoing out;
     checksum *sum;       /**< sealed: of the read reply that is being sent */
     size_t memory;       /**< counted */

@@ -347,7 +347,7 @@ static void free_all(data_thread *t)
         close(t->wake);
     pthread_mutex_destroy(&t->lock);
     free(t->tools.entries);
-    free(t->tools.gather.bounce);
+    guarded_close(&t->tools.gather.bounce);
     free(t);
 }
 
@@ -363,16 +363,16 @@ fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
     t->wake = wake_open();
     t->tools.entries = malloc(LIMIT_READ_ENTRIES * sizeof *t->tools.entries);
-    t->tools.gather.bounce = malloc(SEND_MOST);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
-    fanin_status status = FANIN_OK;
-    if (!t->tools.entries || !t->tools.gather.bounce)
+    fanin_status status = guarded_open(&t->tools.gather.bounce, SEND_MOST, error);
+    if (status == FANIN_OK && !t->tools.entries)
         status = error_set_memory(error);
-    else if (t->epoll < 0 || t->wake < 0 ||
-             epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->wake, &event) != 0)
+    else if (status == FANIN_OK &&
+             (t->epoll < 0 || t->wake < 0 ||
+              epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->wake, &event) != 0))
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up a data thread");
-    else
+    else if (status == FANIN_OK)
         status = thread_start(&t->thread, "fanin-data", run, t, error);
     if (status != FANIN_OK) {
         free_all(t);

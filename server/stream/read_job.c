@@ -104,15 +104,33 @@ bool gather_add(gather *g, const void *data, size_t size)
     return g->bytes < g->most;
 }
 
-/* Copies short pieces one behind the other. */
-static bool gather_copy(gather *g, const void *data, size_t size)
+/* Copies the runs that were put off, one behind the other. */
+static bool gather_runs(gather *g)
 {
-    if (size > g->most - g->bytes)
-        size = g->most - g->bytes;
-    uint8_t *to = g->bounce + g->bounced;
-    memcpy(to, data, size);
-    g->bounced += size;
-    return gather_add(g, to, size);
+    size_t wanted = g->run_bytes;
+    if (wanted == 0)
+        return g->bytes < g->most && !g->failed;
+    size_t got = guarded_read(&g->bounce, g->bounced, g->runs, g->n_runs);
+    const uint8_t *to = g->bounce.data + g->bounced;
+    g->n_runs = 0;
+    g->run_bytes = 0;
+    g->failed = got < wanted;
+    g->bounced += got;
+    return gather_add(g, to, got) && !g->failed;
+}
+
+/* Puts a run off until some can be copied together; one that follows the last in memory extends it. */
+static bool gather_copy(gather *g, const uint8_t *data, size_t size)
+{
+    size_t room = g->most - g->bytes - g->run_bytes;
+    size = size < room ? size : room;
+    struct iovec *last = g->n_runs > 0 ? &g->runs[g->n_runs - 1] : NULL;
+    if (last && (const uint8_t *)last->iov_base + last->iov_len == data)
+        last->iov_len += size;
+    else
+        g->runs[g->n_runs++] = (struct iovec){(void *)(uintptr_t)data, size};
+    g->run_bytes += size;
+    return g->n_runs < GUARDED_RUNS && size < room ? true : gather_runs(g);
 }
 
 stretch stretch_of(const job *j, const source_box *b, uint64_t offset, uint64_t room)
@@ -137,13 +155,15 @@ static bool gather_piece(void *cookie, const job *j, const source_box *b,
 {
     gather *g = cookie;
     const uint8_t *first = shard_catalog_box_first(j->catalog, b, j->first_region);
-    bool is_short =
-        b->view != VIEW_PACKED && j->catalog->views[b->view].run < GATHER_RUN;
+    bool is_copied = g->copies || (b->view != VIEW_PACKED &&
+                                   j->catalog->views[b->view].run < GATHER_RUN);
+    if (!is_copied && !gather_runs(g))
+        return false;
     while (length > 0) {
         stretch s = stretch_of(j, b, offset, length);
         for (uint64_t i = 0; i < s.runs; i++, s.at += s.step)
-            if (!(is_short ? gather_copy(g, first + s.at, (size_t)s.size)
-                           : gather_add(g, first + s.at, (size_t)s.size)))
+            if (!(is_copied ? gather_copy(g, first + s.at, (size_t)s.size)
+                            : gather_add(g, first + s.at, (size_t)s.size)))
                 return false;
         offset += s.size * s.runs;
         length -= s.size * s.runs;
@@ -154,6 +174,7 @@ static bool gather_piece(void *cookie, const job *j, const source_box *b,
 void job_gather(const job *j, gather *g)
 {
     job_each(j, gather_piece, g);
+    (void)gather_runs(g);
 }
 
 void job_gather_zeros(const job *j, gather *g)

@@ -4,6 +4,7 @@
 #define READ_JOB_H
 
 #include "core/admission.h"
+#include "guarded.h"
 #include "publish/lease.h"
 
 #include <sys/uio.h>
@@ -43,7 +44,13 @@ typedef struct gather {
     struct iovec iov[IOVEC_MOST];
     int n;
     size_t bytes, most;
-    uint8_t *bounce; /**< SEND_MOST bytes */
+    bool
+        copies; /**< the process reads it itself, so that all of the job is copied first */
+    bool failed;                     /**< what follows cannot be read */
+    struct iovec runs[GUARDED_RUNS]; /**< to be copied together */
+    int n_runs;
+    size_t run_bytes;
+    guarded bounce; /**< SEND_MOST bytes */
     size_t bounced;
 } gather;
 
@@ -59,7 +66,8 @@ void job_free(fanin_server *s, job *j);
 
 /** False: full. Bytes that follow the last ones in memory extend its iovec. */
 bool gather_add(gather *g, const void *data, size_t size);
-/** Adds as much of the reply as fits; reads the tensors' memory only for short runs. */
+/** Adds as much of the reply as fits, up to the first byte that cannot be read: then failed is set, unless nothing is
+    copied but short runs and those before it fill the gather. */
 void job_gather(const job *j, gather *g);
 /** Adds zeros for the rest of the reply. */
 void job_gather_zeros(const job *j, gather *g);

@@ -217,7 +217,8 @@ static void append(staged *of, chunk *c)
 }
 
 /* By the digest kernel if nothing of the reply has been read back yet and all of it can be so. */
-static filling fill(stage *s, chunk *to, const connection *c, const job *j)
+static filling fill(stage *s, chunk *to, const connection *c, const job *j,
+                    const guarded *through)
 {
     const digester *d = &c->digester;
     filling f;
@@ -227,10 +228,11 @@ static filling fill(stage *s, chunk *to, const connection *c, const job *j)
         return f;
     to->digests = (digest_list){0};
     to->bytes = 0;
-    return filling_gather(to, j);
+    return filling_gather(to, j, through);
 }
 
-fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
+fill_result stage_fill(stage *s, connection *c, job *j, const guarded *through,
+                       fanin_error *error)
 {
     chunk *to = chunk_obtain(s, c, error);
     if (!to)
@@ -244,7 +246,13 @@ fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
         return FILL_VOID;
     }
     ON_SEND();
-    const filling f = fill(s, to, c, j);
+    const filling f = fill(s, to, c, j, through);
+    if (f.failed) {
+        unread(s, to);
+        chunk_free(s, to);
+        shard_catalog_unreadable(j->catalog, f.box, s->server->rank, error);
+        return FILL_FAILED;
+    }
     to->device = f.device;
     to->state = f.device >= 0 ? CHUNK_COPYING : CHUNK_READY;
     to->due = deadline_in_ms(STALL_MS);

@@ -100,7 +100,8 @@ typedef enum fill_result { FILL_DONE, FILL_WAIT, FILL_VOID, FILL_FAILED } fill_r
  * the connection is to answer and its device can, and adds that to the connection's.
  * FILL_VOID: the epoch has gone. FILL_FAILED: @p error says which device, or what is short.
  */
-fill_result stage_fill(stage *s, struct connection *c, job *j, fanin_error *error);
+fill_result stage_fill(stage *s, struct connection *c, job *j, const guarded *through,
+                       fanin_error *error);
 /** The connection's first chunk is sent: gives it back. */
 void stage_drop_first(stage *s, staged *of);
 /** Gives all of the connection's chunks back, those under way when they are done, and

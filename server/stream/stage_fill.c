@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/stage_fill.h"
-#include "copy_list.h"
 
 /* A copy is cut into pieces of so many bytes, so that many processors of the device work. */
 #define ENTRY_MOST ((size_t)64 << 10)
@@ -59,12 +58,35 @@ static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t 
     return length == 0;
 }
 
-filling filling_gather(chunk *to, const job *j)
+/* The box that a byte of the host's memory is of: the one that begins next before it. */
+typedef struct search {
+    uint64_t address, first, box;
+} search;
+
+static bool look_at_box(void *cookie, const job *j, const source_box *b,
+                        uint64_t offset, uint64_t length)
+{
+    search *at = cookie;
+    uint64_t first = (uintptr_t)shard_catalog_box_first(j->catalog, b, j->first_region);
+    (void)offset, (void)length;
+    if (first <= at->address && first >= at->first &&
+        shard_catalog_box_device(j->catalog, b, j->first_region) < 0) {
+        at->first = first;
+        at->box = (uint64_t)(b - j->catalog->boxes);
+    }
+    return true;
+}
+
+filling filling_gather(chunk *to, const job *j, const guarded *through)
 {
     filling f = {.to = to, .device = -1};
+    search bad = {.box = j->ranges[j->current].box};
     job_each(j, add_piece, &f);
-    copy_entries_run(to->entries + CHUNK_ENTRIES - f.n_host, f.n_host, &(uint64_t){0},
-                     0, 0);
+    f.failed = !guarded_run(through, to->entries + CHUNK_ENTRIES - f.n_host, f.n_host,
+                            0, &bad.address);
+    if (f.failed)
+        job_each(j, look_at_box, &bad);
+    f.box = bad.box;
     return f;
 }
 

@@ -9,15 +9,17 @@
 typedef struct filling {
     chunk *to;
     size_t n_device, n_host;
-    int device; /**< -1: the host's memory only */
+    int device;  /**< -1: the host's memory only */
+    bool failed; /**< memory of the host cannot be read: of that box */
+    uint64_t box;
 } filling;
 
 /**
- * Takes as much of the reply, from where the job is, as the empty chunk has room for: memory of one
+ * By way of @p through takes as much of the reply, from where the job is, as the empty chunk has room for: memory of one
  * device and of the host. The host's is copied, the device's (n_device entries) remains to be.
  * Inside a bracket.
  */
-filling filling_gather(chunk *to, const job *j);
+filling filling_gather(chunk *to, const job *j, const guarded *through);
 
 /**
  * What the device is told to digest instead: all of the reply, of which nothing has been gathered,

@@ -498,13 +498,18 @@ grant peer_lease(peer *p)
     return g;
 }
 
-msg_end_ok peer_end(peer *p, const grant *g, bool abandon)
+void peer_request_end(peer *p, const grant *g, bool abandon)
 {
     buffer b = {0};
     msg_end m = {.abandon = abandon};
     memcpy(m.token, g->token, sizeof m.token);
     encode_end(&b, ++p->request, &m);
     peer_send(p, &b);
+}
+
+msg_end_ok peer_end(peer *p, const grant *g, bool abandon)
+{
+    peer_request_end(p, g, abandon);
     msg_end_ok ok;
     body in = peer_expect(p, MSG_END_OK);
     assert_int_equal(decode_end_ok(&in, &ok), FANIN_OK);

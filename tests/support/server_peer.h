@@ -109,6 +109,7 @@ grant peer_newest(peer *p);     /**< the same by WIRE_RULE_NEWEST */
 void peer_request_begin(peer *p, const grant *g);
 msg_begin_ok peer_begin(peer *p, grant *g); /**< of RUN; fills in the token */
 grant peer_lease(peer *p);                  /**< wait and a granted begin */
+void peer_request_end(peer *p, const grant *g, bool abandon);
 msg_end_ok peer_end(peer *p, const grant *g, bool abandon);
 void peer_request_read(peer *p, const uint8_t token[16], uint64_t bytes,
                        const read_entry *entries, uint32_t n);

@@ -453,7 +453,9 @@ static void late_failures_void_the_lease(void **state)
     assert_memory_equal(in.data, device_bytes(memory), MIB);
     for (size_t i = 2 * MIB; i < 4 * MIB; i++)
         assert_int_equal(in.data[i], 0);
-    assert_false(peer_end(&l.control, &l.grant, false).good);
+    peer_request_end(&l.control, &l.grant, false);
+    assert_says(peer_expect_error(&l.control, FANIN_ERR_TRANSPORT).message,
+                "CUDA device 0");
     puller_begin(&l);
     puller_expect_box(&l, device_bytes(memory), 4 * MIB);
     puller_end(&l);
