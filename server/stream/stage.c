@@ -231,6 +231,15 @@ static filling fill(stage *s, chunk *to, const connection *c, const job *j,
     return filling_gather(to, j, through);
 }
 
+static fill_result unreadable(stage *s, const filling *f, const job *j,
+                              fanin_error *error)
+{
+    unread(s, f->to);
+    chunk_free(s, f->to);
+    shard_catalog_unreadable(j->catalog, f->box, s->server->rank, error);
+    return FILL_FAILED;
+}
+
 fill_result stage_fill(stage *s, connection *c, job *j, const guarded *through,
                        fanin_error *error)
 {
@@ -247,12 +256,8 @@ fill_result stage_fill(stage *s, connection *c, job *j, const guarded *through,
     }
     ON_SEND();
     const filling f = fill(s, to, c, j, through);
-    if (f.failed) {
-        unread(s, to);
-        chunk_free(s, to);
-        shard_catalog_unreadable(j->catalog, f.box, s->server->rank, error);
-        return FILL_FAILED;
-    }
+    if (f.failed)
+        return unreadable(s, &f, j, error);
     to->device = f.device;
     to->state = f.device >= 0 ? CHUNK_COPYING : CHUNK_READY;
     to->due = deadline_in_ms(STALL_MS);
