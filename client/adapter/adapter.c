@@ -68,6 +68,8 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
         a->log = *log;
     fanin_status status = find_place(directory, &a->place, error);
     if (status == FANIN_OK)
+        status = adapter_check_parent(&a->place, error);
+    if (status == FANIN_OK)
         status = adapter_take_lock(a, &a->lock, error);
     if (status != FANIN_OK) {
         adapter_close(&a);

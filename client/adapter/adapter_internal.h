@@ -91,6 +91,8 @@ bool ownership_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
 /** The same of what lies in a directory: true if another user may rename it there. A directory of
     root's is fine, and one that others may write to if it is sticky. */
 bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
+/** FANIN_ERR_EXISTS: others may rename what is made there. To be called before anything is. */
+fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error);
 
 /** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". @p remedy: unless it is
     descriptors that are lacking. */

@@ -49,6 +49,24 @@ bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_T
            writable(info, why_out);
 }
 
+fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    if (fstat(place->parent, &info) != 0)
+        return adapter_io_error(place, errno, "cannot look at the parent of", NULL,
+                                NULL, error);
+    if (!ownership_parent_doubtful(&info, why))
+        return FANIN_OK;
+    error_place where = {.phase = "write",
+                         .remedy = "pull into a directory that only you can write to, "
+                                   "or set its sticky bit (chmod +t)"};
+    return error_set(error, FANIN_ERR_EXISTS, &where,
+                     "another user could exchange '%.200s' for something else: the "
+                     "directory that it lies in %.120s",
+                     place->directory, why);
+}
+
 static void lock_name(const adapter_place *place, char out[NAME_MAX + 1])
 {
     snprintf(out, NAME_MAX + 1, ".%.200s" LOCK_SUFFIX, place->name);

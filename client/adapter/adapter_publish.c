@@ -106,6 +106,31 @@ static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *err
         reason == EBUSY ? "give a directory below the mount point" : NULL, error);
 }
 
+static bool is_same(const struct stat *a, const struct stat *b)
+{
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
+}
+
+/* A name is anybody's who may write to a directory on the way to it: what bears it now must be the
+   directory that was filled. What else is there is another's, and stays. */
+static fanin_status look_again(adapter *a, fanin_error *error)
+{
+    struct stat filled, in_parent, by_path;
+    if (fstat(a->directory, &filled) == 0 &&
+        fstatat(a->place.parent, a->place.name, &in_parent, AT_SYMLINK_NOFOLLOW) == 0 &&
+        lstat(a->place.directory, &by_path) == 0 && is_same(&filled, &in_parent) &&
+        is_same(&filled, &by_path))
+        return FANIN_OK;
+    a->temporary[0] = '\0';
+    error_place where = {.phase = "write",
+                         .remedy = "pull into a directory whose parents only you can "
+                                   "write to; see who else writes to these"};
+    return error_set(error, FANIN_ERR_EXISTS, &where,
+                     "'%.300s' is not the directory that was filled: somebody "
+                     "exchanged it, or a directory on the way to it",
+                     a->place.directory);
+}
+
 /* All that can fail without anybody seeing it happens before the rename. */
 static fanin_status appear(adapter *a, fanin_error *error)
 {
@@ -116,6 +141,9 @@ static fanin_status appear(adapter *a, fanin_error *error)
     int parent = a->place.parent;
     if (renameat(parent, a->temporary, parent, a->place.name) != 0)
         return refuse_rename(a, errno, error);
+    fanin_status status = look_again(a, error);
+    if (status != FANIN_OK)
+        return status;
     reason = sync_descriptor(parent);
     if (reason == 0) {
         a->temporary[0] = '\0';

@@ -225,25 +225,6 @@ static fanin_status check_files(adapter *a, int directory, const json_t *root,
     return status;
 }
 
-/* Nobody but us can have put the directory in its place. */
-static fanin_status check_parent(const adapter *a, fanin_error *error)
-{
-    struct stat info;
-    char why[OWNERSHIP_TEXT];
-    if (fstat(a->place.parent, &info) != 0)
-        return adapter_io_error(&a->place, errno, "cannot look at the parent of", NULL,
-                                NULL, error);
-    if (!ownership_parent_doubtful(&info, why))
-        return FANIN_OK;
-    error_place where = {.phase = "write",
-                         .remedy = "pull into a directory that only you can write to, "
-                                   "or remove this one"};
-    return error_set(error, FANIN_ERR_EXISTS, &where,
-                     "'%.200s' cannot be reused, another user could have exchanged it: "
-                     "the directory that it lies in %.120s",
-                     a->place.directory, why);
-}
-
 static fanin_status compare(adapter *a, int directory, const json_t *root,
                             const adapter_identity *identity, bool *reuse_out,
                             fanin_error *error)
@@ -251,9 +232,7 @@ static fanin_status compare(adapter *a, int directory, const json_t *root,
     const char *why = adapter_identity_difference(root, identity);
     if (why)
         return refuse_other(a, root, identity, why, error);
-    fanin_status status = check_parent(a, error);
-    if (status == FANIN_OK)
-        status = check_files(a, directory, root, error);
+    fanin_status status = check_files(a, directory, root, error);
     *reuse_out = status == FANIN_OK;
     return status;
 }

@@ -165,7 +165,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     [ "$(id -u)" = 0 ] || skip "only root can be two users"
     setpriv --reuid 1234 --regid 1234 --clear-groups test -x "$NIXL_FETCH" || skip "another user cannot reach the build"
     theirs=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
-    chmod 0777 "$theirs"
+    chmod 1777 "$theirs"
     exec {their_out}< <(exec setpriv --reuid 1234 --regid 1234 --clear-groups "$NIXL_FETCH" serve \
         --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
     their_pid=$!

@@ -242,7 +242,7 @@ as_user()
     [ "$(id -u)" = 0 ] || skip "only root can be two users"
     as_user test -x "$NIXL_FETCH" || skip "another user cannot reach the build"
     theirs=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
-    chmod 0777 "$theirs"
+    chmod 1777 "$theirs"
     binds=(127.0.0.1)
     ! grep -q '^0\{31\}1 ' /proc/net/if_inet6 || binds+=(::1)
     for bind in "${binds[@]}"; do

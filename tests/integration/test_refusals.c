@@ -468,7 +468,7 @@ static void test_directory_of_other_owners(void **state)
     start_good();
     make_scratch(scratch);
     snprintf(path, sizeof path, "%s/adapter", scratch);
-    assert_int_equal(chmod(scratch, 0777), 0);
+    assert_int_equal(chmod(scratch, 01777), 0);
     setfsuid(65534);
     fanin_status status = pull_directory(path);
     setfsuid(0);

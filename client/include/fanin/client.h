@@ -509,7 +509,9 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin_into(
  * converted to): then its files are read and compared with their digests, no tensor is asked
  * of the ranks, and the result says "reused". Another content is FANIN_ERR_EXISTS, and so is
  * what another user could have put there: links, a directory, file or lock that is not ours or
- * that others may write to, a parent that others may write to and that is not sticky. The
+ * that others may write to. A parent that others may write to and that is not sticky, or that
+ * belongs to another user but root, is FANIN_ERR_EXISTS before anything is made, and so is a name
+ * that after all does not bear the directory that was filled. The
  * directory appears whole, by rename, or not at all, and nobody else may write to it; two
  * processes of one user that ask for one directory at once pull once. What killed pulls have
  * left in the parent directory is removed: fanin_sweep_adapter_directory().

@@ -587,11 +587,69 @@ static void what_another_user_made_is_refused(void **state)
     assert_int_equal(chmod(place, 0757), 0);
     assert_exists("it may be written by other users (mode 0757)");
     assert_int_equal(chmod(place, 0700), 0);
-    assert_int_equal(chmod(root, 0770), 0);
-    assert_exists("the directory that it lies in may be written by other users");
     assert_int_equal(chmod(root, 01777), 0);
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
     assert_true(reuse);
+}
+
+/* Whoever may rename there could exchange what is being made. */
+static void a_parent_of_others_is_refused_before_anything_is_made(void **state)
+{
+    static const mode_t modes[] = {0770, 02775, 0777};
+    adapter *a = NULL;
+    fanin_error error;
+    for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
+        assert_int_equal(chmod(root, modes[i]), 0);
+        assert_int_equal(
+            adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error),
+            FANIN_ERR_EXISTS);
+        assert_null(a);
+        assert_non_null(strstr(error.message, "the directory that it lies in may be "
+                                              "written by other users"));
+        assert_non_null(strstr(error.remedy, "chmod +t"));
+        assert_int_equal(count_entries(root), 0);
+    }
+    assert_int_equal(chmod(root, 01777), 0);
+    make_adapter(1);
+}
+
+static void find_temporary(char out[160])
+{
+    DIR *dir = opendir(root);
+    for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
+        if (strstr(entry->d_name, ".fanin-tmp-"))
+            snprintf(out, 160, "%.60s/%.90s", root, entry->d_name);
+    }
+    closedir(dir);
+}
+
+static void what_was_exchanged_meanwhile_is_noticed(void **state)
+{
+    char temporary[160] = "", stolen[160], elsewhere[160];
+    snprintf(stolen, sizeof stolen, "%s/stolen", root);
+    snprintf(elsewhere, sizeof elsewhere, "%s-elsewhere", root);
+    for (int way = 0; way < 2; way++) {
+        adapter *a = open_at(place);
+        const uint64_t *to;
+        uint64_t size;
+        uint8_t *base;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        fill(a, base, to, 3);
+        find_temporary(temporary);
+        /* The half-made directory, or the one that it lies in. */
+        assert_int_equal(rename(way ? root : temporary, way ? elsewhere : stolen), 0);
+        assert_int_equal(mkdir(way ? root : temporary, 0700), 0);
+        if (adapter_publish(a, &identity, &error) != FANIN_ERR_EXISTS ||
+            !strstr(error.message, "is not the directory that was filled"))
+            fail_msg("%s", error.message);
+        adapter_close(&a);
+        /* What is another's stays. */
+        assert_int_equal(count_entries(way ? root : place), 0);
+        assert_int_equal(rmdir(way ? root : place), 0);
+        assert_true(!way || rename(elsewhere, root) == 0);
+    }
 }
 
 static void an_empty_directory_of_another_user_is_refused(void **state)
@@ -1141,11 +1199,8 @@ static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
     assert_int_equal(chmod(root, 0777), 0);
     assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error),
                      FANIN_ERR_ARGUMENT);
-    adapter *a = open_at(place);
-    adapter_close(&a);
-    assert_int_equal(count_entries(root), 3);
     assert_int_equal(chmod(root, 01777), 0);
-    a = open_at(place);
+    adapter *a = open_at(place);
     adapter_close(&a);
     assert_int_equal(count_entries(root), 0);
 }
@@ -1274,6 +1329,8 @@ int main(void)
         TEST(what_is_no_directory_is_refused),
         TEST(links_are_not_followed),
         TEST(what_another_user_made_is_refused),
+        TEST(a_parent_of_others_is_refused_before_anything_is_made),
+        TEST(what_was_exchanged_meanwhile_is_noticed),
         TEST(an_empty_directory_of_another_user_is_refused),
         TEST(nobody_else_may_write_what_is_published),
         TEST(a_umask_that_denies_us_all_leaves_nothing),
