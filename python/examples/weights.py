@@ -40,7 +40,9 @@ def completion(engine: str, prompt: str | list[int]) -> str:
     request = urllib.request.Request(
         f"{engine}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    # An engine is in the same cluster: no proxy of the environment is asked.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=60) as answer:
         choice = json.load(answer)["choices"][0]
         return str(choice["text" if isinstance(prompt, str) else "token_ids"])
 

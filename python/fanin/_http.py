@@ -138,13 +138,15 @@ def ask_json(
     *,
     deadline: float,
     api_key: str | None = None,
+    limit: int = _MAX_REPLY,
 ) -> Reply:
     """Sends *body* to ``url + path`` and returns the answer, whatever its status.
 
     method: GET, POST. path: with its query. body: None: none is sent. deadline: by
-    time.monotonic(). Ignores proxies of the environment: engines are in the same cluster. Blocks
-    at most until the deadline or a little longer; any thread. The current span of OpenTelemetry
-    goes along (``traceparent``). Raises one of FAILURES if there is no answer.
+    time.monotonic(). limit: bytes of the answer; the rest is cut off. Ignores proxies of the
+    environment: engines are in the same cluster. Blocks at most until the deadline or a little
+    longer; any thread. The current span of OpenTelemetry goes along (``traceparent``). Raises one
+    of FAILURES if there is no answer.
     """
     split = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
@@ -163,14 +165,14 @@ def ask_json(
         connection.request(method, split.path + path, content_sent, headers)
         response = connection.getresponse()
         content = b""
-        while len(content) <= _MAX_REPLY:
+        while len(content) <= limit:
             piece = response.read1(65536)
             if not piece:
                 break
             content += piece
         return Reply(
             response.status,
-            content[:_MAX_REPLY].decode("utf-8", "replace"),
+            content[:limit].decode("utf-8", "replace"),
             _seconds(response.getheader("Retry-After")),
         )
     except FAILURES:

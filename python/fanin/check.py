@@ -14,14 +14,17 @@ generate meanwhile: pause the engine first, as for an update.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+from fanin._http import FAILURES, ask_json, base_url
 from fanin.errors import HostError, RequestError
 
 __all__ = ["Report", "replicas", "weights"]
 
 METHOD = "fanin_check_weights"
+_MAX_ANSWER = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -112,22 +115,21 @@ def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
 
 
 def _ask(url: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-    import json
-    import urllib.error
-    import urllib.request
-
-    data = None if body is None else json.dumps(body).encode()  # without: a GET
-    request = urllib.request.Request(
-        url.rstrip("/") + path, data, {"Content-Type": "application/json"}
-    )
+    method, base = "GET" if body is None else "POST", base_url(url)
+    deadline = time.monotonic() + timeout
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-            return found
-    except (OSError, ValueError) as error:
-        detail = error.read().decode(errors="replace") if hasattr(error, "read") else ""
-        raise RequestError.make(
-            f"{url}{path}: {error} {detail[:500]}".strip(),
-            "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more",
-            address=url[:63],
-        ) from error
+        reply = ask_json(method, base, path, body, deadline=deadline, limit=_MAX_ANSWER)
+    except FAILURES as error:
+        raise _unasked(url, path, str(error) or type(error).__name__) from error
+    found = reply.json()
+    if reply.status != 200 or not isinstance(found, dict):
+        raise _unasked(url, path, f"status {reply.status}: {reply.reason}")
+    return found
+
+
+def _unasked(url: str, path: str, why: str) -> RequestError:
+    return RequestError.make(
+        f"{url}{path}: {why}",
+        "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more",
+        address=url[:63],
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked by fanin.check, without an engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import fanin.check
+import pytest
+from fanin import RequestError
+
+ANSWERS: dict[str, Any] = {
+    "/weight_checker": {"checksums": {"a": "1"}},
+    "/get_world_size": {"world_size": 1},
+    "/collective_rpc": {
+        "results": [
+            {"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)]}
+        ]
+    },
+}
+
+
+class _Engine(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.dumps(
+            ANSWERS.get(self.path, {"error": {"message": "no such route"}})
+        ).encode()
+        self.send_response(200 if self.path in ANSWERS else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An engine, and an environment whose proxy is not there."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_engine_is_asked_without_the_environments_proxy(engine: str) -> None:
+    report = fanin.check.weights(engine, 7)
+    assert (report.workers, report.modules, report.bytes) == (1, 1, 8)
+    assert fanin.check.replicas([engine, engine + "/"]) == ()
+
+
+def test_an_engine_without_the_route_is_named(engine: str) -> None:
+    with pytest.raises(RequestError, match="status 404: no such route") as caught:
+        fanin.check.weights(f"{engine}/elsewhere", 7)
+    assert "VLLM_SERVER_DEV_MODE" in caught.value.remedy
