@@ -265,7 +265,8 @@ static bool emit_key(builder *b, uint32_t key)
     const cover *c = &b->cover;
     if (!b->targets) {
         const geometry *g = &c->geometries[c->of_key[key]];
-        const fill *f = &b->fills.fills[g->whole[convert_whole(b, key) != CONVERT_NONE]];
+        const fill *f =
+            &b->fills.fills[g->whole[convert_whole(b, key) != CONVERT_NONE]];
         return emit(b, key, f, b->to_of_key[key], key);
     }
     for (uint64_t i = b->key_first[key]; i < b->key_first[key + 1]; i++) {

@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["MODULUS", "box_digest", "box_digests", "digest_sum"]
 
 MODULUS = 1 << 64
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements that are widened to 64 bits at a time: they stay in a processor's cache."""
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -75,7 +75,7 @@ def _sum_of(values: Any, offset: Offset) -> Any:
     ]
     rows = max(1, _CHUNK.get(bits.device.type, 1 << 18) * bits.shape[0] // bits.numel())
     for row in range(0, bits.shape[0], rows):
-        part = bits[row : row + rows].to(torch.int64)
+        part = bits[row : row + rows].to(torch.int64, copy=True)  # of I64, too
         for weight in reversed(weights[1:]):
             part = part.mul_(weight).sum(-1)
         total += (part * weights[0][row : row + rows]).sum()
