@@ -275,7 +275,7 @@ class Parameters:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
 
-    def held(self, name: str) -> Any:
+    def part_of(self, name: str) -> Any:
         """This rank's part of the stored tensor that has *name* in the model's checkpoint; None:
         there is none."""
         states = [item.state for item in self._items if item.name == name]
@@ -288,6 +288,19 @@ class Parameters:
         (shard,) = [one for one in self._shards(item, item.state) if one.name == name]
         (box,) = [one for one in shard.boxes if (one.offset, one.extent) == part]
         return view_of(item.state, box)
+
+    def held(self) -> Iterator[tuple[Shard, Box, Any]]:
+        """What this rank holds of each published tensor, as the model has it now: the elements of
+        every box, where they lie. Raises as :meth:`look`."""
+        for item in self._items:
+            state = self._resolve(item, item.now(), False)
+            local = local_of(state).detach()
+            for shard in self._shards(item, state):
+                for box in shard.boxes:
+                    size = local.element_size()
+                    first = local.storage_offset() + (box.address - state.pointer) // size
+                    steps = [step // size for step in box.stride]
+                    yield shard, box, local.as_strided(box.extent, steps, first)
 
     def segments(self) -> int:
         """How many allocations on CUDA devices hold what is registered: workers map each."""

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from fanin._served import publication_for, size_of
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
@@ -17,7 +20,8 @@ from fanin.torch._config import model_config
 from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
-from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
+from fanin.torch._proof import Proof, layouts_of
+from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, Steps, cause_of
 from fanin.torch._replicas import Replicas, refuse_parts, replicas_of
 from fanin.torch._union import (
     Entry,
@@ -191,6 +195,9 @@ class WeightServer(Publisher):
         #: The proof that replicas are replicas.
         self._replicas: dict[str, Replicas | None] = {}
         self._told_of_ties: set[str] = set()
+        #: The digests of what is trained, and the runs that have published none yet.
+        self._proofs: dict[str, Proof] = {}
+        self._unproven: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
         serving = Serving(
@@ -212,6 +219,23 @@ class WeightServer(Publisher):
             more,
         )
         super().__init__(model, group, serving, lambda: _source(run, model, names, config))
+
+    @contextlib.contextmanager
+    def updating(self, step: Steps, *, digests: bool | None = None) -> Iterator[None]:
+        """As :meth:`Publisher.updating`. *digests*: as :meth:`publish`."""
+        with super().updating(step):
+            yield
+        self._digest(step, digests)
+
+    def publish(self, step: Steps, *, digests: bool | None = None) -> None:
+        """As :meth:`Publisher.publish`.
+
+        digests: also digests what is trained, for :func:`fanin.check.served`; a run's first step,
+        and the first after :meth:`refresh`, has them always. All that this rank holds is read once
+        for it, after the step is readable.
+        """
+        super().publish(step)
+        self._digest(step, digests)
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
@@ -271,6 +295,9 @@ class WeightServer(Publisher):
         :raises NotFoundError: no such run.
         """
         super().remove_run(run)
+        if full_publication(run) not in self._unproven and full_publication(run) in self._proofs:
+            self._server.remove(publication_for(full_publication(run)))
+        self._proofs.pop(full_publication(run), None)
         self._tables.pop(full_publication(run), None)
         self._replicas.pop(full_publication(run), None)
         self._unsettled.discard(full_publication(run))
@@ -307,7 +334,23 @@ class WeightServer(Publisher):
         everywhere -= self._casting.believed(everywhere)
         if everywhere:
             agreed = {**agreed, KEEP_F32: "\n".join(sorted(everywhere))}
+        layouts = layouts_of(table)
+        sizes = ranks.gather(size_of(layouts))
+        self._proofs[publication] = Proof(publication, ranks.rank, layouts, sizes)
+        self._unproven.add(publication)
         return Agreed(wholes, agreed, everywhere)
+
+    def _digest(self, step: Steps, digests: bool | None) -> None:
+        steps = step if isinstance(step, Mapping) else dict.fromkeys(self.runs, step)
+        for run, at in steps.items():
+            (one,) = self._named(run)
+            if not (one.publication in self._unproven if digests is None else digests):
+                continue
+            try:
+                self._proofs[one.publication].publish(self._server, one.parameters, at)
+            except FaninError as error:  # the step is published, and training goes on
+                _log.warning("fanin: no digests of %s at step %d: %s", one.publication, at, error)
+            self._unproven.discard(one.publication)
 
     def _agreed(self, source: Source) -> Source:
         table = table_of(source.change.shards)
@@ -333,7 +376,7 @@ class WeightServer(Publisher):
 
     def _prove(self, run: OneRun, step: int) -> None:
         for pair in run.ties:
-            first, second = ((name, run.parameters.held(name)) for name in pair)
+            first, second = ((name, run.parameters.part_of(name)) for name in pair)
             if first[1] is not None and second[1] is not None:
                 refuse_lost_tie(run.publication, first, second)
                 self._warn_of_tie(run, *pair)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained beside what is served: digests of both, and their comparison. No torch in here.
+
+A trainer's rank tells its digests in one tensor of bytes: a header of JSON that says which boxes
+it holds, then a number for each box and type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fanin._digest import digest_sum
+from fanin.errors import PeerError
+
+__all__ = [
+    "NARROWED",
+    "Difference",
+    "Held",
+    "Layout",
+    "Tensor",
+    "compare",
+    "digests_of",
+    "join",
+    "publication_for",
+    "read",
+    "size_of",
+]
+
+NARROWED = ("BF16", "F16")
+"""The types that an engine may hold of what is trained in F32."""
+
+_MAGIC = b"fanin-digests/1\n"
+_START = struct.Struct("<QQ")  # the step, and bytes of the header
+
+
+class Held(NamedTuple):
+    """A box of a published tensor, as a rank or a worker has it."""
+
+    name: str
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    #: By safetensors' name of the type. The first is the type in which it is held; the others are
+    #: what it is in a narrower one. An engine gives those only where they lose nothing.
+    digests: dict[str, int]
+
+
+class Layout(NamedTuple):
+    """Of one tensor, what a rank holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def types(self) -> tuple[str, ...]:
+        """The types in which each box is digested."""
+        return (self.dtype, *(NARROWED if self.dtype == "F32" else ()))
+
+
+class Tensor(NamedTuple):
+    """One tensor as all ranks together train it."""
+
+    name: str
+    shape: tuple[int, ...]
+    #: The whole's, by type.
+    digests: dict[str, int]
+    #: Why there is none, ``""`` if there is.
+    wrong: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A published tensor that is not served as it is trained."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+# ---------------------------------------------------------------------- how a rank tells them
+
+
+def publication_for(publication: str) -> str:
+    """Where the digests of a publication are: ``"full:0.digests"``."""
+    return f"{publication}.digests"
+
+
+def size_of(layouts: Sequence[Layout]) -> int:
+    """Bytes of what :func:`digests_of` gives."""
+    numbers = sum(len(one.boxes) * len(one.types()) for one in layouts)
+    return len(_MAGIC) + _START.size + len(_header(layouts)) + 8 * numbers
+
+
+def digests_of(layouts: Sequence[Layout], step: int, held: Iterable[Held]) -> bytes:
+    """What a rank with these boxes tells. KeyError: it lacks one."""
+    found = {(one.name, one.offset, one.extent): one.digests for one in held}
+    numbers = [
+        found[one.name, box[0], box[1]][dtype]
+        for one in layouts
+        for box in one.boxes
+        for dtype in one.types()
+    ]
+    header = _header(layouts)
+    start = _START.pack(step, len(header))
+    return _MAGIC + start + header + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _header(layouts: Sequence[Layout]) -> bytes:
+    return json.dumps(layouts, separators=(",", ":")).encode()
+
+
+def read(told: bytes) -> tuple[int, list[Layout], list[Held]]:
+    """The step of a rank's digests, and what it holds. PeerError: these are none."""
+    try:
+        if not told.startswith(_MAGIC):
+            raise ValueError("they begin otherwise")
+        at = len(_MAGIC)
+        step, length = _START.unpack_from(told, at)
+        at += _START.size
+        layouts = [
+            Layout(name, dtype, tuple(shape), tuple((tuple(a), tuple(b)) for a, b in boxes))
+            for name, dtype, shape, boxes in json.loads(told[at : at + length])
+        ]
+        numbers = iter(struct.unpack(f"<{(len(told) - at - length) // 8}Q", told[at + length :]))
+        held = [
+            Held(one.name, *box, {dtype: next(numbers) for dtype in one.types()})
+            for one in layouts
+            for box in one.boxes
+        ]
+    except (ValueError, TypeError, struct.error, StopIteration, RuntimeError) as error:
+        raise PeerError.make(
+            f"a rank's digests cannot be read: {error}",
+            "run the same version of fanin at the trainer and here",
+        ) from error
+    return step, layouts, held
+
+
+# ---------------------------------------------------------------------- what all of them hold
+
+
+def join(ranks: Sequence[tuple[list[Layout], list[Held]]]) -> list[Tensor]:
+    """The tensors as all ranks together train them, in the order of their names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[tuple[str, Held]]] = {}
+    for rank, (layouts, held) in enumerate(ranks):
+        shapes.update((one.name, one.shape) for one in layouts)
+        for one in held:
+            boxes.setdefault(one.name, []).append((f"rank {rank}", one))
+    return [_joined(name, shapes[name], boxes.get(name, [])) for name in sorted(shapes)]
+
+
+def compare(
+    trained: Sequence[Tensor], workers: Sequence[Sequence[Held]]
+) -> tuple[list[Difference], int]:
+    """What is served otherwise than it is trained, and how many tensors are the same."""
+    boxes: dict[str, list[tuple[str, Held]]] = {}
+    for number, held in enumerate(workers):
+        for one in held:
+            boxes.setdefault(one.name, []).append((f"worker {number}", one))
+    found, same = [], 0
+    for tensor in trained:
+        parts = boxes.pop(tensor.name, [])
+        why = tensor.wrong or _differs(tensor, parts)
+        if why:
+            found.append(Difference(tensor.name, why))
+        else:
+            same += 1
+    found += [Difference(name, "the engine holds it, and no rank trains it") for name in boxes]
+    return found, same
+
+
+def _differs(tensor: Tensor, parts: list[tuple[str, Held]]) -> str:
+    """Why a tensor is not served as it is trained, ``""`` if it is."""
+    served = _joined(tensor.name, tensor.shape, parts)
+    if served.wrong:
+        return served.wrong
+    if not parts:
+        return ""  # it has no elements
+    trained, held = next(iter(tensor.digests)), next(iter(served.digests))
+    dtype = held if held in tensor.digests else trained
+    if dtype not in served.digests:
+        return f"the engine holds {held}, which is not what {trained} of the trainer makes"
+    if served.digests[dtype] == tensor.digests[dtype]:
+        return ""
+    for narrow in NARROWED:
+        if narrow in served.digests and served.digests[narrow] == tensor.digests.get(narrow):
+            return f"rounded to {narrow} on the way: trained and held in {held}"
+    return f"other values than those that are trained ({dtype})"
+
+
+def _joined(name: str, shape: tuple[int, ...], parts: list[tuple[str, Held]]) -> Tensor:
+    """The whole of boxes that tile it; equal boxes have to have equal digests."""
+    chosen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, Held]] = {}
+    for owner, one in parts:
+        first, other = chosen.setdefault((one.offset, one.extent), (owner, one))
+        common = one.digests.keys() & other.digests.keys()
+        if any(one.digests[dtype] != other.digests[dtype] for dtype in common):
+            why = f"{first} and {owner} hold other values of the same elements"
+            return Tensor(name, shape, {}, f"{why}, from {list(one.offset)} on")
+    whole = [one for _, one in chosen.values() if math.prod(one.extent)]
+    elements, held = math.prod(shape), sum(math.prod(one.extent) for one in whole)
+    if held != elements or not _apart(whole):
+        whole = _tiles(whole)
+        held = sum(math.prod(one.extent) for one in whole)
+    if held < elements:
+        why = f"{elements - held} of {elements} elements of {list(shape)} are held by nobody"
+        return Tensor(name, shape, {}, f"cut: {why}" if held else why)
+    types = list(whole[0].digests) if whole else []
+    sums = {
+        dtype: digest_sum(one.digests[dtype] for one in whole)
+        for dtype in types
+        if all(dtype in one.digests for one in whole)
+    }
+    if whole and not sums:
+        return Tensor(name, shape, {}, "its parts are held in several types")
+    return Tensor(name, shape, sums, "")
+
+
+def _tiles(boxes: list[Held]) -> list[Held]:
+    """Boxes that do not overlap, the largest first: the others are parts of them, or lie across."""
+    chosen: list[Held] = []
+    for box in sorted(boxes, key=lambda one: -math.prod(one.extent)):
+        if not any(_meet(box, other) for other in chosen):
+            chosen.append(box)
+    return chosen
+
+
+def _apart(boxes: list[Held]) -> bool:
+    """Whether no two boxes overlap; only neighbours along the first dimension are looked at."""
+    ordered = sorted(boxes, key=lambda one: one.offset)
+    open_: list[Held] = []
+    for box in ordered:
+        open_ = [o for o in open_ if box.offset and o.offset[0] + o.extent[0] > box.offset[0]]
+        if any(_meet(box, other) for other in open_):
+            return False
+        open_.append(box)
+    return True
+
+
+def _meet(one: Held, other: Held) -> bool:
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of what a rank trains, published beside the weights for :func:`fanin.check.served`.
+
+They are made of the model's tensors as they are, not of what was registered of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fanin._digest import box_digest, digest_sum
+from fanin._served import NARROWED, Held, Layout, digests_of, publication_for
+from fanin._tensors import Shard, shard_of
+from fanin.errors import StateError
+from fanin.server import Server
+from fanin.torch._parameters import Parameters
+from fanin.torch._union import Table
+
+__all__ = ["Proof", "layouts_of"]
+
+_log = logging.getLogger("fanin.torch")
+_ROUNDED = 1 << 24
+"""Elements that are rounded at a time."""
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def layouts_of(table: Table) -> list[Layout]:
+    """What a rank holds, in the order in which it tells digests of it."""
+    return [
+        Layout(name, entry.dtype, tuple(entry.shape), tuple(sorted(entry.parts)))
+        for name, entry in sorted(table.items())
+    ]
+
+
+class Proof:
+    """One run's digests of this rank. Not for several threads at once."""
+
+    def __init__(
+        self, publication: str, rank: int, layouts: list[Layout], sizes: list[int]
+    ) -> None:
+        """sizes: of every rank's digests in bytes, which all ranks register."""
+        self.publication = publication_for(publication)
+        self._layouts = layouts
+        self._bytes = torch.zeros(sizes[rank], dtype=torch.uint8)
+        self._shards = [
+            shard_of(_name(at), self._bytes) if at == rank else Shard(_name(at), "U8", (n,), (), -1)
+            for at, n in enumerate(sizes)
+        ]
+
+    def publish(self, server: Server, parameters: Parameters, step: int) -> None:
+        """Digests the parameters as they are; readers find them under the same step.
+
+        Reads all that this rank holds once, and waits for CUDA.
+        """
+        start = time.monotonic()
+        try:
+            told = digests_of(self._layouts, step, _held(parameters))
+        except KeyError as error:
+            raise StateError.make(
+                f"the model holds other parts than those that the ranks agreed on: {error}",
+                "call refresh() on every rank",
+            ) from error
+        server.begin_update(self.publication)
+        self._bytes.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        server.put(self.publication, self._shards, replace=True)
+        server.commit(self.publication, step, snapshot=True)
+        took = time.monotonic() - start
+        _log.info("fanin: digests of step %d for %s: %.3f s", step, self.publication, took)
+
+
+def _name(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _held(parameters: Parameters) -> Iterator[Held]:
+    for shard, box, values in parameters.held():
+        digests = {shard.dtype: box_digest(values, box.offset)}
+        for narrow in NARROWED if shard.dtype == "F32" else ():
+            digests[narrow] = _rounded(values, box.offset, _DTYPES[narrow])
+        yield Held(shard.name, box.offset, box.extent, digests)
+
+
+def _rounded(values: Any, offset: tuple[int, ...], dtype: Any) -> int:
+    """The digest of the values in a narrower type, of which there is never much at a time."""
+    if values.dim() == 0 or values.numel() <= _ROUNDED:
+        return box_digest(values.detach().to(dtype), offset)
+    rows = max(1, _ROUNDED * values.shape[0] // values.numel())
+    return digest_sum(
+        box_digest(values[at : at + rows].detach().to(dtype), (offset[0] + at, *offset[1:]))
+        for at in range(0, values.shape[0], rows)
+    )
