@@ -5,26 +5,33 @@
 
     report = fanin.check.weights(llm, step=7)                        # offline, vllm.LLM
     report = fanin.check.weights("http://engine:8000", step=7)       # VLLM_SERVER_DEV_MODE=1
+    report = fanin.check.served("http://engine:8000", ["trainer:6000"])
 
-Each worker makes rubbish of everything that a pull fills, pulls the step, reads it once more beside
-its model (proven by digests that the trainer's ranks make of their own memory), and compares all
-bytes. So a tensor that no pull fills is found as well as one that is filled wrongly. Nothing may
-generate meanwhile: pause the engine first, as for an update.
+:func:`served` compares digests of what the engine holds with those of what is trained.
+:func:`weights` compares bytes with what is published: each worker makes rubbish of everything that
+a pull fills, pulls the step, reads it once more beside its model (proven by digests that the
+trainer's ranks make of their own memory), and compares all bytes. So a tensor that no pull fills is
+found as well as one that is filled wrongly. Nothing may generate meanwhile: pause the engine first,
+as for an update.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
-from fanin.errors import HostError, RequestError
+from fanin.errors import HostError, NotFoundError, PullTimeoutError, RequestError
 
-__all__ = ["Report", "replicas", "weights"]
+__all__ = ["Report", "Served", "replicas", "served", "weights"]
 
 METHOD = "fanin_check_weights"
+_DIGESTS = "fanin_served_digests"
 _MAX_ANSWER = 1 << 28
+_PATIENCE = 60.0  # seconds, in which ranks digest what they hold
 
 
 @dataclass(frozen=True)
@@ -58,34 +65,19 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
     :raises HostError: something differs: all of it is in ``report`` of the error.
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
-    fields = {"step": step, "poison": poison}
-    if isinstance(engine, str):
-        body = {"method": METHOD, "kwargs": fields}
-        answers = _ask(engine, "/collective_rpc", body, timeout).get("results")
-        workers = int(_ask(engine, "/get_world_size", None, timeout)["world_size"])
-        if isinstance(answers, list) and workers > len(answers):
-            # All replicas were asked, and one was heard: now each raises what it finds.
-            body = {"method": METHOD, "kwargs": {"step": step, "poison": False, "strict": True}}
-            _ask(engine, "/collective_rpc", body, timeout)
-    elif hasattr(engine, "collective_rpc"):
-        answers = engine.collective_rpc(METHOD, kwargs=fields)
-        workers = len(answers)
-    else:
-        raise RequestError.make(
-            f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
-        )
-    if not isinstance(answers, list) or not all(isinstance(one, dict) for one in answers):
-        raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
+    answers, workers = _answers(engine, METHOD, {"step": step, "poison": poison}, timeout)
+    if workers > len(answers):
+        # All replicas were asked, and one was heard: now each raises what it finds.
+        body = {"method": METHOD, "kwargs": {"step": step, "poison": False, "strict": True}}
+        _ask(engine, "/collective_rpc", body, timeout)
     report = Report(
         step=step,
         workers=workers,
         modules=sum(one["modules"] for one in answers),
         bytes=sum(one["bytes"] for one in answers),
-        different=tuple(
-            f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["different"]
-        ),
-        unseen=tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["unseen"]),
-        kept=tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["kept"]),
+        different=_by_worker(answers, "different"),
+        unseen=_by_worker(answers, "unseen"),
+        kept=_by_worker(answers, "kept"),
     )
     if report.different:
         error = HostError.make(
@@ -97,6 +89,112 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
         error.report = report  # type: ignore[attr-defined]
         raise error
     return report
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine holds, beside what its trainer trains."""
+
+    step: int
+    workers: int
+    ranks: int
+    #: Published tensors that are served as they are trained.
+    tensors: int
+    #: That the workers digested.
+    boxes: int
+    #: ``"name: why"``: other values, a cut, rounding, replicas or workers that differ.
+    different: tuple[str, ...]
+    #: Of workers: modules whose kernels cannot be asked what they use.
+    unseen: tuple[str, ...]
+    #: Names that init's ``unused`` leaves out.
+    unused: tuple[str, ...]
+
+
+def served(
+    engine: Any, trainer: Any, run: str | int = "full:0", *, timeout: float = 600.0, **client: Any
+) -> Served:
+    """Compares what *engine* holds with what the ranks of *trainer* train, tensor by tensor.
+
+    The ranks have digested their model's own tensors: at their first step, and at each
+    ``publish(step, digests=True)`` or ``updating(step, digests=True)`` of
+    :class:`fanin.torch.WeightServer`. The workers digest theirs now, and must be at that step.
+    Nothing is written. Modules that vLLM processes are read once more from the trainer.
+
+    :param engine: a ``vllm.LLM`` or the URL of a server, not of several replicas.
+    :param trainer: addresses of the ranks, as :class:`fanin.Client` takes them.
+    :param run: of whole weights.
+    :param timeout: seconds for the trainer's answer, and again for the engine's.
+    :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
+    :raises HostError: something differs: all of it is in ``report`` of the error.
+    :raises NotFoundError: the trainer has published no digests.
+    :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
+    """
+    step, ranks = trained(trainer, run, timeout, client)
+    answers, workers = _answers(engine, _DIGESTS, {"step": step}, timeout)
+    if workers != len(answers):
+        raise RequestError.make(
+            f"the engine has {workers} workers, and {len(answers)} have answered",
+            "ask each replica alone, or all of them by vllm.LLM",
+        )
+    held = [[_served.Held(n, tuple(o), tuple(e), d) for n, o, e, d in a["held"]] for a in answers]
+    unused = tuple(dict.fromkeys(pattern for one in answers for pattern in one["unused"]))
+    tensors = _served.join(ranks)
+    left_out = [t.name for t in tensors if any(fnmatchcase(t.name, p) for p in unused)]
+    wanted = [tensor for tensor in tensors if tensor.name not in left_out]
+    found, same = _served.compare(wanted, held)
+    report = Served(
+        step=step,
+        workers=workers,
+        ranks=len(ranks),
+        tensors=same,
+        boxes=sum(map(len, held)),
+        different=(*map(str, found), *_by_worker(answers, "different")),
+        unseen=_by_worker(answers, "unseen"),
+        unused=tuple(left_out),
+    )
+    if report.different:
+        error = HostError.make(
+            f"{len(report.different)} tensors are not served as step {step} was trained: "
+            + "; ".join(report.different[:4]),
+            "do not serve this engine; publish the model that it serves, with equal replicas, "
+            "and update again",
+            key=report.different[0].partition(":")[0],
+        )
+        error.report = report  # type: ignore[attr-defined]
+        raise error
+    return report
+
+
+def trained(
+    trainer: Any, run: str | int, timeout: float, client: dict[str, Any]
+) -> tuple[int, list[tuple[list[_served.Layout], list[_served.Held]]]]:
+    """What the ranks have digested last: the step, and of each rank what it holds.
+
+    Waits for a first step. client: as of :func:`served`, which says what is raised.
+    """
+    from fanin.client import Client
+
+    publication = f"full:{run}" if ":" not in str(run) else str(run)
+    told = _served.publication_for(publication)
+    with Client(trainer, **client) as reader:
+        reader.wait(publication, timeout=timeout)
+        try:
+            reader.wait(told, timeout=min(timeout, _PATIENCE))  # they follow their step
+        except (NotFoundError, PullTimeoutError) as error:
+            raise NotFoundError.make(
+                f"the trainer has published no digests of {publication}: {error.message}",
+                "publish(step, digests=True) of fanin.torch.WeightServer, on every rank",
+                key=told,
+            ) from error
+        entries = reader.catalog(told, timeout=timeout, owners=False)
+        room = {one.name: bytearray(one.bytes) for one in entries}
+        reader.pull_into(told, room, timeout=timeout)
+    read = [_served.read(bytes(room[f"rank{rank}"])) for rank in range(len(room))]
+    return read[0][0], [(layouts, held) for _, layouts, held in read]
+
+
+def _by_worker(answers: list[dict[str, Any]], field: str) -> tuple[str, ...]:
+    return tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one[field])
 
 
 def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
@@ -112,6 +210,26 @@ def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
     ]
     names = {name for one in sums for name in one}
     return tuple(sorted(n for n in names if len({one.get(n) for one in sums}) > 1))
+
+
+def _answers(
+    engine: Any, method: str, fields: dict[str, Any], timeout: float
+) -> tuple[list[dict[str, Any]], int]:
+    """What the workers of *engine* answer that could be heard, and how many there are."""
+    if isinstance(engine, str):
+        body = {"method": method, "kwargs": fields}
+        answers = _ask(engine, "/collective_rpc", body, timeout).get("results")
+        workers = int(_ask(engine, "/get_world_size", None, timeout)["world_size"])
+    elif hasattr(engine, "collective_rpc"):
+        answers = engine.collective_rpc(method, kwargs=fields)
+        workers = len(answers)
+    else:
+        raise RequestError.make(
+            f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
+        )
+    if not isinstance(answers, list) or not all(isinstance(one, dict) for one in answers):
+        raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
+    return answers, workers
 
 
 def _ask(url: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:

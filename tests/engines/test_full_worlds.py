@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+import fanin.check
 import pytest
 import torch
+from fanin._digest import box_digest
+from fanin._served import Held, compare, join
 from fanin.errors import PausedError
 from full_models import save_full_model
 from full_trainer import FullTrainer
@@ -188,3 +191,19 @@ def test_no_rank_needs_more_memory_than_the_others(tmp_path: Path) -> None:
         first, second = trainer.growth()
     assert bytes_of_all > 100e6
     assert max(first, second) < bytes_of_all / 4, (first, second)
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp+tp"])
+def test_the_ranks_digests_are_those_of_what_is_pulled(layout: str, tmp_path: Path) -> None:
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    with FullTrainer(model, tmp_path / "run", world_size=4, layout=layout) as trainer:
+        trainer.wait_ready()
+        with Engine(trainer.addresses) as engine:
+            step = engine.pull()
+            told, ranks = fanin.check.trained(trainer.addresses, "full:0", 60.0, {})
+            held = [
+                Held(name, (0,) * one.dim(), tuple(one.shape), {"BF16": box_digest(one)})
+                for name, one in engine.tensors.items()
+            ]
+        assert told == step and len(ranks) == 4
+        assert compare(join(ranks), [held]) == ([], len(held))

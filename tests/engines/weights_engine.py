@@ -125,6 +125,10 @@ class Engine:
         """`fanin.check.weights`: the report, or {"error": ...}."""
         return dict(self._do("check", step=step, poison=poison))
 
+    def served(self, addresses: list[str]) -> dict[str, Any]:
+        """`fanin.check.served`: the report, or {"error": ...} beside it."""
+        return dict(self._do("served", addresses=addresses))
+
     def draft_holds(self, file: Path) -> list[str]:
         """Names of the file's tensors that the draft model has under their own names, as they
         are."""
@@ -240,6 +244,17 @@ class Served:
             "bytes": report.bytes,
             "unseen": list(report.unseen),
         }
+
+    def served(self, addresses: list[str]) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        import fanin.check
+
+        try:
+            return asdict(fanin.check.served(self.engine, addresses))
+        except fanin.FaninError as error:
+            report = getattr(error, "report", None)
+            return {"error": str(error)} | (asdict(report) if report else {})
 
     def draft_holds(self, file: str) -> list[str]:
         import torch

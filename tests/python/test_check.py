@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import fanin
 import fanin.check
 import pytest
 from fanin import RequestError
@@ -17,9 +18,7 @@ ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {"a": "1"}},
     "/get_world_size": {"world_size": 1},
     "/collective_rpc": {
-        "results": [
-            {"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)]}
-        ]
+        "results": [{"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)]}]
     },
 }
 
@@ -27,9 +26,7 @@ ANSWERS: dict[str, Any] = {
 class _Engine(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = json.dumps(
-            ANSWERS.get(self.path, {"error": {"message": "no such route"}})
-        ).encode()
+        body = json.dumps(ANSWERS.get(self.path, {"error": {"message": "no such route"}})).encode()
         self.send_response(200 if self.path in ANSWERS else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -65,3 +62,13 @@ def test_an_engine_without_the_route_is_named(engine: str) -> None:
     with pytest.raises(RequestError, match="status 404: no such route") as caught:
         fanin.check.weights(f"{engine}/elsewhere", 7)
     assert "VLLM_SERVER_DEV_MODE" in caught.value.remedy
+
+
+def test_a_trainer_without_digests_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanin.check, "_PATIENCE", 0.3)
+    with fanin.Server(world_id=bytes(range(16)), rank=0, world_size=1) as server:
+        server.put("full:0", [fanin.shard_of("w", bytearray(4), dtype="U8")])
+        server.commit("full:0", 1)
+        with pytest.raises(fanin.NotFoundError, match="no digests of full:0") as caught:
+            fanin.check.trained([f"127.0.0.1:{server.port}"], 0, 10.0, {})
+    assert "digests=True" in caught.value.remedy

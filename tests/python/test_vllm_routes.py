@@ -650,6 +650,7 @@ def test_install() -> None:
     assert worker.install(Base) == worker.install(Base)
     assert {name for name in vars(Base) if name.startswith("fanin_")} == {
         "fanin_check_weights",
+        "fanin_served_digests",
         "fanin_weights_state",
         "fanin_start_pull",
         "fanin_poll_pull",

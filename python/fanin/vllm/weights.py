@@ -23,6 +23,7 @@ from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
 from fanin.mapping._kept import KEEP, kept_paths, refuse_published
 from fanin.vllm import reload, weights_check
+from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.landing import Landing, StockLanding, Summary
 from fanin.vllm.mapped import MappedLanding
@@ -240,12 +241,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         check_step(step)
         target = self._main
-        landing = target.landing
-        if target.trainer is None or not isinstance(landing, (MappedLanding, MixedLanding)):
-            raise StateError.make(
-                f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
-                'init it, without {"mode": "loader"}',
-            )
+        landing, trainer = self._checked()
         if poison:
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
@@ -255,12 +251,48 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.updates.finish()
         assert self._info is not None
         deadline = time.monotonic() + self._info.timeout
-        target.trainer.ready(deadline, step)  # connects, where an update has failed
+        trainer.ready(deadline, step)  # connects, where an update has failed
         with set_current_vllm_config(self.vllm_config):
-            found = weights_check.compare(landing.mapped, target.trainer, step, deadline)
+            found = weights_check.compare(landing.mapped, trainer, step, deadline)
         found.unseen += landing.by_loader
         found.kept += sorted(target.kept)
         return found.as_dict()
+
+    def holds_of(self, step: int) -> dict[str, Any]:
+        """Digests of what the model holds; see :func:`fanin.check.served`.
+
+        Raises StateError if the model is not at *step* now, before init, and in mode "loader".
+        """
+        check_step(step)
+        target, info = self._main, self._info
+        landing, trainer = self._checked()
+        if target.updates.step != step or target.updates.dirty:
+            raise StateError.make(
+                f"{self._worker} is at step {target.updates.step}, not whole at {step}",
+                f"update to step {step}, of which the trainer has made digests, and ask again",
+                key=str(step),
+            )
+        assert info is not None
+        deadline = time.monotonic() + info.timeout
+        trainer.ready(deadline, step)
+        with set_current_vllm_config(self.vllm_config):
+            told, compared = held(landing.mapped, trainer, step, deadline)
+        return {
+            "held": told,
+            "different": compared.different,
+            "unseen": [*compared.unseen, *landing.by_loader],
+            "unused": list(info.unused),
+        }
+
+    def _checked(self) -> tuple[MappedLanding | MixedLanding, Trainer]:
+        """How the main model is filled, and by whom. Raises StateError if that cannot be seen."""
+        landing, trainer = self._main.landing, self._main.trainer
+        if trainer is None or not isinstance(landing, (MappedLanding, MixedLanding)):
+            raise StateError.make(
+                f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
+                'init it, without {"mode": "loader"}',
+            )
+        return landing, trainer
 
     def state(self) -> dict[str, Any]:
         """See :func:`fanin.vllm.weights_state.fanin_weights_state`."""

@@ -16,7 +16,7 @@ from fanin.vllm import reload
 from fanin.vllm.mapped import MappedLanding, span
 from fanin.vllm.trainers import Trainer, left
 
-__all__ = ["Comparison", "compare", "poison"]
+__all__ = ["Comparison", "Module", "compare", "poison"]
 
 _BLOCK = 256
 
@@ -65,11 +65,11 @@ def compare(landing: MappedLanding, trainer: Trainer, step: int, deadline: float
     with torch.no_grad():
         for module in landing.mapping.modules:
             if module.filled and not module.fallback:
-                _Module(landing, module.path).compare(trainer, step, deadline, found)
+                Module(landing, module.path).compare(trainer, step, deadline, found)
     return found
 
 
-class _Module:
+class Module:
     """One module of the model, and memory of its own for what it should hold."""
 
     def __init__(self, landing: MappedLanding, path: str) -> None:
@@ -77,23 +77,24 @@ class _Module:
 
         self._landing, self._path = landing, path
         self._skeleton = reload.Skeleton(path, landing.module(path))
-        self._fresh: dict[str, Any] = {}
+        #: What was read, before processing.
+        self.tensors: dict[str, Any] = {}
         for leaf, layout in self._skeleton.leaves.items():
             room = torch.empty(span(layout), dtype=layout.dtype, device=landing.device)
-            self._fresh[leaf] = room.as_strided(layout.shape, layout.stride())
+            self.tensors[leaf] = room.as_strided(layout.shape, layout.stride())
             live = self._skeleton.live(leaf)
             own = (path, leaf) not in landing.filled
             if own and live is not None and live.shape == layout.shape:
-                self._fresh[leaf].copy_(live)
+                self.tensors[leaf].copy_(live)
         for place, leaf in landing.filled:
-            if place == path and leaf not in self._fresh:  # never a skeleton: a bias
-                self._fresh[leaf] = torch.empty_like(self._skeleton.live(leaf))
+            if place == path and leaf not in self.tensors:  # never a skeleton: a bias
+                self.tensors[leaf] = torch.empty_like(self._skeleton.live(leaf))
 
     def compare(self, trainer: Trainer, step: int, deadline: float, found: Comparison) -> None:
         landing, path = self._landing, self._path
 
         def lookup(_: str, leaf: str) -> Any:
-            return self._fresh[leaf]
+            return self.tensors[leaf]
 
         landing.mapping.fill(lookup, [path])
         packed = landing.mapping.pack(lookup, [path])
@@ -110,10 +111,10 @@ class _Module:
         found.tensors += result.tensors
         module = landing.module(path)
         wanted = {
-            leaf: reload.as_loaded(module, leaf, tensor) for leaf, tensor in self._fresh.items()
+            leaf: reload.as_loaded(module, leaf, tensor) for leaf, tensor in self.tensors.items()
         }
         if landing.staged(path):
-            own = {leaf: self._fresh[leaf].clone() for leaf in self._skeleton.leaves}
+            own = {leaf: self.tensors[leaf].clone() for leaf in self._skeleton.leaves}
             wanted.update(self._skeleton.result_of(own))
         different = []
         for leaf, tensor in wanted.items():
@@ -131,7 +132,7 @@ class _Module:
         """Whether the module could be asked by one-hot inputs: what differs is in *different*."""
         import torch
 
-        weight = self._fresh.get("weight")
+        weight = self.tensors.get("weight")
         if weight is None or weight.dim() != 2 or not weight.is_floating_point():
             return False
         width = weight.shape[1]

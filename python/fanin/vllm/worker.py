@@ -393,13 +393,7 @@ def fanin_check_weights(
 
     strict: what differs is raised, for callers that do not hear every worker's answer.
     """
-    engine = getattr(worker, "weight_transfer_engine", None)
-    if engine is None or not hasattr(engine, "check"):
-        raise StateError.make(
-            "this engine's weights do not come by fanin",
-            """start it with --weight-transfer-config '{"backend": "fanin"}'""",
-        )
-    found: dict[str, Any] = engine.check(step, poison)
+    found: dict[str, Any] = _transfer_engine(worker).check(step, poison)
     if strict and found["different"]:
         raise HostError.make(
             f"{len(found['different'])} tensors do not hold step {step}: "
@@ -410,6 +404,22 @@ def fanin_check_weights(
     return found
 
 
+def fanin_served_digests(worker: Any, step: int) -> dict[str, Any]:
+    """Digests of what this worker's model holds; see :func:`fanin.check.served`."""
+    found: dict[str, Any] = _transfer_engine(worker).holds_of(step)
+    return found
+
+
+def _transfer_engine(worker: Any) -> Any:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if engine is None or not hasattr(engine, "check"):
+        raise StateError.make(
+            "this engine's weights do not come by fanin",
+            """start it with --weight-transfer-config '{"backend": "fanin"}'""",
+        )
+    return engine
+
+
 _METHODS = (
     fanin_start_pull,
     fanin_poll_pull,
@@ -418,6 +428,7 @@ _METHODS = (
     fanin_model_facts,
     fanin_lora_places,
     fanin_check_weights,
+    fanin_served_digests,
     fanin_weights_state,
     *guard.METHODS,
 )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of what is trained and of what is served, compared: pure Python, no PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from fanin._served import Held, Layout, compare, digests_of, join, read, size_of
+from fanin.errors import PeerError
+
+SHAPE = (4, 6)
+
+
+def number(offset: tuple[int, ...], extent: tuple[int, ...], salt: int = 0) -> int:
+    """Adds up over boxes, as digests do."""
+    places = itertools.product(*(range(a, a + n) for a, n in zip(offset, extent, strict=True)))
+    return sum(hash((place, salt)) for place in places) % (1 << 64)
+
+
+def box(offset: tuple[int, ...], extent: tuple[int, ...], salt: int = 0, dtype: str = "BF16"):
+    return Held("w", offset, extent, {dtype: number(offset, extent, salt)})
+
+
+def rank(*held: Held, dtype: str = "BF16"):
+    return [Layout("w", dtype, SHAPE, tuple((one.offset, one.extent) for one in held))], list(held)
+
+
+WHOLE = box((0, 0), SHAPE)
+TOP, BOTTOM = box((0, 0), (2, 6)), box((2, 0), (2, 6))
+LEFT, RIGHT = box((0, 0), (4, 3)), box((0, 3), (4, 3))
+
+
+def differences(ranks, workers) -> list[str]:
+    return [str(one) for one in compare(join(ranks), workers)[0]]
+
+
+@pytest.mark.parametrize("ranks", [[rank(WHOLE)], [rank(TOP), rank(BOTTOM)]])
+@pytest.mark.parametrize("workers", [[[WHOLE]], [[LEFT], [RIGHT]], [[TOP], [BOTTOM], [TOP]]])
+def test_however_it_is_cut(ranks, workers) -> None:
+    assert compare(join(ranks), workers) == ([], 1)
+
+
+def test_boxes_that_overlap_are_counted_once() -> None:
+    assert differences([rank(WHOLE), rank(TOP), rank(LEFT)], [[WHOLE], [BOTTOM]]) == []
+
+
+def test_another_value() -> None:
+    assert "other values" in differences([rank(WHOLE)], [[LEFT], [box((0, 3), (4, 3), 1)]])[0]
+
+
+@pytest.mark.parametrize("workers", [[[TOP]], [[TOP], [TOP]], [[box((0, 0), (2, 6)), LEFT]]])
+def test_elements_that_nobody_holds(workers) -> None:
+    (why,) = differences([rank(WHOLE)], workers)
+    assert why == "w: cut: 12 of 24 elements of [4, 6] are held by nobody"
+
+
+def test_a_tensor_that_nobody_holds() -> None:
+    assert "24 of 24" in differences([rank(WHOLE)], [[]])[0]
+
+
+def test_replicas_that_differ() -> None:
+    stale = rank(box((0, 0), SHAPE, 1))
+    (why,) = differences([rank(WHOLE), stale], [[WHOLE]])
+    assert "rank 0 and rank 1 hold other values" in why
+    (why,) = differences([rank(WHOLE)], [[TOP, BOTTOM], [box((2, 0), (2, 6), 1)]])
+    assert "worker 0 and worker 1 hold other values" in why and "[2, 0]" in why
+
+
+def test_what_no_rank_trains() -> None:
+    other = Held("v", (0,), (1,), {"BF16": 1})
+    assert differences([rank(WHOLE)], [[WHOLE, other]]) == [
+        "v: the engine holds it, and no rank trains it"
+    ]
+
+
+def test_types() -> None:
+    trained = join([rank(Held("w", (0, 0), SHAPE, {"F32": 1, "BF16": 2, "F16": 3}), dtype="F32")])
+
+    def served(digests: dict[str, int]) -> list[str]:
+        return [one.why for one in compare(trained, [[Held("w", (0, 0), SHAPE, digests)]])[0]]
+
+    assert served({"F32": 1}) == served({"BF16": 2}) == served({"F16": 3}) == []
+    assert "rounded to BF16" in served({"F32": 9, "BF16": 2})[0]
+    assert "other values" in served({"F32": 9, "BF16": 8})[0]
+    assert "the engine holds F8_E4M3" in served({"F8_E4M3": 1})[0]
+    # Trained narrow and held wide: what is held is the same without loss, or is not.
+    narrow = join([rank(Held("w", (0, 0), SHAPE, {"BF16": 2}))])
+    assert compare(narrow, [[Held("w", (0, 0), SHAPE, {"F32": 7, "BF16": 2})]])[0] == []
+    assert compare(narrow, [[Held("w", (0, 0), SHAPE, {"F32": 7})]])[0]
+
+
+def test_no_elements_and_no_dimensions() -> None:
+    empty = ([Layout("w", "F32", (0, 3), ())], [])
+    scalar = Held("s", (), (), {"F32": 4, "BF16": 5, "F16": 6})
+    one = ([Layout("s", "F32", (), (((), ()),))], [scalar])
+    assert compare(join([empty, one]), [[scalar]]) == ([], 2)
+    assert math.prod(()) == 1
+
+
+def test_there_and_back() -> None:
+    layouts = [
+        Layout("w", "F32", SHAPE, ((TOP.offset, TOP.extent),)),
+        Layout("e", "BF16", (3,), ()),
+    ]
+    held = [Held("w", TOP.offset, TOP.extent, {"F32": 1, "BF16": (1 << 64) - 1, "F16": 3})]
+    told = digests_of(layouts, 7, held)
+    assert len(told) == size_of(layouts) and read(told) == (7, layouts, held)
+    for broken in (b"", told[:-8], told[:30], b"x" * len(told)):
+        with pytest.raises(PeerError, match="cannot be read"):
+            read(broken)
