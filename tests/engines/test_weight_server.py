@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import fanin
+import fanin.check
 import pytest
 import torch
 from families import FAMILIES
@@ -735,3 +736,31 @@ def test_pages_tell_what_works(page, monkeypatch, tmp_path):
         step, got = pulled(server)
         assert step == 3
         same(got, state(model, without=["head.weight"]))
+
+
+def test_digests_are_of_the_first_step_and_of_those_that_are_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    before = model.weight.detach().clone()
+    with WeightServer(model, base_port=0, use_ucx=False) as server:
+
+        def digested() -> bool:
+            return "full:0.digests" in server.server.publications()
+
+        server.publish(0, digests=False)
+        assert not digested()
+        server.publish(1)
+        server.publish(2)
+        assert fanin.check.trained(server.addresses, 0, 10.0, {})[0] == 1
+        with server.updating(3, digests=True):
+            pass
+        step, ranks = fanin.check.trained(server.addresses, 0, 10.0, {})
+        assert step == 3 and {one.name for one in ranks[0][1]} == {"weight", "bias"}
+        assert torch.equal(model.weight, before)
+        server.refresh()
+        server.publish(4)
+        assert fanin.check.trained(server.addresses, 0, 10.0, {})[0] == 4
+        server.remove_run(0)
+        assert not digested()
+    assert not caplog.records

@@ -24,7 +24,7 @@ from fanin.torch._union import Table
 __all__ = ["Proof", "layouts_of"]
 
 _log = logging.getLogger("fanin.torch")
-_ROUNDED = 1 << 24
+_ROUNDED = 1 << 20
 """Elements that are rounded at a time."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -230,9 +230,9 @@ class WeightServer(Publisher):
     def publish(self, step: Steps, *, digests: bool | None = None) -> None:
         """As :meth:`Publisher.publish`.
 
-        digests: also digests what is trained, for :func:`fanin.check.served`; a run's first step,
-        and the first after :meth:`refresh`, has them always. All that this rank holds is read once
-        for it, after the step is readable.
+        digests: also digest what is trained, for :func:`fanin.check.served`; None: of a run's first
+        step, and of the first after :meth:`refresh`. It is done after the step is readable, in this
+        thread, and reads all that this rank holds once. If it fails a warning says why.
         """
         super().publish(step)
         self._digest(step, digests)
