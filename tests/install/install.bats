@@ -216,11 +216,11 @@ warnings='-Wall -Wextra -pedantic -Werror'
     wait "$second"
 }
 
-# block N [FILE]: the README's Nth example in C, or another file's.
+# block N FILE: a page's Nth example in C.
 block()
 {
     awk -v n="$1" '/^```/ { inside = $0 == "```c" && ++seen == n; next } inside' \
-        "$here/../../${2:-README.md}"
+        "$here/../../$2"
 }
 
 # two_ports: the first of two that nobody listens on.
@@ -242,16 +242,17 @@ two_ports()
     done
 }
 
-@test "the README's examples in C compile without a warning, and one pulls the other's step" {
-    [ "$(grep -c '^```c$' "$here/../../README.md")" = 2 ]
+@test "the documented examples in C compile without a warning, and one pulls the other's step" {
+    page=docs/how-to/c-programs.md
+    [ "$(grep -c '^```c$' "$here/../../$page")" = 2 ]
     number=0
     for example in trainer worker; do
         number=$((number + 1))
-        block "$number" >"$scratch/$example.c"
+        block "$number" "$page" >"$scratch/$example.c"
         [ -s "$scratch/$example.c" ]
         for compiler in gcc clang; do
             compiled "$scratch/$example.c" "$scratch/$example" "$compiler" -std=c11 \
-                "$here/readme_$example.c"
+                "$here/documented_$example.c"
         done
     done
     port=$(two_ports)

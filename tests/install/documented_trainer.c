@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the README's trainer needs to be a program of two ranks: shards, and an optimizer that
+/* What the documented trainer needs to be a program of two ranks: shards, and an optimizer that
    takes a step a line. usage: readme_trainer RANK BASE-PORT */
 #include <fanin/types.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The README's worker as a program. usage: readme_worker STEP DIRECTORY ADDRESS... */
+/* The documented worker as a program. usage: documented_worker STEP DIRECTORY ADDRESS... */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
