@@ -6,22 +6,35 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
 #include <unistd.h>
+
+/* -1: there is none. Beyond the limit of file sizes a write would end the process (SIGXFSZ). */
+static int make_file(size_t size)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < size)
+        return -1;
+    int fd = memfd_create("fanin-guarded", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)size) == 0)
+        return fd;
+    close(fd);
+    return -1;
+}
 
 fanin_status guarded_open(guarded *g, size_t size, fanin_error *error)
 {
-    *g = (guarded){.fd = memfd_create("fanin-guarded", MFD_CLOEXEC), .size = size};
-    void *data = MAP_FAILED;
-    if (g->fd >= 0 && ftruncate(g->fd, (off_t)size) == 0)
-        data = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                    g->fd, 0);
+    int fd = make_file(size);
+    int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void *data = mmap(NULL, size, PROT_READ | PROT_WRITE, flags | MAP_POPULATE, fd, 0);
     if (data != MAP_FAILED) {
-        g->data = data;
+        *g = (guarded){.fd = fd, .size = size, .data = data};
         return FANIN_OK;
     }
     int code = errno;
-    if (g->fd >= 0)
-        close(g->fd);
+    if (fd >= 0)
+        close(fd);
     *g = (guarded){.fd = -1};
     return error_set_errno(error, FANIN_ERR_IO, code, NULL,
                            "cannot make a buffer to copy published memory into");
@@ -32,15 +45,19 @@ void guarded_close(guarded *g)
     if (!g->data)
         return;
     munmap(g->data, g->size);
-    close(g->fd);
+    if (g->fd >= 0)
+        close(g->fd);
     *g = (guarded){.fd = -1};
 }
 
 size_t guarded_read(const guarded *g, size_t at, const struct iovec *from, int n)
 {
     ssize_t got;
+    struct iovec to = {g->data + at, g->size - at};
     do
-        got = pwritev(g->fd, from, n, (off_t)at);
+        got = g->fd >= 0
+                  ? pwritev(g->fd, from, n, (off_t)at)
+                  : process_vm_readv(getpid(), &to, 1, from, (unsigned long)n, 0);
     while (got < 0 && errno == EINTR);
     return got < 0 ? 0 : (size_t)got;
 }

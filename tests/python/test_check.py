@@ -18,7 +18,9 @@ ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {"a": "1"}},
     "/get_world_size": {"world_size": 1},
     "/collective_rpc": {
-        "results": [{"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)]}]
+        "results": [
+            {"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)], "kept": []}
+        ]
     },
 }
 

@@ -158,6 +158,7 @@ def test_ranks_that_publish_different_steps():
 def test_a_rank_that_does_not_come(monkeypatch):
     world = World({"a": (0, 1, 2)})
     monkeypatch.setattr(_replicas, "_WAIT", 0.3)
+    monkeypatch.setattr(_replicas, "_GRACE", 1.0)
     for absent in world.ranks:
         came = [rank for rank in world.ranks if rank != absent]
         for error in world.publish(1, came):

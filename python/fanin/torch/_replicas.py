@@ -29,6 +29,8 @@ from fanin.torch._union import Replicated, Whole, ranks_text
 
 _WAIT = 600.0
 """Seconds that a rank waits for the others of a box: as long as NCCL's collectives do."""
+_GRACE = 10.0
+"""Seconds more for the answer of the rank that waits so long for the others."""
 _SHARE = 0.01
 """Of the time between two publishes, that digests may take."""
 _FIRST_STEP = 1.0
@@ -115,7 +117,7 @@ class Mailbox:
     def judge(self, verdict: Callable[[dict[int, bytes]], bytes]) -> None:
         """For the first rank of the group: waits for all, and tells each the verdict of them."""
         keys = [self._part(rank) for rank in self._ranks]
-        found = self._wait(keys)
+        found = self._wait(keys, _WAIT)
         here = [rank for rank in self._ranks if self._store.check([self._part(rank)])]
         texts = {rank: bytes(self._store.get(self._part(rank))) for rank in here}
         if not found:
@@ -130,7 +132,7 @@ class Mailbox:
     def verdict(self, word: str) -> bytes:
         """What the first rank of the group says."""
         key = f"{self._prefix}/{word}"
-        found = self._wait([key])
+        found = self._wait([key], _WAIT + _GRACE)
         if not found:
             found = bytes(self._store.get(key))
             self._remove(key)
@@ -149,9 +151,9 @@ class Mailbox:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
             self._store.delete_key(key)
 
-    def _wait(self, keys: list[str]) -> bytes:
+    def _wait(self, keys: list[str], seconds: float) -> bytes:
         """Why the keys are not all there: ``failed`` and who has, or ``absent``."""
-        deadline = time.monotonic() + _WAIT
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=min(1.0, _WAIT)))
