@@ -20,7 +20,7 @@ import torch
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
-from fanin.vllm import clients, guard
+from fanin.vllm import clients, external_kv, guard
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
@@ -79,6 +79,7 @@ def test_these_are_the_names_that_vllm_has() -> None:
         ({"verify": "yes"}, "verify", "'yes'.*true or false"),
         ({"ring": 0}, "ring", "is 0.*1 to 64"),
         ({"ring": True}, "ring", "is True.*1 to 64"),
+        ({"external_kv": True}, "external_kv", "is True.*drop.*keep"),
         ({"ring": 65}, "ring", "is 65.*1 to 64"),
         ({"save": 7}, "save", "is 7.*give a directory"),
         ({"unused": "*"}, "unused", r"'\*'.*a list of patterns"),
@@ -108,6 +109,47 @@ def test_wrong_update_info_is_named(fields: Any, key: str) -> None:
     with pytest.raises(RequestError) as caught:
         UpdateInfo(**fields).checked()
     assert caught.value.key == key
+
+
+def stores(name: str, **extra: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return SimpleNamespace(kv_transfer_config=transfer, ec_transfer_config=None)
+
+
+def both(name: str) -> Any:
+    return stores("MultiConnector", connectors=[{"kv_connector": name, "kv_role": "kv_both"}])
+
+
+@pytest.mark.parametrize(
+    ("config", "stays"),
+    [
+        (SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None), ""),
+        (stores("OffloadingConnector", cpu_bytes_to_use=1), ""),
+        (stores("SimpleCPUOffloadConnector"), ""),
+        (stores("MooncakeStoreConnector"), ""),
+        (stores("ExampleConnector", shared_storage_path="/kv"), "ExampleConnector does not"),
+        (stores("LMCacheConnectorV1"), "LMCacheConnectorV1 does not implement reset_cache"),
+        (stores("OffloadingConnector", secondary_tiers=[{"type": "fs"}]), "secondary tiers"),
+        (stores("OffloadingConnector", spec_name="TheirSpec"), "what TheirSpec keeps"),
+        (both("OffloadingConnector"), ""),
+        (both("ExampleConnector"), "ExampleConnector does not"),
+        (
+            SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_connector="ECExampleConnector")),
+            "ECExampleConnector cannot drop outputs of encoders",
+        ),
+    ],
+)
+def test_what_connectors_keep_outside_of_the_engine(config: Any, stays: str) -> None:
+    """The connectors are vLLM's own."""
+    if not stays:
+        return external_kv.refuse_what_stays(config)
+    with pytest.raises(RequestError, match=stays) as caught:
+        external_kv.refuse_what_stays(config)
+    assert caught.value.key == "external_kv" and '{"external_kv": "keep"}' in str(caught.value)
 
 
 def parallel(rank: int, size: int, replica: int = 0, replicas: int = 1) -> Any:

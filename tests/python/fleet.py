@@ -122,6 +122,7 @@ class FakeVLLM(FakeEngine):
         self.pulled: int | None = None
         self.held: int | None = None
         self.workers = 2
+        self.external = False
         self._launch = ""
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
@@ -161,7 +162,8 @@ class FakeVLLM(FakeEngine):
             last = {"bytes": 50, "read": 0.5, "path": "cma"}
             worlds = self.worlds or [self._launch]
             last["worlds"] = [worlds[worker % len(worlds)]]
-        return {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
+        told = {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
+        return {**told, "external_kv": self.external}
 
     def _update(self, path: str, body: Any) -> Answer | None:
         if path == "/start_weight_update":
@@ -238,6 +240,7 @@ class FakeSGLang(FakeEngine):
         if path == "/flush_cache":
             return 200, b"Cache flushed."
         if path == "/begin_weight_update":
+            assert body == {"selector": "target"}
             if self.open:
                 return 400, {"success": False, "message": "a session is already open"}
             self.open = True
@@ -257,6 +260,7 @@ class FakeSGLang(FakeEngine):
         if not self.open:
             return 400, {"success": False, "message": "must run between begin and end"}
         assert body["load_format"] == "fanin.sglang.load" and body["flush_cache"] is False
+        assert body["selector"] == "target"
         assert len(body["serialized_named_tensors"]) == self.ranks
         for payload in body["serialized_named_tensors"]:
             ((name, content),) = _Loaded(io.BytesIO(base64.b64decode(payload))).load()

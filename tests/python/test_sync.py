@@ -903,3 +903,42 @@ def test_a_step_that_is_still_to_come_is_waited_for(
     trainer.commit(2)
     thread.join()
     assert results[0].ok and engine.version == "step-2"
+
+
+# ------------------------------------------------------------ a store that engines share
+
+
+def test_engines_that_keep_kv_outside_go_on_when_all_have_the_step(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    for engine in engines[:2]:
+        engine.external = True
+    fast, slow, alone = engines
+    hold = slow.hang("/update_weights")
+    registry = registry_of(*engines)
+    thread = threading.Thread(target=registry.sync, args=(7,))
+    thread.start()
+    until(lambda: fast.version == alone.version == "step-7" and not alone.paused)
+    assert slow.at["/update_weights"].wait(10)
+    time.sleep(0.1)
+    assert fast.paused and fast.count("/resume") == 0
+    hold.set()
+    thread.join()
+    assert not fast.paused and not slow.paused and fast.count("/resume") == 1
+
+
+def test_one_that_fails_leaves_those_paused_that_may_share_its_store(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    for engine in engines:
+        engine.external = True
+    engines[1].refuse(INIT, 500, "no")  # it goes on generating, with its old weights
+    registry = registry_of(*engines)
+    with pytest.raises(SyncError) as caught:
+        registry.sync(7)
+    failed = failure(caught, engines[0])
+    assert failed.paused and failed.phase == "resume" and engines[1].url in failed.error
+    assert engines[0].paused and not engines[1].paused
+    engines[1].hooks.clear()
+    registry.sync(7)
+    # What the other one has put there since is dropped by another end of an update.
+    assert engines[0].count("/finish_weight_update") == 2
+    assert not engines[0].paused and engines[1].version == "step-7"

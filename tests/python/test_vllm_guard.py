@@ -163,8 +163,10 @@ def engine(size: int = 2, **more: Any) -> Any:
         def is_scheduler_paused(self) -> bool:
             return self.paused
 
-        def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-            assert reset_running_requests
+        def reset_prefix_cache(
+            self, reset_running_requests: bool = False, reset_connector: bool = False
+        ) -> bool:
+            assert reset_running_requests and reset_connector
             self.dropped.append("prefixes")
             return self.drops
 

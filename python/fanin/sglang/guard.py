@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import external_kv
 from .lora_guard import load
 from .request import LOADER, TOLD
 
@@ -40,13 +41,14 @@ class Standing:
 
     heard: whether an update is under way whose answer says what came of it. failure: why that
     failed. pulled: what the last pull that ended well did. loaded: whether one has since the update
-    began.
+    began. stays: what of the old weights' KV no end of an update drops.
     """
 
     heard: bool = False
     failure: str = ""
     pulled: dict[str, Any] = field(default_factory=dict)
     loaded: bool = False
+    stays: str = ""
     _torn: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -100,6 +102,7 @@ def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     # SGLang notes it as soon as the loader has returned.
     version, request.weight_version = request.weight_version, None
     standing.begin()
+    standing.stays = external_kv.what_stays(getattr(manager, "scheduler", None))
     try:
         output = original(manager, request)
     finally:
@@ -128,7 +131,12 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return EndWeightUpdateReqOutput(success=False, message=message)
     output = original(manager, request)
     if output.success and standing.pulled:
-        output.message = standing.told()
+        scheduler = getattr(manager, "scheduler", None)
+        if external_kv.storage_of(scheduler) is not None:
+            standing.pulled["external_kv"] = True
+        why = external_kv.drop(scheduler)
+        output.success = not why
+        output.message = f"fanin: {why}; {_REMEDY}" if why else standing.told()
     return output
 
 

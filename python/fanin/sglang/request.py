@@ -20,6 +20,8 @@ from fanin.errors import PeerError, RequestError
 from fanin.mapping._kept import check_patterns
 from fanin.names import check_run, check_step
 
+from .external_kv import CHOICES
+
 __all__ = ["LOADER", "NAME", "TOLD", "Request", "decode", "encode"]
 
 LOADER = "fanin.sglang.load"
@@ -29,7 +31,9 @@ NAME = "fanin.request"
 TOLD = "fanin has pulled: "
 """What SGLang's message has before the JSON object of ``step``, ``bytes``, ``seconds``, ``how``."""
 
-_FIELDS = {"trainer", "run", "step", "timeout", "server_name", "unused", "keep", "config"}
+_FIELDS = {
+    "trainer", "run", "step", "timeout", "server_name", "unused", "keep", "config", "external_kv",
+}  # fmt: skip
 _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 
 
@@ -40,7 +44,8 @@ class Request:
     trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step: this one exactly.
     timeout: seconds for the pull. server_name: demand this job's ranks. unused: patterns of
     published names that the model does not have. keep: patterns of the model's parameters that
-    nobody publishes. config: "check" that trainer and engine have one, or "ignore".
+    nobody publishes. config: "check" that trainer and engine have one, or "ignore". external_kv:
+    "drop", or "keep", what was computed with the old weights and lies outside of the engine.
     """
 
     trainer: str | Sequence[str] = ()
@@ -51,6 +56,7 @@ class Request:
     unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     config: str = "check"
+    external_kv: str = "drop"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -67,6 +73,8 @@ class Request:
                 body[name] = value
         if self.config != "check":
             body["config"] = self.config
+        if self.external_kv != "drop":
+            body["external_kv"] = self.external_kv
         return body
 
 
@@ -119,7 +127,8 @@ def decode(named_tensors: Any) -> Request:
         _server_name(body.get("server_name")),
         check_patterns("unused", body.get("unused", ()), key="unused"),
         check_patterns("keep", body.get("keep", ()), key="keep"),
-        _config(body.get("config", "check")),
+        _choice(body, "config", ("check", "ignore")),
+        _choice(body, "external_kv", CHOICES),
     )
 
 
@@ -154,10 +163,11 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _config(value: Any) -> str:
-    if value in ("check", "ignore"):
+def _choice(body: dict[str, Any], name: str, choices: tuple[str, str]) -> str:
+    value = body.get(name, choices[0])
+    if value in choices:
         return str(value)
-    raise RequestError.make(f"config is {value!r}", 'give "check" or "ignore"', key="config")
+    raise RequestError.make(f"{name} is {value!r}", f"give one of {choices}", key=name)
 
 
 def _server_name(value: Any) -> str | None:

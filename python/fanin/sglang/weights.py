@@ -133,6 +133,14 @@ class _Live:
     def prepare(self, model: Any, request: Request, deadline: float) -> Published:
         """What is published, and where it goes. Writes nothing."""
         _check_model(model)
+        if standing.stays and request.external_kv == "drop":
+            raise RequestError.make(
+                "the engine keeps outside of itself what the weights of before have computed:"
+                f" {standing.stays}",
+                'start SGLang without it, or sync with Registry(init={"external_kv": "keep"}) if'
+                " you empty it before the engine goes on, or if answers may use it",
+                key="external_kv",
+            )
         trainer = self._trainer_of(request)
         published = without(trainer.ready(deadline, request.step), request.unused)
         layout = (published.layout(), request.keep, request.config, published.metadata)

@@ -23,7 +23,8 @@ Tell = Callable[[int, int], None]
 class Pulled:
     """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
     one, reading. how: the path, and where to. worlds: the launches of the trainer that the weights
-    are of, none: it does not tell. workers: that told, None: not known."""
+    are of, none: it does not tell. workers: that told, None: not known. external: whether some of
+    what the engine computes lies outside of it."""
 
     step: int
     bytes: int
@@ -31,6 +32,7 @@ class Pulled:
     how: str = ""
     worlds: frozenset[str] = frozenset()
     workers: int | None = None
+    external: bool = False
 
 
 def launches(told: Mapping[str, Any]) -> frozenset[str]:

@@ -82,12 +82,20 @@ class SGLang(Driver):
                     key=key,
                     phase="init",
                 )
+        if "draft_run" in info.more:
+            raise RequestError.make(
+                f"{self.wire.url}: SGLang's draft models are not updated",
+                "leave draft_run out: the draft stays as SGLang has loaded it",
+                address=self.wire.url,
+                key="draft_run",
+                phase="init",
+            )
         size = body.get("tp_size")
         self._ranks = size if isinstance(size, int) and size > 0 else 1
 
     def start(self, may_be_open: bool, deadline: float) -> None:
         try:
-            self._post("/begin_weight_update", {}, "start", deadline)
+            self._post("/begin_weight_update", {"selector": "target"}, "start", deadline)
         except (UnreachableError, PullTimeoutError):
             raise
         except FaninError as error:
@@ -106,9 +114,11 @@ class SGLang(Driver):
             unused=tuple(info.more.get("unused", ())),
             keep=tuple(info.more.get("keep", ())),
             config=info.more.get("config", "check"),
+            external_kv=info.more.get("external_kv", "drop"),
         )
         body = {
             "serialized_named_tensors": [encode(request)] * self._ranks,
+            "selector": "target",  # a draft stays as SGLang has loaded it
             "load_format": LOADER,
             "flush_cache": False,
             "abort_all_requests": False,
@@ -143,6 +153,7 @@ class SGLang(Driver):
                 float(told["seconds"]),
                 str(told["how"]),
                 launches(told),
+                external=told.get("external_kv") is True,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise PeerError.make(

@@ -195,6 +195,7 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
         str(told.get("path")),
         launches(told),
         1,
+        state.get("external_kv") is True,
     )
 
 
@@ -208,4 +209,5 @@ def _joined(one: Pulled, other: Pulled) -> Pulled:
         "; ".join(hows),
         one.worlds | other.worlds,
         (one.workers or 0) + (other.workers or 0),
+        one.external or other.external,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -57,6 +57,7 @@ class Record:
     paused: bool = False
     open: bool = False
     dirty: bool = False
+    external: bool = False
     removed: bool = False
 
     @property
@@ -79,7 +80,7 @@ class LeaveAlone(Exception):
 @dataclass(slots=True)
 class Plan:
     """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
-    the weights, as the first engine that has them says."""
+    the weights, as the first engine that has them says. flights: of all engines that are well."""
 
     step: int
     version: str
@@ -89,6 +90,7 @@ class Plan:
     deadline: float
     again: bool
     held: str = ""
+    flights: Sequence[Flight] = ()
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Flight:
     seconds: dict[str, float] = field(default_factory=dict)
     result: EndpointResult | None = None
     over: bool = False
+    has_step: bool = False
     initialised: bool = False
     skipped: bool = False
     ahead: bool = False
@@ -149,6 +152,11 @@ class Flight:
             self.skipped = True
         else:
             self._update(driver)
+        with self.lock:
+            self.has_step = True
+            self.lock.notify_all()
+        if record.external and record.paused:
+            self.run("resume", self._after_others)
         if record.paused or not self.skipped:
             until = max(plan.deadline, time.monotonic() + _RESUME_AT_LEAST)
             try:
@@ -180,6 +188,31 @@ class Flight:
             note=self.note,
             **more,
         )
+
+    def _after_others(self) -> None:
+        """Waits until every engine of the sync has the step: one that has not may still put what
+        its old weights compute into a store that this one reads. Raises StateError if one has
+        failed; the next sync then drops this engine's again."""
+        others = [one for one in self.plan.flights if one is not self]
+
+        def settled() -> bool:
+            away = self.over or self.record.removed
+            return away or all(
+                one.has_step or one.result is not None or one.record.removed for one in others
+            )
+
+        with self.lock:
+            self.lock.wait_for(settled, max(self.plan.deadline - time.monotonic(), 0))
+            without = [one.url for one in others if not (one.has_step or one.record.removed)]
+        if without:
+            self.record.version = None
+            raise StateError.make(
+                f"{self.url} keeps KV outside of itself, and engines that may share it have not got"
+                f" the step: {', '.join(without)}",
+                "sync again, or remove them",
+                address=self.url,
+                phase="resume",
+            )
 
     def _has_it(self, driver: Driver) -> bool:
         """Whether these very weights are there: step and launch of the trainer, by all accounts."""
@@ -242,6 +275,7 @@ class Flight:
         )
         self._same_launch(self.pulled)
         self._count(self.pulled)
+        record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
 

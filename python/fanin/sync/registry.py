@@ -431,6 +431,7 @@ class Registry:
             return _judged(plan, flights, started, told)
         well = [flight for flight in flights if flight.result is None]
         _log.info("fanin.sync: step %d to %d engines", plan.step, len(well))
+        plan.flights = well
         self._all(well, Flight.drive, plan.deadline)
         return _judged(plan, flights, started, f"did not get step {plan.step}")
 

@@ -32,7 +32,7 @@ _WITHHELD = (
 @dataclass(frozen=True, slots=True)
 class InitInfo:
     """Where the trainer is: a path, or the ranks' addresses. timeout: seconds of a pull. more: what
-    vLLM's init_info takes beside these; of it SGLang takes unused, keep and config."""
+    vLLM's init_info takes beside these; of it SGLang takes unused, keep, config and external_kv."""
 
     trainer: str | tuple[str, ...]
     run: str

@@ -198,7 +198,9 @@ class Gate:
         """What was computed with the old weights answers nothing any more: blocks of prefixes and
         outputs of encoders. Requests that are under way are computed again."""
         try:
-            dropped = self._core.reset_prefix_cache(reset_running_requests=True)
+            dropped = self._core.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
             self._core.reset_encoder_cache()
         except Exception as error:
             dropped, why = False, f": {error}"

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 from fanin._allowed import check_by_config
 from fanin.errors import RequestError
 from fanin.mapping._kept import check_patterns
+from fanin.vllm import external_kv
 from fanin.vllm.clients import Source
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 
@@ -35,6 +36,7 @@ class Init:
     unused: tuple[str, ...]
     keep: tuple[str, ...]
     config: str
+    external_kv: str
     verify: bool
     ring: int
     save: str | None
@@ -49,9 +51,10 @@ class InitInfo(WeightTransferInitInfo):
     model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
     patterns of published names that the model does not have. keep: patterns of the model's own
     parameters that nobody publishes and that stay as vLLM has loaded them (``visual.*``). config:
-    "check" that the trainer's configuration is the engine's, or "ignore". verify: compare each step
-    with digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that
-    each worker writes its mapping to, for `nixl-fetch map`.
+    "check" that the trainer's configuration is the engine's, or "ignore". external_kv: "drop" that
+    a connector has kept outside of the engine, and refuse one that cannot; or "keep". verify:
+    compare each step with digests that the ranks make. ring: layers of skeletons, at least 1. save:
+    a directory that each worker writes its mapping to, for `nixl-fetch map`.
     """
 
     trainer: Any
@@ -62,6 +65,7 @@ class InitInfo(WeightTransferInitInfo):
     unused: Any = ()
     keep: Any = ()
     config: Any = "check"
+    external_kv: Any = "drop"
     verify: Any = False
     ring: Any = 2
     save: Any = None
@@ -72,6 +76,11 @@ class InitInfo(WeightTransferInitInfo):
         for name, good, remedy in (
             ("mode", self.mode in _MODES, f"give one of {_MODES}"),
             ("config", self.config in _CONFIGS, f"give one of {_CONFIGS}"),
+            (
+                "external_kv",
+                self.external_kv in external_kv.CHOICES,
+                f"give one of {external_kv.CHOICES}",
+            ),
             ("verify", isinstance(self.verify, bool), "give true or false"),
             ("ring", whole, "give 1 to 64, or leave it out"),
             ("save", self.save is None or isinstance(self.save, str), "give a directory"),
@@ -90,6 +99,7 @@ class InitInfo(WeightTransferInitInfo):
             unused=check_patterns("init_info's unused", self.unused, key="unused"),
             keep=check_patterns("init_info's keep", self.keep, key="keep"),
             config=self.config,
+            external_kv=self.external_kv,
             verify=self.verify,
             ring=self.ring,
             save=self.save,

@@ -22,7 +22,7 @@ from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
 from fanin.mapping._kept import KEEP, kept_paths, refuse_published
-from fanin.vllm import reload, weights_check
+from fanin.vllm import external_kv, reload, weights_check
 from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.landing import Landing, StockLanding, Summary
@@ -141,6 +141,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Again: forgets the trainer of before. Blocks at most the timeout of *init_info*.
         """
         init = init_info.checked()
+        if init.external_kv == "drop":
+            external_kv.refuse_what_stays(self.vllm_config)
         self._info = None
         self._main.close()
         if self._draft is not None:
@@ -303,6 +305,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "ahead": None if target.prefetch is None else target.prefetch.state(),
             "last": None if target.last is None else target.last.as_dict(),
             "kept": sorted(target.kept),
+            "external_kv": external_kv.has_some(self.vllm_config),
         }
 
     def reset_weight_update_target(self) -> None:

@@ -27,7 +27,7 @@ def fanin_weights_state(worker: Any) -> dict[str, Any]:
     step: of the last update that ended well, None: what the worker was started with. dirty: why the
     weights are not whole, "" if they are. ahead: what is read ahead, with its state ("reading",
     "ready", "failed"), None: nothing. last: what the last update did, None: there was none. kept:
-    paths of what no update fills, by ``keep``.
+    paths of what no update fills, by ``keep``. external_kv: whether the engine has a connector.
     """
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "state"):
