@@ -590,6 +590,7 @@ _INFERENCE_KEYS = (
     _Key("newest", _switch, "FANIN_NEWEST"),
     _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
     _Key("spare_file", _switch, "FANIN_SPARE_FILE"),
+    _Key("require_step", _switch, "FANIN_REQUIRE_STEP"),
     *_CREDENTIAL_KEYS,
 )
 
@@ -611,8 +612,9 @@ class InferenceConfig:
     request to load an adapter that says no step gets the newest. landing: "slot", straight into the
     layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
     in host memory. spare_file: pulls into directories have the next one's file made beforehand,
-    where there is memory for it. credentials: the secret or certificate for trainers over a
-    network; nothing: the secret that the trainer's nixl_info.json names, if it does.
+    where there is memory for it. require_step: an engine of whole models answers nothing before its
+    first whole update. credentials: the secret or certificate for trainers over a network; nothing:
+    the secret that the trainer's nixl_info.json names, if it does.
     """
 
     trainer: str | None
@@ -629,6 +631,7 @@ class InferenceConfig:
     newest: bool = False
     landing: str = "auto"
     spare_file: bool = True
+    require_step: bool = False
     credentials: Credentials = Credentials()
 
 
@@ -646,8 +649,8 @@ def inference_config(
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
     FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_ALLOW_TRAINERS, FANIN_NEWEST, FANIN_LANDING,
-    FANIN_SPARE_FILE, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA. Blocks for
-    reading the file; any thread. Raises ConfigError.
+    FANIN_SPARE_FILE, FANIN_REQUIRE_STEP, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY,
+    FANIN_TLS_CA. Blocks for reading the file; any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -675,6 +678,7 @@ def inference_config(
         newest=settings.get("newest", False),
         landing=settings.get("landing", "auto"),
         spare_file=settings.get("spare_file", True),
+        require_step=settings.get("require_step", False),
         credentials=settings.values["credentials"],
     )
 

@@ -40,7 +40,7 @@ class FakeEngine:
         self.paths: list[str] = []
         self.queries: list[str] = []
         self.bodies: dict[str, Any] = {}
-        self.version = "default"
+        self.version = self.started = "checkpoint"
         self.paused = False
         self.model = "old"
         self.at: dict[str, threading.Event] = {}
@@ -71,7 +71,7 @@ class FakeEngine:
 
     def restart(self) -> None:
         """As a new process at the same address."""
-        self.version, self.paused, self.model = "default", False, "old"
+        self.version, self.paused, self.model = self.started, False, "old"
 
     def count(self, path: str) -> int:
         """How often it was asked."""
@@ -218,6 +218,7 @@ class FakeSGLang(FakeEngine):
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()
         self.ranks = ranks
+        self.version = self.started = "default"  # as SGLang says
         self.open = False
         self.failure = ""
         self.loaders = ["fanin.sglang.load"]

@@ -102,6 +102,21 @@ def test_what_init_is_to_have_besides(stack: ExitStack) -> None:
         registry_of(engine, init={"run": "1"})
 
 
+def test_what_an_engine_was_started_with_is_no_version(stack: ExitStack) -> None:
+    """It is the same word for every engine: a restart would not be seen."""
+    engines = fleet(stack, 1)[0], stack.enter_context(FakeSGLang())
+    registry = registry_of(*engines)
+    for engine in engines:
+        engine.refuse("/begin_weight_update", 400, "no")
+        engine.refuse("/start_weight_update", 500, "no")
+    with pytest.raises(SyncError) as caught:
+        registry.sync(1)
+    assert {one.version for one in caught.value.result.results.values()} == {"checkpoint"}
+    for name in ("default", "checkpoint"):
+        with pytest.raises(RequestError, match=f"'{name}' is what engines call"):
+            registry.sync(1, version=name)
+
+
 def test_init_is_told_once(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
     registry = registry_of(engine)
@@ -369,7 +384,7 @@ def test_an_update_that_was_left_open_is_gone_on_with(stack: ExitStack) -> None:
 def test_an_engine_that_says_another_version_is_not_resumed(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
     engine.hooks["/finish_weight_update"] = lambda _: (200, {"message": "done"})  # a lie
-    with pytest.raises(SyncError, match="says that its weights are 'default'") as caught:
+    with pytest.raises(SyncError, match="says that its weights are 'checkpoint'") as caught:
         registry_of(engine).sync(1)
     assert failure(caught, engine).phase == "finish" and engine.paused
 

@@ -141,6 +141,7 @@ def engine(size: int = 2, **more: Any) -> Any:
             self.answers: list[deque[Any]] = [deque() for _ in range(size)]
             self.paused, self.resumed, self.slept = False, 0, "slept"
             self.dropped, self.drops = [], True
+            self.version = "default"
             self.output_queue: queue.Queue[Any] = queue.Queue()
             vars(self).update(more)
 
@@ -172,6 +173,12 @@ def engine(size: int = 2, **more: Any) -> Any:
 
         def reset_encoder_cache(self) -> None:
             self.dropped.append("encoders")
+
+        def get_weight_version(self) -> str:
+            return self.version
+
+        def set_weight_version(self, version: str) -> None:
+            self.version = version
 
         def resume_scheduler(self) -> None:
             self.paused = False
@@ -248,6 +255,34 @@ def test_caches_of_the_old_weights_are_dropped() -> None:
     core.drops = False
     with pytest.raises(HostError, match="caches of the old ones stay"):
         update(core, 7)
+
+
+def test_a_checkpoint_is_called_so() -> None:
+    core = engine()
+    assert core.get_weight_version() == "checkpoint"
+    update(core, 3)
+    core.set_weight_version("step-3")
+    core.collective_rpc("reload_weights")
+    assert core.get_weight_version() == "checkpoint"
+
+
+def test_no_answer_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that is told so: it has been started, or has loaded its checkpoint again."""
+    monkeypatch.setenv("FANIN_REQUIRE_STEP", "1")
+    core = engine()
+    core.add_request(request("a"))
+    _, answer = core.output_queue.get_nowait()
+    (one,) = answer.outputs
+    assert "no step was pulled since the engine started" in one.stop_reason
+    assert "FANIN_REQUIRE_STEP" in core.fanin_not_whole()
+    failing(core, 3, w0="before", w1="before")
+    assert "no step was pulled" in refused(core)
+    update(core, 3)
+    core.resume_scheduler()
+    core.add_request(request("b"))
+    assert [one.request_id for one in core.scheduler.requests] == ["b"]
+    core.collective_rpc("reload_weights")
+    assert "no step was pulled" in refused(core)
 
 
 @pytest.mark.parametrize(
@@ -744,6 +779,18 @@ def test_offline_requests_are_refused(apart: bool) -> None:
     one.collective_rpc("finish_weight_update")
     one.add_request("c")
     assert one.added == ["a", "c"]
+
+
+def test_offline_requests_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANIN_REQUIRE_STEP", "1")
+    said = ["no step was pulled"]
+    one = offline(SimpleNamespace(call_utility=lambda _: said[0]))
+    with pytest.raises(StateError, match="no step was pulled"):
+        one.add_request("a")
+    said[0] = ""
+    one.collective_rpc("finish_weight_update")
+    one.add_request("b")
+    assert one.added == ["b"]
 
 
 def test_an_engine_that_does_not_say_is_not_asked_for_tokens() -> None:

@@ -13,7 +13,7 @@ from fanin.errors import FaninError, PeerError, PullTimeoutError, RequestError, 
 from fanin.sglang.request import LOADER, TOLD, Request, encode
 
 from .driver import Driver, Pulled, launches
-from .wire import InitInfo, Options
+from .wire import CHECKPOINT, UNSAID, InitInfo, Options
 
 __all__ = ["SGLang"]
 
@@ -51,7 +51,8 @@ class SGLang(Driver):
 
     def health(self, deadline: float) -> str:
         reply = self.wire.get("/model_info", "health", deadline)
-        return self._version(reply, "/model_info", "check the URL: this is not SGLang")
+        said = self._version(reply, "/model_info", "check the URL: this is not SGLang")
+        return CHECKPOINT if said == UNSAID else said
 
     def pause(self, options: Options, deadline: float) -> None:
         mode = self._MODES[options.pause_mode]

@@ -391,4 +391,5 @@ def failure(flight: Flight, error: BaseException) -> EndpointResult:
     elif record.paused:
         told += f" (failed in {flight.phase}; it stays paused until a sync succeeds)"
     code = error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL"
-    return flight.telling(error=told, paused=record.paused, version=record.version, code=code)
+    version = record.version if record.dirty else record.version or flight.seen
+    return flight.telling(error=told, paused=record.paused, version=version, code=code)

@@ -34,7 +34,7 @@ from .endpoints import (
 from .engines import driver_of
 from .flights import GRACE, SAY_EVERY, Flight, LeaveAlone, Plan, Record, failure
 from .trainer import wait_for_step
-from .wire import CODES, InitInfo, Options, Wire
+from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
 
 __all__ = ["Registry"]
 
@@ -578,6 +578,11 @@ def _options(pause_mode: str, keep_caches: bool | None, prefetch: object) -> Opt
 def _check_version(version: str | None) -> None:
     if version is not None and (not isinstance(version, str) or not version):
         raise RequestError.make(f"version {version!r} is no text", "leave it out: step-<s>")
+    if version in (CHECKPOINT, UNSAID):
+        raise RequestError.make(
+            f"version {version!r} is what engines call the weights that they were started with",
+            "leave it out: step-<s>",
+        )
 
 
 def _said(trainer: Target) -> str | tuple[str, ...]:

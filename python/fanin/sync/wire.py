@@ -18,7 +18,10 @@ from fanin.errors import (
     status_name,
 )
 
-__all__ = ["CODES", "InitInfo", "Options", "Wire"]
+__all__ = ["CHECKPOINT", "CODES", "UNSAID", "InitInfo", "Options", "Wire"]
+
+CHECKPOINT, UNSAID = "checkpoint", "default"
+"""The version of weights that no update has brought, and what SGLang calls such."""
 
 CODES = {status_name(code): code for code in range(-699, -99)}
 """By name, of the errors that engines pass on."""

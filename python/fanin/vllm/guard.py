@@ -14,6 +14,9 @@ core learns from each answer what every worker holds. While that is not one whol
 So it is after a sleep that has given the weights up, until each model's are pulled, or the main
 model's loaded from disk. A draft that vLLM keeps through the sleep is as it was.
 
+So it is from the start on with ``FANIN_REQUIRE_STEP=1``: an engine that was started again would
+answer with its checkpoint.
+
 The text names the worker, what happened to it and the remedy. A whole pull ends all of that.
 
 Everything here is contact with vLLM's engine (``vllm.v1.engine``), for the versions that
@@ -30,6 +33,7 @@ from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any
 
+from fanin.config import inference_setting
 from fanin.errors import FaninError, HostError, StateError
 from fanin.vllm import alive
 from fanin.vllm.faults import from_wire, to_wire
@@ -60,6 +64,9 @@ REMEDY = (
 )
 #: How the core tells an API server why a request failed: in front of its stop_reason.
 MARK = "fanin: "
+#: What vLLM calls weights of which nobody has said a version, and what they are called here.
+_UNSAID, CHECKPOINT = "default", "checkpoint"
+_NO_STEP = "no step was pulled since the engine started, and FANIN_REQUIRE_STEP is set"
 # What replicas have is compared as numbers of 64 bits with a sign.
 _MODULUS = 2**61 - 1
 
@@ -140,10 +147,10 @@ def called(step: int | None, world: str) -> str:
 class Gate:
     """What one engine core knows of its workers' weights, and whom it lets in. One thread."""
 
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        #: Why the weights are not the whole of one step; "" if they are.
-        self.reason = ""
+    def __init__(self, core: Any, required: bool = False) -> None:
+        self._core, self._required = core, required
+        #: Why the weights are not the whole of one step, or not of any; "" if they are.
+        self.reason = _NO_STEP if required else ""
         #: That all workers have, None: the weights that they were started with; and its launch.
         self.step: int | None = None
         self.world = ""
@@ -183,11 +190,14 @@ class Gate:
                 ) from error
             raise
         held = [one["weights"] for one in answers]
-        self._learn(not_whole(held))
         first = next((models[0] for models in held if models), None)
         self.step, self.world = (None, "") if first is None else (first["step"], first["world"])
+        lacking = _NO_STEP if self._required and self.step is None else ""
+        self._learn(not_whole(held) or lacking)
         if failed:
             raise _error_of(failed)
+        if method == "reload_weights":
+            self._core.set_weight_version(CHECKPOINT)
         if method in _CHANGES:
             keep, self._keep_caches = self._keep_caches, False
             if not keep:
@@ -214,7 +224,8 @@ class Gate:
             )
 
     def refusal(self) -> StateError:
-        return StateError.make(f"the weights are not whole: {self.reason}", REMEDY)
+        what = "" if self.reason == _NO_STEP else "the weights are not whole: "
+        return StateError.make(what + self.reason, REMEDY)
 
     def may_resume(self, highest: Callable[[Any, list[int]], list[int]]) -> None:
         """Raises StateError if this engine must not generate.
@@ -309,6 +320,11 @@ def ours(config: Any) -> bool:
     return getattr(transfer, "backend", None) == "fanin"
 
 
+def requires_step() -> bool:
+    """Whether an engine is to answer nothing before its first whole update. Raises ConfigError."""
+    return bool(inference_setting("require_step"))
+
+
 def watched(method: Any, config: Any) -> bool:
     """Whether weights that are in our care may be others after this *method* of the workers."""
     return isinstance(method, str) and method in WATCHED and ours(config)
@@ -317,7 +333,7 @@ def watched(method: Any, config: Any) -> bool:
 def _gate(core: Any) -> Gate:
     gate = core.__dict__.get("_fanin_gate")
     if gate is None:
-        gate = core._fanin_gate = Gate(core)
+        gate = core._fanin_gate = Gate(core, requires_step())
     assert isinstance(gate, Gate)
     return gate
 
@@ -340,6 +356,14 @@ def _highest(group: Any, numbers: list[int]) -> list[int]:
 
 
 def _guard_core(core_class: Any) -> None:
+    def starting(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if ours(self.vllm_config) and self.get_weight_version() == _UNSAID:
+                self.set_weight_version(CHECKPOINT)
+
+        return __init__
+
     def calling(original: Any) -> Any:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
@@ -395,6 +419,7 @@ def _guard_core(core_class: Any) -> None:
     def fanin_step(self: Any) -> tuple[int | None, str]:
         return _gate(self).step, _gate(self).world
 
+    wrap(core_class, "__init__", starting)
     wrap(core_class, "collective_rpc", calling)
     wrap(core_class, "resume_scheduler", resuming)
     wrap(core_class, "add_request", adding)

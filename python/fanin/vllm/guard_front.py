@@ -14,7 +14,7 @@ from typing import Any
 from fanin.errors import RequestError, StateError
 from fanin.vllm import alive
 from fanin.vllm.alive import Watch
-from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ours, watched, wrap
+from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ours, requires_step, watched, wrap
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_timeout
 
 __all__ = ["guard_client", "guard_offline", "guard_server", "tell_why"]
@@ -203,6 +203,8 @@ def guard_offline(engine_class: Any, dead: tuple[type[Exception], ...]) -> None:
     def adding(original: Any) -> Any:
         def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
             said = self.__dict__.get("_fanin_not_whole")
+            if said is None and ours(self.vllm_config) and requires_step():
+                said = self._fanin_not_whole = _asked(self.engine_core, dead)
             if said:
                 raise StateError.make(said)
             return original(self, *args, **kwargs)
