@@ -123,6 +123,8 @@ class FakeVLLM(FakeEngine):
         self.held: int | None = None
         self.workers = 2
         self.external = False
+        #: Whether it has a draft model, and which step that has; whether it is the one updated now.
+        self.drafts, self.draft_held, self.of_draft = False, None, False
         self._launch = ""
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
@@ -163,9 +165,14 @@ class FakeVLLM(FakeEngine):
             worlds = self.worlds or [self._launch]
             last["worlds"] = [worlds[worker % len(worlds)]]
         told = {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
-        return {**told, "external_kv": self.external}
+        told |= {"external_kv": self.external, "drafts": self.drafts}
+        return {**told, "draft_step": self.draft_held}
 
     def _update(self, path: str, body: Any) -> Answer | None:
+        if path == "/start_draft_weight_update":
+            assert self.drafts and self.initialised and not self.active
+            self.active, self.pulled, self.of_draft = True, None, True
+            return 200, {"message": "Draft weight update started"}
         if path == "/start_weight_update":
             if self.initialised is None:
                 return internal("no init_weight_transfer_engine before start")
@@ -192,7 +199,11 @@ class FakeVLLM(FakeEngine):
         if path == "/finish_weight_update":
             if not self.active or self.pulled is None:
                 return internal("finish refused: nothing was pulled")
-            self.active, self.held, self.ahead = False, self.pulled, None
+            self.active, self.ahead, draft, self.of_draft = False, None, self.of_draft, False
+            if draft:
+                self.draft_held = self.pulled
+                return 200, {"message": "Weight update finished"}
+            self.held = self.pulled
             self.model = f"weights of step {self.pulled}"
             if body["weight_version"] is not None:
                 self.version = body["weight_version"]

@@ -920,6 +920,54 @@ def test_a_step_that_is_still_to_come_is_waited_for(
     assert results[0].ok and engine.version == "step-2"
 
 
+# ------------------------------------------------------------ draft models
+
+
+def test_draft_models_are_updated_in_each_sync(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    for engine in engines[:2]:
+        engine.drafts = True
+    registry = registry_of(*engines, init={"draft_run": "draft"})
+    for step in (1, 2):
+        assert registry.sync(step).ok
+        assert [engine.draft_held for engine in engines] == [step, step, None]
+    assert engines[0].initialised is not None and engines[0].initialised["draft_run"] == "draft"
+    assert engines[2].count("/start_draft_weight_update") == 0
+    # A draft that stays behind is a failure: the next sync does it again.
+    engines[1].refuse("/start_draft_weight_update", 500, "no")
+    with pytest.raises(SyncError) as caught:
+        registry.sync(3)
+    assert failure(caught, engines[1]).paused and engines[0].draft_held == 3
+    engines[1].hooks.clear()
+    registry.sync(3)
+    assert engines[1].draft_held == 3 and not engines[1].paused
+
+
+def test_a_draft_model_that_stays_as_it_is_is_noted(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    engine.drafts = True
+    result = registry_of(engine).sync(1)
+    assert '{"draft_run": ...}' in result.results[engine.url].note and engine.draft_held is None
+
+
+def test_sglang_has_no_draft_run(stack: ExitStack) -> None:
+    engine = stack.enter_context(FakeSGLang())
+    with pytest.raises(SyncError, match="SGLang's draft models are not updated.*leave draft_run"):
+        registry_of(engine, init={"draft_run": "draft"}).sync(1)
+    assert engine.count("/pause_generation") == 0
+
+
+def test_the_draft_run_is_waited_for_before_anything_is_paused(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    with WholeTrainer() as trainer:
+        trainer.commit(1)
+        registry = Registry(trainer.info, timeout=1.0, init={"draft_run": "draft"})
+        registry.add(engine.url)
+        with pytest.raises(NotFoundError, match="draft"):
+            registry.sync(1)
+    assert engine.count("/pause") == 0
+
+
 # ------------------------------------------------------------ a store that engines share
 
 

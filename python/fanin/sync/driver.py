@@ -24,7 +24,7 @@ class Pulled:
     """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
     one, reading. how: the path, and where to. worlds: the launches of the trainer that the weights
     are of, none: it does not tell. workers: that told, None: not known. external: whether some of
-    what the engine computes lies outside of it."""
+    what the engine computes lies outside of it. drafts: whether it has a draft model."""
 
     step: int
     bytes: int
@@ -33,6 +33,7 @@ class Pulled:
     worlds: frozenset[str] = frozenset()
     workers: int | None = None
     external: bool = False
+    drafts: bool = False
 
 
 def launches(told: Mapping[str, Any]) -> frozenset[str]:
@@ -97,6 +98,10 @@ class Driver(ABC):
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         """Closes the update; the engine's version is *version* and its workers hold *step* then, as
         they say themselves."""
+
+    def update_draft(self, step: int, version: str, options: Options, deadline: float) -> None:
+        """A whole update of the engine's draft model, of the run that :meth:`init` has told."""
+        raise NotImplementedError
 
     @abstractmethod
     def resume(self, deadline: float) -> None:

@@ -122,12 +122,27 @@ class VLLM(Driver):
         return why
 
     def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
-        body: dict[str, Any] = {"step": step}
-        if options.keep_caches:
-            body["keep_caches"] = True
-        self._post("/update_weights", {"update_info": body}, "update", deadline)
+        self._pull(step, options, "update", deadline)
+
+    def _pull(self, step: int, options: Options, phase: str, deadline: float) -> None:
+        body = {"step": step, **({"keep_caches": True} if options.keep_caches else {})}
+        self._post("/update_weights", {"update_info": body}, phase, deadline)
         # A resume of another registry may have come behind this one's pause.
-        self._check_paused("update", deadline)
+        self._check_paused(phase, deadline)
+
+    def update_draft(self, step: int, version: str, options: Options, deadline: float) -> None:
+        self._post("/start_draft_weight_update", None, "finish", deadline)
+        self._pull(step, options, "finish", deadline)
+        self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
+        for state in self._states("finish", deadline):
+            if state.get("drafts") is True and state.get("draft_step") != step:
+                raise PeerError.make(
+                    f"{self.wire.url}: a worker says that its draft model holds step"
+                    f" {state.get('draft_step')}, after step {step} was pulled",
+                    "see that nobody else updates this engine, then sync again",
+                    address=self.wire.url,
+                    phase="finish",
+                )
 
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
@@ -196,6 +211,7 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
         launches(told),
         1,
         state.get("external_kv") is True,
+        state.get("drafts") is True,
     )
 
 
@@ -210,4 +226,5 @@ def _joined(one: Pulled, other: Pulled) -> Pulled:
         one.worlds | other.worlds,
         (one.workers or 0) + (other.workers or 0),
         one.external or other.external,
+        one.drafts or other.drafts,
     )

@@ -80,7 +80,8 @@ class LeaveAlone(Exception):
 @dataclass(slots=True)
 class Plan:
     """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
-    the weights, as the first engine that has them says. flights: of all engines that are well."""
+    the weights, as the first engine that has them says. draft_run: of the engines' draft models.
+    flights: of all engines that are well."""
 
     step: int
     version: str
@@ -90,6 +91,7 @@ class Plan:
     deadline: float
     again: bool
     held: str = ""
+    draft_run: str | None = None
     flights: Sequence[Flight] = ()
 
 
@@ -275,9 +277,24 @@ class Flight:
         )
         self._same_launch(self.pulled)
         self._count(self.pulled)
+        if self.pulled.drafts:
+            self._update_draft(driver)
         record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
+
+    def _update_draft(self, driver: Driver) -> None:
+        plan = self.plan
+        if plan.draft_run is None:
+            self._add_note(
+                "its draft model stays as the engine has loaded it:"
+                ' Registry(init={"draft_run": ...}) updates it'
+            )
+            return
+        self.run(
+            "finish",
+            lambda: driver.update_draft(plan.step, plan.version, plan.options, plan.deadline),
+        )
 
     def _same_launch(self, pulled: Pulled) -> None:
         """Raises PeerError unless it is the launch that has said that it has the step; where the
@@ -306,6 +323,9 @@ class Flight:
             f"{pulled.workers} of {size} workers say what they hold: of data parallel replicas vLLM"
             " tells what the first one says"
         )
+        self._add_note(told)
+
+    def _add_note(self, told: str) -> None:
         self.note = f"{self.note}; {told}" if self.note else told
         _log.warning("fanin.sync: %s: %s", self.url, told)
 

@@ -57,7 +57,8 @@ class Registry:
     ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
     where only the engines can reach them. api_key: of engines that are added without one, printable
     ASCII; whitespace at its ends is dropped. init: what vLLM's init_info is to have besides:
-    ``{"unused": [...]}``, ``{"mode": "loader"}``. prefetch: of syncs that do not say it: "auto":
+    ``{"unused": [...]}``, ``{"mode": "loader"}``; ``{"draft_run": "draft"}`` has each sync bring
+    the same step of that run to draft models, too. prefetch: of syncs that do not say it: "auto":
     engines that can read a step beside their model before they are paused, at the price of as much
     memory; False: none does; True: those that cannot are an error. client: what else fanin.Client
     takes, for asking the trainer: secret_file, or tls_cert, tls_key and tls_ca; without any the
@@ -357,22 +358,30 @@ class Registry:
     ) -> Plan:
         world = ""
         if self.ask_trainer:
-            step, world = wait_for_step(
-                self._trainer,
-                self.run,
-                step,
-                timeout=deadline - time.monotonic(),
-                server_name=self.server_name,
-                **self._client,
-            )
+            step, world = self._step_of(self.run, step, deadline)
         elif step is None:
             raise RequestError.make(
                 "which step is the newest is not known", "give step, or ask_trainer=True"
             )
+        draft = self._init.get("draft_run")
+        if self.ask_trainer and draft is not None:
+            run = check_run(str(draft).removeprefix("full:"))
+            self._step_of(run, step, deadline)
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
-        return Plan(step, version or f"step-{step}", info, options, world, deadline, again)
+        version = version or f"step-{step}"
+        return Plan(step, version, info, options, world, deadline, again, draft_run=draft)
+
+    def _step_of(self, run: str, step: int | None, deadline: float) -> tuple[int, str]:
+        return wait_for_step(
+            self._trainer,
+            run,
+            step,
+            timeout=deadline - time.monotonic(),
+            server_name=self.server_name,
+            **self._client,
+        )
 
     def _choose(
         self, group: str | Iterable[str] | None, urls: Iterable[str] | None

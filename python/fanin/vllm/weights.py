@@ -307,6 +307,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "last": None if target.last is None else target.last.as_dict(),
             "kept": sorted(target.kept),
             "external_kv": external_kv.has_some(self.vllm_config),
+            "draft_step": None if self._draft is None else self._draft.updates.step,
         }
 
     def reset_weight_update_target(self) -> None:

@@ -28,11 +28,14 @@ def fanin_weights_state(worker: Any) -> dict[str, Any]:
     weights are not whole, "" if they are. ahead: what is read ahead, with its state ("reading",
     "ready", "failed"), None: nothing. last: what the last update did, None: there was none. kept:
     paths of what no update fills, by ``keep``. external_kv: whether the engine has a connector.
+    drafts: whether the worker has a draft model. draft_step: of that model's last update.
     """
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "state"):
         return {"step": None, "dirty": "", "ahead": None, "last": None, "kept": []}
     found: dict[str, Any] = engine.state()
+    draft = getattr(worker, "get_draft_model", None)
+    found["drafts"] = callable(draft) and draft() is not None
     return found
 
 
