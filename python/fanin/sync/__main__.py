@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server-name", help="demand this job's ranks")
     for name, told in _CREDENTIALS.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
+    parser.add_argument(
+        "--resync",
+        action="store_true",
+        help="give an engine that was started again the step that it had, within seconds",
+    )
     for name, (variable, told) in _KEYS.items():
         either = parser.add_mutually_exclusive_group()
         either.add_argument(
@@ -107,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             server_name=options.server_name,
             api_key=options.engine_api_key,
             prefetch={"yes": True, "no": False}.get(options.prefetch, "auto"),
+            resync=options.resync,
             **{name: getattr(options, name) for name in _CREDENTIALS},
         )
         for url in options.engine:

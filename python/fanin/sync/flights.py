@@ -23,7 +23,7 @@ from .driver import Driver, Pulled
 from .endpoints import DONE, Endpoint, EndpointResult
 from .wire import InitInfo, Options, Wire
 
-__all__ = ["GRACE", "SAY_EVERY", "Flight", "LeaveAlone", "Plan", "Record", "failure"]
+__all__ = ["GRACE", "SAY_EVERY", "Flight", "Had", "LeaveAlone", "Plan", "Record", "failure"]
 
 _log = logging.getLogger("fanin.sync")
 
@@ -34,6 +34,15 @@ GRACE = _RESUME_AT_LEAST + 1.0
 SAY_EVERY = 5.0
 
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Had:
+    """What the last sync that ended well has brought."""
+
+    step: int
+    version: str
+    options: Options
 
 
 @dataclass(slots=True)
@@ -51,6 +60,7 @@ class Record:
     step: int | None = None
     world: str = ""
     version: str | None = None
+    had: Had | None = None
     taken: object | None = None
     flight: Flight | None = None
     before: Record | None = None
@@ -171,6 +181,7 @@ class Flight:
         stall = None if self.paused_at is None else time.monotonic() - self.paused_at
         with self.lock:
             self.phase = DONE
+            record.had = Had(plan.step, plan.version, plan.options)
             self.result = self.telling(version=plan.version, step=plan.step, stall=stall)
         _log.info("fanin.sync: %s", _line(self.result))
 

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,8 @@ from .endpoints import (
     endpoint_of,
 )
 from .engines import driver_of
-from .flights import GRACE, SAY_EVERY, Flight, LeaveAlone, Plan, Record, failure
+from .flights import GRACE, SAY_EVERY, Flight, Had, LeaveAlone, Plan, Record, failure
+from .restarts import Restarts
 from .trainer import wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
 
@@ -60,9 +62,11 @@ class Registry:
     ``{"unused": [...]}``, ``{"mode": "loader"}``; ``{"draft_run": "draft"}`` has each sync bring
     the same step of that run to draft models, too. prefetch: of syncs that do not say it: "auto":
     engines that can read a step beside their model before they are paused, at the price of as much
-    memory; False: none does; True: those that cannot are an error. client: what else fanin.Client
-    takes, for asking the trainer: secret_file, or tls_cert, tls_key and tls_ca; without any the
-    environment's, else the secret that nixl_info.json names. Engines have their own.
+    memory; False: none does; True: those that cannot are an error. resync: a thread asks the
+    engines every two seconds, and brings the step that it had, or the newest if that has passed, to
+    one that was started again. client: what else fanin.Client takes, for asking the trainer:
+    secret_file, or tls_cert, tls_key and tls_ca; without any the environment's, else the secret
+    that nixl_info.json names. Engines have their own.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
     PyTorch. Raises RequestError, and TypeError for an argument that fanin.Client does not take.
@@ -80,6 +84,7 @@ class Registry:
         api_key: str | None = None,
         init: Mapping[str, Any] | None = None,
         prefetch: bool | str = "auto",
+        resync: bool = False,
         **client: Any,
     ) -> None:
         from fanin.client import Client
@@ -104,6 +109,9 @@ class Registry:
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
         self._leaving: dict[str, Record] = {}  # were removed while a sync was at them
+        self._restarts = Restarts(weakref.ref(self))
+        if resync:
+            self._restarts.start()
 
     # ------------------------------------------------------------ the engines
 
@@ -235,20 +243,31 @@ class Registry:
         """The URLs of the engines that are well. Asks all at once; blocks at most *timeout*."""
         with self._changed:
             records = list(self._records.values())
-        deadline = time.monotonic() + timeout
         found: set[str] = set()
 
-        def ask(record: Record) -> None:
+        def ask(record: Record, deadline: float) -> None:
             with contextlib.suppress(FaninError):
                 self._health(record, deadline)
                 found.add(record.endpoint.url)
 
-        threads = [threading.Thread(target=ask, args=(r,), daemon=True) for r in records]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(deadline + 1.0 - time.monotonic(), 0))
+        _at_once(records, ask, timeout)
         return set(found)
+
+    def _versions(self, timeout: float = _HEALTH) -> list[tuple[str, Had, str]]:
+        """Of the engines that have got a step, are in no sync and answer: what they have got, and
+        the version of their weights. Asks all at once; blocks at most *timeout*."""
+        found: list[tuple[str, Had, str]] = []
+
+        def ask(record: Record, deadline: float) -> None:
+            with contextlib.suppress(FaninError):
+                _, version = self._health(record, deadline)
+                if record.had is not None:
+                    found.append((record.endpoint.url, record.had, version))
+
+        with self._changed:
+            records = [r for r in self._records.values() if r.had is not None and not r.busy]
+        _at_once(records, ask, timeout)
+        return list(found)
 
     def resume(self, url: str, *, timeout: float = _RESUME) -> None:
         """Lets an engine generate again that a failed sync left paused, its old weights whole.
@@ -337,10 +356,39 @@ class Registry:
             check_step(step)
         _check_version(version)
         records, caller = self._choose(group, urls), object()
+        return self._bring(
+            records, caller, step, version, options, started + seconds, skip_dead, again
+        )
+
+    def _sync(
+        self,
+        step: int | None,
+        urls: Sequence[str],
+        version: str | None,
+        options: Options,
+        caller: object,
+    ) -> SyncResult:
+        """As :meth:`sync` with no more options than a sync that was made has had."""
+        deadline = time.monotonic() + self.timeout
+        records = self._choose(None, urls)
+        return self._bring(records, caller, step, version, options, deadline, False, False)
+
+    def _bring(
+        self,
+        records: Sequence[Record],
+        caller: object,
+        step: int | None,
+        version: str | None,
+        options: Options,
+        deadline: float,
+        skip_dead: bool,
+        again: bool,
+    ) -> SyncResult:
+        started = time.monotonic()
         try:
-            self._take(records, caller)
+            self._take(records, caller, deadline)
             with span("fanin.sync", run=self.run, step=step, engines=len(records)) as told:
-                plan = self._plan(step, version, options, started + seconds, again)
+                plan = self._plan(step, version, options, deadline, again)
                 told.set(step=plan.step)
                 result = self._run(records, plan, started, skip_dead)
                 told.set(bytes=result.bytes)
@@ -407,8 +455,15 @@ class Registry:
             raise NotFoundError.make("there is no engine to sync", "add one")
         return records
 
-    def _take(self, records: Sequence[Record], caller: object) -> None:
+    def _take(self, records: Sequence[Record], caller: object, deadline: float = 0.0) -> None:
+        """Waits for those that are being given back the step that they had."""
+        mender = self._restarts.token
         with self._changed:
+            if caller is not mender:
+                self._changed.wait_for(
+                    lambda: all(record.taken is not mender for record in records),
+                    max(deadline - time.monotonic(), 0),
+                )
             for record in records:
                 if record.busy:
                     raise StateError.make(
@@ -425,6 +480,7 @@ class Registry:
             for record in records:
                 if record.taken is caller:
                     record.taken = None
+            self._changed.notify_all()
 
     def _run(
         self, records: Sequence[Record], plan: Plan, started: float, skip_dead: bool
@@ -534,6 +590,18 @@ class Registry:
 
 
 # ------------------------------------------------------------------- helpers
+
+
+def _at_once(
+    records: Iterable[Record], ask: Callable[[Record, float], None], timeout: float
+) -> None:
+    """Each in a thread of its own, for *timeout* seconds at most and a little."""
+    deadline = time.monotonic() + timeout
+    threads = [threading.Thread(target=ask, args=(r, deadline), daemon=True) for r in records]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline + 1.0 - time.monotonic(), 0))
 
 
 def _judged(plan: Plan, flights: Sequence[Flight], started: float, what: str) -> SyncResult:
