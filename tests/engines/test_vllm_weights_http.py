@@ -36,6 +36,7 @@ class Place:
             *(*BACKEND, *arguments),
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
+                "FANIN_REQUIRE_STEP": "1",
                 "FANIN_ALLOW_TRAINERS": f"127.0.0.1,{scratch / 'run'}",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas are more than NUMA nodes
             },
@@ -110,6 +111,16 @@ def test_it_takes_no_trainer_that_is_not_listed(place: Place, end: str) -> None:
         with pytest.raises(Refused, match="FANIN_ALLOW_TRAINERS") as caught:
             place.post(f"/init_weight_transfer_engine{end}", init_info=info)
         assert caught.value.status == 403
+
+
+def test_no_answer_before_the_first_step(place: Place) -> None:
+    assert place.version() == "checkpoint"
+    with pytest.raises(Refused, match="no step was pulled since the engine started") as caught:
+        place.answers()
+    assert caught.value.status == 503
+    with pytest.raises(Refused, match="FANIN_REQUIRE_STEP"):
+        place.post("/resume")
+    place.engine.ask("GET", "/health")  # nobody restarts it for that
 
 
 def test_steps_in_place(place: Place) -> None:

@@ -224,8 +224,9 @@ class Gate:
             )
 
     def refusal(self) -> StateError:
-        what = "" if self.reason == _NO_STEP else "the weights are not whole: "
-        return StateError.make(what + self.reason, REMEDY)
+        if self.reason == _NO_STEP:
+            return StateError.make(self.reason, "pull a step that the trainer has")
+        return StateError.make(f"the weights are not whole: {self.reason}", REMEDY)
 
     def may_resume(self, highest: Callable[[Any, list[int]], list[int]]) -> None:
         """Raises StateError if this engine must not generate.
@@ -334,6 +335,9 @@ def _gate(core: Any) -> Gate:
     gate = core.__dict__.get("_fanin_gate")
     if gate is None:
         gate = core._fanin_gate = Gate(core, requires_step())
+        # Not when the core is made: it is what loads plugins.
+        if core.get_weight_version() == _UNSAID:
+            core.set_weight_version(CHECKPOINT)
     assert isinstance(gate, Gate)
     return gate
 
@@ -356,14 +360,6 @@ def _highest(group: Any, numbers: list[int]) -> list[int]:
 
 
 def _guard_core(core_class: Any) -> None:
-    def starting(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if ours(self.vllm_config) and self.get_weight_version() == _UNSAID:
-                self.set_weight_version(CHECKPOINT)
-
-        return __init__
-
     def calling(original: Any) -> Any:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
@@ -412,6 +408,14 @@ def _guard_core(core_class: Any) -> None:
 
         return sleep
 
+    def telling(original: Any) -> Any:
+        def get_weight_version(self: Any) -> Any:
+            if ours(self.vllm_config):
+                _gate(self)  # which calls a checkpoint so
+            return original(self)
+
+        return get_weight_version
+
     def fanin_not_whole(self: Any) -> str:
         gate = _gate(self)
         return str(gate.refusal()) if gate.reason else ""
@@ -419,7 +423,7 @@ def _guard_core(core_class: Any) -> None:
     def fanin_step(self: Any) -> tuple[int | None, str]:
         return _gate(self).step, _gate(self).world
 
-    wrap(core_class, "__init__", starting)
+    wrap(core_class, "get_weight_version", telling)
     wrap(core_class, "collective_rpc", calling)
     wrap(core_class, "resume_scheduler", resuming)
     wrap(core_class, "add_request", adding)
