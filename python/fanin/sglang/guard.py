@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fanin.config import inference_setting
+
 from . import external_kv
 from .lora_guard import load
 from .request import LOADER, TOLD
@@ -173,5 +175,10 @@ def register() -> None:
     """The plugin: SGLang calls this in each of its processes before anything else is made."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if inference_setting("require_step"):
+        _log.error(
+            "fanin: FANIN_REQUIRE_STEP is set, and SGLang answers with its checkpoint all the same:"
+            " its health check generates; sync with Registry(resync=True)"
+        )
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
