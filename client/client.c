@@ -14,6 +14,7 @@
 #include "net/reading_threads.h"
 #include "net/spans.h"
 #include "pull/pull_session.h"
+#include "standard_descriptors.h"
 #include "stream/stream_link.h"
 #include "text.h"
 #include "ucx/ucx_end.h"
@@ -133,6 +134,7 @@ fanin_status fanin_client_create(const fanin_client_config *config,
 {
     if (!client_out)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "client_out is NULL");
+    standard_descriptors_hold();
     fanin_client *client = calloc(1, sizeof *client);
     if (!client)
         return error_set_memory(error);

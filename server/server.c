@@ -16,6 +16,7 @@
 #include "publish/commit.h"
 #include "publish/drain.h"
 #include "shards/registration.h"
+#include "standard_descriptors.h"
 #include "stream/stream.h"
 #include "text.h"
 #include "thread.h"
@@ -319,6 +320,7 @@ fanin_status fanin_server_create(const fanin_server_config *config,
         return bad(error, "no configuration, or its struct_size is not set",
                    "call fanin_server_config_init() first");
     *server_out = NULL;
+    standard_descriptors_hold();
     c.name = c.name ? c.name : DEFAULT_NAME;
     c.bind = c.bind ? c.bind : DEFAULT_BIND;
     socket_address address;

@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "log_sink.h"
+#include "standard_descriptors.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -90,6 +91,7 @@ fanin_status fanin_log_choice(const char *text, fanin_log_level *level, int *des
                          "FANIN_LOG=%.200s is not debug, info or warn, with or without "
                          "a file after a comma",
                          text);
+    standard_descriptors_hold();
     int fd = -1;
     fanin_status status =
         text[size] == ',' ? open_file(text + size + 1, &fd, error) : FANIN_OK;

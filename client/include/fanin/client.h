@@ -134,6 +134,7 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
 /**
  * Copies @p config; the caller owns *@p client_out and ends it with fanin_client_destroy().
  * Waits for nobody; takes as long as loading UCX does, which is not an error if it fails.
+ * Takes those of the descriptors 0 to 2 that are closed, as fanin_server_create() does.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank or 64 threads, a time of

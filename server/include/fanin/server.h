@@ -144,6 +144,8 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * takes as long as loading UCX does.
  *
  * May raise the process's soft limit of open files (event "descriptor-limit").
+ * Takes those of the descriptors 0 to 2 that are closed, for good, so that no connection and no file gets such a number.
+ * Reads and writes of them go on failing with EBADF.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: rank, world size, world id, name, a number or a flag is out of range;

@@ -5,8 +5,11 @@
 #include "server_peer.h"
 #include "socket.h"
 #include "testing.h"
+#include <fanin/client.h>
 
 #include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -321,6 +324,47 @@ static void a_child_with_copies_does_not_keep_connections(void **state)
 
 /* A rank that is killed while a child of it lives on: its readers notice at once, and the next rank
    gets the port. */
+/* Whether 0 to 2 fail each write as closed descriptors do, and none of them is anything else's. */
+static bool holds_nothing(void)
+{
+    for (int fd = 0; fd <= 2; fd++) {
+        if (write(fd, "x", 1) >= 0 || errno != EBADF || fcntl(fd, F_GETFD) < 0)
+            return false;
+        close(fd);
+    }
+    return true;
+}
+
+static int without_standard_descriptors(void)
+{
+    fanin_server_config of_server = server_config();
+    fanin_client_config of_client;
+    fanin_server *s = NULL;
+    fanin_client *c = NULL;
+    for (int fd = 0; fd <= 2; fd++)
+        close(fd);
+    if (fanin_server_create(&of_server, &s, NULL) != FANIN_OK || !holds_nothing())
+        return 1;
+    fanin_client_config_init(&of_client, sizeof of_client);
+    if (fanin_client_create(&of_client, &c, NULL) != FANIN_OK || !holds_nothing())
+        return 2;
+    fanin_client_destroy(&c);
+    fanin_server_destroy(&s, 0);
+    return 0;
+}
+
+static void closed_standard_descriptors_get_nothing(void **state)
+{
+    int status;
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0)
+        _exit(without_standard_descriptors());
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status));
+    assert_int_equal(WEXITSTATUS(status), 0);
+}
+
 static void a_killed_rank_leaves_its_child_nothing(void **state)
 {
     int report[2], hold[2], met[2]; /* met: the reader has a session */
@@ -750,6 +794,7 @@ int main(void)
         server_test(descriptor_limits_are_checked),
         server_test(a_forked_child_touches_nothing),
         server_test(a_child_with_copies_does_not_keep_connections),
+        server_test(closed_standard_descriptors_get_nothing),
         server_test(a_killed_rank_leaves_its_child_nothing),
         server_test(threads_block_signals),
         server_test(connections_are_limited),
