@@ -103,10 +103,34 @@ static fanin_status match(const memory_destination *m, size_t index,
     return FANIN_OK;
 }
 
+/* A box's bytes, unless it is empty. */
+static fanin_status range_of(const fanin_tensor *t, const fanin_box *box,
+                             memory_range *out, fanin_error *error)
+{
+    dtype_unit unit = dtype_get_unit(t->dtype);
+    uint64_t extent[FANIN_MAX_DIMS] = {0}, low, high;
+    int64_t packed[FANIN_MAX_DIMS] = {0};
+    bool given = false;
+    for (uint32_t d = 0; d < t->n_dims; d++) {
+        uint32_t elements = d + 1 == t->n_dims ? unit.elements : 1;
+        extent[d] = box->extent[d] / elements + (box->extent[d] % elements != 0);
+        given = given || box->stride[d] != 0;
+    }
+    block_packed_strides(t->n_dims, extent, unit.bytes, packed);
+    if (!block_range(t->n_dims, extent, given ? box->stride : packed, unit.bytes,
+                     box->address, &low, &high))
+        return described_refuse(t, "check the box's address, extent and strides", error,
+                                "a box reaches beyond the address space");
+    *out = (memory_range){(uint8_t *)box->address - ((uintptr_t)box->address - low),
+                          (size_t)(high - low), -1};
+    return FANIN_OK;
+}
+
 static fanin_status add_targets(memory_destination *m, size_t index, fanin_error *error)
 {
     const fanin_tensor *t = described_at(m->all, index);
     uint32_t key = (uint32_t)m->keys[index];
+    memory_range lies;
     for (size_t i = 0; i < t->n_boxes; i++) {
         const fanin_box *box = &t->boxes[i];
         plan_target *target = &m->targets[m->n_targets];
@@ -123,6 +147,9 @@ static fanin_status add_targets(memory_destination *m, size_t index, fanin_error
         if (!box->address)
             return described_refuse(t, NULL, error,
                                     "box %zu is not empty and has no address", i);
+        fanin_status status = range_of(t, box, &lies, error);
+        if (status != FANIN_OK)
+            return status;
         m->n_targets++;
     }
     return FANIN_OK;
@@ -206,36 +233,16 @@ typedef struct stretch {
     gpu_range in;
 } stretch;
 
-static memory_range range_of(const fanin_tensor *t, const fanin_box *box)
-{
-    dtype_unit unit = dtype_get_unit(t->dtype);
-    uint64_t bytes = 0;
-    bool packed = true;
-    for (uint32_t d = 0; d < t->n_dims; d++)
-        packed = packed && box->stride[d] == 0;
-    if (packed) {
-        (void)dtype_bytes(t->dtype, t->n_dims, box->extent, &bytes);
-        return (memory_range){box->address, bytes, -1};
-    }
-    int64_t low = 0, high = (int64_t)unit.bytes;
-    for (uint32_t d = 0; d < t->n_dims; d++) {
-        uint64_t steps = box->extent[d] / (d + 1 == t->n_dims ? unit.elements : 1) - 1;
-        int64_t reach = (int64_t)steps * box->stride[d];
-        low += reach < 0 ? reach : 0;
-        high += reach > 0 ? reach : 0;
-    }
-    return (memory_range){(uint8_t *)box->address + low, (size_t)(high - low), -1};
-}
-
 static fanin_status stretch_of(memory_destination *m, size_t index,
                                const fanin_box *box, stretch *out, fanin_error *error)
 {
     const fanin_tensor *t = described_at(m->all, index);
-    *out = (stretch){.range = range_of(t, box), .in.memory = {FANIN_MEMORY_HOST, -1}};
+    *out = (stretch){.in.memory = {FANIN_MEMORY_HOST, -1}};
+    fanin_status status = range_of(t, box, &out->range, error);
     out->range.device = m->places->device[index];
-    if (out->range.device < 0)
-        return FANIN_OK;
-    fanin_status status = gpu_find(&m->finder, box->address, &out->in, error);
+    if (status != FANIN_OK || out->range.device < 0)
+        return status;
+    status = gpu_find(&m->finder, box->address, &out->in, error);
     uint64_t low = (uintptr_t)out->range.base;
     if (status != FANIN_OK ||
         gpu_find_holds(&m->finder, &out->in, low, low + out->range.length))

@@ -105,3 +105,21 @@ void block_packed_strides(uint32_t n_dims, const uint64_t *extent, uint64_t unit
         stride *= extent[i];
     }
 }
+
+bool block_range(uint32_t n_dims, const uint64_t *extent_units, const int64_t *stride,
+                 uint64_t unit_bytes, const void *first, uint64_t *low_out,
+                 uint64_t *high_out)
+{
+    uint64_t below = 0, above = unit_bytes, at = (uintptr_t)first;
+    for (uint32_t i = 0; i < n_dims; i++) {
+        uint64_t step = stride[i] < 0 ? -(uint64_t)stride[i] : (uint64_t)stride[i];
+        uint64_t reach;
+        uint64_t *side = stride[i] < 0 ? &below : &above;
+        if (__builtin_mul_overflow(extent_units[i] - 1, step, &reach) ||
+            __builtin_add_overflow(*side, reach, side))
+            return false;
+    }
+    return !__builtin_sub_overflow(at, below, low_out) &&
+           !__builtin_add_overflow(at, above, high_out) &&
+           *high_out - *low_out <= INT64_MAX;
+}

@@ -69,6 +69,14 @@ void block_packed_strides(uint32_t n_dims, const uint64_t *extent, uint64_t unit
                           int64_t *stride_out);
 
 /**
+ * Where the bytes of a strided block that is not empty lie, and the end of the last; @p first: its first element. False:
+ * the addresses wrap, or are more than half of all.
+ */
+bool block_range(uint32_t n_dims, const uint64_t *extent_units, const int64_t *stride,
+                 uint64_t unit_bytes, const void *first, uint64_t *low_out,
+                 uint64_t *high_out);
+
+/**
  * A copy of an N-d block between two strided layouts, walked in contiguous runs: neighbouring
  * dimensions that are contiguous on both sides are fused. Offsets are relative to the
  * first element on either side.

@@ -65,27 +65,6 @@ static fanin_status fault(const shard_context *c, fanin_status status, const cha
     return error_set(c->error, status, &place, "%s", why);
 }
 
-/* Where the bytes of a strided box lie; false: the addresses wrap. */
-static bool box_range(shard_box *b, const uint64_t *extent_units, uint32_t n_dims,
-                      uint64_t unit_bytes)
-{
-    uint64_t below = 0, above = unit_bytes;
-    for (uint32_t i = 0; i < n_dims; i++) {
-        uint64_t step =
-            b->stride[i] < 0 ? -(uint64_t)b->stride[i] : (uint64_t)b->stride[i];
-        uint64_t reach;
-        uint64_t *side = b->stride[i] < 0 ? &below : &above;
-        if (__builtin_mul_overflow(extent_units[i] - 1, step, &reach) ||
-            __builtin_add_overflow(*side, reach, side))
-            return false;
-    }
-    uint64_t first = (uintptr_t)b->first;
-    if (__builtin_sub_overflow(first, below, &b->low) ||
-        __builtin_add_overflow(first, above, &b->high))
-        return false;
-    return b->high - b->low <= INT64_MAX;
-}
-
 /* Copies one non-empty box; NULL or what is wrong with it. */
 static const char *fill_box(shard_box *out, const fanin_tensor *t, const block *where,
                             const fanin_box *from)
@@ -116,7 +95,8 @@ static const char *fill_box(shard_box *out, const fanin_tensor *t, const block *
     out->first = from->address;
     if (!from->address)
         return "a box that is not empty has the address NULL";
-    if (!box_range(out, extent, t->n_dims, unit.bytes))
+    if (!block_range(t->n_dims, extent, out->stride, unit.bytes, from->address, &out->low,
+                     &out->high))
         return "a box reaches beyond the address space";
     return NULL;
 }

@@ -290,6 +290,30 @@ static void test_no_address(void **state)
     memory[0] = first;
 }
 
+/* Strides that lead around the end of the addresses are found before anything is written: in both ways of describing. */
+static void test_strides_that_wrap(void **state)
+{
+    static const int64_t wide[] = {INT64_MIN, INT64_MAX, INT64_MIN / 9, INT64_MAX / 8};
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) {
+        fanin_box box = {.address = memory[0]};
+        memcpy(box.extent, w.tensors[0].shape, sizeof box.extent);
+        box.stride[0] = wide[i];
+        box.stride[1] = 2;
+        fanin_tensor t = world_boxes(&w.tensors[0], &box, 1);
+        assert_int_equal(fanin_client_pull(client, &options, &t, 1, NULL, &error),
+                         FANIN_ERR_ARGUMENT);
+        assert_says(error.message, "address space");
+        assert_says(error.remedy, "strides");
+        assert_string_equal(error.key, t.name);
+        fanin_destination_free(&into);
+        assert_ok(fanin_destination_create(&t, 1, &into, &error), error);
+        assert_int_equal(pull(client), FANIN_ERR_ARGUMENT);
+        assert_string_equal(error.key, t.name);
+    }
+}
+
 #define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(int argc, char **argv)
@@ -305,6 +329,7 @@ int main(int argc, char **argv)
         CASE(test_two_clients_at_once),
         CASE(test_wrong_arguments),
         CASE(test_no_address),
+        CASE(test_strides_that_wrap),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

@@ -337,8 +337,8 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: options, or a tensor that it names, are wrong in themselves: no
- *   publication, a time of 0, a box without address, boxes in different kinds of memory, all
- *   boxes empty. Fix them.
+ *   publication, a time of 0, a box without address or beyond the address space, boxes in different
+ *   kinds of memory, all boxes empty. Fix them.
  * - FANIN_ERR_NOT_FOUND: no such run (names those there are) or tensor.
  * - FANIN_ERR_MISMATCH: a tensor is published with another dtype or shape; or the ranks'
  *   catalogs contradict each other, which the trainer has to mend.

@@ -428,10 +428,45 @@ static void work_is_bounded_and_stops(void **state)
     assert_int_equal(asked, 1);
 }
 
+static void ranges_do_not_wrap(void **state)
+{
+    static uint8_t bytes[64];
+    const uint64_t extent[] = {4, 2};
+    const uint64_t at = (uintptr_t)(bytes + 32);
+    static const struct {
+        int64_t stride[2];
+        bool good;
+        int64_t low, high;
+    } cases[] = {
+        {{4, 2}, true, 0, 16},
+        {{-4, 2}, true, -12, 4},
+        {{-4, -2}, true, -14, 2},
+        {{0, 2}, true, 0, 4},
+        {{INT64_MIN, 2}, false, 0, 0},
+        {{INT64_MAX, 2}, false, 0, 0},
+        {{INT64_MAX / 3, 2}, false, 0, 0},
+        {{INT64_MIN / 3, 2}, false, 0, 0},
+        {{INT64_C(1) << 62, INT64_MIN}, false, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint64_t low, high;
+        bool good = block_range(2, extent, cases[i].stride, 2, bytes + 32, &low, &high);
+        assert_int_equal(good, cases[i].good);
+        if (good) {
+            assert_int_equal(low - at, (uint64_t)cases[i].low);
+            assert_int_equal(high - at, (uint64_t)cases[i].high);
+        }
+    }
+    uint64_t low, high;
+    assert_true(block_range(0, NULL, NULL, 8, bytes, &low, &high));
+    assert_int_equal(high - low, 8);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(volumes),
+        cmocka_unit_test(ranges_do_not_wrap),
         cmocka_unit_test(equality_ignores_unused_dimensions),
         cmocka_unit_test(inside_does_not_overflow),
         cmocka_unit_test(intersections_hold_what_both_hold),
