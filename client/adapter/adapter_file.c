@@ -104,12 +104,7 @@ static fanin_status allocate_whole(const adapter *a, size_t file, fanin_error *e
         fanin_status status = adapter_may_go_on(a, "allocating", error);
         if (status != FANIN_OK)
             return status;
-        file_limit_guard guard = file_limit_enter();
-        int reason =
-            posix_fallocate(a->mapped[file].memory.file, (off_t)at, (off_t)step);
-        file_limit_leave(&guard);
-        if (reason == EINTR)
-            continue;
+        int reason = file_space_make(a->mapped[file].memory.file, at, step);
         if (reason != 0)
             return no_space(a, reason, error);
         at += step;

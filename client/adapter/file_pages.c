@@ -108,6 +108,34 @@ static bool touch_step(const file_pages *p, place at)
     return file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes);
 }
 
+static int write_zeros(int file, uint64_t at, uint64_t size)
+{
+    static const char zeros[65536];
+    while (size > 0) {
+        size_t some = size < sizeof zeros ? (size_t)size : sizeof zeros;
+        ssize_t wrote = pwrite(file, zeros, some, (off_t)at);
+        if (wrote < 0 && errno != EINTR)
+            return errno;
+        at += wrote < 0 ? 0 : (uint64_t)wrote;
+        size -= wrote < 0 ? 0 : (uint64_t)wrote;
+    }
+    return 0;
+}
+
+/* The C library minds EOPNOTSUPP alone. */
+int file_space_make(int file, uint64_t at, uint64_t size)
+{
+    file_limit_guard guard = file_limit_enter();
+    int code;
+    do
+        code = posix_fallocate(file, (off_t)at, (off_t)size);
+    while (code == EINTR);
+    if (code == ENOSYS)
+        code = write_zeros(file, at, size);
+    file_limit_leave(&guard);
+    return code;
+}
+
 /* Making it twice, also at once, is fine: what is there stays. */
 static int make_space(file_pages *p, uint64_t step)
 {
@@ -119,7 +147,7 @@ static int make_space(file_pages *p, uint64_t step)
     do
         status = fallocate(at.file->file, 0, (off_t)at.offset, (off_t)at.bytes);
     while (status != 0 && errno == EINTR);
-    int code = status == 0 ? 0 : errno;
+    int code = status == 0 ? 0 : errno == ENOSYS ? EOPNOTSUPP : errno;
     file_limit_leave(&guard);
     if (code == 0)
         atomic_store(&p->have[step], true);

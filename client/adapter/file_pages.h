@@ -37,6 +37,10 @@ void file_limit_leave(const file_limit_guard *g);
     an old kernel for one, and appear when they are touched. */
 bool file_pages_touch(uint8_t *base, size_t size);
 
+/** Makes space for [at, at + size) of a file that holds nothing there yet; 0 or an errno. Slower than fallocate(), and
+    works where the file system or the host (a filter of system calls) has none. */
+int file_space_make(int file, uint64_t at, uint64_t size);
+
 typedef struct file_pages file_pages;
 
 /** A file, and where it lies in the range of addresses that all of them are mapped into. */
@@ -47,7 +51,7 @@ typedef struct file_part {
 
 /**
  * For @p count files, ascending by their place, which outlive it; *parts is copied. Sets the files'
- * sizes. NULL with *errno_out: EOPNOTSUPP: the file system cannot make space piece by piece; EFBIG:
+ * sizes. NULL with *errno_out: EOPNOTSUPP: space cannot be made piece by piece here; EFBIG:
  * a file would be longer than the file system, or RLIMIT_FSIZE, allows; ENOMEM; and those of
  * ftruncate() and fallocate().
  */

@@ -48,10 +48,7 @@ static bool allocate(spare_file *s, uint64_t size)
             return false;
         uint64_t left = size - at;
         uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
-        int reason = posix_fallocate(s->made.file, (off_t)at, (off_t)step);
-        if (reason == EINTR)
-            continue;
-        if (reason != 0)
+        if (file_space_make(s->made.file, at, step) != 0)
             return false; /* a full disk: a pull that needs the file will say so */
         at += step;
     }
