@@ -225,20 +225,39 @@ void socket_set_port(socket_address *a, uint16_t port)
     write_text(a);
 }
 
-static fanin_status listen_failed(const socket_address *a, int code, fanin_error *error)
+static fanin_status is_in_use(const socket_address *a, fanin_error *error)
 {
     char remedy[200];
     error_place place = {.phase = "listen", .address = a->text, .remedy = remedy};
     unsigned port = address_port(a);
-    if (code == EADDRINUSE) {
-        snprintf(remedy, sizeof remedy,
-                 "choose another base_port, or see who has it: ss -ltnp 'sport = :%u'",
-                 port);
-        return error_set_errno(error, FANIN_ERR_EXISTS, code, &place,
-                               "port %u is in use, cannot listen on %s", port, a->text);
+    if (a->storage.ss_family == AF_UNIX) {
+        place.remedy = "see who has it: ss -lxp";
+        return error_set_errno(error, FANIN_ERR_EXISTS, EADDRINUSE, &place,
+                               "the name %s is in use", a->text);
     }
+    if (port == 0) {
+        place.remedy =
+            "give a base_port, or widen net.ipv4.ip_local_port_range; `ss -tan` "
+            "shows who has them";
+        return error_set_errno(
+            error, FANIN_ERR_LIMIT, EADDRINUSE, &place,
+            "no port of net.ipv4.ip_local_port_range is free, cannot listen on %s",
+            a->text);
+    }
+    snprintf(remedy, sizeof remedy,
+             "choose another base_port, or see who has it: ss -ltnp 'sport = :%u'",
+             port);
+    return error_set_errno(error, FANIN_ERR_EXISTS, EADDRINUSE, &place,
+                           "port %u is in use, cannot listen on %s", port, a->text);
+}
+
+static fanin_status listen_failed(const socket_address *a, int code, fanin_error *error)
+{
+    error_place place = {.phase = "listen", .address = a->text};
+    if (code == EADDRINUSE)
+        return is_in_use(a, error);
     if (code == EADDRNOTAVAIL) {
-        snprintf(remedy, sizeof remedy, "bind to an address that `ip address` shows");
+        place.remedy = "bind to an address that `ip address` shows";
         return error_set_errno(error, FANIN_ERR_ARGUMENT, code, &place,
                                "no interface of this host has the address %s", a->text);
     }

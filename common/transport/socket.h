@@ -45,7 +45,8 @@ void socket_unix_address(uid_t uid, const socket_address *tcp, socket_address *o
 /** Sets the port of an IP address, and its text. */
 void socket_set_port(socket_address *a, uint16_t port);
 
-/** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_IO. */
+/** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_LIMIT: of port 0, no port is free;
+    FANIN_ERR_ARGUMENT: no address of this host; FANIN_ERR_IO. */
 fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,
                            fanin_error *error);
 uint16_t socket_port(int fd); /**< local TCP port, 0: none */

@@ -95,8 +95,8 @@ static const char *fill_box(shard_box *out, const fanin_tensor *t, const block *
     out->first = from->address;
     if (!from->address)
         return "a box that is not empty has the address NULL";
-    if (!block_range(t->n_dims, extent, out->stride, unit.bytes, from->address, &out->low,
-                     &out->high))
+    if (!block_range(t->n_dims, extent, out->stride, unit.bytes, from->address,
+                     &out->low, &out->high))
         return "a box reaches beyond the address space";
     return NULL;
 }

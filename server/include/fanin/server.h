@@ -156,6 +156,7 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * - FANIN_ERR_EXISTS: the port is in use; names it. Take another one, or end who has it.
  * - FANIN_ERR_LIMIT: max_sessions needs more open files than the hard limit allows, or no
  *   thread can be started. Raise `ulimit -n` or the limit of threads, or lower max_sessions.
+ *   With base_port 0: no port of this host is free. Give one.
  * - FANIN_ERR_IO: the kernel refuses a socket, an epoll set or random bytes; sys_errno says
  *   why.
  * - FANIN_ERR_MEMORY: out of memory.

@@ -159,6 +159,38 @@ static void connects(const socket_address *a, int listener)
     close(server);
 }
 
+/* As the kernel has it once all ports of its range are taken. */
+static bool no_port_is_free;
+
+int __real_bind(int fd, const struct sockaddr *address, socklen_t size);
+int __wrap_bind(int fd, const struct sockaddr *address, socklen_t size);
+int __wrap_bind(int fd, const struct sockaddr *address, socklen_t size)
+{
+    if (!no_port_is_free)
+        return __real_bind(fd, address, size);
+    errno = EADDRINUSE;
+    return -1;
+}
+
+static void a_lack_of_ports_is_told(void **state)
+{
+    socket_address tcp = resolved("127.0.0.1:0"), name = tcp;
+    socket_unix_address(geteuid(), &tcp, &name);
+    fanin_error error = FANIN_ERROR_INIT;
+    int listener;
+    no_port_is_free = true;
+    fanin_status by_tcp = socket_listen(&tcp, 5, &listener, &error);
+    assert_null(strstr(error.message, "port 0"));
+    assert_says(error.message, "ip_local_port_range");
+    assert_says(error.remedy, "base_port");
+    fanin_status by_name = socket_listen(&name, 5, &listener, &error);
+    assert_null(strstr(error.message, "port 0"));
+    assert_says(error.message, name.text);
+    no_port_is_free = false;
+    assert_int_equal(by_tcp, FANIN_ERR_LIMIT);
+    assert_int_equal(by_name, FANIN_ERR_EXISTS);
+}
+
 static void sockets_connect(void **state)
 {
     socket_address a = resolved("127.0.0.1:0");
@@ -279,6 +311,7 @@ int main(void)
         cmocka_unit_test(addresses_are_classified),
         cmocka_unit_test(wildcards_lead_to_loopback),
         cmocka_unit_test(unix_names_have_the_address),
+        cmocka_unit_test(a_lack_of_ports_is_told),
         cmocka_unit_test(sockets_connect),
         cmocka_unit_test(networks_contain_addresses),
         cmocka_unit_test(processes_of_a_host_have_one_id),
