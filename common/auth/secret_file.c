@@ -55,6 +55,12 @@ static bool parse(const uint8_t *text, size_t size, uint8_t out[SECRET_SIZE])
     return size == HEX_SIZE && secret_of_hex((const char *)text, out);
 }
 
+/* As an unset variable or an empty disk leaves it. */
+static bool is_one_byte(const uint8_t secret[SECRET_SIZE])
+{
+    return memcmp(secret, secret + 1, SECRET_SIZE - 1) == 0;
+}
+
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
                               fanin_error *error)
 {
@@ -65,6 +71,12 @@ fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
         status = own_file_refuse(&rules, path, FANIN_ERR_ARGUMENT,
                                  "holds neither 64 hexadecimal digits nor 32 bytes",
                                  rules.make, error);
+    if (status == FANIN_OK && is_one_byte(out)) {
+        status = own_file_refuse(&rules, path, FANIN_ERR_ARGUMENT,
+                                 "holds one byte 32 times, which anybody can guess",
+                                 rules.make, error);
+        explicit_bzero(out, SECRET_SIZE);
+    }
     explicit_bzero(text, sizeof text);
     return status;
 }

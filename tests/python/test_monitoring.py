@@ -306,7 +306,7 @@ def test_bytes_by_path(way: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {}
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
-    secret.write_text("ab" * 32)
+    secret.write_text("ab" * 31 + "cd")
     reads: dict[str, Any] = {"path": "cma" if way == "cma" else "stream"}
     if way == "tls":
         options["secret_file"] = reads["secret_file"] = secret

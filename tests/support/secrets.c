@@ -22,6 +22,7 @@ const char *secret_of(char digit)
     made = true;
     snprintf(path, sizeof paths[0], "%s/%c", folder, digit);
     memset(text, '5', 64);
+    text[0] = '0'; /* whatever the digit is: one byte alone is no secret */
     text[63] = digit;
     int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     assert_true(fd >= 0);

@@ -69,7 +69,7 @@ static void openness_is_said_aloud(void **state)
     expect_refused(&c, FANIN_ERR_ARGUMENT, "--insecure");
     int fd = mkstemp(secret);
     assert_true(fd >= 0);
-    assert_int_equal(write(fd, memory, 32), 32);
+    assert_int_equal(write(fd, "0123456789abcdef0123456789abcdef", 32), 32);
     close(fd);
     c.secret_file = secret;
     static const char *const wide[] = {"0.0.0.0/0", "10.0.0.0/8,0.0.0.0/1", "::/0",

@@ -90,6 +90,29 @@ static void other_contents(void **state)
     assert_int_equal(read_it(path), FANIN_ERR_ARGUMENT);
 }
 
+static void one_byte_is_no_secret(void **state)
+{
+    static const char *const digits[] = {"00", "ff", "aB"};
+    char text[64];
+    for (size_t i = 0; i < sizeof digits / sizeof *digits; i++) {
+        for (size_t at = 0; at < sizeof text; at += 2)
+            memcpy(text + at, digits[i], 2);
+        make(text, sizeof text, 0600);
+        assert_int_equal(read_it(path), FANIN_ERR_ARGUMENT);
+        assert_says(error.message, "guess");
+        assert_says(error.remedy, "nixl-fetch secret");
+        text[63] = '7';
+        make(text, sizeof text, 0600);
+        assert_ok(read_it(path), error);
+    }
+    memset(text, 0, sizeof text);
+    make(text, SECRET_SIZE, 0600);
+    assert_int_equal(read_it(path), FANIN_ERR_ARGUMENT);
+    text[SECRET_SIZE - 1] = 1;
+    make(text, SECRET_SIZE, 0600);
+    assert_ok(read_it(path), error);
+}
+
 static void modes(void **state)
 {
     static const mode_t bad[] = {0604, 0602, 0601, 0644, 0620, 0660, 0610, 0777};
@@ -161,9 +184,13 @@ static void names(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(forms),       cmocka_unit_test(other_contents),
-        cmocka_unit_test(modes),       cmocka_unit_test(owners),
-        cmocka_unit_test(other_kinds), cmocka_unit_test(names),
+        cmocka_unit_test(forms),
+        cmocka_unit_test(other_contents),
+        cmocka_unit_test(modes),
+        cmocka_unit_test(owners),
+        cmocka_unit_test(other_kinds),
+        cmocka_unit_test(names),
+        cmocka_unit_test(one_byte_is_no_secret),
     };
     return cmocka_run_group_tests_name("secret_file", tests, set_up, tear_down);
 }
