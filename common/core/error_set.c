@@ -37,6 +37,7 @@ static void fill(fanin_error *error, fanin_status status, const int *sys_errno,
         return;
     if (vsnprintf(text, sizeof text, format, arguments) < 0)
         utf8_copy(text, sizeof text, fanin_status_text(status));
+    utf8_make_harmless(text); /* parts may come from a peer */
     size_t size = strlen(text);
     if (sys_errno)
         snprintf(text + size, sizeof text - size, ": %s",

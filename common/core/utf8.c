@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "utf8.h"
 
-#include <stdint.h>
 #include <string.h>
 
 /* Eight bytes of ASCII without a NUL at once: tensor names are nothing else. */
@@ -72,4 +71,44 @@ void utf8_copy(char *to, size_t capacity, const char *from)
     if (size)
         memcpy(to, from, size);
     to[size] = '\0';
+}
+
+size_t utf8_next(const char *text, uint32_t *character_out)
+{
+    static const uint8_t bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
+    const uint8_t *p = (const uint8_t *)text;
+    size_t size = sequence(p, 4); /* the NUL ends it too */
+    uint32_t value = p[0] & bits[size];
+    for (size_t i = 1; i < size; i++)
+        value = value << 6 | (p[i] & 0x3fu);
+    *character_out = value;
+    return size;
+}
+
+bool utf8_is_hidden(uint32_t c)
+{
+    static const uint32_t ranges[][2] = {
+        {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
+        {0x600, 0x605},     {0x61c, 0x61c},     {0x6dd, 0x6dd},     {0x70f, 0x70f},
+        {0x890, 0x891},     {0x8e2, 0x8e2},     {0x115f, 0x1160},   {0x17b4, 0x17b5},
+        {0x180b, 0x180f},   {0x200b, 0x200f},   {0x2028, 0x202e},   {0x2060, 0x206f},
+        {0x3164, 0x3164},   {0xfe00, 0xfe0f},   {0xfeff, 0xfeff},   {0xffa0, 0xffa0},
+        {0xfff0, 0xfffb},   {0x110bd, 0x110bd}, {0x110cd, 0x110cd}, {0x13430, 0x1343f},
+        {0x1bca0, 0x1bca3}, {0x1d173, 0x1d17a}, {0xe0000, 0xe0fff},
+    };
+    size_t i = 0, n = sizeof ranges / sizeof *ranges;
+    while (i < n && ranges[i][1] < c)
+        i++;
+    return i < n && ranges[i][0] <= c;
+}
+
+void utf8_make_harmless(char *text)
+{
+    while (*text) {
+        uint32_t c;
+        size_t size = utf8_next(text, &c);
+        if (size > 0 && utf8_is_hidden(c))
+            memset(text, ' ', size);
+        text += size ? size : 1;
+    }
 }

@@ -30,10 +30,23 @@ static size_t decode(const unsigned char *p, uint32_t *out)
     return size == 0 || value < least[size] || value > 0x10ffff || surrogate ? 0 : size;
 }
 
-static bool steers(uint32_t c)
+/* The same that the library keeps out of its messages: what steers a terminal, or is not seen. */
+static bool is_hidden(uint32_t c)
 {
-    return c < 0x20 || (c >= 0x7f && c < 0xa0) || c == 0x200e || c == 0x200f ||
-           (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
+    static const uint32_t ranges[][2] = {
+        {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
+        {0x600, 0x605},     {0x61c, 0x61c},     {0x6dd, 0x6dd},     {0x70f, 0x70f},
+        {0x890, 0x891},     {0x8e2, 0x8e2},     {0x115f, 0x1160},   {0x17b4, 0x17b5},
+        {0x180b, 0x180f},   {0x200b, 0x200f},   {0x2028, 0x202e},   {0x2060, 0x206f},
+        {0x3164, 0x3164},   {0xfe00, 0xfe0f},   {0xfeff, 0xfeff},   {0xffa0, 0xffa0},
+        {0xfff0, 0xfffb},   {0x110bd, 0x110bd}, {0x110cd, 0x110cd}, {0x13430, 0x1343f},
+        {0x1bca0, 0x1bca3}, {0x1d173, 0x1d17a}, {0xe0000, 0xe0fff},
+    };
+    size_t i = 0, n = sizeof ranges / sizeof *ranges;
+    while (i < n && ranges[i][1] < c) {
+        i++;
+    }
+    return i < n && ranges[i][0] <= c;
 }
 
 void terminal_put(FILE *stream, const char *text)
@@ -41,7 +54,7 @@ void terminal_put(FILE *stream, const char *text)
     for (const unsigned char *p = (const unsigned char *)text; *p != '\0';) {
         uint32_t c;
         size_t size = decode(p, &c);
-        bool good = size > 0 && !steers(c);
+        bool good = size > 0 && !is_hidden(c);
         for (size_t i = 0; i < (size > 0 ? size : 1); i++, p++) {
             if (good) {
                 fputc(*p, stream);

@@ -56,6 +56,13 @@ static void log_messages_are_one_line(void **state)
               "\xc2\xa0\xe2\x80\xa6\xe2\x82\xac\xe2\x80");
     assert_string_equal(s.message, "a  b  c   d   e   f "
                                    "\xc2\xa0\xe2\x80\xa6\xe2\x82\xac\xe2\x80");
+    log_write(&to, FANIN_LOG_INFO, "unseen", "%s",
+              "a\xe2\x80\x8b"
+              "b\xc2\xad"
+              "c\xef\xbb\xbf"
+              "d\xf3\xa0\x81\xa1"
+              "\xf0\x9f\x98\x80\xe3\x80\x80");
+    assert_string_equal(s.message, "a   b  c   d    \xf0\x9f\x98\x80\xe3\x80\x80");
     char text[3000];
     memset(text, 'x', sizeof text);
     text[sizeof text - 1] = '\0';

@@ -47,6 +47,16 @@ static void every_code_has_a_name_and_a_text(void **state)
     assert_string_equal(fanin_status_name(FANIN_ERR_STALE), "FANIN_ERR_STALE");
 }
 
+/* What a peer is called may end lines or not be seen; a key stays what it is, so that it can be looked up. */
+static void a_message_is_one_line(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    const error_place place = {.key = "a\nb"};
+    (void)error_set(&error, FANIN_ERR_IO, &place, "the run %s", "x\ny\033z\xe2\x80\x8b.");
+    assert_string_equal(error.message, "the run x y z   .");
+    assert_string_equal(error.key, "a\nb");
+}
+
 static void unknown_codes_are_described_by_their_hundred(void **state)
 {
     assert_string_equal(fanin_status_name(-299), "FANIN_ERR_UNKNOWN");
@@ -195,6 +205,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_code_has_a_name_and_a_text),
+        cmocka_unit_test(a_message_is_one_line),
         cmocka_unit_test(unknown_codes_are_described_by_their_hundred),
         cmocka_unit_test(only_what_may_pass_by_itself_is_retryable),
         cmocka_unit_test(all_fields_are_filled),

@@ -45,6 +45,14 @@ static void what_steers_is_escaped(void **state)
     expect("\xe2\x81\xa6", "\\xe2\\x81\\xa6");
 }
 
+static void what_is_not_seen_is_escaped(void **state)
+{
+    expect("lora:0\xe2\x80\x8b", "lora:0\\xe2\\x80\\x8b"); /* a space of no width */
+    expect("\xc2\xad\xd8\x9c", "\\xc2\\xad\\xd8\\x9c");
+    expect("\xef\xbb\xbf", "\\xef\\xbb\\xbf");
+    expect("\xf3\xa0\x81\xa1", "\\xf3\\xa0\\x81\\xa1"); /* a letter among tags */
+}
+
 static void what_is_not_utf8_is_escaped(void **state)
 {
     expect("\x9b"
@@ -191,6 +199,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(text_is_shown_as_it_is),
         cmocka_unit_test(what_steers_is_escaped),
+        cmocka_unit_test(what_is_not_seen_is_escaped),
         cmocka_unit_test(what_is_not_utf8_is_escaped),
         cmocka_unit_test(progress_fits_every_terminal),
         cmocka_unit_test(a_line_is_one_write),
