@@ -15,7 +15,10 @@ fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
     va_end(arguments);
     g->cuGetErrorName(result, &name);
     g->cuGetErrorString(result, &sentence);
-    return error_set(error, FANIN_ERR_TRANSPORT, NULL, "%s: %s (%s)", what,
+    const error_place place = {
+        .remedy = "restart the process if it goes on: a CUDA device that has "
+                  "failed stays so for its process"};
+    return error_set(error, FANIN_ERR_TRANSPORT, &place, "%s: %s (%s)", what,
                      name ? name : "unknown error", sentence ? sentence : "no text");
 }
 

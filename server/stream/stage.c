@@ -196,10 +196,7 @@ static void device_failed(stage *s, int device, fanin_error *error)
     fanin_error why = *error;
     error_place place = {.phase = "read",
                          .rank_plus_1 = (int32_t)s->server->rank + 1,
-                         .remedy = why.remedy[0]
-                                       ? why.remedy
-                                       : "restart the trainer: a CUDA device that "
-                                         "has failed stays so for its process"};
+                         .remedy = why.remedy};
     error_set(error, FANIN_ERR_TRANSPORT, &place, "CUDA device %d of rank %u: %.300s",
               device, (unsigned)s->server->rank, why.message);
     tell_failed(s, device, error);

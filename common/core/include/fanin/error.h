@@ -82,7 +82,7 @@ typedef struct fanin_error {
     char address[64]; /**< of the peer, "" if none */
     char key[640];    /**< the tensor's key, "" if none */
     char message[512]; /**< what happened and why, in one sentence */
-    char remedy[256];  /**< what to do about it, "" if nothing is known */
+    char remedy[256];  /**< what to do about it; never "" after a failure */
 } fanin_error;
 
 /** Initializer for a fanin_error on the stack. */
