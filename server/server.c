@@ -124,7 +124,9 @@ static fanin_status check_bind(const fanin_server_config *c, socket_address *out
 {
     char text[80];
     struct in6_addr any;
-    bool is_v6 = c->bind && inet_pton(AF_INET6, c->bind, &any) == 1;
+    snprintf(text, sizeof text, "%s", c->bind ? c->bind : "");
+    text[strcspn(text, "%")] = '\0'; /* of a link-local address the interface */
+    bool is_v6 = c->bind && inet_pton(AF_INET6, text, &any) == 1;
     if (!is_v6 && (!c->bind || inet_pton(AF_INET, c->bind, &any) != 1))
         return bad(error, "the address to bind to is not numeric",
                    "give an IPv4 or IPv6 address in numbers");

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "utf8.h"
 
+#include <stdint.h>
 #include <string.h>
 
 /* Eight bytes of ASCII without a NUL at once: tensor names are nothing else. */
@@ -73,7 +74,8 @@ void utf8_copy(char *to, size_t capacity, const char *from)
     to[size] = '\0';
 }
 
-size_t utf8_next(const char *text, uint32_t *character_out)
+/* The character that @p text begins with, and how many bytes it has; 0: none, or not UTF-8. */
+static size_t next(const char *text, uint32_t *character_out)
 {
     static const uint8_t bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
     const uint8_t *p = (const uint8_t *)text;
@@ -85,7 +87,7 @@ size_t utf8_next(const char *text, uint32_t *character_out)
     return size;
 }
 
-bool utf8_is_hidden(uint32_t c)
+static bool is_hidden(uint32_t c)
 {
     static const uint32_t ranges[][2] = {
         {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
@@ -106,8 +108,8 @@ void utf8_make_harmless(char *text)
 {
     while (*text) {
         uint32_t c;
-        size_t size = utf8_next(text, &c);
-        if (size > 0 && utf8_is_hidden(c))
+        size_t size = next(text, &c);
+        if (size > 0 && is_hidden(c))
             memset(text, ' ', size);
         text += size ? size : 1;
     }

@@ -45,9 +45,21 @@ static unsigned address_port(const socket_address *a)
     return 0;
 }
 
+/* "%eth0": a link-local address is one of an interface; the interface's number if it has no name any more. */
+static void write_scope(const socket_address *a, char out[IF_NAMESIZE + 1])
+{
+    const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+    out[0] = '\0';
+    if (a->storage.ss_family != AF_INET6 || in6->sin6_scope_id == 0)
+        return;
+    out[0] = '%';
+    if (!if_indextoname(in6->sin6_scope_id, out + 1))
+        snprintf(out + 1, IF_NAMESIZE, "%u", (unsigned)in6->sin6_scope_id);
+}
+
 static void write_text(socket_address *a)
 {
-    char host[INET6_ADDRSTRLEN] = "?";
+    char host[INET6_ADDRSTRLEN] = "?", scope[IF_NAMESIZE + 1];
     int family = a->storage.ss_family;
     if (family != AF_INET && family != AF_INET6) {
         snprintf(a->text, sizeof a->text, "unix");
@@ -58,8 +70,9 @@ static void write_text(socket_address *a)
     bool is_v4 = family == AF_INET;
     inet_ntop(family, is_v4 ? (const void *)&in->sin_addr : &in6->sin6_addr, host,
               sizeof host);
-    snprintf(a->text, sizeof a->text, is_v4 ? "%s:%u" : "[%s]:%u", host,
-             address_port(a));
+    write_scope(a, scope);
+    snprintf(a->text, sizeof a->text, is_v4 ? "%.45s%s:%u" : "[%.39s%s]:%u", host,
+             scope, address_port(a));
 }
 
 void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
@@ -103,6 +116,20 @@ bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_
     return true;
 }
 
+static bool is_link_local(const socket_address *a)
+{
+    const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+    return a->storage.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in6->sin6_addr);
+}
+
+/* Two interfaces may be on links of which each has the same link-local address. */
+static bool same_interface(const socket_address *a, const socket_address *b)
+{
+    const struct sockaddr_in6 *x = (const void *)&a->storage,
+                              *y = (const void *)&b->storage;
+    return !is_link_local(a) || x->sin6_scope_id == y->sin6_scope_id;
+}
+
 fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error)
 {
@@ -119,9 +146,15 @@ fanin_status socket_resolve(const char *host_port, socket_address *out,
         .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST};
     struct addrinfo *found = NULL;
     int code = getaddrinfo(name, NULL, &hints, &found);
+    const char *scope = strchr(host, '%');
     if (code != 0 || !found || found->ai_addrlen > sizeof out->storage) {
         if (found)
             freeaddrinfo(found);
+        place.remedy = "name an interface that `ip link` shows on this host";
+        if (scope)
+            return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                             "%s is no address of an interface of this host", host);
+        place.remedy = NULL;
         return error_set(error, FANIN_ERR_NOT_FOUND, &place,
                          "%s is a name, not an address in numbers", host);
     }
@@ -130,6 +163,12 @@ fanin_status socket_resolve(const char *host_port, socket_address *out,
     out->length = found->ai_addrlen;
     freeaddrinfo(found);
     socket_set_port(out, port);
+    if (is_link_local(out) &&
+        ((const struct sockaddr_in6 *)&out->storage)->sin6_scope_id == 0) {
+        place.remedy = "name the interface of this host that leads there: fe80::1%eth0";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "%s is link-local and names no interface", host);
+    }
     return FANIN_OK;
 }
 
@@ -193,7 +232,8 @@ bool socket_is_local(const socket_address *a)
         const uint8_t *own_bytes;
         local = socket_ip_bytes(&own, &own_family, &own_bytes) &&
                 own_family == family &&
-                memcmp(own_bytes, bytes, family == AF_INET ? 4 : 16) == 0;
+                memcmp(own_bytes, bytes, family == AF_INET ? 4 : 16) == 0 &&
+                same_interface(a, &own);
     }
     freeifaddrs(list);
     return local;

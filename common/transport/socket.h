@@ -17,14 +17,14 @@ typedef struct socket_address {
     struct sockaddr_storage storage;
     socklen_t length;
     char text
-        [SOCKET_TEXT]; /**< "127.0.0.1:6000", "[::1]:6000", "unix:0/127.0.0.1:6000" */
+        [SOCKET_TEXT]; /**< "127.0.0.1:6000", "[fe80::1%eth0]:6000", "unix:0/127.0.0.1:6000" */
 } socket_address;
 
 #define SOCKET_HOST 256 /**< bytes of a host's name */
 /** Splits "host:port" and "[v6]:port"; false: it has no such form. */
 bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_out);
-/** Addresses in numbers, and "localhost"; does not block. FANIN_ERR_ARGUMENT: it is no host:port;
-    FANIN_ERR_NOT_FOUND: a name, which lookup.h asks for. */
+/** Addresses in numbers, and "localhost"; does not block. FANIN_ERR_ARGUMENT: it is no host:port, or
+    link-local ("[fe80::1%eth0]:6000") without an interface of this host; FANIN_ERR_NOT_FOUND: a name, which lookup.h asks for. */
 fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error);
 /** The IP address as bytes: 4 of AF_INET, 16 of AF_INET6; an IPv4 address that is mapped into IPv6

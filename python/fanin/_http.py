@@ -150,7 +150,8 @@ def ask_json(
     """
     split = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
-    connection = kind(split.hostname or "", split.port, timeout=_remaining(deadline))
+    host = re.sub("%25(?=.)", "%", split.hostname or "")  # an interface's, as URLs have it
+    connection = kind(host, split.port, timeout=_remaining(deadline))
     headers = {**carried(), "Accept": "application/json"}
     content_sent = None
     if body is not None:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import stat
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fanin._http import ask_json, base_url
 from fanin.errors import HostError, NotFoundError, PullTimeoutError, RequestError
 from fanin.info import (
     TrainerInfo,
@@ -366,6 +369,22 @@ def test_wait_returns_when_the_trainer_has_written(tmp_path: Path) -> None:
 )
 def test_addresses(target: Any, expected: tuple[str, ...]) -> None:
     assert addresses_of(target) == expected
+
+
+@pytest.mark.parametrize("written", ["fe80::1%25eth0", "fe80::1%eth0"])
+def test_urls_of_link_local_addresses(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 6874 has %25 in a URL, the kernel's resolver a plain %."""
+    asked: list[str] = []
+
+    def connect(connection: http.client.HTTPConnection) -> None:
+        asked.append(connection.host)
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    url = base_url(f"http://[{written}]:8000/v1")
+    with pytest.raises(OSError, match="nobody"):
+        ask_json("GET", url, "/nixl/status", deadline=time.monotonic() + 5)
+    assert asked == ["fe80::1%eth0"]
 
 
 @pytest.mark.parametrize(

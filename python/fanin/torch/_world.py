@@ -151,7 +151,7 @@ def route_address(targets: Sequence[str]) -> str | None:
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.connect(address)
-                    found = str(probe.getsockname()[0]).partition("%")[0]
+                    found = str(probe.getsockname()[0])
             except OSError:
                 continue
             if not is_loopback(found):

@@ -54,6 +54,52 @@ static bool own_address(char out[64])
     return found;
 }
 
+/* "fe80::1%eth0" of this host; false: it has none. */
+static bool own_link_local(char out[64])
+{
+    struct ifaddrs *list;
+    bool found = false;
+    assert_int_equal(getifaddrs(&list), 0);
+    for (const struct ifaddrs *i = list; i && !found; i = i->ifa_next) {
+        const struct sockaddr_in6 *in6 = (const void *)i->ifa_addr;
+        found = in6 && in6->sin6_family == AF_INET6 && (i->ifa_flags & IFF_RUNNING) &&
+                IN6_IS_ADDR_LINKLOCAL(&in6->sin6_addr) &&
+                getnameinfo(i->ifa_addr, sizeof *in6, out, 64, NULL, 0,
+                            NI_NUMERICHOST) == 0;
+    }
+    freeifaddrs(list);
+    return found;
+}
+
+static void a_link_local_address_is_served(void **state)
+{
+    char bind[64], address[96];
+    fanin_error error = FANIN_ERROR_INIT;
+    if (!own_link_local(bind))
+        skip();
+    fanin_server_config c = server_config();
+    c.bind = bind;
+    c.flags = FANIN_SERVER_OPEN | FANIN_SERVER_INSECURE | FANIN_SERVER_NO_UCX;
+    c.allow = "fe80::/10";
+    fanin_server *s = server_start(&c);
+    fanin_client_config of_client;
+    fanin_client *client;
+    fanin_client_config_init(&of_client, sizeof of_client);
+    for (unsigned no_unix = 0; no_unix < 2; no_unix++) {
+        of_client.no_unix = no_unix;
+        snprintf(address, sizeof address, "[%s]:%u", bind,
+                 (unsigned)fanin_server_port(s));
+        const char *list[] = {address};
+        assert_ok(fanin_client_create(&of_client, &client, &error), error);
+        fanin_status status = fanin_client_connect(client, list, 1, 5000, &error);
+        fanin_client_destroy(&client);
+        assert_ok(status, error);
+    }
+    server_stop(&s, 0);
+    bind[strcspn(bind, "%")] = '\0';
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "names no interface");
+}
+
 static void openness_is_said_aloud(void **state)
 {
     char address[64], secret[] = "/tmp/test-secret-XXXXXX";
@@ -788,6 +834,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         server_test(bad_configurations_are_refused),
+        server_test(a_link_local_address_is_served),
         server_test(openness_is_said_aloud),
         server_test(a_port_in_use_is_named),
         server_test(the_config_of_a_caller_may_be_shorter),

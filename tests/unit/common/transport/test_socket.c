@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <net/if.h>
 #include <poll.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -41,6 +42,29 @@ static void addresses_are_parsed(void **state)
     }
     socket_address a;
     assert_int_equal(socket_resolve(NULL, &a, NULL), FANIN_ERR_ARGUMENT);
+}
+
+static void link_local_addresses_keep_their_interface(void **state)
+{
+    char text[64];
+    assert_string_equal(resolved("[fe80::1%lo]:6000").text, "[fe80::1%lo]:6000");
+    snprintf(text, sizeof text, "[FE80:0::1%%%u]:6000", if_nametoindex("lo"));
+    socket_address a = resolved(text), again = resolved("[fe80::1%lo]:6000"), name;
+    assert_string_equal(a.text, again.text);
+    assert_memory_equal(&a.storage, &again.storage, sizeof(struct sockaddr_in6));
+    socket_listen_text(&a, text);
+    assert_string_equal(text, a.text);
+    socket_unix_address(7, &a, &name);
+    assert_string_equal(name.text, "unix:7/[fe80::1%lo]:6000");
+    static const char *const bad[] = {"[fe80::1]:6000", "[fe80::1%nosuch0]:6000",
+                                      "[fe80::1%]:6000"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(socket_resolve(bad[i], &a, &error), FANIN_ERR_ARGUMENT);
+        assert_says(error.message, "interface");
+        assert_says(error.remedy, "interface");
+        assert_string_equal(error.address, bad[i]);
+    }
 }
 
 static bool loopback(const char *text)
@@ -308,6 +332,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(addresses_are_parsed),
+        cmocka_unit_test(link_local_addresses_keep_their_interface),
         cmocka_unit_test(addresses_are_classified),
         cmocka_unit_test(wildcards_lead_to_loopback),
         cmocka_unit_test(unix_names_have_the_address),
