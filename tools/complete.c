@@ -165,7 +165,6 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"csv", {":any-files"}},
         {"html", {":any-files"}},
         {"trace", {":any-files"}},
-        {"svg", {":any-files"}},
         {"merge", {":any-files"}},
     };
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {

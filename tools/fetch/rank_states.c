@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define LIST_MOST 100 /* characters of one list of ranks */
+
 const char *state_name(int32_t state)
 {
     static const char *const names[] = {
@@ -25,12 +27,35 @@ static bool alike(const fanin_rank_state *a, const fanin_rank_state *b)
     return a->state == b->state && a->step == b->step;
 }
 
-/* Those like ranks[first], from there on. */
-static void append_group(const fanin_rank_state *ranks, size_t count, size_t first,
+/* "1,3-5"; a long list ends behind a number, and says how many there are. */
+static output_text list_of(const uint32_t *numbers, size_t count)
+{
+    output_text text;
+    char *list = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&list, &size));
+    output_ranges(stream, ",", numbers, count);
+    fclose(stream);
+    output_require(list);
+    if (size > LIST_MOST) {
+        size = LIST_MOST;
+        while (list[size] != ',') {
+            size--;
+        }
+        snprintf(text.s, sizeof text.s, "%.*s,... (%zu)", (int)size, list, count);
+    } else {
+        snprintf(text.s, sizeof text.s, "%s", list);
+    }
+    free(list);
+    return text;
+}
+
+/* Those like ranks[first], from there on; false: @p out has no room for them. */
+static bool append_group(const fanin_rank_state *ranks, size_t count, size_t first,
                          char *out, size_t size)
 {
     uint32_t *numbers = output_require(calloc(count, sizeof *numbers));
-    char text[120] = "";
+    char group[LIST_MOST + 120] = "";
     uint64_t age = 0;
     size_t found = 0;
     for (size_t i = first; i < count; i++) {
@@ -39,18 +64,19 @@ static void append_group(const fanin_rank_state *ranks, size_t count, size_t fir
             age = ranks[i].state_age_ms > age ? ranks[i].state_age_ms : age;
         }
     }
-    FILE *stream = output_require(fmemopen(text, sizeof text - 1, "w"));
-    output_ranges(stream, ",", numbers, found);
-    fclose(stream);
+    output_append(group, sizeof group, "%s%s %s %s", out[0] != '\0' ? "; " : "",
+                  found > 1 ? "ranks" : "rank", list_of(numbers, found).s,
+                  state_name(ranks[first].state));
     free(numbers);
-    output_append(out, size, "%s%s %s %s", out[0] != '\0' ? "; " : "",
-                  found > 1 ? "ranks" : "rank", text, state_name(ranks[first].state));
     if (ranks[first].step > 0) {
-        output_append(out, size, " at step %" PRIu64, ranks[first].step);
+        output_append(group, sizeof group, " at step %" PRIu64, ranks[first].step);
     }
     if (age > 0) {
-        output_append(out, size, " for %s", output_age(age).s);
+        output_append(group, sizeof group, " for %s", output_age(age).s);
     }
+    bool fits = strlen(out) + strlen(group) + sizeof "; ..." <= size;
+    output_append(out, size, "%s", fits ? group : "; ...");
+    return fits;
 }
 
 static int by_rank(const void *a, const void *b)
@@ -67,14 +93,13 @@ void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
     memcpy(sorted, ranks, count * sizeof *sorted);
     qsort(sorted, count, sizeof *sorted, by_rank);
     out[0] = '\0';
-    for (size_t i = 0; i < count; i++) {
+    bool fits = true;
+    for (size_t i = 0; i < count && fits; i++) {
         size_t first = 0;
         while (!alike(&sorted[first], &sorted[i])) {
             first++;
         }
-        if (first == i) {
-            append_group(sorted, count, i, out, size);
-        }
+        fits = first < i || append_group(sorted, count, i, out, size);
     }
     free(sorted);
 }
