@@ -461,7 +461,7 @@ class TrainerConfig:
     credentials: Credentials = Credentials()
 
     def server_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of fanin.torch.AdapterServer that say the same."""
+        """Keyword arguments of fanin.torch.AdapterServer and WeightServer that say the same."""
         return {
             "base_port": self.port,
             "name": self.server_name,
@@ -481,15 +481,6 @@ class TrainerConfig:
         }
 
 
-def _require_lora(settings: _Settings) -> None:
-    model = _table(settings.root, ("model",), settings.file)
-    if settings.file and "lora" not in model:
-        raise ConfigError.make(
-            f'{settings.file}: {SECTION}.type is "nixl", and LoRA is not enabled',
-            "add [model.lora]; whole models need another weight broadcast",
-        )
-
-
 def trainer_config(
     path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> TrainerConfig:
@@ -503,7 +494,6 @@ def trainer_config(
     """
     settings = _Settings(path, environ, _TRAINER_KEYS)
     _warn_of_misspelt(environ, _TRAINER_KEYS)
-    _require_lora(settings)
     _join_credentials(settings)
     config = TrainerConfig(**settings.values)
     if config.cast is not None and not config.snapshot:
@@ -567,7 +557,12 @@ def orchestrator_config(
     """
     settings = _Settings(path, environ, _ORCHESTRATOR_KEYS)
     _warn_of_misspelt(environ, _ORCHESTRATOR_KEYS)
-    _require_lora(settings)
+    model = _table(settings.root, ("model",), settings.file)
+    if settings.file and "lora" not in model:
+        raise ConfigError.make(
+            f'{settings.file}: {SECTION}.type is "nixl", and LoRA is not enabled',
+            "add [model.lora]; an orchestrator of whole models uses fanin.sync",
+        )
     settings.require("lora_name", "engines know the adapter by it: give it a name")
     _join_credentials(settings)
     return OrchestratorConfig(**settings.values)

@@ -173,12 +173,13 @@ def test_type(tmp_path: Path) -> None:
         trainer_config(write(tmp_path, TRAINER.replace('type = "nixl"', "")), {})
 
 
-def test_nixl_needs_lora(tmp_path: Path) -> None:
-    text = '[weight_broadcast]\ntype = "nixl"\n[model]\nname = "x"\n'
-    for read in (trainer_config, orchestrator_config):
-        with pytest.raises(ConfigError, match="LoRA is not enabled") as caught:
-            read(write(tmp_path, text), {})
-        assert "[model.lora]" in caught.value.remedy
+def test_only_loading_adapters_needs_lora(tmp_path: Path) -> None:
+    """A trainer of whole models has no [model.lora], and WeightServer takes the same arguments."""
+    text = '[weight_broadcast]\ntype = "nixl"\nport = 6100\n[model]\nname = "x"\n'
+    assert trainer_config(write(tmp_path, text), {}).server_arguments()["base_port"] == 6100
+    with pytest.raises(ConfigError, match="LoRA is not enabled") as caught:
+        orchestrator_config(write(tmp_path, text.replace("port = 6100\n", "")), {})
+    assert "[model.lora]" in caught.value.remedy
 
 
 def test_sections(tmp_path: Path) -> None:
