@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fanin.errors import RequestError
+from fanin.errors import PeerError, RequestError
 
 __all__ = ["config_differences", "refuse_other_config"]
 
@@ -53,13 +53,24 @@ def config_differences(published: Mapping[str, Any], engine: Any) -> list[str]:
 
 
 def refuse_other_config(text: str | None, engine: Any) -> None:
-    """Raises RequestError if the published configuration *text* computes otherwise than *engine*.
+    """Raises RequestError if the published configuration *text* computes otherwise than *engine*;
+    PeerError if it is none.
 
     Publications without a configuration are believed.
     """
     if not text or engine is None:
         return
-    found = config_differences(json.loads(text), engine)
+    try:
+        published = json.loads(text)
+    except ValueError:
+        published = None
+    if not isinstance(published, dict):
+        raise PeerError.make(
+            "the configuration that the trainer publishes is no JSON object",
+            'publish config.json as it is, or init with {"config": "ignore"}',
+            key="config",
+        )
+    found = config_differences(published, engine)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise RequestError.make(
@@ -80,8 +91,14 @@ def _differ(path: str, theirs: Any, mine: Any) -> Iterator[str]:
         for name in sorted(theirs.keys() & mine.keys()):
             if not _IGNORED.fullmatch(name):
                 yield from _differ(f"{path}.{name}" if path else name, theirs[name], mine[name])
-    elif theirs != mine:
+    elif theirs != mine and not _renamed(path, mine):
         yield f"{path} is {_short(theirs)} in training and {_short(mine)} here"
+
+
+def _renamed(path: str, mine: Any) -> bool:
+    """Both engines give the rope of DeepSeek's models names of their own, in the configuration that
+    they have read; its other fields stay."""
+    return path.endswith("type") and isinstance(mine, str) and mine.startswith("deepseek_")
 
 
 def _short(value: Any) -> str:
