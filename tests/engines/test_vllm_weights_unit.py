@@ -25,7 +25,7 @@ from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
 from fanin.vllm.shadow import Prefetch
-from fanin.vllm.trainers import Trainer, left
+from fanin.vllm.trainers import Published, Trainer, left
 from fanin.vllm.weights import Engine, _named, _refuse_what_moves, _Target
 from vllm_server import free_ports
 
@@ -243,12 +243,12 @@ def launch() -> Iterator[Launch]:
     one.server.close()
 
 
-LAYOUT = (("w", "F32", (4,)),)
+PUBLISHED = Published((SimpleNamespace(name="w", dtype="F32", shape=(4,)),), {}, "", "")
 
 
 def read_ahead(source: str, shadow: OneTensor) -> Prefetch:
     trainer = Trainer(clients.Source.of(source), "full:0")
-    ahead = Prefetch(shadow, trainer, 7, LAYOUT, 30)  # type: ignore[arg-type]
+    ahead = Prefetch(shadow, trainer, 7, PUBLISHED, 30)  # type: ignore[arg-type]
     ahead._thread.join(30)
     assert ahead.state()["state"] == "ready"
     return ahead
@@ -311,7 +311,7 @@ def test_a_cancel_that_finds_no_call_does_not_end_the_next_update(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, shadow = Trainer(clients.Source.of(launch.address), "full:0"), Settling()
-    ahead = Prefetch(shadow, trainer, 7, LAYOUT, 30)  # type: ignore[arg-type]
+    ahead = Prefetch(shadow, trainer, 7, PUBLISHED, 30)  # type: ignore[arg-type]
     assert shadow.is_read.wait(30)
     cancel = trainer.client.cancel
 
@@ -330,7 +330,7 @@ def test_a_cancel_that_ends_the_reading_keeps_the_connections(launch: Launch) ->
     trainer = Trainer(clients.Source.of(launch.address), "full:0")
     trainer.ready(time.monotonic() + 30)
     client = trainer.client
-    ahead = Prefetch(OneTensor(), trainer, 8, LAYOUT, 30)  # type: ignore[arg-type]
+    ahead = Prefetch(OneTensor(), trainer, 8, PUBLISHED, 30)  # type: ignore[arg-type]
     ahead.cancel()  # it waits for step 8, which does not come
     assert ahead.state()["code"] == "FANIN_ERR_CANCELLED"
     assert trainer.ready(time.monotonic() + 30, 7).world == launch.world
@@ -386,6 +386,16 @@ def test_what_vllm_keeps_through_a_sleep_is_not_lost(patterns: list[str], lost: 
     Worker._save_sleep_parameters(worker, engine._main.model)
     guard.fanin_lose_weights(worker, "given up")
     assert [bool(one["dirty"]) for one in engine.holds()] == lost
+    kept = _Target.require_kept
+    kept(engine._main)
+    engine._main.kept = frozenset({"head.weight"})
+    if patterns in (["head.*"], ["*"]):
+        kept(engine._main)
+    else:
+        with pytest.raises(fanin.StateError, match="head.weight.*given up"):
+            kept(engine._main)
+    engine.reloaded()
+    kept(engine._main)
 
 
 def linear(loaded: torch.dtype, bias: torch.dtype) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from fanin.errors import RequestError
 if TYPE_CHECKING:
     from fanin.mapping._record import Recording
 
-__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_published"]
+__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_idle", "refuse_published"]
 
 KEEP = 'init with {"keep": ["<pattern>"]} for what nobody trains, which then stays as it is'
 
@@ -26,26 +26,31 @@ def check_patterns(what: str, value: Any, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def kept_paths(model: Any, patterns: Iterable[str]) -> frozenset[str]:
-    """Paths of the model's parameters and persistent buffers that the patterns name.
-
-    Raises RequestError for a pattern that names none.
-    """
-    if not patterns:
-        return frozenset()
-    paths = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    paths += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    found: set[str] = set()
+def kept_paths(model: Any, patterns: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Paths of the model's parameters and buffers that the patterns name, all names of a tied
+    one; and the patterns that name none here: another stage may have what they name."""
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    found: set[int] = set()
+    idle: set[str] = set()
     for pattern in patterns:
-        named = {path for path in paths if fnmatchcase(path, pattern)}
-        if not named:
-            raise RequestError.make(
-                f"keep names '{pattern}', and the model has no such parameter",
-                f"its parameters are named as {', '.join(paths[:3])}",
-                key="keep",
-            )
+        named = {id(tensor) for path, tensor in tensors if fnmatchcase(path, pattern)}
         found |= named
-    return frozenset(found)
+        if not named:
+            idle.add(pattern)
+    return frozenset(path for path, tensor in tensors if id(tensor) in found), frozenset(idle)
+
+
+def refuse_idle(patterns: Iterable[str]) -> None:
+    """Raises RequestError for patterns that name nothing, in no part of the model."""
+    for pattern in sorted(patterns):
+        raise RequestError.make(
+            f"keep names '{pattern}', and the model has no such parameter",
+            "keep the engine's own names of what nobody publishes",
+            key="keep",
+        )
 
 
 def refuse_published(recording: Recording, kept: frozenset[str]) -> None:

@@ -29,7 +29,7 @@ from fanin.errors import FaninError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
 from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_published
+from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import groups_of, torch_dtype_of
 from fanin.vllm.trainers import Published, Trainer, left, without
@@ -143,12 +143,15 @@ class _Live:
             )
         trainer = self._trainer_of(request)
         published = without(trainer.ready(deadline, request.step), request.unused)
-        layout = (published.layout(), request.keep, request.config, published.metadata)
+        layout = (published.layout(), published.config, request.keep, request.config)
         if self._layout != layout:
             if request.config == "check":
-                text = published.metadata.get("config")
-                refuse_other_config(text, getattr(model, "config", None))
-            self._record(model, published, kept_paths(model, request.keep))
+                refuse_other_config(published.config, getattr(model, "config", None))
+            kept, idle = kept_paths(model, request.keep)
+            refuse_idle(idle)
+            if kept:
+                _check_kept(min(kept))
+            self._record(model, published, kept)
             self._layout = layout
         return published
 
@@ -333,6 +336,26 @@ def _check_model(model: Any) -> None:
             "start SGLang with pp-size 1",
             key="pp_size",
         )
+
+
+def _check_kept(path: str) -> None:
+    """Raises RequestError if SGLang's memory does not have what a checkpoint has there."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        started = get_server_args()
+    except (ImportError, LookupError, ValueError):  # outside of SGLang
+        return
+    why = remedy = ""
+    if getattr(started, "load_format", "") == "dummy":
+        why, remedy = "SGLang has filled it at random", "start SGLang without --load-format dummy"
+    elif getattr(started, "enable_memory_saver", False) and not getattr(
+        started, "enable_weights_cpu_backup", False
+    ):
+        why = "SGLang may give up its memory"
+        remedy = "start SGLang with --enable-weights-cpu-backup"
+    if why:
+        raise RequestError.make(f"keep names '{path}', and {why}", remedy, key="keep")
 
 
 def _engine_own(target: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fanin._http import Reply
 from fanin.errors import FaninError, PeerError, PullTimeoutError, RequestError, UnreachableError
+from fanin.mapping._kept import check_patterns
 from fanin.sglang.request import LOADER, TOLD, Request, encode
 
 from .driver import Driver, Pulled, launches
@@ -112,8 +113,8 @@ class SGLang(Driver):
             step=step,
             timeout=info.timeout,
             server_name=info.server_name,
-            unused=tuple(info.more.get("unused", ())),
-            keep=tuple(info.more.get("keep", ())),
+            unused=check_patterns("unused", info.more.get("unused", ()), key="unused"),
+            keep=check_patterns("keep", info.more.get("keep", ()), key="keep"),
             config=info.more.get("config", "check"),
             external_kv=info.more.get("external_kv", "drop"),
         )

@@ -128,6 +128,11 @@ class MappedLanding(Landing):
         return path in self._skeletons
 
     @property
+    def whole(self) -> frozenset[str]:
+        """Paths of the modules of which all tensors have to be new: they are processed."""
+        return frozenset(self._skeletons)
+
+    @property
     def verdicts(self) -> dict[str, int]:
         """How many modules are direct, derived (direct, and something is made of them) and
         staged."""

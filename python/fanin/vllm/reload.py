@@ -218,13 +218,13 @@ def record_model(
     """Where a publication goes in a model of vLLM, as this process has it.
 
     :param published: names, dtypes and shapes of all that is published: ``Client.catalog(run)``.
-    :param others: paths of tensors that are another model's: nothing has to fill them.
+    :param others: paths of tensors that nothing has to fill: they are another model's, or kept.
     :raises RequestError, StateError: as :func:`skeletons` and :func:`fanin.mapping.record`.
     """
     known = about(model, vllm_config)
 
     def own(target: Target) -> str | None:
-        return "another model's" if target.path in others else engine_own(target)
+        return "another model's, or kept" if target.path in others else engine_own(target)
 
     with skeletons(model, vllm_config) as bare:
         return record(published, model.load_weights, model, own=own, ties=bare.ties, about=known)

@@ -20,7 +20,7 @@ from fanin.mapping import PackedMapping
 from fanin.vllm import reload
 from fanin.vllm.landing import Progress, Summary
 from fanin.vllm.mapped import MappedLanding, span
-from fanin.vllm.trainers import Trainer, left
+from fanin.vllm.trainers import Published, Trainer, left
 from fanin.vllm.weights_state import require_host_room
 
 __all__ = ["Prefetch", "Shadow"]
@@ -123,14 +123,14 @@ class Prefetch:
     """One step on its way into a shadow, in a thread of its own, which alone uses the trainer's
     client until :meth:`wait` or :meth:`cancel` has returned.
 
-    layout: :meth:`Published.layout` of what the shadow is laid out for.
+    published: what the shadow is laid out for.
     """
 
     def __init__(
-        self, shadow: Shadow, trainer: Trainer, step: int, layout: tuple[Any, ...], timeout: float
+        self, shadow: Shadow, trainer: Trainer, step: int, published: Published, timeout: float
     ) -> None:
         self.step = step
-        self._shadow, self._trainer, self._layout = shadow, trainer, layout
+        self._shadow, self._trainer, self._published = shadow, trainer, published
         #: Where the trainer was; before it is asked, so that what changes meanwhile is noticed.
         self._target: Any = None
         self._result: Any = None
@@ -145,9 +145,10 @@ class Prefetch:
     def _run(self, deadline: float) -> None:
         try:
             self._target = self._trainer.source.resolve()
-            if self._trainer.ready(deadline, self.step).layout() != self._layout:
+            if not self._trainer.ready(deadline, self.step).same_model(self._published):
                 raise PeerError.make(
-                    "other names, types or shapes are published than before", "update without it"
+                    "other names, types, shapes or another configuration are published than before",
+                    "update without it",
                 )
             with self._on_stream():
                 self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)

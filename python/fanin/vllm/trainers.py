@@ -39,6 +39,15 @@ class Published:
         """What a mapping depends on: names, dtypes and shapes."""
         return tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in self.entries)
 
+    @property
+    def config(self) -> str | None:
+        """The model's config.json, None: the trainer does not tell it."""
+        return self.metadata.get("config")
+
+    def same_model(self, other: Published) -> bool:
+        """Whether what was found out about *other* is so of this."""
+        return self.config == other.config and self.layout() == other.layout()
+
 
 def without(published: Published, patterns: Iterable[str]) -> Published:
     """*published*, but for tensors with names of these patterns: loaders refuse some by name."""

@@ -12,6 +12,7 @@ import glob
 import logging
 import os
 import time
+from collections.abc import Container, Iterable
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -21,7 +22,7 @@ from fanin.errors import FaninError, HostError, PeerError, RequestError, StateEr
 from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_published
+from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published
 from fanin.vllm import external_kv, guard, reload, weights_check
 from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
@@ -64,6 +65,24 @@ class _Target:
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: Paths of what stays as the engine has loaded it.
         self.kept: frozenset[str] = frozenset()
+        #: Patterns of ``keep`` that name nothing of this worker's model.
+        self.idle: frozenset[str] = frozenset()
+        #: Why vLLM has given up the weights since it has loaded them, and what it has put back.
+        self.given_up: tuple[str, frozenset[str]] | None = None
+
+    def require_kept(self) -> None:
+        """Raises StateError if what nobody publishes is not there any more."""
+        if self.given_up is None or not self.kept:
+            return
+        why, back = self.given_up
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        if gone := sorted((self.kept & own) - back):
+            raise StateError.make(
+                f"keep names '{gone[0]}', which is not as it was loaded: {why}",
+                "load the checkpoint by reload_weights first, or name it in vLLM's"
+                " sleep_preserve_parameter_names",
+                key="keep",
+            )
 
     def give_up_prefetch(self) -> None:
         ahead, self.prefetch = self.prefetch, None
@@ -117,6 +136,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def reloaded(self) -> None:
         """vLLM has loaded the model from disk, as it was started with."""
         self._main.updates.reloaded()
+        self._main.given_up = None
 
     def lost(self, why: str, kept: frozenset[str]) -> None:
         """The weights are gone: the main model's until they are pulled, or loaded from disk, the
@@ -127,6 +147,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         makes beside parameters (MLA) is not put back. A draft's lack of that changes no answer.
         """
         self._main.updates.lost(why)
+        self._main.given_up = (why, kept)
         draft = self._draft
         if draft is not None:
             own = {name for name, _ in draft.model.named_parameters()}
@@ -179,14 +200,15 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _agree(self, target: _Target, failure: FaninError | None) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
         published and used by none."""
-        mine = (None if failure is None else str(failure), target.taken)
+        mine = (None if failure is None else str(failure), target.taken, target.idle)
         brought = reload.of_all_workers(mine, self.vllm_config)
         if failure is not None:
             raise failure
-        for number, (text, _) in enumerate(brought):
+        for number, (text, _, _) in enumerate(brought):
             if text is not None:
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
-        told = [taken for _, taken in brought if taken is not None]
+        refuse_idle(frozenset.intersection(*(idle for _, _, idle in brought)))
+        told = [taken for _, taken, _ in brought if taken is not None]
         if len(told) == len(brought):
             refuse_missed(missed(target.shapes, told), _ALL_OF_IT)
 
@@ -360,9 +382,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.taken, others = None, frozenset[str]()
         if target is self._main:
             if info.config == "check":
-                refuse_other_config(published.metadata.get("config"), self.model_config.hf_config)
+                refuse_other_config(published.config, self.model_config.hf_config)
             published = without(published, info.unused)
-            others = target.kept = kept_paths(target.model, info.keep)
+            target.kept, target.idle = kept_paths(target.model, info.keep)
+            self._check_kept(target)
+            others = target.kept
         else:
             others = reload.shared(target.model, self._main.model)
         recording = record_model(published.entries, target.model, self.vllm_config, others)
@@ -376,6 +400,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         if info.mode == "loader":
             self._check_loader(target, info, recording)
+            _refuse_part(target.kept, {path.rpartition(".")[0] for path in recording.touched})
             return StockLanding(target.model, target.model_config, self.device, published, others)
         try:
             mapping, computes = recording.mapping(), ""
@@ -392,8 +417,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         made = (target.model, target.model_config, self.device, mapping)
         with set_current_vllm_config(self.vllm_config):
             if not computes:
-                return MappedLanding(*made, **options)
+                mapped = MappedLanding(*made, **options)
+                _refuse_part(target.kept, mapped.whole)
+                return mapped
             mixed = MixedLanding(*made, published, **options)
+            _refuse_part(target.kept, {*mixed.mapped.whole, *mixed.by_loader})
         _log.warning(
             "fanin: %s: these go through vLLM's own load_weights in every step, slower and "
             "with more memory: %s; no mapping can say what it does: %s",
@@ -402,6 +430,17 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             computes,
         )
         return mixed
+
+    def _check_kept(self, target: _Target) -> None:
+        """Raises RequestError, StateError if what is kept is not what a checkpoint has."""
+        load = getattr(self.vllm_config, "load_config", None)
+        if target.kept and getattr(load, "load_format", "") == "dummy":
+            raise RequestError.make(
+                f"keep names '{min(target.kept)}', which vLLM has filled at random",
+                "start vLLM without --load-format dummy",
+                key="keep",
+            )
+        target.require_kept()
 
     def _but_shared(
         self, target: _Target, published: Published, recording: Recording, shared: frozenset[str]
@@ -448,14 +487,19 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _keep_taken(self, target: _Target, info: Init, recording: Recording) -> None:
         """Keeps what this worker does not take all of. One alone knows that nobody does."""
         remedy, parallel = _ALL_OF_IT, self.parallel_config
-        if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
-            return  # the rest may be experts of other replicas, which are not asked
+        # Experts of other replicas are not known here: these are not asked.
+        apart = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
         if target is not self._main:
             remedy = "publish in this run what the draft model has, and no more"
             if info.draft_run == info.run:
                 return  # the rest is the main model's
-        target.taken = taken_of(recording.taken())
-        target.shapes = {entry.name: tuple(entry.shape) for entry in recording.published}
+        target.shapes = {
+            entry.name: tuple(entry.shape)
+            for entry in recording.published
+            if not (apart and "experts." in entry.name)
+        }
+        taken = recording.taken()
+        target.taken = taken_of({name: taken[name] for name in taken if name in target.shapes})
         if parallel.world_size == 1:
             refuse_missed(missed(target.shapes, [target.taken]), remedy)
 
@@ -495,12 +539,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         assert self._info is not None
         assert target.published is not None
-        layout, timeout = target.published.layout(), self._info.timeout
-        target.prefetch = Prefetch(target.shadow, target.trainer, step, layout, timeout)
+        told, timeout = target.published, self._info.timeout
+        target.prefetch = Prefetch(target.shadow, target.trainer, step, told, timeout)
 
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
         deadline = time.monotonic() + self._info.timeout
+        target.require_kept()
         ahead, target.prefetch = target.prefetch, None
         if ahead is not None and ahead.step != step:
             ahead.cancel()
@@ -510,7 +555,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         begun = time.monotonic()
         published = target.trainer.ready(deadline, step)
-        if target.published is None or published.layout() != target.published.layout():
+        if target.published is None or not published.same_model(target.published):
+            self._require_agreed(target, published)
             self._prepare(target, self._info, published)
         assert target.landing is not None
         found = time.monotonic() - begun
@@ -520,10 +566,35 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         summary.ready += found
         self._did(target, step, summary)
 
+    def _require_agreed(self, target: _Target, published: Published) -> None:
+        """Raises StateError for names and shapes of which the workers have not said together that
+        they take all; one that has failed meanwhile would let the others wait."""
+        known = target.published
+        if target is not self._main or self.parallel_config.world_size == 1 or known is None:
+            return
+        if target.taken is not None and published.layout() != known.layout():
+            raise StateError.make(
+                "other names, types or shapes are published than at init",
+                "init again, as the next sync of a Registry does",
+            )
+
     def _did(self, target: _Target, step: int, summary: Summary) -> None:
         target.last = summary
         target.updates.came_from(", ".join(sorted(summary.worlds)))
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+
+
+def _refuse_part(kept: Iterable[str], whole: Container[str]) -> None:
+    """Raises RequestError if a part of a module is kept that can only be filled as a whole."""
+    for path in sorted(kept):
+        module, _, leaf = path.rpartition(".")
+        if module in whole:
+            raise RequestError.make(
+                f"keep names '{leaf}' of module '{module}', and the trainer fills the rest of it:"
+                " vLLM processes such a module as a whole",
+                "publish all of the module, or keep all of it",
+                key="keep",
+            )
 
 
 def _named(vllm_config: Any) -> str:
