@@ -140,6 +140,8 @@ def differences(one: Any, other: Any) -> list[str]:
 
 def run(name: str) -> Iterator[dict[str, Any]]:
     import fanin.sglang.weights as weights
+    from fanin.mapping._configs import config_differences
+    from fanin.mapping._coverage import missed
     from fanin.sglang import Request, load
     from fanin.sglang.guard import standing
     from fanin.sglang.request import encode
@@ -151,11 +153,14 @@ def run(name: str) -> Iterator[dict[str, Any]]:
     content = values(checkpoint(config))
     # Nobody to agree with: the other ranks are this process, later.
     weights._parallel = lambda: None
+    weights.refuse_missed = lambda *_: None
+    as_trained = json.loads(config.to_json_string())
     layouts = [Layout(1), Layout(2), *([Layout(2, experts=True)] if family.experts else [])]
     with served(content) as addresses:
         request = Request(trainer=addresses, step=1, timeout=120)
         tensors = pickle.loads(base64.b64decode(encode(request)))
         for layout in layouts:
+            told = []
             for rank in range(layout.size):
                 with rank_of(layout, rank):
                     by_loader, pulled = poisoned(kind, config), poisoned(kind, config)
@@ -164,6 +169,8 @@ def run(name: str) -> Iterator[dict[str, Any]]:
                     standing.begin()
                     load(pulled, tensors)
                     live = weights._models[pulled]
+                    told.append(live.taken)
+                    alone = missed(live.shapes, told[-1:])
                     yield {
                         "family": name,
                         "layout": str(layout),
@@ -173,6 +180,9 @@ def run(name: str) -> Iterator[dict[str, Any]]:
                         "tensors": len(tensors_of(pulled)),
                         "published": len(content),
                         "through_loader": list(live._taken),
+                        "alone": len(alone),
+                        "together": [str(one) for one in missed(live.shapes, told)],
+                        "config": config_differences(as_trained, pulled.config),
                     }
 
 

@@ -84,6 +84,7 @@ class StandIn(nn.Module):
         super().__init__()
         self.made_with = rank, size, computes
         self.embed = nn.Module()
+        self.embed.org_vocab_size = VOCABULARY
         self.embed.weight = nn.Parameter(torch.zeros(PADDED, HIDDEN), False)
         self.layers = nn.ModuleList(_Layer(rank, size, computes) for _ in range(LAYERS))
         self.computes = computes

@@ -44,3 +44,13 @@ def test_nothing_goes_through_the_loader(lines: list[dict[str, Any]]) -> None:
     """What these loaders join (the first projections of MLA) is said by boxes, too."""
     for line in lines:
         assert line["through_loader"] == [], line
+
+
+def test_ranks_take_all_of_it_together(lines: list[dict[str, Any]]) -> None:
+    """And the configuration is the trainer's, whatever SGLang has made of it meanwhile."""
+    for line in lines:
+        size = 1 if line["layout"] == "TP1" else 2
+        assert (line["alone"] > 0) == (size > 1), line
+        if line["rank"] == size - 1:
+            assert line["together"] == [], line
+        assert line["config"] == [], line

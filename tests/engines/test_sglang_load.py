@@ -14,7 +14,7 @@ import json
 import pickle
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fanin
@@ -24,7 +24,7 @@ import pytest
 import torch
 from fanin.sglang import LOADER, Request, guard, load
 from fanin.sglang.request import TOLD, decode, encode
-from sglang_model import StandIn, published
+from sglang_model import HIDDEN, StandIn, published
 
 
 class Trainer:
@@ -490,6 +490,49 @@ def test_a_trainer_that_is_larger_is_refused(trainer: Trainer) -> None:
     told = Updater(StandIn(0, 2)).sync(trainer.request(1))
     assert "takes nothing of it: elements [8:16, 0:16] of layers.0.k_proj.weight" in told
     assert "heads and widths" in told and not guard.standing.torn
+
+
+def test_a_trainer_that_is_smaller_is_refused(trainer: Trainer) -> None:
+    """SGLang's loaders pad on the CPU, which is right where SGLang has enlarged the model."""
+    trainer.commit(1)
+    model = StandIn()
+
+    def padded(parameter: Any, loaded: Any) -> None:
+        parameter.data.narrow(0, HIDDEN, 4).zero_()
+        parameter.data.narrow(0, 0, HIDDEN).copy_(loaded)
+
+    norm = model.layers[0].norm
+    norm.weight = torch.nn.Parameter(torch.ones(HIDDEN + 4), False)
+    norm.weight.weight_loader = padded
+    told = Updater(model).sync(trainer.request(1))
+    assert "smaller than 'layers.0.norm.weight'" in told and not guard.standing.torn
+    model.config = SimpleNamespace(hidden_size=HIDDEN + 4, original_hidden_size=HIDDEN)
+    assert Updater(model).sync(trainer.request(1)) == ""
+    assert norm.weight[HIDDEN:].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("started", "says"),
+    [
+        ({"load_format": "dummy"}, "filled it at random"),
+        ({"enable_memory_saver": True}, "may give up its memory"),
+        ({"enable_memory_saver": True, "enable_weights_cpu_backup": True}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_is_kept_has_to_be_there(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, started: dict[str, Any], says: str
+) -> None:
+    trainer.commit(1)
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_server_args = lambda: SimpleNamespace(**started)  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    model = StandIn()
+    model.visual = torch.nn.Linear(2, 2)
+    told = Updater(model).sync(trainer.request(1, keep=("visual.*",)))
+    assert (says in told and "keep names 'visual.bias'" in told) if says else told == ""
 
 
 def test_what_nobody_trains_is_kept(trainer: Trainer) -> None:

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from fanin.errors import PeerError, RequestError
+from fanin.errors import PeerError, RequestError, StateError
 from fanin.mapping._configs import config_differences, refuse_other_config
 from fanin.mapping._coverage import missed, refuse_missed, taken_of
-from fanin.mapping._kept import check_patterns, kept_paths, refuse_idle
+from fanin.mapping._kept import check_patterns, kept_paths, refuse_idle, refuse_torn
 from fanin.vllm.trainers import Published
 
 SHAPES = {"qkv": (12, 8), "down": (8, 16), "norm": (8,)}
@@ -78,6 +78,15 @@ def test_what_is_kept_is_kept_under_all_its_names() -> None:
         refuse_idle(idle)
     with pytest.raises(RequestError, match="keep is 'visual"):
         check_patterns("keep", "visual.*", key="keep")
+
+
+def test_what_a_failed_update_may_have_written_is_not_kept() -> None:
+    one, both = frozenset({"a"}), frozenset({"a", "b"})
+    refuse_torn(both, None, "given up")
+    refuse_torn(both, one, "")
+    refuse_torn(one, both, "the pull of step 3 failed")
+    with pytest.raises(StateError, match="keep names 'b'.*step 3 failed"):
+        refuse_torn(both, one, "the pull of step 3 failed")
 
 
 class Config:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fanin.errors import PeerError, RequestError
 
-__all__ = ["config_differences", "refuse_other_config"]
+__all__ = ["config_differences", "enlarged", "refuse_other_config"]
 
 _SHOWN = 8
 
@@ -30,6 +30,9 @@ _IGNORED = re.compile(
     r"|tf_legacy_loss|tie_encoder_decoder|finetuning_task|quantization_config|compression_config"
     r"|attn_implementation|experts_implementation|max_window_layers|mlp_bias|attention_bias"
 )
+
+# SGLang pads heads and widths of odd sizes on the CPU, and notes what they were.
+_BEFORE = {"num_key_value_heads": "original_total_num_kv_heads"}
 
 
 def config_differences(published: Mapping[str, Any], engine: Any) -> list[str]:
@@ -82,6 +85,20 @@ def refuse_other_config(text: str | None, engine: Any) -> None:
         )
 
 
+def enlarged(engine: Any) -> bool:
+    """Whether the engine has made its model larger than its checkpoint's configuration says."""
+    mine = vars(engine)
+    return any(
+        _before(mine, name) not in (None, value)
+        for name, value in mine.items()
+        if isinstance(value, int) and not _IGNORED.fullmatch(name)
+    )
+
+
+def _before(mine: Mapping[str, Any], name: str) -> Any:
+    return mine.get(_BEFORE.get(name, f"original_{name}"))
+
+
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
@@ -89,7 +106,7 @@ def _plain(value: Any) -> Any:
 def _differ(path: str, theirs: Any, mine: Any) -> Iterator[str]:
     if isinstance(theirs, dict) and isinstance(mine, dict):
         for name in sorted(theirs.keys() & mine.keys()):
-            if not _IGNORED.fullmatch(name):
+            if not _IGNORED.fullmatch(name) and theirs[name] != _before(mine, name):
                 yield from _differ(f"{path}.{name}" if path else name, theirs[name], mine[name])
     elif theirs != mine and not _renamed(path, mine):
         yield f"{path} is {_short(theirs)} in training and {_short(mine)} here"

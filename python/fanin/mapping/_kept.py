@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from fanin.errors import RequestError
+from fanin.errors import RequestError, StateError
 
 if TYPE_CHECKING:
     from fanin.mapping._record import Recording
 
-__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_idle", "refuse_published"]
+__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_idle", "refuse_published", "refuse_torn"]
 
 KEEP = 'init with {"keep": ["<pattern>"]} for what nobody trains, which then stays as it is'
 
@@ -49,6 +49,20 @@ def refuse_idle(patterns: Iterable[str]) -> None:
         raise RequestError.make(
             f"keep names '{pattern}', and the model has no such parameter",
             "keep the engine's own names of what nobody publishes",
+            key="keep",
+        )
+
+
+def refuse_torn(kept: frozenset[str], intact: frozenset[str] | None, dirty: str) -> None:
+    """Raises StateError if an update that has failed may have written what is to be kept.
+
+    intact: what the last update that wrote has kept, None: none has written. dirty: why the weights
+    are not whole, "" if they are.
+    """
+    if dirty and intact is not None and (gone := sorted(kept - intact)):
+        raise StateError.make(
+            f"keep names '{gone[0]}', which an update may have written in part: {dirty}",
+            "load the checkpoint from disk first, or update once from a trainer that publishes it",
             key="keep",
         )
 

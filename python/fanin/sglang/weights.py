@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._allowed import check_by_config
-from fanin.errors import FaninError, RequestError, StaleError
+from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
-from fanin.mapping._configs import refuse_other_config
+from fanin.mapping._configs import enlarged, refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published
+from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import groups_of, torch_dtype_of
 from fanin.vllm.trainers import Published, Trainer, left, without
@@ -125,6 +125,9 @@ class _Live:
         self._taken: tuple[str, ...] = ()
         self._packed: PackedMapping | None = None
         self._places: tuple[int, ...] = ()
+        self._kept: frozenset[str] = frozenset()
+        #: What the last pull that wrote has kept, None: none has written.
+        self._intact: frozenset[str] | None = None
         #: Of all that is published and not unused.
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: What this rank does not take all of.
@@ -151,8 +154,9 @@ class _Live:
             refuse_idle(idle)
             if kept:
                 _check_kept(min(kept))
+            refuse_torn(kept, self._intact, standing.torn)
             self._record(model, published, kept)
-            self._layout = layout
+            self._layout, self._kept = layout, kept
         return published
 
     def pull(
@@ -163,6 +167,7 @@ class _Live:
         assert trainer is not None
         start = time.monotonic()
         _settled(model)
+        self._intact = self._kept
         if self._mapping is not None:
             self._by_boxes(model, trainer, step, deadline, report)
         if self._taken:
@@ -198,6 +203,7 @@ class _Live:
 
         recording = record(published.entries, _loader(model), model, own=own, about=_about(model))
         refuse_published(recording, kept)
+        _refuse_padding(recording, model)
         self.shapes = {entry.name: tuple(entry.shape) for entry in published.entries}
         self.taken = taken_of(recording.taken())
         try:
@@ -287,6 +293,26 @@ def _all_but_computed(recording: Recording) -> Mapping | None:
         return recording.mapping(fallback=True)
     except MappingError:
         return None
+
+
+def _refuse_padding(recording: Recording, model: Any) -> None:
+    """Raises PeerError for tensors that are smaller than the model's: loaders pad them on the CPU.
+
+    Vocabularies are padded, and whatever SGLang has enlarged itself, which it notes.
+    """
+    config = getattr(model, "config", None)
+    if config is not None and enlarged(config):
+        return
+    for place in dict.fromkeys(fill.to.place for fill in recording.fills):
+        target = recording.targets[place]
+        if not hasattr(model.get_submodule(target.module), "org_vocab_size"):
+            names = ", ".join(recording.into({target.path}))
+            raise PeerError.make(
+                f"what is published is smaller than '{target.path}' of the model, whose rest"
+                f" SGLang would fill with zeros: {names}",
+                _ALL_OF_IT,
+                key=target.path,
+            )
 
 
 def _loader(model: Any) -> Callable[[Iterator[tuple[str, Any]]], object]:

@@ -22,7 +22,7 @@ from fanin.errors import FaninError, HostError, PeerError, RequestError, StateEr
 from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published
+from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
 from fanin.vllm import external_kv, guard, reload, weights_check
 from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
@@ -65,6 +65,8 @@ class _Target:
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: Paths of what stays as the engine has loaded it.
         self.kept: frozenset[str] = frozenset()
+        #: What the last pull that wrote has kept, None: none has written.
+        self.intact: frozenset[str] | None = None
         #: Patterns of ``keep`` that name nothing of this worker's model.
         self.idle: frozenset[str] = frozenset()
         #: Why vLLM has given up the weights since it has loaded them, and what it has put back.
@@ -83,6 +85,11 @@ class _Target:
                 " sleep_preserve_parameter_names",
                 key="keep",
             )
+
+    def writing(self, step: int) -> None:
+        """From now on weights are written, but for what is kept."""
+        self.intact = self.kept
+        self.updates.writing(step)
 
     def give_up_prefetch(self) -> None:
         ahead, self.prefetch = self.prefetch, None
@@ -270,7 +277,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if poison:
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
-                target.updates.writing(step)
+                target.writing(step)
                 weights_check.poison(landing.mapped)
                 self._bring(target, step)
             target.updates.finish()
@@ -441,6 +448,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 key="keep",
             )
         target.require_kept()
+        refuse_torn(target.kept, target.intact, target.updates.dirty)
 
     def _but_shared(
         self, target: _Target, published: Published, recording: Recording, shared: frozenset[str]
@@ -550,7 +558,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if ahead is not None and ahead.step != step:
             ahead.cancel()
         elif ahead is not None and ahead.wait(deadline):
-            summary = ahead.install(lambda: target.updates.writing(step))
+            summary = ahead.install(lambda: target.writing(step))
             self._did(target, step, summary)
             return
         begun = time.monotonic()
@@ -560,9 +568,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._prepare(target, self._info, published)
         assert target.landing is not None
         found = time.monotonic() - begun
-        summary = target.landing.pull(
-            target.trainer, step, deadline, lambda: target.updates.writing(step)
-        )
+        summary = target.landing.pull(target.trainer, step, deadline, lambda: target.writing(step))
         summary.ready += found
         self._did(target, step, summary)
 
