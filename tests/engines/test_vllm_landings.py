@@ -461,9 +461,13 @@ def test_so_is_what_a_trainer_publishes_in_addition(
 def test_it_may_be_of_replicas_that_share_experts(
     place: Place, backend: Backend, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_as(place, "more", place.first | {EXTRA: torch.ones(4, dtype=torch.bfloat16)})
+    extra = torch.ones(4, dtype=torch.bfloat16)
+    publish_as(place, "more", place.first | {f"model.layers.0.mlp.experts.7.{EXTRA}": extra})
+    publish_as(place, "other", place.first | {EXTRA: extra})
     monkeypatch.setattr(backend.parallel_config, "data_parallel_size", 2)
     monkeypatch.setattr(backend.parallel_config, "enable_expert_parallel", True)
+    with pytest.raises(fanin.PeerError, match=EXTRA):
+        backend.init_transfer_engine(told(place, run="other", mode=mode))
     backend.init_transfer_engine(told(place, run="more", mode=mode))
     updated(backend, 1)
 

@@ -243,6 +243,7 @@ class Served:
             "modules": report.modules,
             "bytes": report.bytes,
             "unseen": list(report.unseen),
+            "kept": list(report.kept),
         }
 
     def served(self, addresses: list[str]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def record(
     state = ModelState(model)
     start = time.perf_counter()
     lent = [(t.name, recorder.lend(t.name, _TYPES[t.dtype], t.shape)) for t in tensors]
-    given = ""
+    given, failed = "", False
 
     def lend() -> Iterator[tuple[str, Any]]:
         nonlocal given
@@ -116,6 +116,7 @@ def record(
             load(lend())
     except Exception as error:
         recorder.refusals.append(_failure(error, recorder.last, given))
+        failed = _by_itself(error)
     finally:
         changed = state.restore()
     recorder.refusals += [_replaced(path, targets) for path in changed]
@@ -136,6 +137,7 @@ def record(
         about or About(),
         own,
         dict(ties or {}),
+        failed,
     )
 
 
@@ -144,6 +146,14 @@ def _failure(error: Exception, used: str, given: str) -> Refusal:
         return Refusal("", "", used or given, str(error))
     near = f" (after it had used '{used}')" if used and used != given else ""
     return Refusal("", "", given, f"the loader failed with {type(error).__name__}: {error}{near}")
+
+
+def _by_itself(error: Exception) -> bool:
+    """Whether a loader that has failed would fail with values, too: it misses a name, or a shape is
+    another one."""
+    shapes = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    misfits = shapes or isinstance(error, (LookupError, ValueError, AssertionError))
+    return misfits and "meta" not in str(error)
 
 
 def _replaced(path: str, targets: Sequence[Target]) -> Refusal:
@@ -215,6 +225,8 @@ class Recording:
     about: About
     own: Owned | None
     ties: dict[str, str]
+    #: Whether the loader failed, and values would not have helped it.
+    failed: bool = False
 
     def mapping(self, *, fallback: bool = False) -> ModelMapping:
         """The checked mapping.

@@ -413,8 +413,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
             if not recording.only_computes(error):
-                fits = recording.whole and not reload.lacking(recording, target.model)
-                error.remedy += "; or " + (_BY_LOADER if fits else KEEP)
+                error.remedy += "; or " + _way_out(recording, target.model)
                 raise
             mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
         self._keep_taken(target, info, recording)
@@ -477,6 +476,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _check_loader(self, target: _Target, info: Init, recording: Recording) -> None:
         """Raises MappingError for what vLLM's loader fills with nothing, before the first step."""
+        if recording.failed:
+            why = [one for one in recording.refusals if not (one.module or one.leaf)]
+            raise MappingError.of(why, _ALL_OF_IT)
         if not recording.whole:
             # It needs values: what is lacking is an error at the end of each step, and no sooner.
             _log.info(
@@ -588,6 +590,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.last = summary
         target.updates.came_from(", ".join(sorted(summary.worlds)))
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+
+
+def _way_out(recording: Recording, model: Any) -> str:
+    """What helps where a loader does not fill the model by boxes."""
+    if recording.failed:
+        return _UNUSED
+    lacks = recording.whole and reload.lacking(recording, model)
+    return KEEP if lacks else _BY_LOADER
 
 
 def _refuse_part(kept: Iterable[str], whole: Container[str]) -> None:
