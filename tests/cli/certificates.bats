@@ -110,10 +110,10 @@ teardown()
     exec {hold}>&-
 }
 
-@test "the commands of README.md make certificates that work" {
+@test "the commands of the how-to make certificates that work" {
     mkdir new
     cd new
-    sed -n '/^### Certificates/,/^## /p' "$FANIN_SOURCE_DIR/README.md" | sed -n '/^.\{3\}sh$/,/^.\{3\}$/p' |
+    sed -n '/^## Make certificates/,/^## /p' "$FANIN_SOURCE_DIR/docs/how-to/certificates.md" | sed -n '/^.\{3\}sh$/,/^.\{3\}$/p' |
         sed '1d; $d; /^nixl-fetch/d' >commands
     [ "$(wc -l <commands)" -gt 5 ]
     run -0 sh -eu commands
