@@ -47,7 +47,8 @@ def box_digests(boxes: Iterable[tuple[Any, Offset]]) -> list[int]:
     import torch
 
     with torch.no_grad():
-        sums = [_sum_of(values.detach(), offset) for values, offset in boxes]
+        known: dict[tuple[Any, ...], Any] = {}  # weights: experts have few shapes
+        sums = [_sum_of(values.detach(), offset, known) for values, offset in boxes]
         out = [0] * len(sums)
         for device in {one.device for one in sums}:
             places = [i for i, one in enumerate(sums) if one.device == device]
@@ -58,7 +59,7 @@ def box_digests(boxes: Iterable[tuple[Any, Offset]]) -> list[int]:
         return out
 
 
-def _sum_of(values: Any, offset: Offset) -> Any:
+def _sum_of(values: Any, offset: Offset, known: dict[tuple[Any, ...], Any]) -> Any:
     """The digest as a tensor of one int64."""
     import torch
 
@@ -69,10 +70,12 @@ def _sum_of(values: Any, offset: Offset) -> Any:
     if bits.numel() == 0:
         return total
     start = list(offset) or [0] * bits.dim()
-    weights = [
-        _weights(dim, first, size, bits.device)
-        for dim, (first, size) in enumerate(zip(start, bits.shape, strict=True))
-    ]
+    weights = []
+    for at in zip(range(bits.dim()), start, bits.shape, strict=True):
+        key = (*at, bits.device)
+        if key not in known:
+            known[key] = _weights(*key)
+        weights.append(known[key])
     rows = max(1, _CHUNK.get(bits.device.type, 1 << 18) * bits.shape[0] // bits.numel())
     for row in range(0, bits.shape[0], rows):
         part = bits[row : row + rows].to(torch.int64, copy=True)  # of I64, too
