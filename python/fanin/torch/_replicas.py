@@ -37,6 +37,8 @@ _FIRST_STEP = 1.0
 """Seconds that are assumed between the first two publishes."""
 _UNIT = 4 << 20
 """Bytes that are digested together, at most, unless a row is longer."""
+_NOTHING = "-"
+"""No rank leaves this."""
 
 _PARTS = (
     "if the ranks hold parts, say by names= which (fanin.torch.Slice with at and shape, "
@@ -118,8 +120,7 @@ class Mailbox:
         """For the first rank of the group: waits for all, and tells each the verdict of them."""
         keys = [self._part(rank) for rank in self._ranks]
         found = self._wait(keys, _WAIT)
-        here = [rank for rank in self._ranks if self._store.check([self._part(rank)])]
-        texts = {rank: bytes(self._store.get(self._part(rank))) for rank in here}
+        texts = {r: text for r in self._ranks if (text := self._peek(self._part(r)))}
         if not found:
             found = verdict({rank: text[16:] for rank, text in texts.items()})
         elif found == b"absent":
@@ -147,6 +148,11 @@ class Mailbox:
         """Where *rank* is told of one that has failed."""
         return f"{self._prefix}/failed/{rank}"
 
+    def _peek(self, key: str) -> bytes:
+        """What is there now, or nothing: get() waits where another rank has removed the key."""
+        found = bytes(self._store.compare_set(key, _NOTHING, _NOTHING))
+        return b"" if found == _NOTHING.encode() else found
+
     def _remove(self, key: str) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
             self._store.delete_key(key)
@@ -158,8 +164,7 @@ class Mailbox:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=min(1.0, _WAIT)))
                 return b""
-            if self._store.check([self._failure(self._rank)]):
-                text = bytes(self._store.get(self._failure(self._rank)))
+            if text := self._peek(self._failure(self._rank)):
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
         return b"absent"
