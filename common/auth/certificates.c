@@ -61,7 +61,8 @@ static void refuse(tls *t, X509_STORE_CTX *chain, bool is_believed)
     enum { OTHER_NAME = 62, OUT_OF_MEMORY = 17 };
     const openssl *o = t->end->o;
     int code = o->X509_STORE_CTX_get_error(chain);
-    if (openssl_fault(o) == OPENSSL_NO_MEMORY || code == OUT_OF_MEMORY) {
+    /* A signature that is not the authority's leaves errors that explain nothing: the code does. */
+    if (openssl_lacks_memory(o) || code == OUT_OF_MEMORY) {
         (void)tls_lack_memory(t);
         return;
     }

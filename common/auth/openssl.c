@@ -112,12 +112,25 @@ static bool is_unexplained(unsigned long code)
 
 /* Not every place in OpenSSL that has no memory says so. malloc() does, as long as no alert is sent: that clears
    errno. */
-unsigned long openssl_fault(const openssl *o)
+static bool says_no_memory(const openssl *o, unsigned long *first_out)
 {
     bool no_memory = errno == ENOMEM;
     unsigned long first = o->ERR_get_error();
-    no_memory |= is_unexplained(first);
     for (unsigned long code = first; code != 0; code = o->ERR_get_error())
         no_memory |= OPENSSL_REASON(code) == OPENSSL_NO_MEMORY;
-    return no_memory ? OPENSSL_NO_MEMORY : first;
+    *first_out = first;
+    return no_memory;
+}
+
+unsigned long openssl_fault(const openssl *o)
+{
+    unsigned long first;
+    return says_no_memory(o, &first) || is_unexplained(first) ? OPENSSL_NO_MEMORY
+                                                              : first;
+}
+
+bool openssl_lacks_memory(const openssl *o)
+{
+    unsigned long first;
+    return says_no_memory(o, &first);
 }

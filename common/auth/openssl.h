@@ -264,5 +264,7 @@ void openssl_leave(void);
     OPENSSL_NO_MEMORY if memory was lacking anywhere, whatever else OpenSSL makes of that, or it fails and does not
     say why. 0: it says nothing. Asked once: it is forgotten. */
 unsigned long openssl_fault(const openssl *o);
+/** Whether OpenSSL or malloc() says that memory was lacking: of a failure that has a reason of its own. Asked once. */
+bool openssl_lacks_memory(const openssl *o);
 
 #endif

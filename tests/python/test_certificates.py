@@ -55,6 +55,59 @@ def test_who_has_one_reads(folder: Path) -> None:
         servers(**of(folder, "reader")).__enter__()
 
 
+AUTHORITY = """
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj '/CN=my job' \
+    -addext basicConstraints=critical,CA:TRUE -keyout ca.key -out ca.pem
+for who in 'rank/*' reader; do
+    name=${who%%/*}
+    printf 'subjectAltName=URI:fanin://my-job/%s\nauthorityKeyIdentifier=none\n' "$who" >ext
+    openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj / \
+        -keyout "$name.key" -out csr
+    openssl x509 -req -in csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 3 -extfile ext \
+        -out "$name.pem"
+done
+chmod 0600 *.key
+"""
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two authorities of one name: one made anew, or a forger's."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs the command openssl")
+    folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
+    for folder in folders:
+        subprocess.run(["bash", "-ec", AUTHORITY], cwd=folder, check=True, capture_output=True)
+    return folders
+
+
+def test_another_authority_of_the_same_name(
+    alike: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its signatures do not fit: both ends say so, the rank in its log, and not that memory is
+    lacking."""
+    one, other = alike
+    theirs = {**of(other, "reader"), "tls_ca": one / "ca.pem"}
+    with servers(**of(one, "rank")) as ranks:
+        publish(ranks, 1)
+        with client(ranks, of(one, "reader")) as reader:
+            assert len(reader.publications()) == 3
+        said = "is not believed: certificate signature failure"
+        with pytest.raises(fanin.ConnectionFailedError, match=said) as caught:
+            client(ranks, of(other, "reader"))
+        assert "tls_ca" in caught.value.remedy
+        with pytest.raises(
+            fanin.ConnectionFailedError, match="does not believe the cert"
+        ) as caught:
+            client(ranks, theirs)
+        assert "tlsv1 alert" in str(caught.value)
+    told = [
+        record.getMessage() for record in caplog.records if "session-refused" in str(vars(record))
+    ]
+    assert any(said in text for text in told), caplog.text
+    assert "memory" not in caplog.text
+
+
 def test_a_certificate_goes_before_the_secret_of_a_trainers_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
