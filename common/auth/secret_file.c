@@ -58,7 +58,10 @@ static bool parse(const uint8_t *text, size_t size, uint8_t out[SECRET_SIZE])
 /* As an unset variable or an empty disk leaves it. */
 static bool is_one_byte(const uint8_t secret[SECRET_SIZE])
 {
-    return memcmp(secret, secret + 1, SECRET_SIZE - 1) == 0;
+    size_t same = 1;
+    while (same < SECRET_SIZE && secret[same] == secret[0])
+        same++;
+    return same == SECRET_SIZE;
 }
 
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
