@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from fanin.torch import WeightServer
+from fanin.torch import WeightServer, weights
 from full_models import random_model, save_full_model
 from weights_engine import Engine
+
+WITHOUT_GUARDS = {"FANIN_TEST_WITHOUT_GUARDS": "1"}
+"""What would refuse these trainers at init is taken out: the check alone has to notice."""
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     scratch = tmp_path_factory.mktemp("served")
-    with Engine(save_full_model(scratch / "model", "qwen3"), scratch) as one:
+    model = save_full_model(scratch / "model", "qwen3")
+    with Engine(model, scratch, environment=WITHOUT_GUARDS) as one:
         yield one.wait_ready()
 
 
@@ -61,14 +65,15 @@ def test_a_larger_tensor_is_a_cut(engine: Engine) -> None:
         assert all("cut: 32768 of 65536 elements" in one for one in report["different"])
 
 
-def test_a_lost_tie(tmp_path: Path) -> None:
+def test_a_lost_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "refuse_lost_tie", lambda *_: None)
     tied = save_full_model(tmp_path / "model", "qwen3", tied=True)
     model = random_model("qwen3", tied=False)
     model.config.tie_word_embeddings = True  # torch holds two tensors all the same
     every = {name: name for name, _ in model.named_parameters()}
     with (
         WeightServer(model, base_port=0, names=lambda name, _: every[name]) as server,
-        Engine(tied, tmp_path / "engine") as engine,
+        Engine(tied, tmp_path / "engine", environment=WITHOUT_GUARDS) as engine,
     ):
         engine.wait_ready()
         server.publish(1)
