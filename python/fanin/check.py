@@ -5,7 +5,9 @@
 
     report = fanin.check.weights(llm, step=7)                        # offline, vllm.LLM
     report = fanin.check.weights("http://engine:8000", step=7)       # VLLM_SERVER_DEV_MODE=1
-    report = fanin.check.served("http://engine:8000", ["trainer:6000"])
+    report = fanin.check.served("http://engine:8000", "/shared/run")
+
+    python -m fanin.check http://engine:8000 /shared/run              # the same as a command
 
 :func:`served` compares digests of what the engine holds with those of what is trained.
 :func:`weights` compares bytes with what is published: each worker makes rubbish of everything that
@@ -17,6 +19,8 @@ as for an update.
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +28,8 @@ from typing import Any
 
 from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
-from fanin.errors import HostError, NotFoundError, PullTimeoutError, RequestError
+from fanin.errors import FaninError, HostError, NotFoundError, PullTimeoutError, RequestError
+from fanin.info import addresses_of, client_arguments
 
 __all__ = ["Report", "Served", "replicas", "served", "weights"]
 
@@ -121,7 +126,7 @@ def served(
     Nothing is written. Modules that vLLM processes are read once more from the trainer.
 
     :param engine: a ``vllm.LLM`` or the URL of a server, not of several replicas.
-    :param trainer: addresses of the ranks, as :class:`fanin.Client` takes them.
+    :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
     :param run: of whole weights.
     :param timeout: seconds for the trainer's answer, and again for the engine's.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
@@ -176,7 +181,7 @@ def trained(
 
     publication = f"full:{run}" if ":" not in str(run) else str(run)
     told = _served.publication_for(publication)
-    with Client(trainer, **client) as reader:
+    with Client(addresses_of(trainer), **client_arguments(trainer, client)) as reader:
         reader.wait(publication, timeout=timeout)
         try:
             reader.wait(told, timeout=min(timeout, _PATIENCE))  # they follow their step
@@ -251,3 +256,42 @@ def _unasked(url: str, path: str, why: str) -> RequestError:
         "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more",
         address=url[:63],
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m fanin.check ENGINE TRAINER``: prints what :func:`served` finds.
+
+    Returns:
+        0: the engine serves what is trained; 1: it does not; 2: that could not be found out.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fanin.check",
+        description="Compare what an engine holds with what the trainer's ranks train. The trainer "
+        "has digests of its first step, and of each publish(step, digests=True).",
+    )
+    parser.add_argument("engine", help="URL of a vLLM server, VLLM_SERVER_DEV_MODE=1")
+    parser.add_argument("trainer", help="nixl_info.json, its directory, or HOST:PORT,HOST:PORT")
+    parser.add_argument("--run", default="0")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    told = parser.parse_args(arguments)
+    try:
+        report = served(told.engine, told.trainer, told.run, timeout=told.timeout)
+    except FaninError as error:
+        if not hasattr(error, "report"):
+            print(f"fanin.check: {error}", file=sys.stderr)
+            return 2
+        report = error.report
+    for line in report.different:
+        print(f"differs: {line}")
+    for kind in ("unseen", "unused"):
+        for name in getattr(report, kind):
+            print(f"{kind}: {name}")
+    print(
+        f"step {report.step}: {report.tensors} tensors of {report.ranks} ranks are served by "
+        f"{report.workers} workers as they are trained, {len(report.different)} are not"
+    )
+    return 1 if report.different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ from typing import Any
 import fanin
 import fanin.check
 import pytest
-from fanin import RequestError
+from fanin import HostError, RequestError
 
 ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {"a": "1"}},
@@ -74,3 +74,27 @@ def test_a_trainer_without_digests_is_told_what_to_do(monkeypatch: pytest.Monkey
         with pytest.raises(fanin.NotFoundError, match="no digests of full:0") as caught:
             fanin.check.trained([f"127.0.0.1:{server.port}"], 0, 10.0, {})
     assert "digests=True" in caught.value.remedy
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status and lines of each outcome."""
+    good = fanin.check.Served(7, 2, 4, 31, 62, (), ("worker 0: mlp",), ())
+    bad = fanin.check.Served(7, 2, 4, 30, 62, ("w: cut",), (), ("mtp.x",))
+    difference = HostError.make("1 tensors are not served", "", key="w")
+    difference.report = bad  # type: ignore[attr-defined]
+    outcomes: list[Any] = [good, difference, RequestError.make("no engine", "give one")]
+
+    def served(engine: str, trainer: str, run: str, *, timeout: float) -> Any:
+        assert (engine, trainer, run, timeout) == ("http://e", "/shared/run", "1", 5.0)
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(fanin.check, "served", served)
+    told = ["http://e", "/shared/run", "--run", "1", "--timeout", "5"]
+    assert [fanin.check.main(told) for _ in range(3)] == [0, 1, 2]
+    said = capsys.readouterr()
+    assert "unseen: worker 0: mlp" in said.out and "differs: w: cut" in said.out
+    assert "step 7: 31 tensors of 4 ranks are served by 2 workers as they are trained" in said.out
+    assert "fanin.check: no engine" in said.err
