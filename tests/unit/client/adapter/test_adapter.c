@@ -639,7 +639,7 @@ static void a_parent_of_others_is_refused_before_anything_is_made(void **state)
 {
     static const mode_t modes[] = {0770, 02775, 0777};
     adapter *a = NULL;
-    fanin_error error;
+    fanin_error error = FANIN_ERROR_INIT;
     for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
         assert_int_equal(chmod(root, modes[i]), 0);
         assert_int_equal(
