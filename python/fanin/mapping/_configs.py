@@ -28,7 +28,7 @@ _IGNORED = re.compile(
     r"|add_cross_attention|pretraining_tp|tokenizer_class|prefix|task_specific_params|pruned_heads"
     r"|max_position_embeddings|max_sequence_length|model_max_length|use_bfloat16|torchscript"
     r"|tf_legacy_loss|tie_encoder_decoder|finetuning_task|quantization_config|compression_config"
-    r"|attn_implementation|experts_implementation|max_window_layers|mlp_bias|attention_bias"
+    r"|attn_implementation|experts_implementation"
 )
 
 # SGLang pads heads and widths of odd sizes on the CPU, and notes what they were.
