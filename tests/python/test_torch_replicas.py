@@ -160,17 +160,22 @@ def test_ranks_that_publish_different_steps():
     assert world.publish(5) == [None] * 2
 
 
-def test_a_rank_that_does_not_come(monkeypatch):
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_that_does_not_come(monkeypatch, absent):
     world = World({"a": (0, 1, 2)})
     monkeypatch.setattr(_replicas, "_WAIT", 0.3)
     monkeypatch.setattr(_replicas, "_GRACE", 1.0)
-    for absent in world.ranks:
-        came = [rank for rank in world.ranks if rank != absent]
-        for error in world.publish(1, came):
-            assert isinstance(error, StateError)
-            assert str(error).startswith(f"rank {absent} did not come"), str(error)
+    came = [rank for rank in world.ranks if rank != absent]
+    for error in world.publish(1, came):
+        assert isinstance(error, StateError)
+        assert str(error).startswith(f"rank {absent} did not come"), str(error)
     monkeypatch.setattr(_replicas, "_WAIT", 30.0)
+    began = time.monotonic()
+    (late,) = world.publish(1, [absent])  # need not wait for those that have given up
+    assert isinstance(late, StateError) and "does not publish step 1" in str(late)
+    assert time.monotonic() - began < 10
     assert world.publish(2) == [None] * 3
+    assert world.store.held == {}
 
 
 @pytest.mark.parametrize("failed", [0, 1])

@@ -281,6 +281,16 @@ class Publisher:
                 )
             if step is not None:
                 self._check_step(one, step)
+        if step is None:
+            self._continue(runs, None)
+            return
+        with self._told_of_failure(runs):
+            self._continue(runs, step)
+            with self._rewriting([(one, step) for one in runs]):
+                pass
+
+    def _continue(self, runs: list[OneRun], step: int | None) -> None:
+        """Ends the runs' pauses; step: their next one, None: they are readable again."""
         changes = [self._resolved(one) for one in runs]
         for one, change in zip(runs, changes, strict=True):
             self._tell(one, change)
@@ -291,9 +301,6 @@ class Publisher:
             one.paused = False
             if step is None:
                 self._lend(one)
-        if step is not None:
-            with self._told_of_failure(runs), self._rewriting([(one, step) for one in runs]):
-                pass
 
     def remove_run(self, run: Run) -> None:
         """The hook for a run that is deleted: on return none of its memory is read any more.

@@ -101,17 +101,19 @@ class Mailbox:
         """Tells this rank's part; returns the word under which the verdict will come."""
         if self._has_failed:
             for rank in self._ranks:
-                self._remove(self._failure(rank))
+                told = self._peek(self._failure(rank))
+                if told and json.loads(told)[0] == self._rank:
+                    self._remove(self._failure(rank))
             self._has_failed = False
         word = secrets.token_hex(8)
         self._store.set(self._part(self._rank), word.encode() + text)
         return word
 
-    def fail(self, message: str) -> None:
-        """Tells the others that this rank publishes nothing now."""
+    def fail(self, message: str, ranks: Sequence[int] = ()) -> None:
+        """Tells the others, or these, that this rank publishes nothing now."""
         text = json.dumps([self._rank, message])
         with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
-            for rank in self._ranks:
+            for rank in ranks or self._ranks:
                 if rank != self._rank:
                     self._store.set(self._failure(rank), text)
             self._has_failed = True
@@ -277,7 +279,10 @@ class Replicas:
         if kind == b"equal":
             group.go_on(int(text))
             return
-        raise _refusal(kind, json.loads(text or b"[]"), self._publication, group, sample, step)
+        error = _refusal(kind, json.loads(text or b"[]"), self._publication, group, sample, step)
+        if kind == b"absent":  # who comes late need not wait for those that have given up
+            group.mailbox.fail(error.message, json.loads(text))
+        raise error
 
     def _exchanged(
         self, group: Group, told: Told, judge: Callable[[dict[int, Told]], bytes]
