@@ -7,6 +7,7 @@ import pytest
 import torch
 from fanin import _digest
 from fanin._digest import MODULUS, box_digest, digest_sum
+from fanin._tensors import Box, Shard
 from fanin.errors import StateError
 from fanin.torch import _proof
 
@@ -44,11 +45,33 @@ def test_elements_and_places_count() -> None:
     assert box_digest(torch.empty(0, 3)) == 0
 
 
+class _Held:
+    """Stands for a rank's parameters: boxes of F32 that begin at these places."""
+
+    def __init__(self, boxes: list[tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+        self._boxes = boxes
+
+    def held(self) -> list[object]:
+        return [
+            (
+                Shard("w", "F32", (12, 4), (), -1),
+                Box(place, tuple(values.shape), values.stride(), values.data_ptr()),
+                values,
+            )
+            for values, place in self._boxes
+        ]
+
+
 def test_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = torch.randn(9, 4)
-    expected = box_digest(whole.to(torch.bfloat16), (3, 0))
+    whole, scalar, none = torch.randn(9, 4), torch.randn(()), torch.randn(0, 4)
+    expected = [
+        box_digest(whole.to(torch.bfloat16), (3, 0)),
+        box_digest(scalar.to(torch.bfloat16)),
+        box_digest(none.to(torch.bfloat16)),
+    ]
     monkeypatch.setattr(_proof, "_ROUNDED", 8)
-    assert _proof._rounded(whole, (3, 0), torch.bfloat16) == expected
+    held = _Held([(whole, (3, 0)), (scalar, ()), (none, (0, 0))])
+    assert [one.digests["BF16"] for one in _proof._held(held)] == expected
 
 
 def test_a_model_that_has_changed() -> None:

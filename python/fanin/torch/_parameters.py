@@ -294,13 +294,9 @@ class Parameters:
         every box, where they lie. Raises as :meth:`look`."""
         for item in self._items:
             state = self._resolve(item, item.now(), False)
-            local = local_of(state).detach()
             for shard in self._shards(item, state):
                 for box in shard.boxes:
-                    size = local.element_size()
-                    first = local.storage_offset() + (box.address - state.pointer) // size
-                    steps = [step // size for step in box.stride]
-                    yield shard, box, local.as_strided(box.extent, steps, first)
+                    yield shard, box, view_of(state, box)
 
     def segments(self) -> int:
         """How many allocations on CUDA devices hold what is registered: workers map each."""

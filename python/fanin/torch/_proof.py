@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fanin._digest import box_digest, digest_sum
+from fanin._digest import box_digests, digest_sum
 from fanin._served import NARROWED, Held, Layout, digests_of, publication_for
-from fanin._tensors import Shard, shard_of
+from fanin._tensors import Box, Shard, shard_of
 from fanin.errors import StateError
 from fanin.server import Server
 from fanin.torch._parameters import Parameters
@@ -78,19 +78,31 @@ def _name(rank: int) -> str:
 
 
 def _held(parameters: Parameters) -> Iterator[Held]:
-    for shard, box, values in parameters.held():
-        digests = {shard.dtype: box_digest(values, box.offset)}
-        for narrow in NARROWED if shard.dtype == "F32" else ():
-            digests[narrow] = _rounded(values, box.offset, _DTYPES[narrow])
+    boxes = list(parameters.held())
+    native = box_digests((values, box.offset) for _, box, values in boxes)
+    told = [{shard.dtype: one} for (shard, _, _), one in zip(boxes, native, strict=True)]
+    for narrow in NARROWED:
+        of: list[int] = []
+        for at, one in zip(of, box_digests(_rounded(boxes, _DTYPES[narrow], of)), strict=True):
+            told[at][narrow] = digest_sum([told[at].get(narrow, 0), one])
+    for (shard, box, _), digests in zip(boxes, told, strict=True):
         yield Held(shard.name, box.offset, box.extent, digests)
 
 
-def _rounded(values: Any, offset: tuple[int, ...], dtype: Any) -> int:
-    """The digest of the values in a narrower type, of which there is never much at a time."""
-    if values.dim() == 0 or values.numel() <= _ROUNDED:
-        return box_digest(values.detach().to(dtype), offset)
-    rows = max(1, _ROUNDED * values.shape[0] // values.numel())
-    return digest_sum(
-        box_digest(values[at : at + rows].detach().to(dtype), (offset[0] + at, *offset[1:]))
-        for at in range(0, values.shape[0], rows)
-    )
+def _rounded(
+    boxes: list[tuple[Shard, Box, Any]], dtype: Any, of: list[int]
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """What is F32 in a narrower type, of which there is never much at a time; of: gets the numbers
+    of the boxes that the pieces are of."""
+    for number, (shard, box, values) in enumerate(boxes):
+        if shard.dtype != "F32":
+            continue
+        rows = max(values.shape[0], 1) if values.dim() else 1
+        most = max(1, _ROUNDED * rows // max(values.numel(), 1))
+        for at in range(0, rows, most):
+            of.append(number)
+            if values.dim():
+                offset = (box.offset[0] + at, *box.offset[1:])
+                yield values[at : at + most].to(dtype), offset
+            else:
+                yield values.to(dtype), ()
