@@ -68,6 +68,15 @@ static bool has_come(const char *text)
            strstr(line, text);
 }
 
+/* A fork while a thread begins would leave a sanitizer's allocator locked in the child. */
+static bool choose_and_hear(logger *out)
+{
+    if (!choose(out))
+        return false;
+    log_write(out, FANIN_LOG_INFO, "begun", "the thread writes");
+    return has_come("info begun: the thread writes\n");
+}
+
 /* The end of the process waits for what is to be written. */
 static bool write_to_nobody(void)
 {
@@ -85,7 +94,7 @@ static bool write_to_nobody(void)
 static bool write_in_children(void)
 {
     logger log;
-    if (!choose(&log))
+    if (!choose_and_hear(&log))
         return false;
     for (int generation = 1; generation <= 2; generation++) {
         pid_t child = fork();
@@ -125,7 +134,7 @@ static bool begin_anew_in_a_child(void)
 {
     logger log;
     int status = 1;
-    if (!choose(&log))
+    if (!choose_and_hear(&log))
         return false;
     pid_t child = fork();
     if (child == 0)
