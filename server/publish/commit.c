@@ -305,9 +305,9 @@ static fanin_status copy_host(const fanin_server *s, const commit *c,
                               fanin_error *error)
 {
     uint64_t bad;
-    fanin_status status = arena_copy_host(c->catalog->plan, c->arena, &bad, error);
-    if (status != FANIN_OK || bad == 0)
-        return status;
+    arena_copy_host(c->catalog->plan, c->arena, &bad);
+    if (bad == 0)
+        return FANIN_OK;
     shard_unreadable(shard_set_holder(&c->of->shards, bad), s->rank, error);
     log_write(&s->log, FANIN_LOG_ERROR, "read-failed", "step %" PRIu64 " of %s: %s",
               c->step, c->of->name, error->message);

@@ -14,6 +14,7 @@
 #define THREADS_MOST 4
 #define BATCH_BYTES (UINT64_C(8) << 20)
 #define COPY_THROUGH ((size_t)256 << 10)  /* stays in a cache */
+#define COPY_LEAST ((size_t)16 << 10)     /* on a trainer's stack */
 #define THREAD_BYTES (UINT64_C(32) << 20) /* what is worth a thread */
 
 /* ------------------------------------------------------------------ layout */
@@ -353,28 +354,42 @@ typedef struct host_copy {
     uint64_t to;
     atomic_uint_fast64_t next;
     atomic_uint_fast64_t bad; /* an address that cannot be read; 0: none so far */
-    atomic_bool good;         /* some thread had a buffer */
 } host_copy;
 
-static void *copy_batches(void *cookie)
+static void copy_batches(host_copy *c, const guarded *through)
 {
-    host_copy *c = cookie;
     const arena_plan *plan = c->plan;
-    guarded through = {.fd = -1};
-    if (guarded_open(&through, COPY_THROUGH, NULL) != FANIN_OK)
-        return NULL;
-    atomic_store(&c->good, true);
     while (atomic_load(&c->bad) == 0) {
         uint64_t bad, i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
         if (i >= plan->n_batches)
             break;
         const arena_batch *b = &plan->batches[i];
-        if (!guarded_run(&through, &plan->host.entries[b->first], b->count, c->to,
-                         &bad))
+        if (!guarded_run(through, &plan->host.entries[b->first], b->count, c->to, &bad))
             atomic_store(&c->bad, bad);
     }
+}
+
+/* A thread that gets no buffer leaves its batches to the others. */
+static void *help(void *cookie)
+{
+    guarded through = {.fd = -1};
+    if (guarded_open(&through, COPY_THROUGH, NULL) == FANIN_OK)
+        copy_batches(cookie, &through);
     guarded_close(&through);
     return NULL;
+}
+
+/* The trainer's thread: its step is published also where descriptors and memory are lacking. */
+static void copy_myself(host_copy *c)
+{
+    uint8_t on_stack[COPY_LEAST];
+    guarded through;
+    bool open = guarded_open(&through, COPY_THROUGH, NULL) == FANIN_OK;
+    if (!open)
+        through = (guarded){.fd = -1, .data = on_stack, .size = sizeof on_stack};
+    copy_batches(c, &through);
+    if (open)
+        guarded_close(&through);
 }
 
 static unsigned threads_for(uint64_t bytes)
@@ -385,31 +400,25 @@ static unsigned threads_for(uint64_t bytes)
     return wanted < cpus ? wanted : cpus;
 }
 
-fanin_status arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad,
-                             fanin_error *error)
+void arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad)
 {
     const arena_part *part = plan->arenas->parts;
     while (plan->n_batches > 0 && is_device(part->memory))
         part++;
     *bad = 0;
     if (plan->n_batches == 0)
-        return FANIN_OK;
+        return;
     host_copy c = {.plan = plan, .to = (uintptr_t)part->base[arena]};
     atomic_init(&c.next, 0);
     pthread_t threads[THREADS_MOST];
     unsigned n = 0, wanted = threads_for(part->length);
     while (n + 1 < wanted &&
-           thread_start(&threads[n], "fanin-arena", copy_batches, &c, NULL) == FANIN_OK)
+           thread_start(&threads[n], "fanin-arena", help, &c, NULL) == FANIN_OK)
         n++;
-    copy_batches(&c);
+    copy_myself(&c);
     while (n > 0)
         pthread_join(threads[--n], NULL);
     *bad = atomic_load(&c.bad);
-    return atomic_load(&c.good)
-               ? FANIN_OK
-               : error_set(error, FANIN_ERR_IO, NULL,
-                           "cannot make a buffer to copy published memory into: "
-                           "descriptors or memory are lacking");
 }
 
 fanin_status arena_copy_part(const arena_plan *plan, uint32_t part, unsigned arena,

@@ -70,10 +70,9 @@ void arena_plan_free(arena_plan *plan, bool last);
 uint64_t arena_distance(const arena_set *arenas, uint64_t address,
                         const gpu_range **in_out);
 
-/** Copies the host's shards with a few threads; all done on return, unless the byte at *@p bad cannot be read (0: all
-    can). FANIN_ERR_IO: there is no buffer. */
-fanin_status arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad,
-                             fanin_error *error);
+/** Copies the host's shards with a few threads. On return all is copied, or *@p bad is the address
+    of a byte that cannot be read (0: all can). Needs neither descriptors nor memory. */
+void arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad);
 /**
  * Queues the copies of one device part on its stream, behind what is on the caller's stream now;
  * @p after NULL: at once. Does not block.

@@ -6,14 +6,37 @@
 #include "server_peer.h"
 #include "testing.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define SIZE 1000
 
 static uint8_t first[SIZE], second[SIZE];
+static atomic_bool lacking; /* descriptors and memory */
+
+int __real_memfd_create(const char *name, unsigned flags);
+int __wrap_memfd_create(const char *name, unsigned flags);
+int __wrap_memfd_create(const char *name, unsigned flags)
+{
+    if (!atomic_load(&lacking))
+        return __real_memfd_create(name, flags);
+    errno = EMFILE;
+    return -1;
+}
+
+void *__real_mmap64(void *at, size_t n, int prot, int flags, int fd, off_t offset);
+void *__wrap_mmap64(void *at, size_t n, int prot, int flags, int fd, off_t offset);
+void *__wrap_mmap64(void *at, size_t n, int prot, int flags, int fd, off_t offset)
+{
+    if (!atomic_load(&lacking))
+        return __real_mmap64(at, n, prot, flags, fd, offset);
+    errno = ENOMEM;
+    return MAP_FAILED;
+}
 
 static void fill(uint8_t value)
 {
@@ -489,7 +512,7 @@ static void f32_is_cast(void **state)
 }
 
 /* Enough for several threads and batches. */
-static void large_shards_are_copied_by_threads(void **state)
+static void copy_large_shards(bool are_lacking)
 {
     const size_t size = (size_t)100 << 20, piece = (size_t)4 << 20;
     uint8_t *large = malloc(size), *got = malloc(piece);
@@ -500,6 +523,14 @@ static void large_shards_are_copied_by_threads(void **state)
     server_put(s, RUN, "large", large, size);
     server_put(s, RUN, "small", first, SIZE);
     server_snapshot(s, 1);
+    memset(large, 1, 2 * piece);
+    server_begin(s);
+    server_snapshot(s, 2); /* has the other arena */
+    server_begin(s);
+    memset(large, 2, piece);
+    atomic_store(&lacking, are_lacking);
+    server_snapshot(s, 3);
+    atomic_store(&lacking, false);
     puller r = puller_open(s);
     grant g;
     begin(&r, &g);
@@ -512,6 +543,17 @@ static void large_shards_are_copied_by_threads(void **state)
     server_stop(&s, 0);
     free(large);
     free(got);
+}
+
+static void large_shards_are_copied_by_threads(void **state)
+{
+    copy_large_shards(false);
+}
+
+/* A rank at its limits publishes its step all the same. */
+static void a_commit_needs_no_descriptor_and_no_memory(void **state)
+{
+    copy_large_shards(true);
 }
 
 static void nothing_can_be_published(void **state)
@@ -598,6 +640,7 @@ int main(void)
         server_test(f32_is_cast),
         server_test(what_is_kept_is_not_cast),
         server_test(large_shards_are_copied_by_threads),
+        server_test(a_commit_needs_no_descriptor_and_no_memory),
         server_test(nothing_can_be_published),
         server_test(steps_are_never_mixed),
     };
