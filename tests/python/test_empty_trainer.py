@@ -25,7 +25,7 @@ def test_an_empty_trainer_is_told() -> None:
         assert listed.returncode == 0, listed.stderr
         assert listed.stdout == "nothing is published: 2 of 2 ranks answered, and hold no run\n"
         assert json.loads(run("list", target, "--json").stdout)["runs"] == []
-        shown = run("show", target, "any.lora_A.weight", "--timeout", "300ms")
+        shown = run("show", target, "any.lora_A.weight", "--timeout", "2s")
         assert shown.returncode == 12  # it may come yet
         assert "ranks 0-1 do not publish it" in shown.stderr
         examined = run("doctor", target)
