@@ -571,13 +571,14 @@ class Campaign:
 
     def complaints(self) -> Iterator[str]:
         """What explains most comes last."""
-        yield from self.trainer.log
         for reader in self.readers:
-            for call in reader.bad[:5]:
-                yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
             for status, count in reader.statuses.items():
                 last = reader.texts[status]
                 yield f"reader {reader.index} ({reader.path}): {count} {status}, last: {last}"
+        for reader in self.readers:
+            for call in reader.bad[:5]:
+                yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
+        yield from self.trainer.log
         longest = max(self.board.rank(rank, LONGEST) for rank in range(WORLD))
         yield f"longest update beyond its time: {longest} ns"
         yield from self.found.starved + self.found.leaked + self.found.wedged + self.found.hung
