@@ -119,6 +119,7 @@ def load_adapters() -> None:
 
 def main(addresses: list[str]) -> None:
     guard.register()
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -152,6 +153,18 @@ def main(addresses: list[str]) -> None:
         Scheduler.continue_generation(scheduler, asked)
         return SimpleNamespace(success=True, message="")
 
+    def ask(rid: str) -> Any:
+        """success: the scheduler's own method was called."""
+        told: list[str] = []
+        scheduler.send_abort_output = lambda abort, _: told.append(abort.finished_reason["message"])
+        try:
+            Scheduler._handle_generate_request(scheduler, SimpleNamespace(rid=rid), None)
+        except AttributeError:  # of SGLang's, which has no scheduler
+            return SimpleNamespace(success=True, message="")
+        return SimpleNamespace(success=False, message=told[0])
+
+    say("asked first", ask("1"), scheduler)
+    say("health", ask(f"{HEALTH_CHECK_RID_PREFIX}_1"), scheduler)
     opened = manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
     say("begin", opened, scheduler)
     say("passed", update(0), scheduler)
@@ -162,7 +175,9 @@ def main(addresses: list[str]) -> None:
     say("go on torn", go_on(), scheduler)
     del model.post_load_weights
     say("again", update(1), scheduler)
+    say("asked within", ask("2"), scheduler)
     say("end", end(), scheduler)
+    say("asked at last", ask("3"), scheduler)
     say("go on", go_on(), scheduler)
     with rank_of(Layout(2), 1):
         load_adapters()

@@ -43,19 +43,23 @@ def sglang_environment(*paths: str, **more: str) -> dict[str, str]:
 class SGLangServer(HttpServer):
     """The server, its scheduler of each rank and its detokenizer.
 
-    ranks: of tensor parallelism. Two share a NUMA node, which SGLang wants to be told, and speak by
-    gloo, which SGLang's groups do on a CPU if they find no NCCL.
+    more: variables of the environment. ranks: of tensor parallelism. Two share a NUMA node, which
+    SGLang wants to be told, and speak by gloo, which SGLang's groups do on a CPU if they find no
+    NCCL.
     """
 
     ready = "/model_info"
 
-    def __init__(self, model: Path, scratch: Path, *arguments: str, ranks: int = 1) -> None:
+    def __init__(
+        self, model: Path, scratch: Path, *arguments: str, ranks: int = 1, **more: str
+    ) -> None:
         port = free_ports()
         variables = sglang_environment(
             *plugin_path(scratch),
             str(PYTHON),
             SGLANG_CPU_OMP_THREADS_BIND="|".join(str(rank) for rank in _cores(ranks)),
             SGLANG_NCCL_SO_PATH=str(scratch / "no-nccl"),
+            **more,
         )
         command = [str(SGLANG), "-B", "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(ranks)]

@@ -24,7 +24,7 @@ def said() -> dict[str, Any]:
     with served({name: torch.ones(shape) for name, shape in published()}) as addresses:
         done = subprocess.run(
             [str(SGLANG), "-B", str(HERE / "sglang_guard.py"), *addresses],
-            env=sglang_environment(),
+            env=sglang_environment(FANIN_REQUIRE_STEP="1"),
             capture_output=True,
             text=True,
             timeout=600,
@@ -52,6 +52,12 @@ def test_a_whole_pull_heals(said: dict[str, Any]) -> None:
     assert said["again"]["success"] and said["end"]["success"]
     assert '"step": 1' in said["end"]["message"]
     assert not said["go on"]["paused"]
+
+
+def test_requests_wait_for_a_first_step(said: dict[str, Any]) -> None:
+    for what in ("asked first", "asked within"):
+        assert not said[what]["success"] and "only its checkpoint" in said[what]["message"]
+    assert said["health"]["success"] and said["asked at last"]["success"]
 
 
 def test_adapters_without_a_place_are_not_loaded(said: dict[str, Any]) -> None:

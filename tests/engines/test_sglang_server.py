@@ -37,7 +37,8 @@ class Place:
     def __init__(self, scratch: Path, kind: str, tied: bool, ranks: int = 1) -> None:
         self.scratch, self.ranks, self.launches = scratch, ranks, 0
         self.model = save_full_model(scratch / "model", kind, tied=tied)
-        self.engine = SGLangServer(self.model, scratch, ranks=ranks)
+        variables = {"FANIN_REQUIRE_STEP": "1"} if ranks == 1 else {}
+        self.engine = SGLangServer(self.model, scratch, ranks=ranks, **variables)
         try:
             self.launch()
             self.engine.wait_ready()
@@ -138,6 +139,13 @@ def tell_log(request: pytest.FixtureRequest) -> Iterator[None]:
     one = request.node.funcargs.get("place")
     if one is not None:
         print(one.engine.log_end())
+
+
+@ALONE
+def test_requests_wait_for_a_first_step(place: Place) -> None:
+    with pytest.raises(Refused, match="503.*only its checkpoint"):
+        place.engine.output(PROMPTS, COUNT)
+    assert place.engine.request("GET", "/health", None, timeout=60)[0] == 200
 
 
 @ALONE

@@ -3,7 +3,7 @@
 
 SGLang takes the return of a custom loader for success, and its scheduler does not survive an
 exception in one. So this is a plugin of SGLang's (the entry point ``sglang.srt.plugins``), which
-stands around five of its methods in every scheduler process:
+stands around some of its methods in every scheduler process:
 
 * the update by :data:`~fanin.sglang.request.LOADER` answers what the loader says came of it, and is
   a failure if the loader was not heard;
@@ -11,6 +11,7 @@ stands around five of its methods in every scheduler process:
   update is refused, and ``/continue_generation`` does nothing, until a whole pull has succeeded or
   a whole checkpoint was loaded from disk;
 * the end of an update says which step is there;
+* with ``FANIN_REQUIRE_STEP`` requests get HTTP 503 until an update has ended well;
 * an adapter without a place in the model is not loaded (:mod:`fanin.sglang.lora_guard`).
 
 Nothing here imports SGLang or PyTorch before SGLang calls it.
@@ -22,6 +23,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from fanin.config import inference_setting
@@ -35,6 +37,10 @@ __all__ = ["HOOKS", "Standing", "register", "standing"]
 _log = logging.getLogger("fanin.sglang")
 
 _REMEDY = "sync again; until then nothing is generated"
+_NO_STEP = (
+    "fanin: FANIN_REQUIRE_STEP is set, and this engine has only its checkpoint yet; sync it, and "
+    "start SGLang with --skip-server-warmup"
+)
 
 
 @dataclass(slots=True)
@@ -43,7 +49,8 @@ class Standing:
 
     heard: whether an update is under way whose answer says what came of it. failure: why that
     failed. pulled: what the last pull that ended well did. loaded: whether one has since the update
-    began. stays: what of the old weights' KV no end of an update drops.
+    began. stays: what of the old weights' KV no end of an update drops. served: whether an update
+    has ended well since the process began.
     """
 
     heard: bool = False
@@ -51,6 +58,7 @@ class Standing:
     pulled: dict[str, Any] = field(default_factory=dict)
     loaded: bool = False
     stays: str = ""
+    served: bool = False
     _torn: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -138,6 +146,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
             standing.pulled["external_kv"] = True
         why = external_kv.drop(scheduler)
         output.success = not why
+        standing.served |= output.success
         output.message = f"fanin: {why}; {_REMEDY}" if why else standing.told()
     return output
 
@@ -147,6 +156,7 @@ def from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     output = original(manager, request)
     if output.success:
         standing.forget()
+        standing.served = True
     return output
 
 
@@ -159,13 +169,31 @@ def go_on(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     return original(scheduler, request)
 
 
+def answer(
+    original: Callable[..., Any], scheduler: Any, request: Any, *more: Any, **by: Any
+) -> Any:
+    """Around the scheduler's methods that take a request, with ``FANIN_REQUIRE_STEP``.
+
+    SGLang's health check is such a request, and nobody sees what it generates.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    if standing.served or is_health_check_generate_req(request):
+        return original(scheduler, request, *more, **by)
+    refused = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": _NO_STEP}
+    scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=refused), request)
+    return None
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.update_weights_from_tensor": update,
     f"{_MANAGER}.end_weight_update": end,
     f"{_MANAGER}.update_weights_from_disk": from_disk,
-    "sglang.srt.managers.scheduler.Scheduler.continue_generation": go_on,
+    f"{_SCHEDULER}.continue_generation": go_on,
     "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter": load,
 }
 """By the path of the method that they stand around."""
@@ -175,10 +203,10 @@ def register() -> None:
     """The plugin: SGLang calls this in each of its processes before anything else is made."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    hooks = dict(HOOKS)
     if inference_setting("require_step"):
-        _log.error(
-            "fanin: FANIN_REQUIRE_STEP is set, and SGLang answers with its checkpoint all the same:"
-            " its health check generates; sync with Registry(resync=True)"
-        )
-    for target, hook in HOOKS.items():
+        hooks |= {
+            f"{_SCHEDULER}._handle_{kind}_request": answer for kind in ("generate", "embedding")
+        }
+    for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
