@@ -28,7 +28,7 @@ from typing import Any
 
 from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
-from fanin.errors import FaninError, HostError, NotFoundError, PullTimeoutError, RequestError
+from fanin.errors import FaninError, HostError, NotFoundError, RequestError
 from fanin.info import addresses_of, client_arguments
 
 __all__ = ["Report", "Served", "replicas", "served", "weights"]
@@ -37,6 +37,12 @@ METHOD = "fanin_check_weights"
 _DIGESTS = "fanin_served_digests"
 _MAX_ANSWER = 1 << 28
 _PATIENCE = 60.0  # seconds, in which ranks digest what they hold
+_LOOK = 10.0  # seconds for what an engine that lives answers at once
+_SHORT, _PAUSE = 1.0, 0.02
+_ON_THEIR_WAY = ("draining", "writing")
+
+Ranks = list[tuple[list[_served.Layout], list[_served.Held]]]
+"""What each rank holds, and digests of it."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,23 @@ def served(
     :raises NotFoundError: the trainer has published no digests.
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
+    _workers(engine, min(timeout, _LOOK))  # whose address is wrong is told at once
     step, ranks = trained(trainer, run, timeout, client)
-    answers, workers = _answers(engine, _DIGESTS, {"step": step}, timeout)
+    return compared(step, ranks, *held_by(engine, step, timeout))
+
+
+def held_by(
+    engine: Any, step: int, timeout: float, api_key: str | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """What the workers of *engine* that could be heard hold at *step*, and how many there are.
+
+    Raises RequestError: it cannot be asked, or a worker has refused.
+    """
+    return _answers(engine, _DIGESTS, {"step": step}, timeout, api_key)
+
+
+def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: int) -> Served:
+    """Compares what :func:`trained` and :func:`held_by` have told. Raises as :func:`served`."""
     if workers != len(answers):
         raise RequestError.make(
             f"the engine has {workers} workers, and {len(answers)} have answered",
@@ -171,31 +192,54 @@ def served(
 
 
 def trained(
-    trainer: Any, run: str | int, timeout: float, client: dict[str, Any]
-) -> tuple[int, list[tuple[list[_served.Layout], list[_served.Held]]]]:
-    """What the ranks have digested last: the step, and of each rank what it holds.
+    trainer: Any, run: str | int, timeout: float, client: dict[str, Any], step: int | None = None
+) -> tuple[int, Ranks]:
+    """What the ranks have digested at *step*, None: last: the step, and of each what it holds.
 
-    Waits for a first step. client: as of :func:`served`, which says what is raised.
+    Waits for the step, and for digests that are on their way. client: as of :func:`served`, which
+    says what is raised.
     """
     from fanin.client import Client
 
     publication = f"full:{run}" if ":" not in str(run) else str(run)
     told = _served.publication_for(publication)
+    deadline = time.monotonic() + timeout
     with Client(addresses_of(trainer), **client_arguments(trainer, client)) as reader:
-        reader.wait(publication, timeout=timeout)
-        try:
-            reader.wait(told, timeout=min(timeout, _PATIENCE))  # they follow their step
-        except (NotFoundError, PullTimeoutError) as error:
-            raise NotFoundError.make(
-                f"the trainer has published no digests of {publication}: {error.message}",
-                "publish(step, digests=True) of fanin.torch.WeightServer, on every rank",
-                key=told,
-            ) from error
-        entries = reader.catalog(told, timeout=timeout, owners=False)
+        reader.wait(publication, step=step, timeout=timeout)
+        _await(reader, publication, step, min(deadline, time.monotonic() + _PATIENCE))
+        left = max(deadline - time.monotonic(), _SHORT)
+        entries = reader.catalog(told, timeout=left, owners=False)
         room = {one.name: bytearray(one.bytes) for one in entries}
-        reader.pull_into(told, room, timeout=timeout)
+        reader.pull_into(told, room, step=step, timeout=left)
     read = [_served.read(bytes(room[f"rank{rank}"])) for rank in range(len(room))]
     return read[0][0], [(layouts, held) for _, layouts, held in read]
+
+
+def _await(reader: Any, publication: str, step: int | None, deadline: float) -> None:
+    """Until all ranks have digests of *step*. A rank begins their update before their step is
+    readable. Raises NotFoundError if one has none, and none are on their way."""
+    told = _served.publication_for(publication)
+    while True:
+        infos = reader.publications(timeout=max(deadline - time.monotonic(), _SHORT))
+        there = {one.rank: one for one in infos if one.name == told}
+        silent = set(range(len(reader.ranks()))) - {one.rank for one in infos}
+        wanted = step if step is not None else max((o.step for o in there.values()), default=0)
+        coming = silent | {rank for rank, one in there.items() if one.state in _ON_THEIR_WAY}
+        ready = {r for r, one in there.items() if (one.state, one.step) == ("stable", wanted)}
+        absent = {one.rank for one in infos} - coming - ready
+        late = time.monotonic() >= deadline
+        if absent or (coming and late):
+            rank = min(absent or coming)
+            what = publication if step is None else f"step {step} of {publication}"
+            raise NotFoundError.make(
+                f"rank {rank} has {'published no' if absent else 'not ended its'} digests of {what}",
+                "publish(step, digests=True) of fanin.torch.WeightServer, on every rank",
+                key=told,
+                rank=rank,
+            )
+        if not coming:
+            return
+        time.sleep(_PAUSE)
 
 
 def _by_worker(answers: list[dict[str, Any]], field: str) -> tuple[str, ...]:
@@ -218,30 +262,46 @@ def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
 
 
 def _answers(
-    engine: Any, method: str, fields: dict[str, Any], timeout: float
+    engine: Any,
+    method: str,
+    fields: dict[str, Any],
+    timeout: float,
+    api_key: str | None = None,
 ) -> tuple[list[dict[str, Any]], int]:
     """What the workers of *engine* answer that could be heard, and how many there are."""
     if isinstance(engine, str):
         body = {"method": method, "kwargs": fields}
-        answers = _ask(engine, "/collective_rpc", body, timeout).get("results")
-        workers = int(_ask(engine, "/get_world_size", None, timeout)["world_size"])
-    elif hasattr(engine, "collective_rpc"):
+        answers = _ask(engine, "/collective_rpc", body, timeout, api_key).get("results")
+        workers = _workers(engine, timeout, api_key)
+    else:
+        _workers(engine, timeout)
         answers = engine.collective_rpc(method, kwargs=fields)
         workers = len(answers)
-    else:
-        raise RequestError.make(
-            f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
-        )
     if not isinstance(answers, list) or not all(isinstance(one, dict) for one in answers):
         raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
     return answers, workers
 
 
-def _ask(url: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+def _workers(engine: Any, timeout: float, api_key: str | None = None) -> int:
+    """How many the server says that it has, 0: *engine* is in this process. Raises RequestError."""
+    if isinstance(engine, str):
+        return int(_ask(engine, "/get_world_size", None, timeout, api_key)["world_size"])
+    if not hasattr(engine, "collective_rpc"):
+        raise RequestError.make(
+            f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
+        )
+    return 0
+
+
+def _ask(
+    url: str, path: str, body: dict[str, Any] | None, timeout: float, api_key: str | None = None
+) -> dict[str, Any]:
     method, base = "GET" if body is None else "POST", base_url(url)
     deadline = time.monotonic() + timeout
     try:
-        reply = ask_json(method, base, path, body, deadline=deadline, limit=_MAX_ANSWER)
+        reply = ask_json(
+            method, base, path, body, deadline=deadline, api_key=api_key, limit=_MAX_ANSWER
+        )
     except FAILURES as error:
         raise _unasked(url, path, str(error) or type(error).__name__) from error
     found = reply.json()

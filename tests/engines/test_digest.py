@@ -83,3 +83,24 @@ def test_a_model_that_has_changed() -> None:
 
     with pytest.raises(StateError, match="other parts"):
         proof.publish(None, Nothing(), 1)  # type: ignore[arg-type]
+
+
+def test_digests_that_nobody_asked_for_take_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(_proof.time, "monotonic", lambda: clock[0])
+
+    def due(took: float, steps: int = 32) -> list[int]:
+        proof = _proof.Proof("full:0", 0, [], [64])
+        proof._took = took
+        found = []
+        for step in range(1, steps + 1):
+            clock[0] += 10.0
+            if proof.due():
+                found.append(step)
+        return found
+
+    assert due(0.09) == list(range(1, 33))
+    slow, slower = due(0.25), due(0.35)
+    assert slow == slower == [4 * n for n in range(1, 9)]
+    assert due(0.7) == [8, 16, 24, 32], "what the slowest rank digests all others do"
+    assert due(100.0) == []

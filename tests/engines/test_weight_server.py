@@ -16,7 +16,7 @@ import torch
 from families import FAMILIES
 from fanin.errors import NotFoundError, PausedError, RequestError, StateError
 from fanin.info import read_info
-from fanin.torch import AdapterServer, Slice, WeightServer, chain
+from fanin.torch import AdapterServer, Slice, WeightServer, _proof, chain
 from fanin.torch.names import checkpoint, vocabulary
 from full_models import config_of, random_model
 from peft import LoraConfig, get_peft_model
@@ -739,8 +739,9 @@ def test_pages_tell_what_works(page, monkeypatch, tmp_path):
 
 
 def test_digests_are_of_the_first_step_and_of_those_that_are_asked_for(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_proof, "_SHARE", 1e-9)  # of others digests would take too long
     model = torch.nn.Linear(3, 2, dtype=torch.float64)
     before = model.weight.detach().clone()
     with WeightServer(model, base_port=0, use_ucx=False) as server:
@@ -761,6 +762,18 @@ def test_digests_are_of_the_first_step_and_of_those_that_are_asked_for(
         server.refresh()
         server.publish(4)
         assert fanin.check.trained(server.addresses, 0, 10.0, {})[0] == 4
+        monkeypatch.setattr(_proof, "_SHARE", 1e9)
+        with server.updating(5):
+            # They are announced before their step is readable.
+            with fanin.Client(server.addresses) as reader:
+                states = {one.name: one.state for one in reader.publications()}
+            assert states["full:0.digests"] == "writing"
+        assert fanin.check.trained(server.addresses, 0, 10.0, {})[0] == 5
+        with pytest.raises(ZeroDivisionError), server.updating(6):
+            1 / 0  # noqa: B018
+        server.publish(7, digests=False)
+        with pytest.raises(NotFoundError, match="no digests of full:0"):
+            fanin.check.trained(server.addresses, 0, 10.0, {})
         server.remove_run(0)
         assert not digested()
     assert not caplog.records

@@ -13,6 +13,7 @@ import fanin
 import fanin.check
 import pytest
 from fanin import HostError, RequestError
+from fanin._served import Held, Layout, digests_of
 
 ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {"a": "1"}},
@@ -66,14 +67,61 @@ def test_an_engine_without_the_route_is_named(engine: str) -> None:
     assert "VLLM_SERVER_DEV_MODE" in caught.value.remedy
 
 
-def test_a_trainer_without_digests_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanin.check, "_PATIENCE", 0.3)
+def test_a_trainer_without_digests_is_told_what_to_do() -> None:
     with fanin.Server(world_id=bytes(range(16)), rank=0, world_size=1) as server:
         server.put("full:0", [fanin.shard_of("w", bytearray(4), dtype="U8")])
         server.commit("full:0", 1)
-        with pytest.raises(fanin.NotFoundError, match="no digests of full:0") as caught:
+        with pytest.raises(fanin.NotFoundError, match="rank 0 has published no digests of full:0") as caught:
             fanin.check.trained([f"127.0.0.1:{server.port}"], 0, 10.0, {})
     assert "digests=True" in caught.value.remedy
+
+
+def test_digests_on_their_way_are_waited_for() -> None:
+    one, two = (
+        fanin.Server(world_id=bytes(range(16)), rank=rank, world_size=2) for rank in range(2)
+    )
+    with one, two:
+        layouts = [Layout("w", "U8", (4,), (((0,), (4,)),))]
+        told = bytearray(digests_of(layouts, 7, [Held("w", (0,), (4,), {"U8": 5})]))
+        sizes = len(told)
+        for rank, server in enumerate((one, two)):
+            server.put("full:0", [fanin.shard_of("w", bytearray(4), dtype="U8")])
+            server.begin_update("full:0.digests")
+            server.commit("full:0", 7)
+            mine = fanin.shard_of(f"rank{rank}", told, dtype="U8")
+            other = fanin.Shard(f"rank{1 - rank}", "U8", (sizes,), (), -1)
+            server.put("full:0.digests", [mine, other])
+        one.commit("full:0.digests", 7)
+        addresses = [f"127.0.0.1:{server.port}" for server in (one, two)]
+        timer = threading.Timer(0.3, two.commit, ("full:0.digests", 7))
+        timer.start()
+        step, ranks = fanin.check.trained(addresses, 0, 30.0, {}, step=7)
+        timer.join()
+        assert step == 7 and [held[0].digests for _, held in ranks] == [{"U8": 5}] * 2
+        # Rank 1 goes on, and digests nothing: nobody waits.
+        for server, runs in ((one, ("full:0", "full:0.digests")), (two, ("full:0",))):
+            for run in runs:
+                server.begin_update(run)
+            server.commit("full:0", 8)
+        with pytest.raises(fanin.NotFoundError, match="rank 1 .* no digests of step 8 of full:0"):
+            fanin.check.trained(addresses, 0, 60.0, {}, step=8)
+
+
+def test_the_engine_is_asked_first(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may take long to answer."""
+    asked: list[str] = []
+
+    def trained(*_: object) -> Any:
+        asked.append("trainer")
+        raise fanin.NotFoundError.make("no digests")
+
+    monkeypatch.setattr(fanin.check, "trained", trained)
+    for wrong in (f"{engine}/elsewhere", "http://127.0.0.1:1", object()):
+        with pytest.raises(RequestError, match="elsewhere|127.0.0.1:1|object is no engine"):
+            fanin.check.served(wrong, "/shared/run")
+    assert not asked
+    with pytest.raises(fanin.NotFoundError):
+        fanin.check.served(engine, "/shared/run")
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of what a rank trains, published beside the weights for :func:`fanin.check.served`.
 
-They are made of the model's tensors as they are, not of what was registered of them.
+They are made of the model's tensors as they are, not of what was registered of them. A rank begins
+their update before their step is readable: who sees the step knows whether digests of it come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import torch
 from fanin._digest import box_digests, digest_sum
 from fanin._served import NARROWED, Held, Layout, digests_of, publication_for
 from fanin._tensors import Box, Shard, shard_of
-from fanin.errors import StateError
+from fanin.errors import FaninError, StateError
 from fanin.server import Server
 from fanin.torch._parameters import Parameters
 from fanin.torch._union import Table
@@ -24,6 +26,8 @@ from fanin.torch._union import Table
 __all__ = ["Proof", "layouts_of"]
 
 _log = logging.getLogger("fanin.torch")
+_SHARE = 0.01
+"""Of the time between two steps, that digests may take which nobody has asked for."""
 _ROUNDED = 1 << 20
 """Elements that are rounded at a time."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,12 +55,37 @@ class Proof:
             shard_of(_name(at), self._bytes) if at == rank else Shard(_name(at), "U8", (n,), (), -1)
             for at, n in enumerate(sizes)
         ]
+        self._steps, self._last, self._took = 0, time.monotonic(), 0.0
+
+    def due(self) -> bool:
+        """Whether digests of the step that comes now take little time. Counts steps.
+
+        Each rank decides alone, and by powers of two: what the slowest digests all others do.
+        """
+        now = time.monotonic()
+        passed, self._last = max(now - self._last, 1e-6), now
+        self._steps += 1
+        every = 1
+        while self._took > _SHARE * passed * every:
+            every *= 2
+        return self._steps % every == 0
+
+    def begin(self, server: Server) -> None:
+        """Digests will follow the step that comes now. Waits for readers of the last ones."""
+        server.begin_update(self.publication)
+
+    def abort(self, server: Server) -> None:
+        """They do not follow."""
+        with contextlib.suppress(FaninError):
+            server.abort_update(self.publication)
 
     def publish(self, server: Server, parameters: Parameters, step: int) -> None:
         """Digests the parameters as they are; readers find them under the same step.
 
         Reads all that this rank holds once, and waits for CUDA.
         """
+        for device in parameters.devices:  # what trains is no cost of digests
+            torch.cuda.current_stream(device).synchronize()
         start = time.monotonic()
         try:
             told = digests_of(self._layouts, step, _held(parameters))
@@ -68,9 +97,9 @@ class Proof:
         server.begin_update(self.publication)
         self._bytes.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
         server.put(self.publication, self._shards, replace=True)
-        server.commit(self.publication, step, snapshot=True)
-        took = time.monotonic() - start
-        _log.info("fanin: digests of step %d for %s: %.3f s", step, self.publication, took)
+        server.commit(self.publication, step)
+        self._took = time.monotonic() - start
+        _log.info("fanin: digests of step %d for %s: %.3f s", step, self.publication, self._took)
 
 
 def _name(rank: int) -> str:
