@@ -122,7 +122,13 @@ class Served:
 
 
 def served(
-    engine: Any, trainer: Any, run: str | int = "full:0", *, timeout: float = 600.0, **client: Any
+    engine: Any,
+    trainer: Any,
+    run: str | int = "full:0",
+    *,
+    timeout: float = 600.0,
+    api_key: str | None = None,
+    **client: Any,
 ) -> Served:
     """Compares what *engine* holds with what the ranks of *trainer* train, tensor by tensor.
 
@@ -135,23 +141,29 @@ def served(
     :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
     :param run: of whole weights.
     :param timeout: seconds for the trainer's answer, and again for the engine's.
+    :param api_key: of the engine's server.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
     :raises HostError: something differs: all of it is in ``report`` of the error.
     :raises NotFoundError: the trainer has published no digests.
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
-    _workers(engine, min(timeout, _LOOK))  # whose address is wrong is told at once
+    _workers(engine, min(timeout, _LOOK), api_key)  # whose address is wrong is told at once
     step, ranks = trained(trainer, run, timeout, client)
-    return compared(step, ranks, *held_by(engine, step, timeout))
+    return compared(step, ranks, *held_by(engine, run, step, timeout, api_key))
+
+
+def _publication(run: str | int) -> str:
+    return f"full:{run}" if ":" not in str(run) else str(run)
 
 
 def held_by(
-    engine: Any, step: int, timeout: float, api_key: str | None = None
+    engine: Any, run: str | int, step: int, timeout: float, api_key: str | None = None
 ) -> tuple[list[dict[str, Any]], int]:
     """What the workers of *engine* that could be heard hold at *step*, and how many there are.
 
-    Raises RequestError: it cannot be asked, or a worker has refused.
+    run: that they were pointed at. Raises RequestError: it cannot be asked, a worker has refused.
     """
+    del run  # a worker has one
     return _answers(engine, _DIGESTS, {"step": step}, timeout, api_key)
 
 
@@ -201,7 +213,7 @@ def trained(
     """
     from fanin.client import Client
 
-    publication = f"full:{run}" if ":" not in str(run) else str(run)
+    publication = _publication(run)
     told = _served.publication_for(publication)
     deadline = time.monotonic() + timeout
     with Client(addresses_of(trainer), **client_arguments(trainer, client)) as reader:
@@ -231,8 +243,9 @@ def _await(reader: Any, publication: str, step: int | None, deadline: float) -> 
         if absent or (coming and late):
             rank = min(absent or coming)
             what = publication if step is None else f"step {step} of {publication}"
+            has = "published no" if absent else "not ended its"
             raise NotFoundError.make(
-                f"rank {rank} has {'published no' if absent else 'not ended its'} digests of {what}",
+                f"rank {rank} has {has} digests of {what}",
                 "publish(step, digests=True) of fanin.torch.WeightServer, on every rank",
                 key=told,
                 rank=rank,

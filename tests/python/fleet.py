@@ -14,10 +14,18 @@ from typing import Any
 
 import fanin
 import numpy as np
+from fanin._served import Held, Layout, digests_of, publication_for
 from fanin.info import TrainerInfo, addresses_of
 from http_engine import OK, Answer, Engine, Request
 
 Hook = Callable[[Request], Answer | None]
+
+
+def number_of(step: int | None, part: int) -> int:
+    """A digest."""
+    assert step is not None
+    return step * 1000 + part
+
 
 HANG_UP: Answer = (0, None)
 """The connection ends without a word."""
@@ -129,6 +137,11 @@ class FakeVLLM(FakeEngine):
         #: What reading ahead says of itself, one answer after the other; the last one stays.
         self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
         self.ahead: int | None = None
+        #: Where its weights came from; what is wrong with them; when it was asked for digests, and
+        #: whether it was paused then; why it was told that its weights are not what is trained.
+        self.basis, self.wrong = "a", 0
+        self.compared: list[tuple[int | None, bool]] = []
+        self.disowned: list[str] = []
         #: Whether it was paused when each update came.
         self.updates: list[tuple[str, bool]] = []
 
@@ -147,13 +160,35 @@ class FakeVLLM(FakeEngine):
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return OK
+        if path == "/get_world_size":
+            return 200, {"world_size": self.workers}
         if path == "/collective_rpc":
-            assert body == {"method": "fanin_weights_state"}
-            return 200, {"results": [self._state(worker) for worker in range(self.workers)]}
+            return self._rpc(**body)
         if path == "/init_weight_transfer_engine":
             self.initialised = body["init_info"]
             return 200, {"message": "Weight transfer initialized"}
         return self._update(path, body)
+
+    def _rpc(
+        self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Answer:
+        if method == "fanin_served_digests":
+            assert kwargs == {"step": self.held} and self.active is False
+            self.compared.append((self.held, self.paused))
+            found: list[Any] = [self._digests(worker) for worker in range(self.workers)]
+        elif method == "fanin_disown_weights":
+            self.disowned += args or []
+            found = [None] * self.workers
+        else:
+            assert method == "fanin_weights_state"
+            found = [self._state(worker) for worker in range(self.workers)]
+        return 200, {"results": found}
+
+    def _digests(self, worker: int) -> dict[str, Any]:
+        """Of two workers each has one of the two ranks' rows."""
+        number = number_of(self.held, worker) + self.wrong
+        held = [["w", [4 * worker, 0], [4, 8], {"F32": number}]]
+        return {"held": held, "different": [], "unseen": [], "unused": []}
 
     def _state(self, worker: int) -> dict[str, Any]:
         ahead, last = None, None
@@ -166,7 +201,7 @@ class FakeVLLM(FakeEngine):
             last["worlds"] = [worlds[worker % len(worlds)]]
         told = {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
         told |= {"external_kv": self.external, "drafts": self.drafts}
-        return {**told, "draft_step": self.draft_held}
+        return {**told, "draft_step": self.draft_held, "basis": self.basis}
 
     def _update(self, path: str, body: Any) -> Answer | None:
         if path == "/start_draft_weight_update":
@@ -315,12 +350,30 @@ class WholeTrainer:
             tuple(f"127.0.0.1:{server.port}" for server in self.servers), world.hex(), run, "job"
         )
 
-    def commit(self, step: int, ranks: Iterable[int] | None = None) -> None:
-        """These ranks, or all, are at *step*."""
+    def commit(
+        self, step: int, ranks: Iterable[int] | None = None, *, digests: bool = False
+    ) -> None:
+        """These ranks, or all, are at *step*, with digests of it or without."""
         for rank in range(len(self.servers)) if ranks is None else ranks:
             self.servers[rank].begin_update(self.publication)
             self.weights[rank][:] = step
             self.servers[rank].commit(self.publication, step)
+            if digests:
+                self.digest(step, rank)
+
+    def digest(self, step: int, rank: int) -> None:
+        """What fanin.torch makes of the weights, with numbers of the tests."""
+        place = (4 * rank, 0), (4, 8)
+        layouts = [Layout("w", "F32", (8, 8), (place,))]
+        number = number_of(step, rank)
+        held = [Held("w", *place, {"F32": number, "BF16": 1, "F16": 1})]
+        told = bytearray(digests_of(layouts, step, held))
+        shards = [fanin.Shard(f"rank{at}", "U8", (len(told),), (), -1) for at in range(2)]
+        shards[rank] = fanin.shard_of(f"rank{rank}", told, dtype="U8")
+        told_by, name = self.servers[rank], publication_for(self.publication)
+        told_by.begin_update(name)
+        told_by.put(name, shards, replace=True)
+        told_by.commit(name, step)
 
     def __enter__(self) -> WholeTrainer:
         return self

@@ -71,7 +71,7 @@ def test_a_trainer_without_digests_is_told_what_to_do() -> None:
     with fanin.Server(world_id=bytes(range(16)), rank=0, world_size=1) as server:
         server.put("full:0", [fanin.shard_of("w", bytearray(4), dtype="U8")])
         server.commit("full:0", 1)
-        with pytest.raises(fanin.NotFoundError, match="rank 0 has published no digests of full:0") as caught:
+        with pytest.raises(fanin.NotFoundError, match="rank 0 .* no digests of full:0") as caught:
             fanin.check.trained([f"127.0.0.1:{server.port}"], 0, 10.0, {})
     assert "digests=True" in caught.value.remedy
 

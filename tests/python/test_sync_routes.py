@@ -619,7 +619,7 @@ def test_help() -> None:
         [sys.executable, "-m", "fanin.sync", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--api-key-file"):
+    for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--verify-served"):
         assert option in done.stdout
 
 

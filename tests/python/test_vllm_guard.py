@@ -62,6 +62,9 @@ class Transfer:
         if "draft.norm" not in kept:
             self.draft.lost(why)
 
+    def disown(self, why: str) -> None:
+        self.main.lost(why)
+
     def _models(self) -> list[Updates]:
         return [self.main, self.draft] if self.drafts else [self.main]
 
@@ -429,6 +432,17 @@ def test_weights_that_sleep_has_given_up() -> None:
     core.resume_scheduler()
     core.sleep(2)
     core.collective_rpc("reload_weights")
+    core.resume_scheduler()
+
+
+def test_weights_that_are_not_what_was_trained() -> None:
+    core = engine()
+    update(core, 4)
+    core.collective_rpc("fanin_disown_weights", None, ("step 4 is not served: w: cut",))
+    assert "worker 0 of 2: step 4 is not served: w: cut" in refused(core)
+    core.collective_rpc("start_weight_update")
+    assert "w: cut" in refused(core)
+    core.collective_rpc("update_weights", None, (5,))
     core.resume_scheduler()
 
 

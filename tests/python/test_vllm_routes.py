@@ -661,6 +661,7 @@ def test_install() -> None:
         "fanin_weights_call",
         "fanin_leave_update",
         "fanin_lose_weights",
+        "fanin_disown_weights",
     }
     # vLLM refuses an extension that has a name of the worker's own.
     assert not any(hasattr(worker.WorkerExtension, name) for name in vars(Base) if name[0] != "_")

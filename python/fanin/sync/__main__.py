@@ -16,6 +16,7 @@ from fanin.errors import FaninError, RequestError
 from fanin.sync import Registry, Service, SyncServer
 
 _LOOK = 0.1  # seconds
+_THREE: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
 
 # Of this process, for asking the trainer.
 _CREDENTIALS = {
@@ -53,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="have engines read a step beside their model before they are paused (auto: those that"
         " can)",
+    )
+    parser.add_argument(
+        "--verify-served",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="compare what engines serve with what is trained (auto: in the first update after an"
+        " init, a restart, a sleep or a reload)",
     )
     parser.add_argument("--server-name", help="demand this job's ranks")
     for name, told in _CREDENTIALS.items():
@@ -111,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
             timeout=options.timeout,
             server_name=options.server_name,
             api_key=options.engine_api_key,
-            prefetch={"yes": True, "no": False}.get(options.prefetch, "auto"),
+            prefetch=_THREE[options.prefetch],
+            verify_served=_THREE[options.verify_served],
             resync=options.resync,
             **{name: getattr(options, name) for name in _CREDENTIALS},
         )

@@ -78,13 +78,14 @@ class SyncClient:
         keep_caches: bool | None = None,
         timeout: float | None = None,
         prefetch: bool | str | None = None,
+        verify_served: bool | str | None = None,
     ) -> dict[str, Any]:
         """Brings a step to all engines, or to those of the pools; None: the newest.
 
-        keep_caches, prefetch: as Registry.sync takes them, None: as that server was told. Blocks at
-        most *timeout* seconds (None: the client's) and a little. Returns the reply's
-        object; raises as :meth:`call`, with the sentence that names every engine that failed, and
-        RequestError for what is no timeout.
+        keep_caches, prefetch, verify_served: as Registry.sync takes them, None: as that server was
+        told. Blocks at most *timeout* seconds (None: the client's) and a little. Returns the
+        reply's object; raises as :meth:`call`, with the sentence that names every engine that
+        failed, and RequestError for what is no timeout.
         """
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}
@@ -94,6 +95,7 @@ class SyncClient:
             "weight_version": weight_version,
             "keep_caches": keep_caches,
             "prefetch": prefetch,
+            "verify_served": verify_served,
         }
         body.update({name: value for name, value in given.items() if value is not None})
         return self.call("sync_inference_weights", body, seconds + _EXTRA)

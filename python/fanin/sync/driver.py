@@ -24,7 +24,8 @@ class Pulled:
     """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
     one, reading. how: the path, and where to. worlds: the launches of the trainer that the weights
     are of, none: it does not tell. workers: that told, None: not known. external: whether some of
-    what the engine computes lies outside of it. drafts: whether it has a draft model."""
+    what the engine computes lies outside of it. drafts: whether it has a draft model. basis:
+    another text after each init, sleep and reload; "": it does not tell."""
 
     step: int
     bytes: int
@@ -34,6 +35,7 @@ class Pulled:
     workers: int | None = None
     external: bool = False
     drafts: bool = False
+    basis: str = ""
 
 
 def launches(told: Mapping[str, Any]) -> frozenset[str]:
@@ -102,6 +104,10 @@ class Driver(ABC):
     def update_draft(self, step: int, version: str, options: Options, deadline: float) -> None:
         """A whole update of the engine's draft model, of the run that :meth:`init` has told."""
         raise NotImplementedError
+
+    def disown(self, why: str, deadline: float) -> None:
+        """Has the engine answer nobody, whoever resumes it. One that cannot stays paused."""
+        del why, deadline
 
     @abstractmethod
     def resume(self, deadline: float) -> None:

@@ -30,7 +30,9 @@ PAUSE_MODES = ("retract", "keep", "wait", "abort")
 DONE = "done"
 PREFETCH = (True, False, "auto")
 """Whether engines read ahead: all of them, none, those that can."""
-PHASES = ("health", "init", "ahead", "pause", "start", "update", "finish", "resume", DONE)
+PHASES = (
+    "health", "init", "ahead", "pause", "start", "update", "finish", "verify", "resume", DONE,
+)  # fmt: skip
 """In this order; ``done``: the engine has the step and generates. ``ahead`` begins with the start
 of the update, if there is reading ahead."""
 _LONGEST = 1e6  # seconds: engines take no longer timeout, and no clock one that is much longer
@@ -89,8 +91,9 @@ class EndpointResult:
     seconds: by phase. stall: seconds from before the pause until after the resume, None: it was not
     both. bytes, read: pulled by its workers in so many seconds, None: it did not tell. how: the
     path of the bytes, and where they were read to. ahead: whether they were there before the pause.
-    note: why they were not, though that was to be tried; how many of its workers have told what
-    they hold, if not all.
+    verified: tensors that are served as they are trained, None: they were not compared. note: why
+    not, or why nothing was read ahead, though that was to be tried; how many of its workers have
+    told what they hold, if not all.
     """
 
     endpoint: Endpoint
@@ -109,6 +112,7 @@ class EndpointResult:
     how: str = ""
     ahead: bool = False
     note: str = ""
+    verified: int | None = None
 
     @property
     def rate(self) -> float | None:
@@ -143,6 +147,7 @@ class EndpointResult:
             "how": self.how,
             "ahead": self.ahead,
             "note": self.note,
+            "verified": self.verified,
         }
 
 

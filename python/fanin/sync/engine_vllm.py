@@ -179,6 +179,10 @@ class VLLM(Driver):
             )
         return found
 
+    def disown(self, why: str, deadline: float) -> None:
+        body = {"method": "fanin_disown_weights", "args": [why]}
+        self._post("/collective_rpc", body, "verify", deadline)
+
     def resume(self, deadline: float) -> None:
         self.wire.post("/resume", None, "resume", deadline)
 
@@ -212,6 +216,7 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
         1,
         state.get("external_kv") is True,
         state.get("drafts") is True,
+        str(state.get("basis", "")),
     )
 
 
@@ -227,4 +232,5 @@ def _joined(one: Pulled, other: Pulled) -> Pulled:
         (one.workers or 0) + (other.workers or 0),
         one.external or other.external,
         one.drafts or other.drafts,
+        f"{one.basis} {other.basis}",
     )

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from fanin.errors import (
 
 from .driver import Driver, Pulled
 from .endpoints import DONE, Endpoint, EndpointResult
+from .proof import Trained, compare
 from .wire import InitInfo, Options, Wire
 
 __all__ = ["GRACE", "SAY_EVERY", "Flight", "Had", "LeaveAlone", "Plan", "Record", "failure"]
@@ -32,6 +34,7 @@ _RESUME_AT_LEAST = 5.0
 GRACE = _RESUME_AT_LEAST + 1.0
 """Threads see their deadline by themselves; what is waited for them beyond it."""
 SAY_EVERY = 5.0
+_SAID = 20  # tensors that differ, in the log
 
 _Result = TypeVar("_Result")
 
@@ -50,7 +53,8 @@ class Record:
     """What is known of an engine. Registry's lock held, but the driver is its flight's.
 
     taken: by which call of the registry. flight: the one whose thread is at it. before: what was
-    known of it until it was removed and added again.
+    known of it until it was removed and added again. proven: of which basis of the weights (see
+    Pulled) and launch of the trainer an update has brought what is trained, None: of none.
     """
 
     endpoint: Endpoint
@@ -69,6 +73,7 @@ class Record:
     dirty: bool = False
     external: bool = False
     removed: bool = False
+    proven: str | None = None
 
     @property
     def busy(self) -> bool:
@@ -91,7 +96,8 @@ class LeaveAlone(Exception):
 class Plan:
     """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
     the weights, as the first engine that has them says. draft_run: of the engines' draft models.
-    flights: of all engines that are well."""
+    trained: digests of the step, None: nothing is compared. flights: of all engines that are
+    well."""
 
     step: int
     version: str
@@ -102,6 +108,7 @@ class Plan:
     again: bool
     held: str = ""
     draft_run: str | None = None
+    trained: Trained | None = None
     flights: Sequence[Flight] = ()
 
 
@@ -127,11 +134,24 @@ class Flight:
     paused_at: float | None = None
     pulled: Pulled | None = None
     seen: str | None = None
+    verified: int | None = None
 
     @property
     def url(self) -> str:
         """Of the engine."""
         return self.record.endpoint.url
+
+    @property
+    def strange(self) -> bool:
+        """Whether nobody gave it its version here: the engine was started again, or it is somebody
+        else's."""
+        return self.record.version is None or self.seen != self.record.version
+
+    @property
+    def unproven(self) -> bool:
+        """Whether it is known before the update that what this brings is to be compared."""
+        record, verify = self.record, self.plan.options.verify
+        return verify is True or self.strange or record.dirty or record.proven is None
 
     @property
     def late(self) -> bool:
@@ -199,6 +219,7 @@ class Flight:
             how="" if pulled is None else pulled.how,
             ahead=self.ahead,
             note=self.note,
+            verified=self.verified,
             **more,
         )
 
@@ -243,7 +264,7 @@ class Flight:
 
     def _tell(self, driver: Driver) -> None:
         record, plan = self.record, self.plan
-        record.told = None
+        record.told = record.proven = None
         self.run("init", lambda: driver.init(plan.info, plan.deadline))
         record.told = plan.info
         self.initialised = True
@@ -269,10 +290,8 @@ class Flight:
 
     def _update(self, driver: Driver) -> None:
         record, plan = self.record, self.plan
-        # A version that nobody gave it here: the engine was started again, or somebody else's.
-        strange = record.version is None or self.seen != record.version
         # While it still generates: what an init refuses leaves the engine as it was.
-        if strange or record.dirty or record.told != plan.info:
+        if self.strange or record.dirty or record.told != plan.info:
             self._tell(driver)
         if driver.reads_ahead and plan.options.prefetch:
             self._read_ahead(driver)
@@ -290,6 +309,7 @@ class Flight:
         self._count(self.pulled)
         if self.pulled.drafts:
             self._update_draft(driver)
+        self._verify(driver, plan.trained, f"{self.pulled.basis} {plan.world}")
         record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
@@ -306,6 +326,33 @@ class Flight:
             "finish",
             lambda: driver.update_draft(plan.step, plan.version, plan.options, plan.deadline),
         )
+
+    def _verify(self, driver: Driver, trained: Trained | None, basis: str) -> None:
+        """Compares what is served with what is trained, if it is to be. Raises HostError if that
+        differs; the engine answers nobody with it."""
+        record, plan = self.record, self.plan
+        if trained is None or (plan.options.verify is not True and record.proven == basis):
+            return
+        try:
+            report = self.run(
+                "verify",
+                lambda: compare(driver, trained, plan.info.run, plan.step, plan.deadline),
+            )
+        except FaninError as error:
+            differs = getattr(error, "report", None)
+            if differs is not None:
+                for line in differs.different[:_SAID]:
+                    _log.warning("fanin.sync: %s: step %d: %s", self.url, plan.step, line)
+                with suppress(FaninError):  # it stays paused
+                    driver.disown(error.message, time.monotonic() + _RESUME_AT_LEAST)
+            if differs is not None or plan.options.verify is True:
+                error.phase = "verify"
+                raise
+            # A warning once for all weights that come from where these do.
+            level = logging.WARNING if self.initialised else logging.INFO
+            self._add_note(f"not verified: {error}", level)
+            return
+        self.verified, record.proven = report.tensors, basis
 
     def _same_launch(self, pulled: Pulled) -> None:
         """Raises PeerError unless it is the launch that has said that it has the step; where the
@@ -336,9 +383,9 @@ class Flight:
         )
         self._add_note(told)
 
-    def _add_note(self, told: str) -> None:
+    def _add_note(self, told: str, level: int = logging.WARNING) -> None:
         self.note = f"{self.note}; {told}" if self.note else told
-        _log.warning("fanin.sync: %s: %s", self.url, told)
+        _log.log(level, "fanin.sync: %s: %s", self.url, told)
 
     def _read_ahead(self, driver: Driver) -> None:
         """While it generates: what fails here leaves the engine as it was."""
@@ -405,6 +452,8 @@ def _line(result: EndpointResult) -> str:
         parts.append(f"{result.bytes / 1e6:.1f} MB by {result.how}{rate}")
     if result.stall is not None:
         parts.append(f"stood still for {result.stall:.3f} s")
+    if result.verified is not None:
+        parts.append(f"{result.verified} tensors are served as they are trained")
     parts.append(", ".join(f"{name} {took:.3f}" for name, took in result.seconds.items()))
     return "; ".join(parts)
 

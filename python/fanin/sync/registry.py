@@ -16,6 +16,8 @@ from typing import Any
 from fanin._http import checked_key
 from fanin._options import handed_on
 from fanin._otel import carry, span
+from fanin.check import Ranks
+from fanin.check import trained as digests_of
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
 from fanin.info import Target, TrainerInfo, addresses_of, is_path
 from fanin.names import check_run, check_step
@@ -34,6 +36,7 @@ from .endpoints import (
 )
 from .engines import driver_of
 from .flights import GRACE, SAY_EVERY, Flight, Had, LeaveAlone, Plan, Record, failure
+from .proof import Trained
 from .restarts import Restarts
 from .trainer import wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
@@ -44,6 +47,7 @@ _log = logging.getLogger("fanin.sync")
 
 _HEALTH = 10.0  # seconds
 _RESUME = 30.0
+_TELLS_ANEW = ("init", "start", "update", "finish", "verify")
 # An engine's own reason for a pull that took too long must still arrive.
 _PULL_SHARE = 0.9
 _SAY_WAITING = 2 * SAY_EVERY
@@ -62,11 +66,14 @@ class Registry:
     ``{"unused": [...]}``, ``{"mode": "loader"}``; ``{"draft_run": "draft"}`` has each sync bring
     the same step of that run to draft models, too. prefetch: of syncs that do not say it: "auto":
     engines that can read a step beside their model before they are paused, at the price of as much
-    memory; False: none does; True: those that cannot are an error. resync: a thread asks the
-    engines every two seconds, and brings the step that it had, or the newest if that has passed, to
-    one that was started again. client: what else fanin.Client takes, for asking the trainer:
-    secret_file, or tls_cert, tls_key and tls_ca; without any the environment's, else the secret
-    that nixl_info.json names. Engines have their own.
+    memory; False: none does; True: those that cannot are an error. verify_served: likewise; "auto":
+    what an engine serves is compared with what the ranks train, as fanin.check.served does, in the
+    first update after an init, a restart, a sleep or a reload; False: never; True: in every sync,
+    which fails if that cannot be done. Nothing is compared without ask_trainer. resync: a thread
+    asks the engines every two seconds, and brings the step that it had, or the newest if that has
+    passed, to one that was started again. client: what else fanin.Client takes, for asking the
+    trainer: secret_file, or tls_cert, tls_key and tls_ca; without any the environment's, else the
+    secret that nixl_info.json names. Engines have their own.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
     PyTorch. Raises RequestError, and TypeError for an argument that fanin.Client does not take.
@@ -84,6 +91,7 @@ class Registry:
         api_key: str | None = None,
         init: Mapping[str, Any] | None = None,
         prefetch: bool | str = "auto",
+        verify_served: bool | str = "auto",
         resync: bool = False,
         **client: Any,
     ) -> None:
@@ -100,7 +108,8 @@ class Registry:
         self.pull_timeout = (
             None if pull_timeout is None else check_seconds(pull_timeout, "pull_timeout")
         )
-        self.prefetch = _prefetch(prefetch)
+        self.prefetch = _one_of_three("prefetch", prefetch)
+        self.verify_served = _one_of_three("verify_served", verify_served)
         self.server_name = server_name
         self.ask_trainer = ask_trainer
         self._trainer = trainer
@@ -322,6 +331,7 @@ class Registry:
         skip_dead: bool = False,
         again: bool = False,
         prefetch: bool | str | None = None,
+        verify_served: bool | str | None = None,
     ) -> SyncResult:
         """Brings *step* to every engine, or to those of the groups, all at once.
 
@@ -334,13 +344,20 @@ class Registry:
         that fail the health check are left out (and are failures all the same), instead of nothing
         being done. again: also engines that have this step of this launch of the trainer already;
         they are left alone otherwise. prefetch: None: the registry's; read ahead what of it could
-        not be, says the result's note, and that engine is paused while it reads.
+        not be, says the result's note, and that engine is paused while it reads. verify_served:
+        None: the registry's. True also has engines that have the step pull it again.
 
         First the trainer's ranks are waited for, then the health of all engines is checked; until
         then nothing is paused. Then each engine goes its own way: init (when it is new, was started
         again or failed), reading ahead, pause, start (unless it was for reading ahead), update,
-        finish, resume. One that fails from pause on stays paused, because it may have weights of
-        two steps; the others go on. The next sync tries it again.
+        finish, verify, resume. One that fails from pause on stays paused, because it may have
+        weights of two steps; the others go on. The next sync tries it again.
+
+        verify: an engine that serves something else than what is trained answers nobody, and the
+        error names the tensors. Where that cannot be compared (a trainer without digests of the
+        step, an engine that cannot be asked) the note says why, and the next sync tries it. A
+        worker reads its model once more while it is paused: 1 to 2 s a GB on one core, 6 ms a GB on
+        an H200.
 
         Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
         failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
@@ -351,7 +368,13 @@ class Registry:
         """
         started = time.monotonic()
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
-        options = _options(pause_mode, keep_caches, self.prefetch if prefetch is None else prefetch)
+        options = _options(
+            pause_mode,
+            keep_caches,
+            self.prefetch if prefetch is None else prefetch,
+            self.verify_served if verify_served is None else verify_served,
+        )
+        again = again or options.verify is True
         if step is not None:
             check_step(step)
         _check_version(version)
@@ -419,7 +442,28 @@ class Registry:
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
         version = version or f"step-{step}"
-        return Plan(step, version, info, options, world, deadline, again, draft_run=draft)
+        trained = self._trained(step, world, options, deadline)
+        return Plan(
+            step, version, info, options, world, deadline, again, draft_run=draft, trained=trained
+        )
+
+    def _trained(self, step: int, world: str, options: Options, deadline: float) -> Trained | None:
+        """The ranks' digests of *step*, for later; None: nothing is compared."""
+        if options.verify is False or (options.verify == "auto" and not self.ask_trainer):
+            return None
+        if not self.ask_trainer:
+            raise RequestError.make(
+                "what is served cannot be compared with a trainer that is not asked",
+                'leave verify_served "auto", or let the registry ask the trainer',
+                key="verify_served",
+            )
+        client = {"server_name": self.server_name, "world_id": world or None, **self._client}
+
+        def ask() -> Ranks:
+            left = max(deadline - time.monotonic(), 0.001)
+            return digests_of(self._trainer, self.run, left, client, step)[1]
+
+        return Trained(ask)
 
     def _step_of(self, run: str, step: int | None, deadline: float) -> tuple[int, str]:
         return wait_for_step(
@@ -495,6 +539,13 @@ class Registry:
             told = "are not well, and nothing was paused"
             return _judged(plan, flights, started, told)
         well = [flight for flight in flights if flight.result is None]
+        if plan.trained is not None and any(flight.unproven for flight in well):
+            # Before an engine is paused: ranks may take their time to digest what they hold.
+            try:
+                plan.trained.ranks()
+            except FaninError:
+                if plan.options.verify is True:
+                    raise
         _log.info("fanin.sync: step %d to %d engines", plan.step, len(well))
         plan.flights = well
         self._all(well, Flight.drive, plan.deadline)
@@ -554,7 +605,7 @@ class Registry:
         except BaseException as caught:  # a bug must not look like an engine that hangs
             error = caught
         with self._changed:
-            if error is not None and flight.phase in ("init", "start", "update", "finish"):
+            if error is not None and flight.phase in _TELLS_ANEW:
                 flight.record.told = None  # whatever it was, the next sync tells it again
             if flight.result is None and error is not None:
                 flight.result = failure(flight, error)
@@ -626,17 +677,17 @@ def _say_waiting(flights: Iterable[Flight]) -> None:
     _log.info("fanin.sync: waits for %s", ", ".join(told))
 
 
-def _prefetch(prefetch: object) -> bool | str:
-    """*prefetch* if it is one of PREFETCH, and no 0 or 1 that only equals one."""
+def _one_of_three(name: str, given: object) -> bool | str:
+    """*given* if it is one of PREFETCH, and no 0 or 1 that only equals one."""
     for known in PREFETCH:
-        if prefetch == known and type(prefetch) is type(known):
+        if given == known and type(given) is type(known):
             return known
-    raise RequestError.make(
-        f"prefetch {prefetch!r} is unknown", 'give True, False or "auto"', key="prefetch"
-    )
+    raise RequestError.make(f"{name} {given!r} is unknown", 'give True, False or "auto"', key=name)
 
 
-def _options(pause_mode: str, keep_caches: bool | None, prefetch: object) -> Options:
+def _options(
+    pause_mode: str, keep_caches: bool | None, prefetch: object, verify: object
+) -> Options:
     if pause_mode not in PAUSE_MODES:
         raise RequestError.make(
             f"pause_mode {pause_mode!r} is unknown", "give one of " + ", ".join(PAUSE_MODES)
@@ -649,7 +700,12 @@ def _options(pause_mode: str, keep_caches: bool | None, prefetch: object) -> Opt
             'leave keep_caches out with pause_mode "keep", or use "retract"',
             key="keep_caches",
         )
-    return Options(pause_mode, bool(keep_caches), _prefetch(prefetch))
+    return Options(
+        pause_mode,
+        bool(keep_caches),
+        _one_of_three("prefetch", prefetch),
+        _one_of_three("verify_served", verify),
+    )
 
 
 def _check_version(version: str | None) -> None:

@@ -57,7 +57,8 @@ _ADD = {
 _SYNC = {
     "step", "model_id", "pools", "pause_mode", "flush_cache", "keep_caches",
     "cache_invalidation_mode",
-    "weight_version", "quantization", "timeout", "skip_dead", "again", "prefetch", *_UNNEEDED,
+    "weight_version", "quantization", "timeout", "skip_dead", "again", "prefetch", "verify_served",
+    *_UNNEEDED,
 }  # fmt: skip
 
 
@@ -109,13 +110,13 @@ class _Body:
             )
         return value
 
-    def prefetch(self) -> bool | str | None:
+    def one_of_three(self, name: str) -> bool | str | None:
         """True, False, "auto", or None: not said."""
-        value = self._body.get("prefetch")
+        value = self._body.get(name)
         if value is None or isinstance(value, (bool, str)):
             return value
         raise RequestError.make(
-            f"prefetch {value!r} is unknown", 'send true, false or "auto"', key="prefetch"
+            f"{name} {value!r} is unknown", 'send true, false or "auto"', key=name
         )
 
     def notices(self) -> list[str]:
@@ -295,7 +296,8 @@ class Service:
                 keep_caches=keep,
                 skip_dead=body.flag("skip_dead"),
                 again=body.flag("again"),
-                prefetch=body.prefetch(),
+                prefetch=body.one_of_three("prefetch"),
+                verify_served=body.one_of_three("verify_served"),
             )
         except SyncError as error:
             timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"

@@ -47,11 +47,13 @@ class InitInfo:
 @dataclass(frozen=True, slots=True)
 class Options:
     """How one sync is to be made. pause_mode: of PAUSE_MODES. keep_caches: what was computed with
-    the old weights stays. prefetch: of PREFETCH."""
+    the old weights stays. prefetch: of PREFETCH. verify: whether what is served is compared with
+    what is trained: True: now; "auto": if it was not since the weights came from elsewhere."""
 
     pause_mode: str = "retract"
     keep_caches: bool = False
     prefetch: bool | str = "auto"
+    verify: bool | str = "auto"
 
 
 class Wire:
@@ -63,7 +65,7 @@ class Wire:
 
     def __init__(self, url: str, api_key: str | None = None, *, withheld: bool = False) -> None:
         self.url = url
-        self._api_key = checked_key(api_key)
+        self.api_key = checked_key(api_key)
         self.withheld = withheld
 
     def get(self, path: str, phase: str, deadline: float) -> Reply:
@@ -81,7 +83,7 @@ class Wire:
         self, method: str, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float
     ) -> Reply:
         try:
-            return ask_json(method, self.url, path, body, deadline=deadline, api_key=self._api_key)
+            return ask_json(method, self.url, path, body, deadline=deadline, api_key=self.api_key)
         except TimeoutError as error:
             raise PullTimeoutError.make(
                 f"{self.url}{_bare(path)}: no answer in time",

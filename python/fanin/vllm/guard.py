@@ -12,7 +12,8 @@ core learns from each answer what every worker holds. While that is not one whol
 * ``LLM.generate`` raises.
 
 So it is after a sleep that has given the weights up, until each model's are pulled, or the main
-model's loaded from disk. A draft that vLLM keeps through the sleep is as it was.
+model's loaded from disk. A draft that vLLM keeps through the sleep is as it was. So it is when the
+orchestrator has found that what is served is not what is trained (:mod:`fanin.check`).
 
 So it is from the start on with ``FANIN_REQUIRE_STEP=1``: an engine that was started again would
 answer with its checkpoint.
@@ -56,6 +57,7 @@ WATCHED = frozenset(
         "reload_weights",
         "fanin_check_weights",
         "fanin_lose_weights",
+        "fanin_disown_weights",
     }
 )
 REMEDY = (
@@ -103,13 +105,23 @@ def fanin_leave_update(worker: Any) -> None:
 
 
 def fanin_lose_weights(worker: Any, why: str) -> None:
-    """The weights of this worker's models are gone, but for what vLLM puts back when it wakes."""
+    """The weights of this worker's models are gone, but for what vLLM puts back when it wakes.
+
+    why: "" if it puts all of them back.
+    """
     engine: Any = getattr(worker, "weight_transfer_engine", None)
     if hasattr(engine, "lost"):
         engine.lost(why, frozenset(getattr(worker, "_sleep_saved_parameters", ())))
 
 
-METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights)
+def fanin_disown_weights(worker: Any, why: str) -> None:
+    """The weights of this worker's model are there, and wrong: nobody is answered with them."""
+    engine: Any = getattr(worker, "weight_transfer_engine", None)
+    if hasattr(engine, "disown"):
+        engine.disown(why)
+
+
+METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights, fanin_disown_weights)
 
 
 # ------------------------------------------------------------------------ in the engine core
@@ -393,11 +405,11 @@ def _guard_core(core_class: Any) -> None:
     def sleeping(original: Any) -> Any:
         def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
             def lose(_: Any) -> None:
-                why = f"the weights were given up by sleep at level {level}"
+                why = f"the weights were given up by sleep at level {level}" if level > 1 else ""
                 self.collective_rpc("fanin_lose_weights", None, (why,))
 
             done = original(self, level, mode)
-            if level >= 2 and ours(self.vllm_config):
+            if level >= 1 and ours(self.vllm_config):
                 if isinstance(done, Future):
                     # It waits for requests under way, and updates may end meanwhile. Callbacks run
                     # in the order in which they came: this one before whoever waits is answered.

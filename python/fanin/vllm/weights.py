@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import secrets
 import time
 from collections.abc import Container, Iterable
 from typing import Any
@@ -126,6 +127,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main = _Target(self._worker, model, self.model_config)
         self._draft: _Target | None = None
         self._info: Init | None = None
+        self._anew()
+
+    def _anew(self) -> None:
+        """What is known of the weights ends here: the next update is proven again."""
+        self._basis = secrets.token_hex(8)
 
     def _target(self) -> _Target:
         """Of the model that vLLM has chosen for this update."""
@@ -142,6 +148,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def reloaded(self) -> None:
         """vLLM has loaded the model from disk, as it was started with."""
+        self._anew()
         self._main.updates.reloaded()
         self._main.given_up = None
 
@@ -152,7 +159,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         kept: the parameters that vLLM puts back, by its names for them. A draft is as it was if
         they are all that it does not share. The main model is lost all the same: what processing
         makes beside parameters (MLA) is not put back. A draft's lack of that changes no answer.
+        why: "" if vLLM puts all of it back.
         """
+        self._anew()
+        if not why:
+            return
         self._main.updates.lost(why)
         self._main.given_up = (why, kept)
         draft = self._draft
@@ -161,6 +172,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             own -= reload.shared(draft.model, self._main.model)
             if not kept.issuperset(f"draft.{name}" for name in own):
                 draft.updates.lost(why)
+
+    def disown(self, why: str) -> None:
+        """Somebody has found that the model's weights are not what was trained."""
+        self._main.updates.lost(why)
 
     # ------------------------------------------------------------------------------ vLLM's calls
 
@@ -337,6 +352,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "kept": sorted(target.kept),
             "external_kv": external_kv.has_some(self.vllm_config),
             "draft_step": None if self._draft is None else self._draft.updates.step,
+            "basis": self._basis,
         }
 
     def reset_weight_update_target(self) -> None:
@@ -372,6 +388,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _prepare(self, target: _Target, info: Init, published: Published) -> None:
         start = time.monotonic()
+        self._anew()
         if target.landing is not None:
             target.landing.close()
         target.shadow = target.landing = target.published = None

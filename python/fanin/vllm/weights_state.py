@@ -28,7 +28,9 @@ def fanin_weights_state(worker: Any) -> dict[str, Any]:
     weights are not whole, "" if they are. ahead: what is read ahead, with its state ("reading",
     "ready", "failed"), None: nothing. last: what the last update did, None: there was none. kept:
     paths of what no update fills, by ``keep``. external_kv: whether the engine has a connector.
-    drafts: whether the worker has a draft model. draft_step: of that model's last update.
+    drafts: whether the worker has a draft model. draft_step: of that model's last update. basis:
+    another text after each init, sleep and reload, and when the trainer publishes other tensors:
+    what was proven of the weights before is not proven of the next step.
     """
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "state"):
