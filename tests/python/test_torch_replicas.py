@@ -66,6 +66,7 @@ def numpy_digests(monkeypatch):
 
     monkeypatch.setattr(_replicas, "box_digests", digests)
     monkeypatch.setattr(_replicas, "_UNIT", 64)
+    monkeypatch.setattr(_replicas, "_TICK", 0.05)
 
 
 class World:
@@ -209,7 +210,8 @@ def test_a_part_that_its_rank_takes_back_is_not_waited_for():
             return found
 
     store = Racing()
-    first, second, third = (_replicas.Mailbox(store, "p", rank, (0, 1, 2)) for rank in range(3))
+    mailboxes = (_replicas.Mailbox(store, "p", rank, (0, 1, 2), "full:0") for rank in range(3))
+    first, second, third = mailboxes
     first.leave(b"text")
     second.leave(b"text")
     third.fail("no memory")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import secrets
 import struct
@@ -24,13 +25,19 @@ from typing import Any, NamedTuple
 
 from fanin._cover import Part
 from fanin._digest import box_digests
-from fanin.errors import FaninError, RequestError, StateError
+from fanin.errors import RequestError, StateError
 from fanin.torch._union import Replicated, Whole, ranks_text
+
+_log = logging.getLogger("fanin.torch")
 
 _WAIT = 600.0
 """Seconds that a rank waits for the others of a box: as long as NCCL's collectives do."""
 _GRACE = 10.0
 """Seconds more for the answer of the rank that waits so long for the others."""
+_TICK = 1.0
+"""Seconds after which a rank that waits looks whether another one has failed."""
+_QUIET = 10.0
+"""Seconds after which a rank that waits logs for whom."""
 _SHARE = 0.01
 """Of the time between two publishes, that digests may take."""
 _FIRST_STEP = 1.0
@@ -90,7 +97,10 @@ class Told:
 class Mailbox:
     """What the ranks of a group leave for each other in torch.distributed's store."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...], publication: str
+    ) -> None:
+        self.publication = publication
         self._store = store
         self._prefix = f"{prefix}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
         self._rank = rank
@@ -99,12 +109,7 @@ class Mailbox:
 
     def leave(self, text: bytes) -> str:
         """Tells this rank's part; returns the word under which the verdict will come."""
-        if self._has_failed:
-            for rank in self._ranks:
-                told = self._peek(self._failure(rank))
-                if told and json.loads(told)[0] == self._rank:
-                    self._remove(self._failure(rank))
-            self._has_failed = False
+        self.take_back()
         word = secrets.token_hex(8)
         self._store.set(self._part(self._rank), word.encode() + text)
         return word
@@ -118,10 +123,19 @@ class Mailbox:
                     self._store.set(self._failure(rank), text)
             self._has_failed = True
 
+    def take_back(self) -> None:
+        """This rank comes again: the others need not know any more that it has failed."""
+        if self._has_failed:
+            for rank in self._ranks:
+                told = self._peek(self._failure(rank))
+                if told and json.loads(told)[0] == self._rank:
+                    self._remove(self._failure(rank))
+            self._has_failed = False
+
     def judge(self, verdict: Callable[[dict[int, bytes]], bytes]) -> None:
         """For the first rank of the group: waits for all, and tells each the verdict of them."""
         keys = [self._part(rank) for rank in self._ranks]
-        found = self._wait(keys, _WAIT)
+        found = self._wait(keys, _WAIT, self._ranks)
         texts = {r: text for r in self._ranks if (text := self._peek(self._part(r)))}
         if not found:
             found = verdict({rank: text[16:] for rank, text in texts.items()})
@@ -135,7 +149,7 @@ class Mailbox:
     def verdict(self, word: str) -> bytes:
         """What the first rank of the group says."""
         key = f"{self._prefix}/{word}"
-        found = self._wait([key], _WAIT + _GRACE)
+        found = self._wait([key], _WAIT + _GRACE, self._ranks[:1])
         if not found:
             found = bytes(self._store.get(key))
             self._remove(key)
@@ -159,17 +173,32 @@ class Mailbox:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
             self._store.delete_key(key)
 
-    def _wait(self, keys: list[str], seconds: float) -> bytes:
-        """Why the keys are not all there: ``failed`` and who has, or ``absent``."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def _wait(self, keys: list[str], seconds: float, ranks: Sequence[int]) -> bytes:
+        """Why the keys are not all there: ``failed`` and who has, or ``absent``.
+
+        ranks: those without which they are not, for the log.
+        """
+        began = time.monotonic()
+        is_quiet = True
+        while time.monotonic() < began + seconds:
             with contextlib.suppress(RuntimeError):
-                self._store.wait(keys, timedelta(seconds=min(1.0, _WAIT)))
+                self._store.wait(keys, timedelta(seconds=_TICK))
                 return b""
             if text := self._peek(self._failure(self._rank)):
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
+            if is_quiet and time.monotonic() > began + _QUIET:
+                is_quiet = False
+                self._log_absent(ranks, _WAIT - _QUIET)
         return b"absent"
+
+    def _log_absent(self, ranks: Sequence[int], seconds: float) -> None:
+        if absent := [rank for rank in ranks if not self._peek(self._part(rank))]:
+            _log.warning(
+                "fanin: rank %d waits for %s to publish %s, %.0f s more at most: every rank of "
+                "the server must publish it",
+                *(self._rank, ranks_text(absent), self.publication, seconds),
+            )
 
 
 class Group:
@@ -214,7 +243,9 @@ class Replicas:
         """store: of torch.distributed; prefix: the same on all ranks, and no other run's."""
         self._publication = publication
         self._rank = rank
-        self._groups = [Group(one, Mailbox(store, prefix, rank, one.ranks)) for one in boxes]
+        self._groups = [
+            Group(one, Mailbox(store, prefix, rank, one.ranks, publication)) for one in boxes
+        ]
         self._waiting = list(self._groups)
         """The groups that have no verdict of the publish that is under way, or comes next."""
         self._began = 0.0
@@ -279,9 +310,12 @@ class Replicas:
         if kind == b"equal":
             group.go_on(int(text))
             return
-        error = _refusal(kind, json.loads(text or b"[]"), self._publication, group, sample, step)
+        details = json.loads(text or b"[]")
+        if kind == b"odd":
+            raise _odd_error(details, self._publication, group, sample, step)
+        error = refusal(kind, details, self._publication, step)
         if kind == b"absent":  # who comes late need not wait for those that have given up
-            group.mailbox.fail(error.message, json.loads(text))
+            group.mailbox.fail(error.message, details)
         raise error
 
     def _exchanged(
@@ -360,20 +394,23 @@ def _odd(told: dict[int, Told]) -> bytes:
     return b"steps []"  # they were written meanwhile
 
 
-def _refusal(
-    kind: bytes, told: Any, publication: str, group: Group, sample: list[Unit], step: int
-) -> FaninError:
-    if kind == b"odd":
-        first, rank, unit, count = told
-        name = sample[unit].name
-        return RequestError.make(
-            f"'{name}' of {publication} has other values on rank {first} than on rank {rank} at "
-            f"step {step} ({count} of {len(sample)} parts that were compared differ), and both "
-            "publish them: workers would read either. The step is not published",
-            (_PARTS if group.is_first else "") + _LATE,
-            key=name,
-            rank=rank,
-        )
+def _odd_error(
+    told: Any, publication: str, group: Group, sample: list[Unit], step: int
+) -> RequestError:
+    first, rank, unit, count = told
+    name = sample[unit].name
+    return RequestError.make(
+        f"'{name}' of {publication} has other values on rank {first} than on rank {rank} at "
+        f"step {step} ({count} of {len(sample)} parts that were compared differ), and both "
+        "publish them: workers would read either. The step is not published",
+        (_PARTS if group.is_first else "") + _LATE,
+        key=name,
+        rank=rank,
+    )
+
+
+def refusal(kind: bytes, told: Any, publication: str, step: int) -> StateError:
+    """Why a mailbox's verdict is not the one that was waited for."""
     if kind == b"failed":
         rank, message = told
         return StateError.make(
