@@ -30,6 +30,7 @@ from fanin.errors import (
 from fanin.info import read_info
 from fanin.server import Stream
 from fanin.torch import AdapterServer, Slice, chain, per_expert, slot
+from fanin.torch import _replicas as replicas_module
 from fanin.torch import _world as world_module
 from fanin.torch._world import Report, base_port_for, choose_addresses
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -1316,6 +1317,106 @@ def information(rank, scratch):
         torch.distributed.barrier()
 
 
+def trained_parameters(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def write(params):
+    with torch.no_grad():
+        for param in params:
+            param.mul_(1.5)
+
+
+def stale_replicas(rank, scratch):
+    """Each rank has its own half of a step; the rest comes with the next forward."""
+    model = adapted()
+    params = trained_parameters(model)
+    halves = params[::2], params[1::2]
+    with serve(model) as server:
+        server.publish(0)
+        compare(server, model, rank, scratch)
+        with pytest.raises(RequestError, match="has other values on rank 0 than on rank 1") as told:
+            with server.updating(1):
+                write(halves[rank])
+        assert "lora_" in told.value.key and "force_sync=True" in told.value.remedy
+        assert server.runs == {"lora:0": 0}
+        write(halves[1 - rank])
+        server.publish(1)
+        compare(server, model, rank, scratch, step=1)
+
+
+def runs_that_come_and_go(rank, scratch):
+    model = adapted()
+    model.add_adapter("other", lora(r=2, base_model_name_or_path=BASE))
+    with serve(model, run=None) as server:
+        for name in ("other", "default") if rank else ("default", "other"):
+            server.add_run(name, model, adapter=name)
+        steps = {"default": 0, "other": 5}  # in any order
+        server.publish(dict(reversed(steps.items())) if rank else steps)
+        compare(server, values(model), rank, scratch, run="default")
+        server.remove_run("other")
+        if rank:  # it is drawn anew, by each rank with a seed of its own
+            write(param for name, param in model.named_parameters() if "other" in name)
+        server.add_run("other", model, adapter="other")
+        with pytest.raises(RequestError, match="of lora:other has other values") as caught:
+            server.publish({"other": 6})
+        assert caught.value.rank == 1
+        server.publish({"default": 1})
+        compare(server, values(model), rank, scratch, run="default", step=1)
+
+
+def modules_that_join(rank, scratch):
+    """What joins is compared whole, and so is what has got another shape."""
+    model = adapted(lora(target_modules=["q_proj"]))
+
+    def renew(r, seed):
+        model.delete_adapter("default")
+        config = lora(r=r, base_model_name_or_path=BASE)  # v_proj as well
+        model.add_adapter("default", config)
+        model.set_adapter("default")
+        fill(model, seed)
+
+    with serve(model) as server:
+        server.publish(0)
+        with server.updating(1):
+            renew(2, 4)
+        compare(server, model, rank, scratch, step=1)
+        with pytest.raises(RequestError, match="other values"), server.updating(2):
+            renew(3, 5 + rank)
+
+
+def a_run_on_one_rank(rank, scratch):
+    """Known from the constructor: nobody waits for the other one."""
+    model = adapted()
+    with serve(model, run="0" if rank == 0 else None) as server:
+        if rank == 0:
+            server.publish(0)
+        else:
+            with pytest.raises(RequestError, match="rank 1 made the server without a run"):
+                server.add_run("b")
+        compare(server, model, rank, scratch)
+
+
+def a_run_that_one_rank_never_adds(rank, scratch):
+    wait, replicas_module._WAIT = replicas_module._WAIT, 1.5
+    try:
+        with serve(adapted(), run=None) as server:
+            if rank == 0:
+                server.add_run("a")
+                with pytest.raises(StateError, match="rank 1 did not come to publish step 0 of lo"):
+                    server.publish(0)
+            torch.distributed.barrier()
+            replicas_module._WAIT = wait
+            if rank == 1:
+                server.add_run("a")
+                with pytest.raises(StateError, match="rank 0 does not publish step 0 of lora:a"):
+                    server.publish(0)
+            torch.distributed.barrier()
+            server.publish(0)
+    finally:
+        replicas_module._WAIT = wait
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -1332,6 +1433,11 @@ def information(rank, scratch):
         "one_rank_fails",
         "several_hosts",
         "information",
+        "stale_replicas",
+        "runs_that_come_and_go",
+        "modules_that_join",
+        "a_run_on_one_rank",
+        "a_run_that_one_rank_never_adds",
     ],
 )
 def test_two_ranks(ranks, name):

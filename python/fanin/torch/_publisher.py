@@ -146,13 +146,18 @@ class Publisher:
             source = prepare()
         except Exception as caught:
             error = cause_of(caught)
-        reports = ranks.gather(report(error))
+        reports = ranks.gather(report(error, source is not None))
         raise_first([item.error for item in reports], ranks.rank, "describe its parameters")
+        world_id: bytes = reports[0].world_id
         self._ranks = ranks
+        self._rank = ranks.rank
+        self._world_id = world_id.hex()
+        having = tuple(rank for rank, item in enumerate(reports) if item.has_run)
+        #: The ranks that publish runs: those that began with one, or all.
+        self._publishing = having or tuple(range(ranks.size))
         if source is not None:
             source = self._agreed(source)
 
-        world_id: bytes = reports[0].world_id
         address = ""
         try:
             listening = choose_addresses(reports, serving.bind, serving.advertise, serving.allow)
@@ -190,8 +195,6 @@ class Publisher:
         assert server is not None
         self._server = server
         self._secret_file = secret_here(more)
-        self._rank = ranks.rank
-        self._world_id = world_id.hex()
         self._addresses = [item[1] for item in answers]
         tell_segments(ranks.rank, [one.network for one in reports], [item[2] for item in answers])
         self._finalizer = weakref.finalize(self, _finish, server, os.getpid())
@@ -574,7 +577,8 @@ class Publisher:
                 run.stands = False
                 begun.append(run)
             yield
-            for run, step in runs:
+            # Ranks may name their runs in any order, and must not wait for each other's.
+            for run, step in sorted(runs, key=lambda one: one[0].publication):
                 self._prove(run, step)
             for run, step in runs:
                 self._commit(run, step)

@@ -30,6 +30,8 @@ class Report:
     local_rank: int | None
     world_id: bytes
     """Rank 0's is everybody's."""
+    has_run: bool = True
+    """It names a run to begin with."""
 
 
 class Ranks:
@@ -99,7 +101,7 @@ def network_of_host() -> str:
         return socket.gethostname()
 
 
-def report(error: FaninError | None) -> Report:
+def report(error: FaninError | None, has_run: bool) -> Report:
     """This rank's report. The world id is drawn anew, and used if this is rank 0."""
     local = os.environ.get("LOCAL_RANK", "")
     return Report(
@@ -108,6 +110,7 @@ def report(error: FaninError | None) -> Report:
         network_of_host(),
         int(local) if local.isdigit() else None,
         secrets.token_bytes(16),
+        has_run,
     )
 
 

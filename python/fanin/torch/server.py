@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from fanin.errors import RequestError
-from fanin.server import publication_of
+from fanin.server import Server, publication_of
 from fanin.torch._adapters import choose_adapter, find_adapter
 from fanin.torch._cast import Cast
+from fanin.torch._common import Common
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source
 from fanin.torch._scales import Scales
 from fanin.torch._tree import Found
+from fanin.torch._union import ranks_text
 
 __all__ = ["AdapterServer"]
 
@@ -66,7 +68,8 @@ class AdapterServer(Publisher):
             optimizer.step()
 
     :param model: the module that PEFT made, or one that holds parameters named like PEFT's.
-    :param run: the run whose adapter this is; None: no run yet, see :meth:`add_run`.
+    :param run: the run whose adapter this is; None: no run yet, see :meth:`add_run`. If only some
+        ranks name a run, the others never have one.
     :param base_port: rank r listens on ``base_port + r``, or on ``base_port`` plus its rank on
         its host with ``port_by="local"``; 0: any free port.
     :param name: engines must ask for servers of this name.
@@ -100,6 +103,14 @@ class AdapterServer(Publisher):
     :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.
 
     Blocks until all ranks have come here. If one rank fails, all raise, naming it.
+
+    All ranks publish the same runs and steps. At a run's first publish, and when its tensors have
+    other names or shapes, all ranks wait for each other and tell which boxes they hold. At every
+    publish the ranks that hold the same box compare it as those of
+    :class:`fanin.torch.WeightServer` do. Where replicas differ, RequestError names the tensor and
+    two ranks, and none of them publishes. Each wait ends after ten minutes, with a StateError that
+    names the rank; after ten seconds the log names it. Ranks that have no part in an adapter are
+    left out by ``group``, or make the server with ``run=None`` while others name a run.
 
     What else PEFT saves with the LoRA parameters is published too: trained biases, parameters and
     persistent buffers of ``modules_to_save``, trained tokens, and its configuration as it is at
@@ -144,6 +155,8 @@ class AdapterServer(Publisher):
         use_ucx: bool = True,
         **more: Any,
     ) -> None:
+        #: The proof that replicas are replicas; empty: there is one rank.
+        self._common: dict[str, Common] = {}
         serving = Serving(
             base_port,
             name,
@@ -182,15 +195,53 @@ class AdapterServer(Publisher):
 
         ``model`` is any module that holds them, default the one that the server was made for; the
         other arguments are those of the constructor. Readable from the run's first
-        :meth:`publish` or :meth:`updating` on. Does not block.
+        :meth:`publish` or :meth:`updating` on. Does not block: the first publish waits for ranks
+        that have not added the run yet.
 
         :raises RequestError: the run is there already; the constructor's reasons.
         """
         source = _source(run, self._model if model is None else model, adapter, names, config)
         self._refuse_known(source.publication)
+        if self._rank not in self._publishing:
+            raise RequestError.make(
+                f"this rank {self._rank} made the server without a run, and "
+                f"{ranks_text(self._publishing)} with one: only ranks that begin with a run have "
+                "more of them",
+                "give run= on every rank that has an adapter, or run=None on all",
+                key=source.publication,
+                rank=self._rank,
+            )
         self._register(self._server, source)
 
+    def remove_run(self, run: Run) -> None:
+        """As :meth:`Publisher.remove_run`."""
+        super().remove_run(run)
+        if (common := self._common.pop(self._publication(run), None)) is not None:
+            common.close()
+
     # -- inside -----------------------------------------------------------------------------
+
+    def _register(self, server: Server, source: Source) -> OneRun:
+        run = super()._register(server, source)
+        if (store := self._ranks.store()) is not None:
+            common = self._common[run.publication] = Common(
+                store, f"fanin/{self._world_id}", run.publication, self._rank, self._publishing
+            )
+            common.tell(source.change.shards)
+        return run
+
+    def _tell(self, run: OneRun, change: Change) -> None:
+        super()._tell(run, change)
+        if (common := self._common.get(run.publication)) is not None:
+            common.tell(change.shards, change.removed)
+
+    def _prove(self, run: OneRun, step: int) -> None:
+        if (common := self._common.get(run.publication)) is not None:
+            common.check(step, run.parameters.values)
+
+    def _unpublished(self, run: OneRun, error: BaseException) -> None:
+        if (common := self._common.get(run.publication)) is not None:
+            common.fail(f"{type(error).__name__}: {error}"[:400])
 
     def _resolved(self, run: OneRun) -> Change:
         change, metadata = super()._resolved(run), run.describe()
