@@ -1345,6 +1345,21 @@ def stale_replicas(rank, scratch):
         compare(server, model, rank, scratch, step=1)
 
 
+def replicas_of_slots(rank, scratch):
+    """One expert of one of two runs that lie in the same parameters is another one's on rank 1."""
+    model = Stacked()
+    with torch.no_grad():
+        model.experts.w2_lora_B[1, 2, 15, 3] += rank
+    with serve(model, run=None) as server:
+        for run in range(2):
+            server.add_run(run, names=chain(slot(run), per_expert), config=FIELDS)
+        server.publish({0: 1})
+        compare(server, slot_values(model, 0), rank, scratch)
+        with pytest.raises(RequestError) as caught:
+            server.publish({1: 1})
+        assert caught.value.key == "base_model.model.experts.2.down_proj.lora_B.weight"
+
+
 def runs_that_come_and_go(rank, scratch):
     model = adapted()
     model.add_adapter("other", lora(r=2, base_model_name_or_path=BASE))
@@ -1434,6 +1449,7 @@ def a_run_that_one_rank_never_adds(rank, scratch):
         "several_hosts",
         "information",
         "stale_replicas",
+        "replicas_of_slots",
         "runs_that_come_and_go",
         "modules_that_join",
         "a_run_on_one_rank",

@@ -285,7 +285,7 @@ class Parameters:
         """The memory of a box that is published under *name*, as a tensor."""
         item = self._by_name[name]
         assert item.state is not None
-        (shard,) = [one for one in self._shards(item, item.state) if one.name == name]
+        (shard,) = self._shards(item, item.state, name)
         (box,) = [one for one in shard.boxes if (one.offset, one.extent) == part]
         return view_of(item.state, box)
 
@@ -398,7 +398,8 @@ class Parameters:
                 ) from None
         return slices
 
-    def _shards(self, item: Item, state: State) -> list[Shard]:
+    def _shards(self, item: Item, state: State, name: str | None = None) -> list[Shard]:
+        """Of all that *item* is published as, or of what is published under *name*."""
         dtype, shape = torch_dtype(state.dtype), state.shape
         if dtype is None:
             raise RequestError.make(
@@ -422,6 +423,8 @@ class Parameters:
         pieces: dict[str, list[Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for part in state.slices:
+            if name not in (None, part.key):
+                continue
             shapes[part.key] = published_shape(part, shape)
             mine = slice_boxes(boxes, shape, part.index, part.at) if part.is_cut else boxes
             pieces.setdefault(part.key, []).extend(mine)
