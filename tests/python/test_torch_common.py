@@ -46,9 +46,9 @@ class Rank:
     def publish(self, step):
         """What it raises, None: nothing."""
         try:
-            self.common.check(step, lambda name, part: Tensor(self.values[(name, *part)]))
+            self.common.check((step, 0), lambda name, part: Tensor(self.values[(name, *part)]))
         except FaninError as error:
-            self.common.fail(str(error))
+            self.common.fail(str(error), (step, 0))
             return error
 
 
@@ -88,7 +88,7 @@ def met(rank):
 
 
 def test_ranks_find_what_they_have_in_common(store):
-    """a: of 0 and 1; b: rows of 2 and 3, of 0 and 1; c: 3 alone; 4 has another run only."""
+    """a: of 0 and 1; b: rows of 2 and 3, of 0 and 1; c: 3 alone."""
     top, bottom = shard("b", (0, 4)), shard("b", (4, 8))
     held = [[shard("a", ALL), top], [shard("a", ALL), bottom], [top], [bottom, shard("c", ALL)]]
     ranks = [Rank(store, rank, (0, 1, 2, 3), one) for rank, one in enumerate(held)]
@@ -174,7 +174,7 @@ def test_a_rank_that_fails_is_not_waited_for(store, failed, steps):
     ranks = two(store)
     for step in range(steps):
         assert publish(ranks, step) == [None, None]
-    ranks[failed].common.fail("ValueError: the loss is NaN")
+    ranks[failed].common.fail("ValueError: the loss is NaN", (steps, 0))
     other = ranks[1 - failed]
     other.tell([shard("c", ALL)])
     (error,) = publish([other], steps)
@@ -188,7 +188,7 @@ def test_a_run_that_is_removed_and_added_again(store):
     ranks = two(store)
     assert publish(ranks, 0) == [None, None]
     for rank in ranks:
-        rank.common.fail("the loss is NaN")
+        rank.common.fail("the loss is NaN", (1, 0))
         rank.common.close()
     ranks = two(store, [shard("c", ALL)])
     assert publish(ranks, 9) == [None, None]
@@ -200,4 +200,4 @@ def test_the_log_names_who_is_waited_for(monkeypatch, store, caplog):
     monkeypatch.setattr(_replicas, "_WAIT", 0.3)
     publish([Rank(store, 0, (0, 1, 2), WHOLE)], 0)
     (line,) = caplog.messages
-    assert line.startswith("fanin: rank 0 waits for ranks 1-2 to publish lora:0")
+    assert line.startswith("fanin: rank 0 waits for ranks 1-2 to agree on the tensors of lora:0")

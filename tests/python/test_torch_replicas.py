@@ -98,17 +98,18 @@ class World:
             for rank in self.ranks
         }
 
-    def publish(self, steps, ranks=None):
+    def publish(self, steps, ranks=None, tried=0):
         """What each rank raises, None: nothing; steps: one, or one a rank."""
         raised = {}
 
         def run(rank):
             step = steps[rank] if isinstance(steps, dict) else steps
             try:
-                self.replicas[rank].check(step, lambda name, _: Tensor(self.tensors[rank][name]))
+                values = self.tensors[rank]
+                self.replicas[rank].check((step, tried), lambda name, _: Tensor(values[name]))
                 raised[rank] = None
             except (RequestError, StateError) as error:
-                self.replicas[rank].fail(str(error))
+                self.replicas[rank].fail(str(error), (step, tried))
                 raised[rank] = error
 
         threads = [threading.Thread(target=run, args=(r,)) for r in ranks or self.ranks]
@@ -183,13 +184,46 @@ def test_a_rank_that_does_not_come(monkeypatch, absent):
 def test_a_rank_that_fails_is_not_waited_for(failed):
     world = World({"a": (0, 1)})
     assert world.publish(0) == [None] * 2
-    world.replicas[failed].fail("ValueError: NaN")
+    world.replicas[failed].fail("ValueError: NaN", (1, 0))
     began = time.monotonic()
     (error,) = world.publish(1, [1 - failed])
     assert time.monotonic() - began < 10
     assert f"rank {failed} does not publish step 1 of full:0: ValueError: NaN" in str(error)
     assert world.publish(1) == [None] * 2
     assert world.store.held == {}
+
+
+@pytest.mark.parametrize("again", [(2, 0), (1, 1)])
+def test_ranks_that_failed_together_wait_for_each_other_at_the_next_try(again):
+    """At the next step, or at the same one: nobody takes the others' last failure for a new one."""
+    world = World({"a": (0, 1)})
+    assert world.publish(0) == [None] * 2
+    for rank in (0, 1):
+        world.replicas[rank].fail("ValueError: NaN", (1, 0))
+    step, tried = again
+    errors = []
+    early = threading.Thread(target=lambda: errors.extend(world.publish(step, [0], tried)))
+    early.start()
+    time.sleep(10 * _replicas._TICK)  # it looks for failures meanwhile
+    assert world.publish(step, [1], tried) == [None]
+    early.join(30)
+    assert errors == [None]
+    assert world.store.held == {}
+
+
+def test_a_store_that_is_gone():
+    class Gone(Store):
+        def set(self, key, value):
+            raise RuntimeError("Broken pipe")
+
+        compare_set = set
+
+    world = World({"a": (0, 1)})
+    for replicas in world.replicas.values():
+        replicas._groups[0].mailbox._store = Gone()
+    for error in world.publish(0):
+        assert isinstance(error, StateError)
+        assert "store does not answer: Broken pipe. The ranks must publish full:0" in str(error)
 
 
 def test_a_group_that_fails_is_told_to_the_others():
@@ -212,7 +246,7 @@ def test_a_part_that_its_rank_takes_back_is_not_waited_for():
     store = Racing()
     mailboxes = (_replicas.Mailbox(store, "p", rank, (0, 1, 2), "full:0") for rank in range(3))
     first, second, third = mailboxes
-    first.leave(b"text")
-    second.leave(b"text")
-    third.fail("no memory")
+    first.leave(b"text", (0, 0))
+    second.leave(b"text", (0, 0))
+    third.fail("no memory", (0, 0))
     first.judge(lambda texts: b"equal 1")

@@ -18,7 +18,7 @@ from typing import Any
 from fanin._cover import Parts
 from fanin._tensors import Shard
 from fanin.errors import StateError
-from fanin.torch._replicas import Mailbox, Replicas, Values, refusal
+from fanin.torch._replicas import At, Mailbox, Replicas, Values, refusal
 from fanin.torch._union import Replicated, Table, Told, compress, entry_of, ranks_text, replicated
 
 
@@ -34,7 +34,9 @@ class Common:
         self._publication = publication
         self._rank = rank
         self._ranks = ranks
-        self._mailbox = Mailbox(store, f"{prefix}/{publication}", rank, ranks, publication)
+        self._mailbox = Mailbox(
+            store, f"{prefix}/{publication}", rank, ranks, f"agree on the tensors of {publication}"
+        )
         self._table: Table = {}
         self._replicas: Replicas | None = None
         """None: the ranks have to tell each other."""
@@ -50,38 +52,36 @@ class Common:
             del self._table[name]
             self._replicas = None
 
-    def check(self, step: int, values: Values) -> None:
+    def check(self, at: At, values: Values) -> None:
         """As :meth:`Replicas.check`; at the first publish, and when the boxes have changed, it
         waits for all ranks that publish runs."""
         self._mailbox.take_back()
         if self._replicas is None:
-            self._replicas = self._met(step)
-        self._replicas.check(step, values)
+            self._replicas = self._met(at)
+        self._replicas.check(at, values)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, at: At) -> None:
         """As :meth:`Replicas.fail`."""
         if self._replicas is not None:
-            self._replicas.fail(message)
-        self._mailbox.fail(message)
+            self._replicas.fail(message, at)
+        self._mailbox.fail(message, at)
 
     def close(self) -> None:
         """The run is removed on this rank."""
         self._mailbox.take_back()
 
-    def _met(self, step: int) -> Replicas:
+    def _met(self, at: At) -> Replicas:
         told, text = compress(self._table)
         found = [told.digest.hex(), told.geometries, base64.b85encode(text).decode()]
-        word = self._mailbox.leave(json.dumps(found).encode())
-        if self._rank == self._ranks[0]:
-            self._mailbox.judge(_united)
-        kind, _, answer = self._mailbox.verdict(word).partition(b" ")
+        verdict = self._mailbox.exchange(json.dumps(found).encode(), at, _united)
+        kind, _, answer = verdict.partition(b" ")
         if kind == b"absent":
             absent = json.loads(answer)
-            error = _absent(absent, self._publication, step)
-            self._mailbox.fail(error.message, absent)
+            error = _absent(absent, self._publication, at[0])
+            self._mailbox.fail(error.message, at, absent)
             raise error
         if kind != b"told":
-            raise refusal(kind, json.loads(answer), self._publication, step)
+            raise refusal(kind, json.loads(answer), self._publication, at[0])
         token, boxes = _replicated(answer, self._rank)
         return Replicas(self._store, f"fanin/{token}", self._publication, self._rank, boxes)
 

@@ -91,6 +91,8 @@ class OneRun:
         self.kept = source.kept
         self.ties = source.ties
         self.step: int | None = None
+        #: The step that is published now or was last, and how often it was tried before.
+        self.at = (-1, 0)
         self.paused = False
         #: Its step is published, and its memory neither being written nor taken back.
         self.stands = False
@@ -223,7 +225,7 @@ class Publisher:
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
-            walked.enter_context(self._told_of_failure(run for run, _ in runs))
+            walked.enter_context(self._told_of_failure(runs))
             self._refuse_written(run for run, _ in runs)
             for run, _ in runs:
                 walked.enter_context(run.parameters.walked())
@@ -240,7 +242,7 @@ class Publisher:
         memory is gone.
         """
         runs = self._chosen(step)
-        with self._told_of_failure(run for run, _ in runs):
+        with self._told_of_failure(runs):
             self._refuse_written(run for run, _ in runs)
             changes = self._look([run for run, _ in runs])
             with self._rewriting(runs):
@@ -287,9 +289,10 @@ class Publisher:
         if step is None:
             self._continue(runs, None)
             return
-        with self._told_of_failure(runs):
+        pairs = [(one, step) for one in runs]
+        with self._told_of_failure(pairs):
             self._continue(runs, step)
-            with self._rewriting([(one, step) for one in runs]):
+            with self._rewriting(pairs):
                 pass
 
     def _continue(self, runs: list[OneRun], step: int | None) -> None:
@@ -417,19 +420,21 @@ class Publisher:
         """What differs from what is registered of the run, and may."""
         return run.parameters.look()
 
-    def _prove(self, run: OneRun, step: int) -> None:
+    def _prove(self, run: OneRun) -> None:
         """Raises if what the run is about to publish is not what its ranks train."""
 
     def _unpublished(self, run: OneRun, error: BaseException) -> None:
         """Tells ranks that would wait for this one that it does not publish."""
 
     @contextlib.contextmanager
-    def _told_of_failure(self, runs: Iterable[OneRun]) -> Iterator[None]:
-        chosen = list(runs)
+    def _told_of_failure(self, runs: list[tuple[OneRun, int]]) -> Iterator[None]:
+        """Around all that may fail of the try to publish the runs at these steps."""
+        for run, step in runs:
+            run.at = (int(step), run.at[1] + 1 if run.at[0] == step else 0)
         try:
             yield
         except BaseException as error:
-            for run in chosen:
+            for run, _ in runs:
                 self._unpublished(run, error)
             raise
 
@@ -578,8 +583,8 @@ class Publisher:
                 begun.append(run)
             yield
             # Ranks may name their runs in any order, and must not wait for each other's.
-            for run, step in sorted(runs, key=lambda one: one[0].publication):
-                self._prove(run, step)
+            for run, _ in sorted(runs, key=lambda one: one[0].publication):
+                self._prove(run)
             for run, step in runs:
                 self._commit(run, step)
                 begun.remove(run)

@@ -59,6 +59,8 @@ _LATE = (
 
 Values = Callable[[str, Part], Any]
 """The memory of a box as a tensor."""
+At = tuple[int, int]
+"""A step that is to be published, and how often this rank has tried it before."""
 
 
 class Unit(NamedTuple):
@@ -98,25 +100,45 @@ class Mailbox:
     """What the ranks of a group leave for each other in torch.distributed's store."""
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...], publication: str
+        self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...], purpose: str
     ) -> None:
-        self.publication = publication
+        """purpose: what the ranks are to do, for the log."""
         self._store = store
+        self._purpose = purpose
         self._prefix = f"{prefix}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
         self._rank = rank
         self._ranks = ranks
+        self._at = (0, 0)
         self._has_failed = False
 
-    def leave(self, text: bytes) -> str:
+    def exchange(self, text: bytes, at: At, verdict: Callable[[dict[int, bytes]], bytes]) -> bytes:
+        """The verdict of what all ranks leave, which the first of them makes.
+
+        Or ``absent`` and the ranks that have not come, or ``failed``, the rank and its message.
+        """
+        try:
+            word = self.leave(text, at)
+            if self._ranks[0] == self._rank:
+                self.judge(verdict)
+            return self.verdict(word)
+        except RuntimeError as error:
+            raise StateError.make(
+                f"torch.distributed's store does not answer: {error}. The ranks must "
+                f"{self._purpose}, and compare through it what they hold",
+                "see why the process has ended that keeps the store (MASTER_ADDR, mostly rank 0)",
+            ) from error
+
+    def leave(self, text: bytes, at: At) -> str:
         """Tells this rank's part; returns the word under which the verdict will come."""
+        self._at = at
         self.take_back()
         word = secrets.token_hex(8)
         self._store.set(self._part(self._rank), word.encode() + text)
         return word
 
-    def fail(self, message: str, ranks: Sequence[int] = ()) -> None:
+    def fail(self, message: str, at: At, ranks: Sequence[int] = ()) -> None:
         """Tells the others, or these, that this rank publishes nothing now."""
-        text = json.dumps([self._rank, message])
+        text = json.dumps([self._rank, message, at])
         with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
             for rank in ranks or self._ranks:
                 if rank != self._rank:
@@ -126,11 +148,12 @@ class Mailbox:
     def take_back(self) -> None:
         """This rank comes again: the others need not know any more that it has failed."""
         if self._has_failed:
-            for rank in self._ranks:
-                told = self._peek(self._failure(rank))
-                if told and json.loads(told)[0] == self._rank:
-                    self._remove(self._failure(rank))
             self._has_failed = False
+            with contextlib.suppress(RuntimeError):
+                for rank in self._ranks:
+                    told = self._peek(self._failure(rank))
+                    if told and json.loads(told)[0] == self._rank:
+                        self._remove(self._failure(rank))
 
     def judge(self, verdict: Callable[[dict[int, bytes]], bytes]) -> None:
         """For the first rank of the group: waits for all, and tells each the verdict of them."""
@@ -184,20 +207,21 @@ class Mailbox:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=_TICK))
                 return b""
-            if text := self._peek(self._failure(self._rank)):
+            # Ranks that failed together did not wait: what they told is there at their next try.
+            text = self._peek(self._failure(self._rank))
+            if text and tuple(json.loads(text)[2]) >= self._at:
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
             if is_quiet and time.monotonic() > began + _QUIET:
                 is_quiet = False
-                self._log_absent(ranks, _WAIT - _QUIET)
+                self._log_absent(ranks)
         return b"absent"
 
-    def _log_absent(self, ranks: Sequence[int], seconds: float) -> None:
+    def _log_absent(self, ranks: Sequence[int]) -> None:
         if absent := [rank for rank in ranks if not self._peek(self._part(rank))]:
             _log.warning(
-                "fanin: rank %d waits for %s to publish %s, %.0f s more at most: every rank of "
-                "the server must publish it",
-                *(self._rank, ranks_text(absent), self.publication, seconds),
+                "fanin: rank %d waits for %s to %s, %.0f s more at most",
+                *(self._rank, ranks_text(absent), self._purpose, _WAIT - _QUIET),
             )
 
 
@@ -243,8 +267,9 @@ class Replicas:
         """store: of torch.distributed; prefix: the same on all ranks, and no other run's."""
         self._publication = publication
         self._rank = rank
+        purpose = f"publish {publication}"
         self._groups = [
-            Group(one, Mailbox(store, prefix, rank, one.ranks, publication)) for one in boxes
+            Group(one, Mailbox(store, prefix, rank, one.ranks, purpose)) for one in boxes
         ]
         self._waiting = list(self._groups)
         """The groups that have no verdict of the publish that is under way, or comes next."""
@@ -252,7 +277,7 @@ class Replicas:
         self._cost = 0.0
         """Seconds for everything."""
 
-    def check(self, step: int, values: Values) -> None:
+    def check(self, at: At, values: Values) -> None:
         """Waits for the other ranks of the boxes, ten minutes at most.
 
         RequestError: they hold something else. StateError: they publish another step, or have not
@@ -260,19 +285,19 @@ class Replicas:
         """
         if not self._groups:
             return
-        self._check(step, values)
+        self._check(at, values)
         self._waiting = list(self._groups)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, at: At) -> None:
         """To be called when a check has failed, or what is to be checked is not there: the others
         need not wait for this rank."""
         for group in self._groups:
             group.is_first = True
         for group in self._waiting:
-            group.mailbox.fail(message)
+            group.mailbox.fail(message, at)
         self._waiting = list(self._groups)
 
-    def _check(self, step: int, values: Values) -> None:
+    def _check(self, at: At, values: Values) -> None:
         began = time.monotonic()
         samples = [group.units(values) for group in self._groups]
         digests = iter(_digests([unit for sample in samples for unit in sample], values))
@@ -284,27 +309,28 @@ class Replicas:
         share = _SHARE * step_time / max(self._cost, 1e-6)
         # All ranks take their groups in one order, so that no two wait for each other.
         for group, sample, found in zip(self._groups, samples, mine, strict=True):
-            self._compare(group, step, share, sample, found, values)
+            self._compare(group, at, share, sample, found, values)
 
     def _compare(
         self,
         group: Group,
-        step: int,
+        at: At,
         share: float,
         sample: list[Unit],
         found: list[int],
         values: Values,
     ) -> None:
+        step = at[0]
         told = group.told(step, share, [_mixed(found)])
-        verdict = self._exchanged(group, told, _judge)
+        verdict = _exchanged(group, at, told, _judge)
         if verdict == b"whole":  # a check has failed on some of the ranks since the last one
             group.is_first = True
             sample = group.units(values)
             found = _digests(sample, values)
             told = group.told(step, share, [_mixed(found)])
-            verdict = self._exchanged(group, told, _judge)
+            verdict = _exchanged(group, at, told, _judge)
         if verdict == b"unequal":
-            verdict = self._exchanged(group, group.told(step, share, found), _odd)
+            verdict = _exchanged(group, at, group.told(step, share, found), _odd)
         self._waiting.remove(group)
         kind, _, text = verdict.partition(b" ")
         if kind == b"equal":
@@ -315,18 +341,17 @@ class Replicas:
             raise _odd_error(details, self._publication, group, sample, step)
         error = refusal(kind, details, self._publication, step)
         if kind == b"absent":  # who comes late need not wait for those that have given up
-            group.mailbox.fail(error.message, details)
+            group.mailbox.fail(error.message, at, details)
         raise error
 
-    def _exchanged(
-        self, group: Group, told: Told, judge: Callable[[dict[int, Told]], bytes]
-    ) -> bytes:
-        word = group.mailbox.leave(told.packed())
-        if group.ranks[0] == self._rank:
-            group.mailbox.judge(
-                lambda texts: judge({rank: Told.unpacked(one) for rank, one in texts.items()})
-            )
-        return group.mailbox.verdict(word)
+
+def _exchanged(
+    group: Group, at: At, told: Told, judge: Callable[[dict[int, Told]], bytes]
+) -> bytes:
+    def verdict(texts: dict[int, bytes]) -> bytes:
+        return judge({rank: Told.unpacked(text) for rank, text in texts.items()})
+
+    return group.mailbox.exchange(told.packed(), at, verdict)
 
 
 def replicas_of(
@@ -412,7 +437,7 @@ def _odd_error(
 def refusal(kind: bytes, told: Any, publication: str, step: int) -> StateError:
     """Why a mailbox's verdict is not the one that was waited for."""
     if kind == b"failed":
-        rank, message = told
+        rank, message, _ = told
         return StateError.make(
             f"rank {rank} does not publish step {step} of {publication}: {message}. Nor does this "
             "rank, which holds replicas of what it holds",

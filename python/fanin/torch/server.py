@@ -235,13 +235,13 @@ class AdapterServer(Publisher):
         if (common := self._common.get(run.publication)) is not None:
             common.tell(change.shards, change.removed)
 
-    def _prove(self, run: OneRun, step: int) -> None:
+    def _prove(self, run: OneRun) -> None:
         if (common := self._common.get(run.publication)) is not None:
-            common.check(step, run.parameters.values)
+            common.check(run.at, run.parameters.values)
 
     def _unpublished(self, run: OneRun, error: BaseException) -> None:
         if (common := self._common.get(run.publication)) is not None:
-            common.fail(f"{type(error).__name__}: {error}"[:400])
+            common.fail(f"{type(error).__name__}: {error}"[:400], run.at)
 
     def _resolved(self, run: OneRun) -> Change:
         change, metadata = super()._resolved(run), run.describe()

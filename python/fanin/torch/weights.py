@@ -399,14 +399,14 @@ class WeightServer(Publisher):
             raise _changed(run, name, table.get(name), None)
         return change
 
-    def _prove(self, run: OneRun, step: int) -> None:
+    def _prove(self, run: OneRun) -> None:
         for pair in run.ties:
             first, second = ((name, run.parameters.part_of(name)) for name in pair)
             if first[1] is not None and second[1] is not None:
                 refuse_lost_tie(run.publication, first, second)
                 self._warn_of_tie(run, *pair)
         if (replicas := self._replicas.get(run.publication)) is not None:
-            replicas.check(step, run.parameters.values)
+            replicas.check(run.at, run.parameters.values)
 
     def _warn_of_tie(self, run: OneRun, name: str, other: str) -> None:
         if run.publication not in self._told_of_ties:
@@ -420,7 +420,7 @@ class WeightServer(Publisher):
 
     def _unpublished(self, run: OneRun, error: BaseException) -> None:
         if (replicas := self._replicas.get(run.publication)) is not None:
-            replicas.fail(f"{type(error).__name__}: {error}"[:400])
+            replicas.fail(f"{type(error).__name__}: {error}"[:400], run.at)
 
     def _refresh(self, run: OneRun) -> None:
         change, error = None, None
