@@ -468,6 +468,17 @@ def test_a_tie_that_torch_has_lost(how, caplog):
         assert "lm_head.weight" not in pulled(server, step=3)[1]
 
 
+def test_a_configuration_that_is_changed_later_says_what_is_tied():
+    model = random_model("qwen3", tied=True)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    with serve(model) as server:
+        server.publish(0)
+    model.config.tie_word_embeddings = True
+    with serve(model) as server, pytest.raises(RequestError, match="holds two tensors"):
+        server.publish(0)
+
+
 class Routed(torch.nn.Module):
     """A router as transformers has them: its bias, and here its gate, stay in F32."""
 

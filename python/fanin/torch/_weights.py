@@ -88,19 +88,16 @@ def lost_ties(root: Any) -> list[tuple[str, str]]:
     """
     transparent = _transparent(root)
     held = {_checkpoint_name(path, transparent): tensor for _, _, tensor, path in walk(root)}
-    pairs = [
-        (prefix + kept, prefix + tied)
-        for prefix, ties in _told_by(root, "all_tied_weights_keys", transparent)
-        if isinstance(ties, dict)
-        for tied, kept in ties.items()
-    ]
     names = {id(tensor): name for name, tensor in held.items()}
-    for module in root.modules():
+    pairs: list[tuple[str, str]] = []
+    for path, module in root.named_modules():
         config = getattr(module, "config", None)
-        if getattr(config, "tie_word_embeddings", False) and not hasattr(
-            module,
-            "all_tied_weights_keys",  # transformers before 5
-        ):
+        if hasattr(module, "get_expanded_tied_weights_keys"):  # transformers 5; config may change
+            prefix = _checkpoint_name(path, transparent)
+            prefix = f"{prefix}." if prefix else ""
+            ties = module.get_expanded_tied_weights_keys(all_submodels=False)
+            pairs += [(prefix + kept, prefix + tied) for tied, kept in ties.items()]
+        elif getattr(config, "tie_word_embeddings", False):
             ends = [
                 getattr(getattr(module, which, lambda: None)(), "weight", None)
                 for which in ("get_input_embeddings", "get_output_embeddings")
