@@ -165,9 +165,10 @@ def compare(
         for one in held:
             boxes.setdefault(one.name, []).append((f"worker {number}", one))
     found, same = [], 0
+    names = {(one.shape, *kind): one.name for one in trained for kind in one.digests.items()}
     for tensor in trained:
         parts = boxes.pop(tensor.name, [])
-        why = tensor.wrong or _differs(tensor, parts)
+        why = tensor.wrong or _differs(tensor, parts, names)
         if why:
             found.append(Difference(tensor.name, why))
         else:
@@ -176,7 +177,11 @@ def compare(
     return found, same
 
 
-def _differs(tensor: Tensor, parts: list[tuple[str, Held]]) -> str:
+_Names = dict[tuple[tuple[int, ...], str, int], str]
+"""Of what is trained, by shape, type and digest."""
+
+
+def _differs(tensor: Tensor, parts: list[tuple[str, Held]], names: _Names) -> str:
     """Why a tensor is not served as it is trained, ``""`` if it is."""
     served = _joined(tensor.name, tensor.shape, parts)
     if served.wrong:
@@ -191,7 +196,10 @@ def _differs(tensor: Tensor, parts: list[tuple[str, Held]]) -> str:
         return ""
     for narrow in NARROWED:
         if narrow in served.digests and served.digests[narrow] == tensor.digests.get(narrow):
-            return f"rounded to {narrow} on the way: trained and held in {held}"
+            return f"rounded to {narrow} on the way: leave it out of cast=, {held} is held as well"
+    for one in served.digests.items():
+        if other := names.get((tensor.shape, *one)):
+            return f"the engine holds the values of '{other}' in its place: one memory for both?"
     return f"other values than those that are trained ({dtype})"
 
 

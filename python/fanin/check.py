@@ -119,6 +119,8 @@ class Served:
     unseen: tuple[str, ...]
     #: Names that init's ``unused`` leaves out.
     unused: tuple[str, ...]
+    #: Of workers: parameters that nobody trains, because init named them in ``keep``.
+    kept: tuple[str, ...] = ()
 
 
 def served(
@@ -189,6 +191,7 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
         different=(*map(str, found), *_by_worker(answers, "different")),
         unseen=_by_worker(answers, "unseen"),
         unused=tuple(left_out),
+        kept=_by_worker(answers, "kept"),
     )
     if report.different:
         error = HostError.make(
@@ -256,7 +259,7 @@ def _await(reader: Any, publication: str, step: int | None, deadline: float) -> 
 
 
 def _by_worker(answers: list[dict[str, Any]], field: str) -> tuple[str, ...]:
-    return tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one[field])
+    return tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one.get(field, ()))
 
 
 def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
@@ -290,7 +293,9 @@ def _answers(
         _workers(engine, timeout)
         answers = engine.collective_rpc(method, kwargs=fields)
         workers = len(answers)
-    if not isinstance(answers, list) or not all(isinstance(one, dict) for one in answers):
+    if not isinstance(answers, list) or not all(
+        isinstance(one, dict) and "different" in one for one in answers
+    ):
         raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
     return answers, workers
 
@@ -356,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = error.report
     for line in report.different:
         print(f"differs: {line}")
-    for kind in ("unseen", "unused"):
+    for kind in ("unseen", "unused", "kept"):
         for name in getattr(report, kind):
             print(f"{kind}: {name}")
     print(

@@ -14,10 +14,21 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from vllm_server import LONGEST, MODULES, VOCABULARY, save_tokenizer
 
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3-moe": Qwen3MoeConfig}
+CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3-moe": Qwen3MoeConfig,
+    "glm4-moe": Glm4MoeConfig,
+}
 LAYOUTS = ("plain", "fsdp", "hsdp", "fsdp+tp")
 
 
@@ -39,6 +50,9 @@ def config_of(kind: str, tied: bool, **more: Any) -> Any:
         fields["head_dim"] = 32
     if kind == "qwen3-moe":
         fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    if kind == "glm4-moe":
+        fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        fields |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     return CONFIGS[kind](**(fields | more))
 
 
@@ -54,6 +68,9 @@ def random_model(
             parameter.normal_(0, 0.1) if parameter.dim() > 1 else parameter.add_(
                 torch.randn_like(parameter) * 0.1
             )
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model
 
 

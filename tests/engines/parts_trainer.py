@@ -20,7 +20,7 @@ from typing import Any
 import fanin
 import torch
 import torch.distributed as dist
-from fanin.torch import Slice, WeightServer
+from fanin.torch import Slice, WeightServer, weights
 from fanin.torch._names import slices_of
 from fanin.torch.names import experts, megatron
 from torch.distributed.device_mesh import init_device_mesh
@@ -288,6 +288,25 @@ class Trainer:
                                 parameter.mul_(1 + step / 64)
                 dist.barrier()
         return said
+
+    def stale(self, model: str) -> list[str]:
+        """Every rank has all of the model, and at step 2 each has written its own half of the
+        tensors alone. Nobody compares replicas; the addresses of all ranks."""
+        guard, weights.replicas_of = weights.replicas_of, lambda *_: None
+        try:
+            addresses = self.make(model, "ddp")
+        finally:
+            weights.replicas_of = guard
+        assert self.server is not None
+        self.server.publish(1, digests=True)
+        parameters = list(self.model.parameters())
+        half = len(parameters) // 2
+        own = parameters[:half] if self.rank == 0 else parameters[half:]
+        with self.server.updating(2, digests=True), torch.no_grad():
+            for parameter in own:
+                parameter.mul_(-2)
+        dist.barrier()
+        return addresses
 
     def alone(self, model: str) -> list[str]:
         """Rank 1 fails before it publishes: the others are told at once."""

@@ -121,6 +121,7 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
             found = snapshot(model)
             differ = [key for key in expected if not torch.equal(found[key], expected[key])]
             assert differ == []
+            assert not [one for module in mapping.modules for one in module.unfilled()]
             assert mapping.about.ranks[layout.kind] == (rank, layout.size)
             assert mapping.about.ranks.get("ep", (rank, 2)) == (rank, 2)
             mappings.append(mapping)

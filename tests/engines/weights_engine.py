@@ -129,6 +129,14 @@ class Engine:
         """`fanin.check.served`: the report, or {"error": ...} beside it."""
         return dict(self._do("served", addresses=addresses))
 
+    def take_out(self, guard: str = "") -> None:
+        """From now on this guard of init is out, and no other; "": none is. alone=True only."""
+        self._do("take_out", guard=guard)
+
+    def narrow(self, path: str) -> None:
+        """The model holds this parameter in BF16, whatever its class says."""
+        self._do("narrow", path=path)
+
     def draft_holds(self, file: Path) -> list[str]:
         """Names of the file's tensors that the draft model has under their own names, as they
         are."""
@@ -207,6 +215,7 @@ class Served:
         fanin.vllm.register()
         fanin.vllm.register()  # as vLLM does in one process
         self.engine: Any = None
+        self.taken_out: tuple[Any, str, Any] | None = None
         if options["model"]:
             backend = {"backend": "fanin"}
             self.engine = make(
@@ -257,6 +266,24 @@ class Served:
             report = getattr(error, "report", None)
             return {"error": str(error)} | (asdict(report) if report else {})
 
+    def take_out(self, guard: str) -> None:
+        if self.taken_out is not None:
+            setattr(*self.taken_out)
+            self.taken_out = None
+        if guard:
+            owner, name, stand_in = guards()[guard]
+            self.taken_out = (owner, name, getattr(owner, name))
+            setattr(owner, name, stand_in)
+
+    def narrow(self, path: str) -> None:
+        import torch
+
+        def convert(model: Any) -> None:
+            parameter = model.get_parameter(path)
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+        self.engine.apply_model(convert)
+
     def draft_holds(self, file: str) -> list[str]:
         import torch
         from safetensors.torch import load_file
@@ -295,20 +322,27 @@ class Served:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def without_guards() -> None:
-    """Takes out what refuses a publication at init, for tests of what would be served then."""
+def guards() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
+    """What refuses a publication at init: where it is, and what lets all pass in its place."""
     from fanin.mapping import Recording
+    from fanin.mapping._record import _Checker
     from fanin.vllm import weights
 
-    weights.refuse_missed = lambda *_: None
-    weights.refuse_other_config = lambda *_: None
-    Recording.tie_conflicts = lambda _: []
+    refuse = _Checker._refuse
+
+    def refuse_filled(one: Any, index: int, name: str, why: str, unfilled: int = 0) -> None:
+        if not unfilled:
+            refuse(one, index, name, why)
+
+    return {
+        "coverage": (weights, "refuse_missed", lambda *_: None),
+        "ties": (Recording, "tie_conflicts", lambda _: []),
+        "unfilled": (_Checker, "_refuse", refuse_filled),
+    }
 
 
 def main() -> None:
     control = Control()
-    if os.environ.get("FANIN_TEST_WITHOUT_GUARDS"):
-        without_guards()
     served = Served(json.loads(sys.argv[1]), control)
     control.say("ready")
     while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":

@@ -50,6 +50,15 @@ def test_another_value() -> None:
     assert "other values" in differences([rank(WHOLE)], [[LEFT], [box((0, 3), (4, 3), 1)]])[0]
 
 
+def test_the_values_of_another_tensor() -> None:
+    """A lost tie: the engine has one memory for both, and the last one that came is in it."""
+    head = Held("head", (0, 0), SHAPE, {"BF16": 7})
+    trained = join([rank(WHOLE), ([Layout("head", "BF16", SHAPE, (((0, 0), SHAPE),))], [head])])
+    held = [head, head._replace(name="w")]
+    (found,) = compare(trained, [held])[0]
+    assert str(found).startswith("w: the engine holds the values of 'head' in its place")
+
+
 @pytest.mark.parametrize("workers", [[[TOP]], [[TOP], [TOP]], [[box((0, 0), (2, 6)), LEFT]]])
 def test_elements_that_nobody_holds(workers) -> None:
     (why,) = differences([rank(WHOLE)], workers)

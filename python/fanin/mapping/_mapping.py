@@ -128,6 +128,20 @@ class Module(NamedTuple):
         """Whether anything published goes into it."""
         return bool(self.taken) or any(leaf.sources for leaf in self.leaves)
 
+    def unfilled(self) -> list[str]:
+        """Tensors of which elements are neither published nor padding nor the engine's own, one
+        phrase each. Of a recording that was checked there are none; of a fallback nothing is known.
+        """
+        found = []
+        for leaf in self.leaves if not self.fallback else ():
+            filled = sum(math.prod(p.extent) for s in leaf.sources for p in s.pieces)
+            filled += sum(math.prod(fill.extent) for fill in leaf.fills)
+            lacking, elements = math.prod(leaf.shape) - filled, math.prod(leaf.shape)
+            if not leaf.own and lacking > 0:
+                path = f"{self.path}.{leaf.name}" if self.path else leaf.name
+                found.append(f"{path}: {lacking} of {elements} elements are filled by nothing")
+        return found
+
 
 class Group(NamedTuple):
     """Shards that belong together, neighbours in the packed array."""

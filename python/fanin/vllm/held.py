@@ -39,7 +39,10 @@ def held(
     compared = Comparison(step)
     with torch.no_grad():
         for module in landing.mapping.modules:
-            if not module.filled or module.fallback:
+            if module.fallback:
+                continue
+            compared.different += module.unfilled()
+            if not module.filled:
                 continue
             tensors: dict[str, Any] | None = None
             if landing.hidden(module.path):

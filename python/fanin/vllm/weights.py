@@ -329,6 +329,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "different": compared.different,
             "unseen": [*compared.unseen, *landing.by_loader],
             "unused": list(info.unused),
+            "kept": sorted(target.kept),
         }
 
     def _checked(self) -> tuple[MappedLanding | MixedLanding, Trainer]:
