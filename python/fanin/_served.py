@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fanin._digest import digest_sum
+from fanin._tiles import are_apart, tilings
 from fanin.errors import PeerError
 
 __all__ = [
@@ -186,7 +187,7 @@ def _differs(tensor: Tensor, parts: list[tuple[str, Held]], names: _Names) -> st
     served = _joined(tensor.name, tensor.shape, parts)
     if served.wrong:
         return served.wrong
-    if not parts:
+    if not served.digests:
         return ""  # it has no elements
     trained, held = next(iter(tensor.digests)), next(iter(served.digests))
     dtype = held if held in tensor.digests else trained
@@ -212,48 +213,35 @@ def _joined(name: str, shape: tuple[int, ...], parts: list[tuple[str, Held]]) ->
         if any(one.digests[dtype] != other.digests[dtype] for dtype in common):
             why = f"{first} and {owner} hold other values of the same elements"
             return Tensor(name, shape, {}, f"{why}, from {list(one.offset)} on")
-    whole = [one for _, one in chosen.values() if math.prod(one.extent)]
-    elements, held = math.prod(shape), sum(math.prod(one.extent) for one in whole)
-    if held != elements or not _apart(whole):
-        whole = _tiles(whole)
-        held = sum(math.prod(one.extent) for one in whole)
-    if held < elements:
-        why = f"{elements - held} of {elements} elements of {list(shape)} are held by nobody"
-        return Tensor(name, shape, {}, f"cut: {why}" if held else why)
-    types = list(whole[0].digests) if whole else []
-    sums = {
-        dtype: digest_sum(one.digests[dtype] for one in whole)
-        for dtype in types
-        if all(dtype in one.digests for one in whole)
-    }
-    if whole and not sums:
+    parts = [one for one in chosen.values() if math.prod(one[1].extent)]
+    boxes = [(one.offset, one.extent) for _, one in parts]
+    sets, missing = [list(range(len(parts)))], 0
+    elements = math.prod(shape)
+    if sum(math.prod(extent) for _, extent in boxes) != elements or not are_apart(boxes):
+        sets, missing = tilings(shape, boxes)
+    if missing:
+        why = f"{missing} of {elements} elements of {list(shape)} are held by nobody"
+        return Tensor(name, shape, {}, f"cut: {why}" if parts else why)
+    if not sets:
+        return Tensor(name, shape, {}, "its parts overlap, and no set of them makes up the whole")
+    whole, *others = ([parts[at] for at in one] for one in sets)
+    sums = _sums(whole)
+    if parts and not sums:
         return Tensor(name, shape, {}, "its parts are held in several types")
+    for again in others:
+        if any(sums.get(dtype, number) != number for dtype, number in _sums(again).items()):
+            first, _ = next(part for part in whole if part not in again)
+            owner, box = next(part for part in again if part not in whole)
+            why = f"{first} and {owner} hold other values of the same elements"
+            return Tensor(name, shape, {}, f"{why}, in parts that overlap, at {list(box.offset)}")
     return Tensor(name, shape, sums, "")
 
 
-def _tiles(boxes: list[Held]) -> list[Held]:
-    """Boxes that do not overlap, the largest first: the others are parts of them, or lie across."""
-    chosen: list[Held] = []
-    for box in sorted(boxes, key=lambda one: -math.prod(one.extent)):
-        if not any(_meet(box, other) for other in chosen):
-            chosen.append(box)
-    return chosen
-
-
-def _apart(boxes: list[Held]) -> bool:
-    """Whether no two boxes overlap; only neighbours along the first dimension are looked at."""
-    ordered = sorted(boxes, key=lambda one: one.offset)
-    open_: list[Held] = []
-    for box in ordered:
-        open_ = [o for o in open_ if box.offset and o.offset[0] + o.extent[0] > box.offset[0]]
-        if any(_meet(box, other) for other in open_):
-            return False
-        open_.append(box)
-    return True
-
-
-def _meet(one: Held, other: Held) -> bool:
-    return all(
-        a < b + m and b < a + n
-        for a, n, b, m in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
-    )
+def _sums(parts: Sequence[tuple[str, Held]]) -> dict[str, int]:
+    """The digests of parts together, in the types in which all of them are."""
+    types = list(parts[0][1].digests) if parts else []
+    return {
+        dtype: digest_sum(one.digests[dtype] for _, one in parts)
+        for dtype in types
+        if all(dtype in one.digests for _, one in parts)
+    }

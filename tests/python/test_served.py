@@ -44,6 +44,24 @@ def test_however_it_is_cut(ranks, workers) -> None:
 
 def test_boxes_that_overlap_are_counted_once() -> None:
     assert differences([rank(WHOLE), rank(TOP), rank(LEFT)], [[WHOLE], [BOTTOM]]) == []
+    # The largest box fits none of the others.
+    middle = rank(box((1, 0), (2, 6)))
+    cut = [rank(box((at, 0), (1, 6)) if at else TOP) for at in (0, 2, 3)]
+    assert differences([middle, *cut], [[WHOLE]]) == []
+
+
+def test_replicas_that_are_cut_otherwise() -> None:
+    """Another rank has the same elements in other boxes: they make up the tensor as well."""
+    stale = rank(LEFT, box((0, 3), (4, 3), 1))
+    for served in (WHOLE, box((0, 0), SHAPE, 1)):
+        (why,) = differences([rank(TOP), rank(BOTTOM), stale], [[served]])
+        assert "rank 0 and rank 2 hold other values of the same elements" in why
+    assert differences([rank(TOP), rank(BOTTOM), rank(LEFT, RIGHT)], [[WHOLE]]) == []
+
+
+def test_no_set_of_boxes_makes_up_the_whole() -> None:
+    ranks = [rank(box((0, 0), (3, 6))), rank(box((1, 0), (3, 6)))]
+    assert "no set of them makes up the whole" in differences(ranks, [[WHOLE]])[0]
 
 
 def test_another_value() -> None:
@@ -59,10 +77,12 @@ def test_the_values_of_another_tensor() -> None:
     assert str(found).startswith("w: the engine holds the values of 'head' in its place")
 
 
-@pytest.mark.parametrize("workers", [[[TOP]], [[TOP], [TOP]], [[box((0, 0), (2, 6)), LEFT]]])
-def test_elements_that_nobody_holds(workers) -> None:
+@pytest.mark.parametrize(
+    ("workers", "lost"), [([[TOP]], 12), ([[TOP], [TOP]], 12), ([[TOP, LEFT]], 6)]
+)
+def test_elements_that_nobody_holds(workers, lost: int) -> None:
     (why,) = differences([rank(WHOLE)], workers)
-    assert why == "w: cut: 12 of 24 elements of [4, 6] are held by nobody"
+    assert why == f"w: cut: {lost} of 24 elements of [4, 6] are held by nobody"
 
 
 def test_a_tensor_that_nobody_holds() -> None:
@@ -105,6 +125,8 @@ def test_no_elements_and_no_dimensions() -> None:
     scalar = Held("s", (), (), {"F32": 4, "BF16": 5, "F16": 6})
     one = ([Layout("s", "F32", (), (((), ()),))], [scalar])
     assert compare(join([empty, one]), [[scalar]]) == ([], 2)
+    nothing = Held("w", (0, 0), (0, 3), {"F32": 0})
+    assert compare(join([empty, one]), [[scalar, nothing]]) == ([], 2)
     assert math.prod(()) == 1
 
 
