@@ -54,6 +54,11 @@ def test_what_no_rank_takes(ranks: tuple[dict[str, Any], ...], expected: str) ->
     assert expected in caught.value.message and caught.value.remedy == "publish that model"
 
 
+def test_ranks_that_were_told_of_other_tensors() -> None:
+    with pytest.raises(StateError, match="another worker was told of 'new', and this one was not"):
+        told({"qkv": (rows(0, 6),)}, {"qkv": (rows(6, 6),), "new": ()})
+
+
 class Model:
     """The head is tied, and the stage has no vision tower."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fanin._cover import Gap, Parts, gap_text, uncovered
-from fanin.errors import PeerError
+from fanin.errors import PeerError, StateError
 
 __all__ = ["Missed", "Taken", "missed", "refuse_missed", "taken_of"]
 
@@ -49,6 +49,8 @@ def missed(shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[Taken]) -> lis
     Args:
         shapes: of all that is published, by name.
         ranks: what each rank does not take all of.
+
+    Raises StateError: they have read different publications.
     """
     told: dict[str, list[Parts]] = {}
     for taken in ranks:
@@ -58,6 +60,13 @@ def missed(shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[Taken]) -> lis
     known: dict[tuple[tuple[int, ...], tuple[Parts, ...]], Gap | None] = {}
     out = []
     for name, lists in told.items():
+        if name not in shapes:
+            raise StateError.make(
+                f"another worker was told of '{name}', and this one was not: the trainer has "
+                "published something else meanwhile",
+                "init again, as the next sync of a Registry does",
+                key=name,
+            )
         if len(lists) < len(ranks):
             continue  # another rank takes all of it
         at = (shapes[name], tuple(lists))
