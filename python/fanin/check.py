@@ -30,6 +30,7 @@ from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError
 from fanin.info import addresses_of, client_arguments
+from fanin.sglang import asking
 
 __all__ = ["Report", "Served", "replicas", "served", "weights"]
 
@@ -139,17 +140,20 @@ def served(
     :class:`fanin.torch.WeightServer`. The workers digest theirs now, and must be at that step.
     Nothing is written. Modules that vLLM processes are read once more from the trainer.
 
-    :param engine: a ``vllm.LLM`` or the URL of a server, not of several replicas.
+    :param engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang,
+        not of several replicas.
     :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
     :param run: of whole weights.
     :param timeout: seconds for the trainer's answer, and again for the engine's.
-    :param api_key: of the engine's server.
+    :param api_key: of the engine's server: SGLang's ``--admin-api-key``.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
     :raises HostError: something differs: all of it is in ``report`` of the error.
     :raises NotFoundError: the trainer has published no digests.
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
-    _workers(engine, min(timeout, _LOOK), api_key)  # whose address is wrong is told at once
+    look = min(timeout, _LOOK)
+    if not asking.is_sglang(engine, look, api_key):
+        _workers(engine, look, api_key)  # whose address is wrong is told at once
     step, ranks = trained(trainer, run, timeout, client)
     return compared(step, ranks, *held_by(engine, run, step, timeout, api_key))
 
@@ -165,7 +169,9 @@ def held_by(
 
     run: that they were pointed at. Raises RequestError: it cannot be asked, a worker has refused.
     """
-    del run  # a worker has one
+    if asking.is_sglang(engine, timeout, api_key):
+        answers = asking.ask(engine, _publication(run), step, timeout, api_key)
+        return answers, len(answers)
     return _answers(engine, _DIGESTS, {"step": step}, timeout, api_key)
 
 
@@ -180,7 +186,8 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
     unused = tuple(dict.fromkeys(pattern for one in answers for pattern in one["unused"]))
     tensors = _served.join(ranks)
     left_out = [t.name for t in tensors if any(fnmatchcase(t.name, p) for p in unused)]
-    wanted = [tensor for tensor in tensors if tensor.name not in left_out]
+    beyond = {*left_out, *(name for one in answers for name in one["untold"])}
+    wanted = [tensor for tensor in tensors if tensor.name not in beyond]
     found, same = _served.compare(wanted, held)
     report = Served(
         step=step,

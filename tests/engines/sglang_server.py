@@ -32,7 +32,10 @@ needs_sglang = pytest.mark.skipif(
 
 def sglang_environment(*paths: str, **more: str) -> dict[str, str]:
     """For a process of that environment: the tests' fanin, and stand-ins for SGLang's kernels."""
-    more |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # there may be no compiler
+    more |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # there may be no compiler
     environment = child_environment(**more)
     environment.pop("SGLANG_PLUGINS", None)
     before = environment["PYTHONPATH"]
@@ -45,26 +48,44 @@ class SGLangServer(HttpServer):
 
     more: variables of the environment. ranks: of tensor parallelism. Two share a NUMA node, which
     SGLang wants to be told, and speak by gloo, which SGLang's groups do on a CPU if they find no
-    NCCL.
+    NCCL. paths: of plugins.
     """
 
     ready = "/model_info"
 
     def __init__(
-        self, model: Path, scratch: Path, *arguments: str, ranks: int = 1, **more: str
+        self,
+        model: Path,
+        scratch: Path,
+        *arguments: str,
+        ranks: int = 1,
+        paths: tuple[str, ...] = (),
+        **more: str,
     ) -> None:
         port = free_ports()
         variables = sglang_environment(
+            *paths,
             *plugin_path(scratch),
             str(PYTHON),
             SGLANG_CPU_OMP_THREADS_BIND="|".join(str(rank) for rank in _cores(ranks)),
             SGLANG_NCCL_SO_PATH=str(scratch / "no-nccl"),
             **more,
         )
-        command = [str(SGLANG), "-B", "-m", "sglang.launch_server", "--model-path", str(model)]
+        command = [
+            str(SGLANG),
+            "-B",
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(model),
+        ]
         command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(ranks)]
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
-        command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init"]
+        command += [
+            "--disable-cuda-graph",
+            "--disable-overlap-schedule",
+            "--skip-tokenizer-init",
+        ]
         command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
         command += ["--max-running-requests", "4", "--skip-server-warmup"]
         command += ["--custom-weight-loader", LOADER, *arguments]

@@ -22,7 +22,11 @@ import fanin.mapping
 import fanin.sglang.weights as weights
 import pytest
 import torch
-from fanin.sglang import LOADER, Request, guard, load
+from fanin import _served
+from fanin._digest import box_digest
+from fanin.errors import StateError
+from fanin.sglang import LOADER, Request, asking, guard, load
+from fanin.sglang.held import held
 from fanin.sglang.request import TOLD, decode, encode
 from sglang_model import HIDDEN, StandIn, published
 
@@ -159,7 +163,13 @@ def check(trainer: Trainer, model: StandIn) -> None:
 
 def test_a_request_is_what_it_was() -> None:
     for request in (
-        Request(trainer="/shared/run", run="a.b", step=2**64 - 1, timeout=2, server_name="job"),
+        Request(
+            trainer="/shared/run",
+            run="a.b",
+            step=2**64 - 1,
+            timeout=2,
+            server_name="job",
+        ),
         Request(trainer=("a:1", "[::1]:2"), step=0, timeout=0.5),
     ):
         assert decode(pickle.loads(base64.b64decode(encode(request)))) == request
@@ -195,7 +205,9 @@ def test_parameters_that_lie_elsewhere_are_found_again(trainer: Trainer) -> None
     check(trainer, model)
 
 
-def test_a_loader_that_computes_gets_whole_tensors(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_that_computes_gets_whole_tensors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = Trainer(computes=True)
     model = StandIn(computes=True)
     updater = Updater(model)
@@ -314,7 +326,9 @@ def test_a_checkpoint_from_disk_heals_too(trainer: Trainer) -> None:
     guard.standing.fail(7, "torn", True)
     for success in (False, True):
         said = guard.from_disk(
-            lambda *_, found=success: SimpleNamespace(success=found), Manager(StandIn()), None
+            lambda *_, found=success: SimpleNamespace(success=found),
+            Manager(StandIn()),
+            None,
         )
         assert said.success is success and bool(guard.standing.torn) is not success
 
@@ -338,7 +352,9 @@ def test_without_the_plugin_nothing_is_pulled(trainer: Trainer) -> None:
         assert not said.success and "SGLANG_PLUGINS" in said.message
 
 
-def test_a_trainer_that_is_gone_and_one_that_was_started_again(trainer: Trainer) -> None:
+def test_a_trainer_that_is_gone_and_one_that_was_started_again(
+    trainer: Trainer,
+) -> None:
     model = StandIn()
     updater = Updater(model)
     trainer.commit(1)
@@ -389,9 +405,18 @@ def test_a_trainer_that_is_started_again_between_two_pulls_of_a_step(
         ([], "was given 0 tensors"),
         ([("w", torch.zeros(3))], "wants the one named fanin.request"),
         ([("fanin.request", torch.zeros(3))], "is no request"),
-        ([("fanin.request", torch.tensor(list(b"{"), dtype=torch.uint8))], "is no JSON"),
-        ([("fanin.request", torch.tensor(list(b"[]"), dtype=torch.uint8))], "is no object"),
-        ([("fanin.request", torch.tensor(list(b'{"stepp":1}'), dtype=torch.uint8))], "'stepp'"),
+        (
+            [("fanin.request", torch.tensor(list(b"{"), dtype=torch.uint8))],
+            "is no JSON",
+        ),
+        (
+            [("fanin.request", torch.tensor(list(b"[]"), dtype=torch.uint8))],
+            "is no object",
+        ),
+        (
+            [("fanin.request", torch.tensor(list(b'{"stepp":1}'), dtype=torch.uint8))],
+            "'stepp'",
+        ),
         ([("fanin.request", torch.tensor(list(b"{}"), dtype=torch.uint8))], "trainer"),
     ],
 )
@@ -431,7 +456,10 @@ def test_the_failure_of_another_rank_is_everybodys(
     heard = two_ranks(monkeypatch, failure="rank 3 of the trainer is gone")
     told = Updater(StandIn(0, 2)).sync(trainer.request(1))
     assert told == "fanin: worker 1 of 2: rank 3 of the trainer is gone"
-    assert [one.failure for one in heard] == ["", ""]  # this one had no failure of its own
+    assert [one.failure for one in heard] == [
+        "",
+        "",
+    ]  # this one had no failure of its own
     assert guard.standing.torn  # and has written
 
 
@@ -521,7 +549,10 @@ def test_a_trainer_that_is_smaller_is_refused(trainer: Trainer) -> None:
     ],
 )
 def test_what_is_kept_has_to_be_there(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, started: dict[str, Any], says: str
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    started: dict[str, Any],
+    says: str,
 ) -> None:
     trainer.commit(1)
     context = ModuleType("sglang.srt.runtime_context")
@@ -550,3 +581,73 @@ def test_what_nobody_trains_is_kept(trainer: Trainer) -> None:
     assert "keep names 'mtp.*', and the model has no such" in updater.sync(
         trainer.request(1, keep=("mtp.*",))
     )
+
+
+def holds(model: StandIn, step: int = 1, publication: str = "full:0", **more: Any) -> Any:
+    """What a scheduler with this model answers to fanin.check."""
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(get_model=lambda: model))
+    manager = {"_select_runners": lambda _: [("target", runner)]}
+    manager |= {"_session": None, "offload_tags": set(), **more}
+    return held(SimpleNamespace(**manager), publication, step)
+
+
+def differences(trainer: Trainer, *workers: Any) -> list[str]:
+    trained = [
+        _served.Tensor(name, tuple(tensor.shape), {"F32": box_digest(tensor)}, "")
+        for name, tensor in trainer.tensors.items()
+    ]
+    boxes = [
+        [_served.Held(name, tuple(at), tuple(n), one) for name, at, n, one in worker["held"]]
+        for worker in workers
+    ]
+    return [str(one) for one in _served.compare(trained, boxes)[0]]
+
+
+def test_what_is_held_is_what_is_trained(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_ranks(monkeypatch)
+    trainer.commit(1)
+    models = [StandIn(rank, 2) for rank in range(2)]
+    for rank, model in enumerate(models):
+        monkeypatch.setattr(weights._parallel(), "tp_rank", rank)
+        assert Updater(model).sync(trainer.request(1)) == ""
+    workers = [holds(model) for model in models]
+    assert differences(trainer, *workers) == [] and workers[0]["unseen"] == []
+    cut = differences(trainer, workers[1])
+    assert "layers.0.q_proj.weight: cut: 128 of 256 elements of [16, 16] are held by nobody" in cut
+    models[1].layers[1].o_proj.weight.data[3, 2] += 1  # behind everybody's back
+    (written,) = differences(trainer, workers[0], holds(models[1]))
+    assert written == "layers.1.o_proj.weight: other values than those that are trained (F32)"
+    # What processing has put elsewhere, or made anew, cannot be read back.
+    models[1].layers[1].qkv_proj.weight.data = models[1].layers[1].qkv_proj.weight.data.clone()
+    models[1].layers[0].experts.quant_method = object()
+    told = holds(models[1])
+    assert told["unseen"] == ["layers.0.experts", "layers.1.qkv_proj"]
+    assert "layers.1.k_proj.weight" in told["untold"]
+    assert "layers.0.experts.3.down_proj.weight" in told["untold"]
+
+
+def test_what_has_no_digests(trainer: Trainer) -> None:
+    trainer.commit(1)
+    model = StandIn()
+    with pytest.raises(StateError, match="was not pulled"):
+        holds(model)
+    assert Updater(model).sync(trainer.request(1)) == ""
+    for told, why in (
+        ({"step": 2}, "is at step 1"),
+        ({"publication": "full:1"}, "is filled from full:0"),
+        ({"_session": object()}, "an update is under way"),
+        ({"offload_tags": {"weights"}}, "given up the weights' memory"),
+    ):
+        with pytest.raises(StateError, match=why):
+            holds(model, **told)
+    guard.standing.forget()  # a checkpoint was loaded
+    with pytest.raises(StateError, match="is at step none"):
+        holds(model)
+
+
+def test_how_it_is_asked() -> None:
+    """In SGLang's own request: what is not fanin's goes to SGLang."""
+    assert asking.question("checksum") is None and asking.question("fanin.served_digests") is None
+    assert asking.question("fanin.served_digests full:a.b 7") == ("full:a.b", 7)
+    said = guard.check(lambda *_: "SGLang's", None, SimpleNamespace(action="checksum"))
+    assert said == "SGLang's"

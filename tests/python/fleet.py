@@ -188,7 +188,7 @@ class FakeVLLM(FakeEngine):
         """Of two workers each has one of the two ranks' rows."""
         number = number_of(self.held, worker) + self.wrong
         held = [["w", [4 * worker, 0], [4, 8], {"F32": number}]]
-        return {"held": held, "different": [], "unseen": [], "unused": []}
+        return {"held": held, "different": [], "unseen": [], "untold": [], "unused": []}
 
     def _state(self, worker: int) -> dict[str, Any]:
         ahead, last = None, None

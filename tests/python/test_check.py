@@ -12,7 +12,7 @@ from typing import Any
 import fanin
 import fanin.check
 import pytest
-from fanin import HostError, RequestError
+from fanin import HostError, PeerError, RequestError
 from fanin._served import Held, Layout, digests_of
 
 ANSWERS: dict[str, Any] = {
@@ -20,7 +20,13 @@ ANSWERS: dict[str, Any] = {
     "/get_world_size": {"world_size": 1},
     "/collective_rpc": {
         "results": [
-            {"modules": 1, "bytes": 8, "different": [], "unseen": ["x" * (2 << 20)], "kept": []}
+            {
+                "modules": 1,
+                "bytes": 8,
+                "different": [],
+                "unseen": ["x" * (2 << 20)],
+                "kept": [],
+            }
         ]
     },
 }
@@ -122,6 +128,31 @@ def test_the_engine_is_asked_first(engine: str, monkeypatch: pytest.MonkeyPatch)
     assert not asked
     with pytest.raises(fanin.NotFoundError):
         fanin.check.served(engine, "/shared/run")
+
+
+def test_an_sglang_is_asked_by_its_own_route(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [["w", [0], [2], {"BF16": 5}]]
+    answer = {
+        "held": held,
+        "different": [],
+        "unseen": ["mlp"],
+        "untold": ["m"],
+        "unused": ["u.*"],
+    }
+    ranks = [{"checksums": {"fanin.served_digests": json.dumps(answer)}}] * 2
+    monkeypatch.setitem(ANSWERS, "/model_info", {"model_path": "m"})
+    monkeypatch.setitem(ANSWERS, "/weights_checker", {"success": True, "ranks": ranks})
+    layouts = [Layout(name, "BF16", (2,), (((0,), (2,)),)) for name in ("m", "u.v", "w")]
+    trained = [Held(name, (0,), (2,), {"BF16": 5}) for name in ("m", "u.v", "w")]
+    monkeypatch.setattr(fanin.check, "trained", lambda *_: (7, [(layouts, trained)]))
+    report = fanin.check.served(engine, "127.0.0.1:1")
+    assert report == fanin.check.Served(
+        7, 2, 1, 1, 2, (), ("worker 0: mlp", "worker 1: mlp"), ("u.v",)
+    )
+    monkeypatch.setitem(ANSWERS, "/weights_checker", {"success": True, "ranks": [{}]})
+    with pytest.raises(PeerError, match="knows no digests") as caught:
+        fanin.check.served(engine, "127.0.0.1:1")
+    assert "plugin" in caught.value.remedy
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ stands around some of its methods in every scheduler process:
   a whole checkpoint was loaded from disk;
 * the end of an update says which step is there;
 * with ``FANIN_REQUIRE_STEP`` requests get HTTP 503 until an update has ended well;
+* the route of checksums also gives digests of what the model holds (:mod:`fanin.sglang.held`);
 * an adapter without a place in the model is not loaded (:mod:`fanin.sglang.lora_guard`).
 
 Nothing here imports SGLang or PyTorch before SGLang calls it.
@@ -29,6 +30,7 @@ from typing import Any
 from fanin.config import inference_setting
 
 from . import external_kv
+from .asking import question
 from .lora_guard import load
 from .request import LOADER, TOLD
 
@@ -160,6 +162,16 @@ def from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return output
 
 
+def check(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.check_weights``."""
+    asked = question(request.action)
+    if asked is None:
+        return original(manager, request)
+    from .held import answer
+
+    return answer(manager, *asked)
+
+
 def go_on(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Around ``Scheduler.continue_generation``."""
     if standing.torn:
@@ -194,6 +206,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.end_weight_update": end,
     f"{_MANAGER}.update_weights_from_disk": from_disk,
     f"{_SCHEDULER}.continue_generation": go_on,
+    f"{_MANAGER}.check_weights": check,
     "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter": load,
 }
 """By the path of the method that they stand around."""

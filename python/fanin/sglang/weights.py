@@ -37,7 +37,7 @@ from fanin.vllm.trainers import Published, Trainer, left, without
 from .guard import standing
 from .request import Request, decode
 
-__all__ = ["load"]
+__all__ = ["filled", "load"]
 
 _log = logging.getLogger("fanin.sglang")
 
@@ -120,11 +120,15 @@ class _Live:
         self._trainer: Trainer | None = None
         self._source: tuple[Source, str] | None = None
         self._layout: tuple[Any, ...] | None = None
-        self._mapping: Mapping | None = None
+        #: Where a pull lands; None: nothing does, all goes through the model's own loader.
+        self.mapping: Mapping | None = None
         #: Published tensors that only the model's own loader can place.
-        self._taken: tuple[str, ...] = ()
+        self.by_loader: tuple[str, ...] = ()
         self._packed: PackedMapping | None = None
-        self._places: tuple[int, ...] = ()
+        #: Addresses of parameters and buffers, when the last pull landed there.
+        self.places: dict[str, int] = {}
+        #: Patterns of published names, of the last request.
+        self.unused: tuple[str, ...] = ()
         self._kept: frozenset[str] = frozenset()
         #: What the last pull that wrote has kept, None: none has written.
         self._intact: frozenset[str] | None = None
@@ -146,6 +150,7 @@ class _Live:
             )
         trainer = self._trainer_of(request)
         published = without(trainer.ready(deadline, request.step), request.unused)
+        self.unused = request.unused
         layout = (published.layout(), published.config, request.keep, request.config)
         if self._layout != layout:
             if request.config == "check":
@@ -168,10 +173,10 @@ class _Live:
         start = time.monotonic()
         _settled(model)
         self._intact = self._kept
-        if self._mapping is not None:
+        if self.mapping is not None:
             self._by_boxes(model, trainer, step, deadline, report)
-        if self._taken:
-            _by_loader(model, trainer, published, self._taken, step, deadline, report)
+        if self.by_loader:
+            _by_loader(model, trainer, published, self.by_loader, step, deadline, report)
         _post_load(model)
         _settled(model)
         report.seconds = time.monotonic() - start
@@ -183,6 +188,11 @@ class _Live:
             ", ".join(report.how),
             report.seconds,
         )
+
+    @property
+    def publication(self) -> str:
+        """What it is filled from, "" if from nothing yet."""
+        return "" if self._source is None else self._source[1]
 
     def _trainer_of(self, request: Request) -> Trainer:
         trainer = request.trainer if isinstance(request.trainer, str) else list(request.trainer)
@@ -196,7 +206,7 @@ class _Live:
         return self._trainer
 
     def _record(self, model: Any, published: Published, kept: frozenset[str]) -> None:
-        self._layout, self._mapping, self._packed, self._taken = None, None, None, ()
+        self._layout, self.mapping, self._packed, self.by_loader = None, None, None, ()
 
         def own(target: Any) -> str | None:
             return "kept as the engine has it" if target.path in kept else _engine_own(target)
@@ -207,21 +217,21 @@ class _Live:
         self.shapes = {entry.name: tuple(entry.shape) for entry in published.entries}
         self.taken = taken_of(recording.taken())
         try:
-            self._mapping = recording.mapping()
+            self.mapping = recording.mapping()
         except MappingError as error:
             if not recording.only_computes(error):
                 error.remedy += "; or " + KEEP
                 raise
-            self._mapping = _all_but_computed(recording)
-            modules = self._mapping.modules if self._mapping is not None else ()
+            self.mapping = _all_but_computed(recording)
+            modules = self.mapping.modules if self.mapping is not None else ()
             names = {name for module in modules for name in module.taken}
-            if self._mapping is None:
+            if self.mapping is None:
                 names = {entry.name for entry in published.entries}
-            self._taken = tuple(entry.name for entry in published.entries if entry.name in names)
+            self.by_loader = tuple(entry.name for entry in published.entries if entry.name in names)
             _log.warning(
                 "fanin: in every step %d tensors go whole through SGLang's own load_weights, which"
                 " is slower and takes memory, because no mapping can say what it does: %s",
-                len(self._taken),
+                len(self.by_loader),
                 error,
             )
         _log.info(
@@ -233,12 +243,12 @@ class _Live:
     def _by_boxes(
         self, model: Any, trainer: Trainer, step: int, deadline: float, report: _Report
     ) -> None:
-        assert self._mapping is not None
+        assert self.mapping is not None
         places = _places(model)
-        if self._packed is None or places != self._places:
-            self._packed = self._mapping.pack(model)
-            self._mapping.fill(model)  # padding: it is not published
-            self._places = places
+        if self._packed is None or places != self.places:
+            self._packed = self.mapping.pack(model)
+            self.mapping.fill(model)  # padding: it is not published
+            self.places = places
         how = {"step": step, "dtype": self._packed.dtype}
         boxes = self._packed.tensors
         # All is planned and every rank has answered before the first byte is asked for: what fails
@@ -391,10 +401,16 @@ def _engine_own(target: Any) -> str | None:
     return None
 
 
-def _places(model: Any) -> tuple[int, ...]:
+def _places(model: Any) -> dict[str, int]:
     """Where the parameters and buffers lie."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return tuple(tensor.data_ptr() for tensor in tensors)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name: tensor.data_ptr() for name, tensor in (*parameters, *buffers)}
+
+
+def filled(model: Any) -> _Live | None:
+    """What is kept of a model that a request has named, None: none has."""
+    return _models.get(model)
 
 
 def _settled(model: Any) -> None:

@@ -8,21 +8,14 @@ the model and processed, and what it gives is compared with the kernels' tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from fanin._digest import box_digest
-from fanin._served import NARROWED
-from fanin.mapping import Leaf
-from fanin.vllm.landing import torch_dtype_of
+from fanin.mapping._held import Told, held_of
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.trainers import Trainer
 from fanin.vllm.weights_check import Comparison, Module
 
 __all__ = ["held"]
-
-Told = tuple[str, list[int], list[int], dict[str, int]]
-"""Name, offset, extent, digests by type: a :class:`fanin._served.Held` between processes."""
 
 
 def held(
@@ -50,27 +43,9 @@ def held(
                 beside.compare(trainer, step, deadline, compared)
                 if landing.staged(module.path):
                     tensors = beside.tensors
-            for leaf in module.leaves:
-                if leaf.sources:
-                    tensor = (
-                        landing.live(module.path, leaf.name)
-                        if tensors is None
-                        else tensors[leaf.name]
-                    )
-                    found += _of_leaf(leaf, tensor.detach())
+            found += held_of(
+                (leaf, tensors[leaf.name] if tensors else landing.live(module.path, leaf.name))
+                for leaf in module.leaves
+                if leaf.sources
+            )
     return found, compared
-
-
-def _of_leaf(leaf: Leaf, tensor: Any) -> Iterator[Told]:
-    size = tensor.element_size()
-    for source in leaf.sources:
-        for piece in source.pieces:
-            steps = [step // size for step in piece.stride]
-            first = tensor.storage_offset() + piece.at // size
-            values = tensor.as_strided(piece.extent, steps, first)
-            digests = {leaf.dtype: box_digest(values, piece.offset)}
-            for narrow in NARROWED if leaf.dtype == "F32" else ():
-                rounded = values.to(torch_dtype_of(narrow))
-                if rounded.to(values.dtype).equal(values):
-                    digests[narrow] = box_digest(rounded, piece.offset)
-            yield source.name, list(piece.offset), list(piece.extent), digests

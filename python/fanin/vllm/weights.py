@@ -328,6 +328,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "held": told,
             "different": compared.different,
             "unseen": [*compared.unseen, *landing.by_loader],
+            "untold": [name for one in landing.mapped.mapping.modules for name in one.taken],
             "unused": list(info.unused),
             "kept": sorted(target.kept),
         }

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang of two ranks that serves something else than what was trained:
+fanin.check.served notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fanin.check
+import pytest
+import torch
+from fanin.errors import HostError, RequestError
+from fanin.sync import Registry
+from fanin.torch import WeightServer
+from full_models import random_model, save_full_model
+from sglang_server import SGLangServer, needs_sglang
+
+pytestmark = needs_sglang
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """Whose guards are taken out: the check alone has to notice."""
+    scratch = tmp_path_factory.mktemp("served")
+    plugin = scratch / "fanin_tests-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: fanin-tests\nVersion: 0\n")
+    entry = "[sglang.srt.plugins]\nfanin_tests = sglang_without_guards:register\n"
+    (plugin / "entry_points.txt").write_text(entry)
+    model = save_full_model(scratch / "model", "qwen2")
+    one = SGLangServer(model, scratch, ranks=2, paths=(str(scratch),))
+    try:
+        yield one.wait_ready()
+    finally:
+        one.stop()
+
+
+def given(engine: SGLangServer, server: WeightServer, step: int) -> None:
+    registry = Registry(server.addresses, timeout=120, init={"config": "ignore"})
+    registry.add(engine.url)
+    registry.sync(step)
+
+
+def served(engine: SGLangServer, server: WeightServer) -> list[str]:
+    """What differs."""
+    try:
+        report = fanin.check.served(engine.url, server.addresses, timeout=120)
+    except HostError as error:
+        return list(error.report.different)  # type: ignore[attr-defined]
+    assert report.workers == 2 and not report.unseen
+    assert report.tensors == len(server.server.names("full:0"))
+    return []
+
+
+def test_what_is_trained_is_served(engine: SGLangServer) -> None:
+    model = random_model("qwen2", seed=4)
+    with WeightServer(model, base_port=0) as server:
+        server.publish(1)
+        with pytest.raises(RequestError, match=r"worker 0 of 2: .*was not pulled"):
+            served(engine, server)
+        given(engine, server, 1)
+        assert served(engine, server) == []
+        # Written behind the back of everybody: SGLang's own route makes rubbish of one norm.
+        others = ["embed_tokens", "layers", "lm_head"]
+        engine.post("/weights_checker", action="reset_tensors", skip_tensor_list=others)
+        assert [one.partition(":")[0] for one in served(engine, server)] == ["model.norm.weight"]
+        with server.updating(2, digests=True), torch.no_grad():
+            model.model.norm.weight.mul_(2)
+        with pytest.raises(RequestError, match="is at step 1"):
+            served(engine, server)
+        given(engine, server, 2)
+        assert served(engine, server) == []
+        path = str(save_full_model(Path(engine.log).parent / "other", "qwen2"))
+        assert engine.post("/update_weights_from_disk", model_path=path)["success"]
+        with pytest.raises(RequestError, match="is at step none"):
+            served(engine, server)
+
+
+def test_a_larger_tensor_is_a_cut(engine: SGLangServer) -> None:
+    model = random_model("qwen2", intermediate_size=512)
+    with WeightServer(model, base_port=0, config={}) as server:
+        server.publish(1)
+        given(engine, server, 1)
+        told = served(engine, server)
+        names = {one.partition(":")[0].rpartition("mlp.")[2] for one in told}
+        assert names == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+        assert all("cut: 32768 of 65536 elements" in one for one in told)
