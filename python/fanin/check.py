@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what an engine serves what the trainer published? Asked of vLLM with the backend ``fanin``.
+"""Is what an engine serves what the trainer published? Asked of engines that fanin fills.
 
 ::
 
@@ -9,12 +9,12 @@
 
     python -m fanin.check http://engine:8000 /shared/run              # the same as a command
 
-:func:`served` compares digests of what the engine holds with those of what is trained.
-:func:`weights` compares bytes with what is published: each worker makes rubbish of everything that
-a pull fills, pulls the step, reads it once more beside its model (proven by digests that the
-trainer's ranks make of their own memory), and compares all bytes. So a tensor that no pull fills is
-found as well as one that is filled wrongly. Nothing may generate meanwhile: pause the engine first,
-as for an update.
+:func:`served` compares digests of what the engine, vLLM or SGLang, holds with those of what is
+trained. :func:`weights`, of vLLM, compares bytes with what is published: each worker makes rubbish
+of everything that a pull fills, pulls the step, reads it once more beside its model (proven by
+digests that the trainer's ranks make of their own memory), and compares all bytes. So a tensor that
+no pull fills is found as well as one that is filled wrongly. Nothing may generate meanwhile: pause
+the engine first, as for an update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin import _served
@@ -118,7 +117,7 @@ class Served:
     different: tuple[str, ...]
     #: Of workers: modules whose kernels cannot be asked what they use.
     unseen: tuple[str, ...]
-    #: Names that init's ``unused`` leaves out.
+    #: Names that init's ``unused`` leaves out, and those of a draft that the main model fills.
     unused: tuple[str, ...]
     #: Of workers: parameters that nobody trains, because init named them in ``keep``.
     kept: tuple[str, ...] = ()
@@ -143,7 +142,7 @@ def served(
     :param engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang,
         not of several replicas.
     :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
-    :param run: of whole weights.
+    :param run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``.
     :param timeout: seconds for the trainer's answer, and again for the engine's.
     :param api_key: of the engine's server: SGLang's ``--admin-api-key``.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
@@ -169,10 +168,12 @@ def held_by(
 
     run: that they were pointed at. Raises RequestError: it cannot be asked, a worker has refused.
     """
+    publication = _publication(run)
     if asking.is_sglang(engine, timeout, api_key):
-        answers = asking.ask(engine, _publication(run), step, timeout, api_key)
+        answers = asking.ask(engine, publication, step, timeout, api_key)
         return answers, len(answers)
-    return _answers(engine, _DIGESTS, {"step": step}, timeout, api_key)
+    fields = {"step": step, "publication": publication}
+    return _answers(engine, _DIGESTS, fields, timeout, api_key)
 
 
 def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: int) -> Served:
@@ -183,11 +184,9 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
             "ask each replica alone, or all of them by vllm.LLM",
         )
     held = [[_served.Held(n, tuple(o), tuple(e), d) for n, o, e, d in a["held"]] for a in answers]
-    unused = tuple(dict.fromkeys(pattern for one in answers for pattern in one["unused"]))
-    tensors = _served.join(ranks)
-    left_out = [t.name for t in tensors if any(fnmatchcase(t.name, p) for p in unused)]
-    beyond = {*left_out, *(name for one in answers for name in one["untold"])}
-    wanted = [tensor for tensor in tensors if tensor.name not in beyond]
+    unused = {name for one in answers for name in one["unused"]}
+    beyond = unused.union(name for one in answers for name in one["untold"])
+    wanted = [tensor for tensor in _served.join(ranks) if tensor.name not in beyond]
     found, same = _served.compare(wanted, held)
     report = Served(
         step=step,
@@ -197,7 +196,7 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
         boxes=sum(map(len, held)),
         different=(*map(str, found), *_by_worker(answers, "different")),
         unseen=_by_worker(answers, "unseen"),
-        unused=tuple(left_out),
+        unused=tuple(sorted(unused)),
         kept=_by_worker(answers, "kept"),
     )
     if report.different:
@@ -354,7 +353,9 @@ def main(arguments: list[str] | None = None) -> int:
         description="Compare what an engine holds with what the trainer's ranks train. The trainer "
         "has digests of its first step, and of each publish(step, digests=True).",
     )
-    parser.add_argument("engine", help="URL of a vLLM server, VLLM_SERVER_DEV_MODE=1")
+    parser.add_argument(
+        "engine", help="URL of an SGLang server, or of a vLLM server with VLLM_SERVER_DEV_MODE=1"
+    )
     parser.add_argument("trainer", help="nixl_info.json, its directory, or HOST:PORT,HOST:PORT")
     parser.add_argument("--run", default="0")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")

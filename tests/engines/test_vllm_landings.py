@@ -543,6 +543,36 @@ def test_what_a_draft_shares_is_the_main_models(
     assert [one["step"] for one in backend.holds()] == [1, 1]
 
 
+@pytest.mark.parametrize("loads", [list, computing])
+def test_what_a_draft_holds(
+    place: Place, backend: Backend, sharing: Any, loads: Callable[[Any], Any]
+) -> None:
+    """In a run of its own, and in one of both models; digests of it."""
+    if loads is computing:
+        sharing.load_weights = computing(sharing.load_weights)
+    publish_as(place, "whole", at_step(place.first, 5))
+    for run in ("whole", "0"):
+        backend.init_transfer_engine(told(place, draft_run=run))
+        updated(backend, 1)
+        with pytest.raises(fanin.StateError, match="holds nothing of full:whole"):
+            backend.holds_of(1, "full:whole")
+        main = backend.holds_of(1, "full:0")
+        backend.set_weight_update_target(sharing, backend.model_config)
+        updated(backend, 1)
+        backend.reset_weight_update_target()
+        both = backend.holds_of(1, f"full:{run}")
+        names = {name for name, *_ in both["held"]} | set(both["untold"])
+        assert names | set(both["unused"]) == set(place.first) and not main["unused"]
+        assert both["unused"] == ([] if run == "0" else sorted(SHARED))
+        assert (COMPUTED in both["untold"]) is (loads is computing)
+        assert ("draft: model.layers.1.mlp.gate_up_proj" in both["unseen"]) is (loads is computing)
+        if run == "0":
+            assert both["held"][: len(main["held"])] == main["held"]
+            assert len(both["held"]) > len(main["held"])
+        with torch.no_grad():
+            sharing.model.norm.weight.zero_()
+
+
 @pytest.mark.parametrize("mode", ["auto", "loader"])
 def test_a_loader_that_may_write_what_a_draft_shares(
     place: Place, backend: Backend, sharing: Any, mode: str

@@ -101,6 +101,34 @@ def test_a_larger_tensor_is_a_cut(
         assert all(f"cut: {lost} of {of} elements" in why for why in found.values()), found
 
 
+def test_a_draft_model_too(tmp_path: Path) -> None:
+    saved = save_full_model(tmp_path / "model", "qwen3")
+    spec = {"model": str(saved), "num_speculative_tokens": 2, "method": "draft_model"}
+    model, draft = (random_model("qwen3", seed=seed) for seed in (4, 5))
+    with (
+        WeightServer(model, base_port=0) as server,
+        Engine(saved, tmp_path / "engine", speculative_config=spec) as engine,
+    ):
+        engine.wait_ready()
+        server.add_run("draft", draft)
+        server.publish({"0": 1, "draft": 1})
+        assert not engine.init(",".join(server.addresses), draft_run="draft")
+        engine.pull(1)
+        assert "holds nothing of full:draft" in engine.served(server.addresses, "draft")["error"]
+        engine.good("start_draft_weight_update")
+        assert not engine.update(1)
+        engine.good("finish_weight_update")
+        for run, one in (("0", model), ("draft", draft)):
+            report = engine.served(server.addresses, run)
+            assert "error" not in report, report
+            assert report["tensors"] + len(report["unused"]) == len(list(one.parameters()))
+            assert not report["unseen"]
+        engine.scribble("model.norm.weight", draft=True)
+        assert "error" not in engine.served(server.addresses)
+        report = engine.served(server.addresses, "draft")
+        assert [one.partition(":")[0] for one in report["different"]] == ["model.norm.weight"]
+
+
 def test_a_layer_that_the_engine_does_not_have(engine: Engine) -> None:
     """vLLM's own loader refuses it, unless somebody says that it is not used: then it is named."""
     with WeightServer(random_model("qwen3", num_hidden_layers=3), base_port=0) as server:

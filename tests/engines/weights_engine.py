@@ -125,9 +125,9 @@ class Engine:
         """`fanin.check.weights`: the report, or {"error": ...}."""
         return dict(self._do("check", step=step, poison=poison))
 
-    def served(self, addresses: list[str]) -> dict[str, Any]:
+    def served(self, addresses: list[str], run: str = "0") -> dict[str, Any]:
         """`fanin.check.served`: the report, or {"error": ...} beside it."""
-        return dict(self._do("served", addresses=addresses))
+        return dict(self._do("served", addresses=addresses, run=run))
 
     def take_out(self, guard: str = "") -> None:
         """From now on this guard of init is out, and no other; "": none is. alone=True only."""
@@ -142,9 +142,9 @@ class Engine:
         are."""
         return list(self._do("draft_holds", file=str(file)))
 
-    def scribble(self, path: str) -> None:
+    def scribble(self, path: str, draft: bool = False) -> None:
         """Writes one element of a parameter."""
-        self._do("scribble", path=path)
+        self._do("scribble", path=path, draft=draft)
 
     def version(self) -> str:
         return str(self._do("version"))
@@ -255,13 +255,13 @@ class Served:
             "kept": list(report.kept),
         }
 
-    def served(self, addresses: list[str]) -> dict[str, Any]:
+    def served(self, addresses: list[str], run: str) -> dict[str, Any]:
         from dataclasses import asdict
 
         import fanin.check
 
         try:
-            return asdict(fanin.check.served(self.engine, addresses))
+            return asdict(fanin.check.served(self.engine, addresses, run))
         except fanin.FaninError as error:
             report = getattr(error, "report", None)
             return {"error": str(error)} | (asdict(report) if report else {})
@@ -284,23 +284,28 @@ class Served:
 
         self.engine.apply_model(convert)
 
+    def draft(self) -> Any:
+        return self.engine.llm_engine.model_executor.driver_worker.worker.get_draft_model()
+
     def draft_holds(self, file: str) -> list[str]:
         import torch
         from safetensors.torch import load_file
 
-        draft = self.engine.llm_engine.model_executor.driver_worker.worker.get_draft_model()
-        held = dict(draft.named_parameters())
+        held = dict(self.draft().named_parameters())
         return [
             name
             for name, tensor in load_file(file).items()
             if name in held and torch.equal(held[name].data, tensor)
         ]
 
-    def scribble(self, path: str) -> None:
+    def scribble(self, path: str, draft: bool) -> None:
         def write(model: Any) -> None:
             model.get_parameter(path).data.view(-1)[3] = 9
 
-        self.engine.apply_model(write)
+        if draft:
+            write(self.draft())
+        else:
+            self.engine.apply_model(write)
 
     def version(self) -> str:
         return str(self.engine.get_weight_version())

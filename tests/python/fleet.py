@@ -173,7 +173,8 @@ class FakeVLLM(FakeEngine):
         self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Answer:
         if method == "fanin_served_digests":
-            assert kwargs == {"step": self.held} and self.active is False
+            assert kwargs == {"step": self.held, "publication": "full:0"}
+            assert self.active is False
             self.compared.append((self.held, self.paused))
             found: list[Any] = [self._digests(worker) for worker in range(self.workers)]
         elif method == "fanin_disown_weights":

@@ -64,8 +64,7 @@ def _everybody(mine: dict[str, Any], group: Any) -> list[dict[str, Any]]:
 
 
 def held(manager: Any, publication: str, step: int) -> dict[str, Any]:
-    """What this rank's model holds. Raises StateError if that is not *step* of *publication*, ``""``
-    for any."""
+    """What this rank's model holds. Raises StateError if that is not *step* of *publication*."""
     import torch
 
     ((_, runner),) = manager._select_runners("target")
@@ -95,7 +94,7 @@ def held(manager: Any, publication: str, step: int) -> dict[str, Any]:
         "different": [],
         "unseen": unseen,
         "untold": untold,
-        "unused": list(live.unused),
+        "unused": sorted(live.unused),
     }
 
 
@@ -108,15 +107,15 @@ def _require(manager: Any, holds: str, publication: str, step: int) -> None:
         why = "an update is under way"
     elif _WEIGHTS in manager.offload_tags:
         why = "SGLang has given up the weights' memory"
-    elif publication not in ("", holds):
+    elif holds != publication:
         why = f"the model is filled from {holds}"
     elif standing.pulled.get("step") != step:
         why = f"the model is at step {standing.pulled.get('step', 'none')}"
     if why:
         raise StateError.make(
-            f"no digests of step {step} of {publication or holds}: {why}",
+            f"no digests of step {step} of {publication}: {why}",
             f"sync step {step}, of which the trainer has made digests, and ask again",
-            key=holds,
+            key=publication,
         )
 
 

@@ -127,8 +127,8 @@ class _Live:
         self._packed: PackedMapping | None = None
         #: Addresses of parameters and buffers, when the last pull landed there.
         self.places: dict[str, int] = {}
-        #: Patterns of published names, of the last request.
-        self.unused: tuple[str, ...] = ()
+        #: Names of published tensors that the last request leaves out.
+        self.unused: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
         #: What the last pull that wrote has kept, None: none has written.
         self._intact: frozenset[str] | None = None
@@ -149,8 +149,9 @@ class _Live:
                 key="external_kv",
             )
         trainer = self._trainer_of(request)
-        published = without(trainer.ready(deadline, request.step), request.unused)
-        self.unused = request.unused
+        whole = trainer.ready(deadline, request.step)
+        published = without(whole, request.unused)
+        self.unused = whole.names() - published.names()
         layout = (published.layout(), published.config, request.keep, request.config)
         if self._layout != layout:
             if request.config == "check":

@@ -39,6 +39,10 @@ class Published:
         """What a mapping depends on: names, dtypes and shapes."""
         return tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in self.entries)
 
+    def names(self) -> frozenset[str]:
+        """Of the tensors."""
+        return frozenset(entry.name for entry in self.entries)
+
     @property
     def config(self) -> str | None:
         """The model's config.json, None: the trainer does not tell it."""

@@ -51,7 +51,7 @@ class _Target:
     """One of the worker's models: the model itself, or its draft."""
 
     def __init__(self, worker: str, model: Any, model_config: Any) -> None:
-        self.model, self.model_config = model, model_config
+        self.worker, self.model, self.model_config = worker, model, model_config
         self.updates = Updates(worker)
         self.trainer: Trainer | None = None
         self.landing: Landing | None = None
@@ -68,6 +68,8 @@ class _Target:
         self.kept: frozenset[str] = frozenset()
         #: What the last pull that wrote has kept, None: none has written.
         self.intact: frozenset[str] | None = None
+        #: Names of what is published and not for this model.
+        self.unused: frozenset[str] = frozenset()
         #: Patterns of ``keep`` that name nothing of this worker's model.
         self.idle: frozenset[str] = frozenset()
         #: Why vLLM has given up the weights since it has loaded them, and what it has put back.
@@ -85,6 +87,19 @@ class _Target:
                 "load the checkpoint by reload_weights first, or name it in vLLM's"
                 " sleep_preserve_parameter_names",
                 key="keep",
+            )
+
+    def fills(self, publication: str) -> bool:
+        """Whether the model comes from there."""
+        return self.trainer is not None and self.trainer.run == publication
+
+    def require_at(self, step: int) -> None:
+        """Raises StateError if the model is not whole at that step."""
+        if self.updates.step != step or self.updates.dirty:
+            raise StateError.make(
+                f"{self.worker} is at step {self.updates.step}, not whole at {step}",
+                f"update to step {step}, of which the trainer has made digests, and ask again",
+                key=str(step),
             )
 
     def writing(self, step: int) -> None:
@@ -288,7 +303,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         check_step(step)
         target = self._main
-        landing, trainer = self._checked()
+        landing, trainer = self._checked(target)
         if poison:
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
@@ -305,37 +320,43 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         found.kept += sorted(target.kept)
         return found.as_dict()
 
-    def holds_of(self, step: int) -> dict[str, Any]:
-        """Digests of what the model holds; see :func:`fanin.check.served`.
+    def holds_of(self, step: int, publication: str) -> dict[str, Any]:
+        """Digests of what the model, or its draft, holds of *publication*; see
+        :func:`fanin.check.served`.
 
-        Raises StateError if the model is not at *step* now, before init, and in mode "loader".
+        Raises StateError if that is not at *step* now, before init, and in mode "loader".
         """
         check_step(step)
-        target, info = self._main, self._info
-        landing, trainer = self._checked()
-        if target.updates.step != step or target.updates.dirty:
+        both = (self._main, self._draft)
+        targets = [one for one in both if one is not None and one.fills(publication)]
+        if not targets:
             raise StateError.make(
-                f"{self._worker} is at step {target.updates.step}, not whole at {step}",
-                f"update to step {step}, of which the trainer has made digests, and ask again",
-                key=str(step),
+                f"{self._worker} holds nothing of {publication}",
+                "name the run of the model, or that of its draft once that was updated",
+                key=publication,
             )
-        assert info is not None
-        deadline = time.monotonic() + info.timeout
-        trainer.ready(deadline, step)
-        with set_current_vllm_config(self.vllm_config):
-            told, compared = held(landing.mapped, trainer, step, deadline)
-        return {
-            "held": told,
-            "different": compared.different,
-            "unseen": [*compared.unseen, *landing.by_loader],
-            "untold": [name for one in landing.mapped.mapping.modules for name in one.taken],
-            "unused": list(info.unused),
-            "kept": sorted(target.kept),
-        }
+        fields = ("held", "different", "unseen", "untold", "kept")
+        found: dict[str, list[Any]] = {field: [] for field in fields}
+        for target in targets:
+            landing, trainer = self._checked(target)
+            target.require_at(step)
+            assert self._info is not None
+            deadline = time.monotonic() + self._info.timeout
+            trainer.ready(deadline, step)
+            with set_current_vllm_config(self.vllm_config):
+                told, compared = held(landing.mapped, trainer, step, deadline)
+            whose = "" if target is self._main else "draft: "
+            found["held"] += told
+            found["different"] += (whose + path for path in compared.different)
+            found["unseen"] += (whose + path for path in (*compared.unseen, *landing.by_loader))
+            found["kept"] += (whose + path for path in sorted(target.kept))
+            for module in landing.mapped.mapping.modules:
+                found["untold"] += module.taken
+        return {**found, "unused": sorted(frozenset.intersection(*(one.unused for one in targets)))}
 
-    def _checked(self) -> tuple[MappedLanding | MixedLanding, Trainer]:
-        """How the main model is filled, and by whom. Raises StateError if that cannot be seen."""
-        landing, trainer = self._main.landing, self._main.trainer
+    def _checked(self, target: _Target) -> tuple[MappedLanding | MixedLanding, Trainer]:
+        """How a model is filled, and by whom. Raises StateError if that cannot be seen."""
+        landing, trainer = target.landing, target.trainer
         if trainer is None or not isinstance(landing, (MappedLanding, MixedLanding)):
             raise StateError.make(
                 f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
@@ -405,7 +426,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
-        target.taken, others = None, frozenset[str]()
+        target.taken, others, names = None, frozenset[str](), published.names()
         if target is self._main:
             if info.config == "check":
                 refuse_other_config(published.config, self.model_config.hf_config)
@@ -420,6 +441,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             refuse_published(recording, others)
         elif others:
             published, recording = self._but_shared(target, published, recording, others)
+        target.unused = names.difference(entry.name for entry in recording.published)
         if conflicts := recording.tie_conflicts():
             raise MappingError.of(
                 conflicts, "train with tied weights, or start vLLM with a model that does not tie"

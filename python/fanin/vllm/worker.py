@@ -404,9 +404,9 @@ def fanin_check_weights(
     return found
 
 
-def fanin_served_digests(worker: Any, step: int) -> dict[str, Any]:
+def fanin_served_digests(worker: Any, step: int, publication: str) -> dict[str, Any]:
     """Digests of what this worker's model holds; see :func:`fanin.check.served`."""
-    found: dict[str, Any] = _transfer_engine(worker).holds_of(step)
+    found: dict[str, Any] = _transfer_engine(worker).holds_of(step, publication)
     return found
 
 
