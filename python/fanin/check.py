@@ -7,7 +7,7 @@
     report = fanin.check.weights("http://engine:8000", step=7)       # VLLM_SERVER_DEV_MODE=1
     report = fanin.check.served("http://engine:8000", "/shared/run")
 
-    python -m fanin.check http://engine:8000 /shared/run              # the same as a command
+    python -m fanin.check http://engine:8000 /shared/run              # served() as a command
 
 :func:`served` compares digests of what the engine, vLLM or SGLang, holds with those of what is
 trained. :func:`weights`, of vLLM, compares bytes with what is published: each worker makes rubbish
@@ -19,7 +19,6 @@ the engine first, as for an update.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
-from fanin.errors import FaninError, HostError, NotFoundError, RequestError
+from fanin.errors import HostError, NotFoundError, RequestError
 from fanin.info import addresses_of, client_arguments
 from fanin.sglang import asking
 
@@ -143,18 +142,20 @@ def served(
         not of several replicas.
     :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
     :param run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``.
-    :param timeout: seconds for the trainer's answer, and again for the engine's.
+    :param timeout: seconds for all of it; a ``vllm.LLM`` takes as long as it takes.
     :param api_key: of the engine's server: SGLang's ``--admin-api-key``.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
     :raises HostError: something differs: all of it is in ``report`` of the error.
     :raises NotFoundError: the trainer has published no digests.
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
+    deadline = time.monotonic() + timeout
     look = min(timeout, _LOOK)
     if not asking.is_sglang(engine, look, api_key):
         _workers(engine, look, api_key)  # whose address is wrong is told at once
     step, ranks = trained(trainer, run, timeout, client)
-    return compared(step, ranks, *held_by(engine, run, step, timeout, api_key))
+    left = max(deadline - time.monotonic(), _SHORT)
+    return compared(step, ranks, *held_by(engine, run, step, left, api_key))
 
 
 def _publication(run: str | int) -> str:
@@ -342,42 +343,7 @@ def _unasked(url: str, path: str, why: str) -> RequestError:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """``python -m fanin.check ENGINE TRAINER``: prints what :func:`served` finds.
-
-    Returns:
-        0: the engine serves what is trained; 1: it does not; 2: that could not be found out.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m fanin.check",
-        description="Compare what an engine holds with what the trainer's ranks train. The trainer "
-        "has digests of its first step, and of each publish(step, digests=True).",
-    )
-    parser.add_argument(
-        "engine", help="URL of an SGLang server, or of a vLLM server with VLLM_SERVER_DEV_MODE=1"
-    )
-    parser.add_argument("trainer", help="nixl_info.json, its directory, or HOST:PORT,HOST:PORT")
-    parser.add_argument("--run", default="0")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
-    told = parser.parse_args(arguments)
-    try:
-        report = served(told.engine, told.trainer, told.run, timeout=told.timeout)
-    except FaninError as error:
-        if not hasattr(error, "report"):
-            print(f"fanin.check: {error}", file=sys.stderr)
-            return 2
-        report = error.report
-    for line in report.different:
-        print(f"differs: {line}")
-    for kind in ("unseen", "unused", "kept"):
-        for name in getattr(report, kind):
-            print(f"{kind}: {name}")
-    print(
-        f"step {report.step}: {report.tensors} tensors of {report.ranks} ranks are served by "
-        f"{report.workers} workers as they are trained, {len(report.different)} are not"
-    )
-    return 1 if report.different else 0
-
-
 if __name__ == "__main__":
+    from fanin._check_command import main
+
     sys.exit(main())

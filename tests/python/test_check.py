@@ -7,12 +7,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import fanin
 import fanin.check
 import pytest
 from fanin import HostError, PeerError, RequestError
+from fanin._check_command import main
 from fanin._served import Held, Layout, digests_of
 
 ANSWERS: dict[str, Any] = {
@@ -155,25 +157,49 @@ def test_an_sglang_is_asked_by_its_own_route(engine: str, monkeypatch: pytest.Mo
     assert "plugin" in caught.value.remedy
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Exit status and lines of each outcome."""
     good = fanin.check.Served(7, 2, 4, 31, 62, (), ("worker 0: mlp",), ())
     bad = fanin.check.Served(7, 2, 4, 30, 62, ("w: cut",), (), ("mtp.x",))
     difference = HostError.make("1 tensors are not served", "", key="w")
     difference.report = bad  # type: ignore[attr-defined]
-    outcomes: list[Any] = [good, difference, RequestError.make("no engine", "give one")]
+    silent = fanin.UnreachableError.make("rank 3 is gone", "start it", rank=3)
+    outcomes: list[Any] = []
+    asked: dict[str, Any] = {}
 
-    def served(engine: str, trainer: str, run: str, *, timeout: float) -> Any:
-        assert (engine, trainer, run, timeout) == ("http://e", "/shared/run", "1", 5.0)
+    def served(engine: str, trainer: str, run: str, **more: Any) -> Any:
+        assert (engine, trainer, run) == ("http://e", "/shared/run", "1")
+        asked.update(more)
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     monkeypatch.setattr(fanin.check, "served", served)
+    monkeypatch.setenv("FANIN_ENGINE_API_KEY", "of the environment")
     told = ["http://e", "/shared/run", "--run", "1", "--timeout", "5"]
-    assert [fanin.check.main(told) for _ in range(3)] == [0, 1, 2]
+    outcomes += [good, difference, RequestError.make("no engine", "give one"), silent]
+    assert [main(told) for _ in range(4)] == [0, 14, 11, 13]
     said = capsys.readouterr()
     assert "unseen: worker 0: mlp" in said.out and "differs: w: cut" in said.out
     assert "step 7: 31 tensors of 4 ranks are served by 2 workers as they are trained" in said.out
     assert "fanin.check: no engine" in said.err
+    assert asked == {"timeout": 5.0, "api_key": "of the environment"}
+
+    (tmp_path / "key").write_text("of the file\n")
+    told += ["--engine-api-key-file", str(tmp_path / "key"), "--secret-file", "s", "--tls-ca", "c"]
+    told += ["--world-id", "a" * 32, "--server-name", "job", "--json"]
+    outcomes += [difference, silent]
+    assert [main(told) for _ in range(2)] == [14, 13]
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["result"] == "differs" and one["different"] == ["w: cut"] and one["schema"] == 1
+    assert other["error"]["status"] == "FANIN_ERR_UNREACHABLE" and other["error"]["rank"] == 3
+    assert other["error"]["key"] is None
+    assert asked["api_key"] == "of the file" and asked["secret_file"] == "s"
+    assert asked["world_id"] == "a" * 32 and "tls_cert" not in asked
+    with pytest.raises(SystemExit) as caught:
+        main(["http://e"])
+    assert caught.value.code == 2
+    assert main([*told[:2], "--engine-api-key-file", str(tmp_path)]) == 11

@@ -22,19 +22,21 @@ typedef struct ends {
     int out, err, alive[2];
 } ends;
 
-static void become(const char *const *words, const ends *e, pid_t parent)
+static void become(const char *program, const char *const *words, const ends *e,
+                   pid_t parent)
 {
+    char *const *argv = (char *const *)(uintptr_t)words;
     int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) {
-        _exit(127); /* the parent was faster */
+        _exit(CHILD_ABSENT); /* the parent was faster */
     }
     if (null >= 0 && dup2(null, STDIN_FILENO) >= 0 &&
         dup2(e->out, STDOUT_FILENO) >= 0 && dup2(e->err, STDERR_FILENO) >= 0 &&
         fcntl(e->alive[1], F_SETFD, 0) == 0) {
-        execv("/proc/self/exe", (char *const *)(uintptr_t)words);
+        (void)(program != NULL ? execvp(program, argv) : execv("/proc/self/exe", argv));
     }
-    _exit(127);
+    _exit(CHILD_ABSENT);
 }
 
 static char *read_back(int file, size_t *size_out)
@@ -75,13 +77,14 @@ static bool wait_for(const ends *e, uint64_t end_ns)
     return n > 0;
 }
 
-static void run(const char *const *words, const ends *e, uint32_t limit_ms, child *out)
+static void run(const char *program, const char *const *words, const ends *e,
+                uint32_t limit_ms, child *out)
 {
     int status = 0;
     uint64_t started = progress_now_ns();
     pid_t parent = getpid(), pid = fork();
     if (pid == 0) {
-        become(words, e, parent);
+        become(program, words, e, parent);
     }
     close(e->alive[1]);
     if (pid < 0) {
@@ -107,7 +110,8 @@ static void run(const char *const *words, const ends *e, uint32_t limit_ms, chil
     }
 }
 
-void child_run(const char *const *words, uint32_t limit_ms, child *out)
+void child_run(const char *program, const char *const *words, uint32_t limit_ms,
+               child *out)
 {
     ends e = {.out = memfd_create("out", MFD_CLOEXEC),
               .err = memfd_create("err", MFD_CLOEXEC)};
@@ -115,7 +119,7 @@ void child_run(const char *const *words, uint32_t limit_ms, child *out)
     if (e.out < 0 || e.err < 0 || pipe2(e.alive, O_CLOEXEC) != 0) {
         snprintf(out->why, sizeof out->why, "cannot be started: %s", strerror(errno));
     } else {
-        run(words, &e, limit_ms, out);
+        run(program, words, &e, limit_ms, out);
         close(e.alive[0]);
         out->out = read_back(e.out, &out->out_size);
         out->err = read_back(e.err, &out->err_size);

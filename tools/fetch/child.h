@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file This program once more, as a process of its own that has a deadline. */
+/** @file A program, mostly this one once more, as a process of its own that has a deadline. */
 #ifndef CHILD_H
 #define CHILD_H
 
@@ -17,9 +17,13 @@ typedef struct child {
     uint64_t ns;   /**< how long it took */
 } child;
 
-/** Runs "nixl-fetch WORDS..." (NULL at the end) to its end, or kills it after @p limit_ms, or when
-    interrupt_requested(). Ends with this process. child_free() in any case. */
-void child_run(const char *const *words, uint32_t limit_ms, child *out);
+enum { CHILD_ABSENT = 127 }; /**< exit status where there is no such program */
+
+/** Runs @p program of the PATH (NULL: this one) with WORDS (its name first, NULL at the end) to its end,
+    or kills it after @p limit_ms, or when interrupt_requested(). Ends with this process.
+    child_free() in any case. */
+void child_run(const char *program, const char *const *words, uint32_t limit_ms,
+               child *out);
 void child_free(child *c);
 
 #endif

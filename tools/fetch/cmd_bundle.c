@@ -217,7 +217,7 @@ static void run_part(const bundler *b, const part *p)
              patience > 2 * GRACE_MS ? patience - GRACE_MS : (patience + 1) / 2);
     bool traced = p->pulls && make_place(&trace);
     put_words(b, p, limit, traced ? trace.file : "", words);
-    child_run(words, patience, &c);
+    child_run(NULL, words, patience, &c);
     tell_child(b, p, &c);
     child_free(&c);
     if (traced) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/check.h"
 #include "fetch/command.h"
+#include "fetch/engine_proof.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
@@ -25,7 +26,8 @@
 enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
 
 typedef struct verifier {
-    char *dir; /**< --dir */
+    char *dir;    /**< --dir */
+    char *engine; /**< --engine */
     const char *directory;
     session *session;
     const common_options *common;
@@ -436,9 +438,26 @@ static int verify_directory(verifier *v, const invocation *line)
     return code != 0 ? code : verify(v);
 }
 
+static int verify_engine(const verifier *v, session *s, const invocation *line)
+{
+    const char *other = options_given_other(
+        &line->parsed,
+        "engine run world-size timeout json quiet verbose no-color "
+        "server-name expect-world-id secret-file tls-cert tls-key tls-ca");
+    if (other != NULL || line->words[0] != NULL) {
+        return failure_usage(s->command->name, "--engine and %s%s do not go together",
+                             other != NULL ? "--" : "a directory, ",
+                             other != NULL ? other : line->words[0]);
+    }
+    return engine_proof(s, line, v->engine);
+}
+
 static int open_and_verify(session *s, const invocation *line, void *cookie)
 {
     verifier *v = cookie;
+    if (v->engine != NULL) {
+        return verify_engine(v, s, line);
+    }
     v->session = s;
     v->common = &line->common;
     if (v->dir != NULL && line->words[0] != NULL) {
@@ -465,6 +484,8 @@ static int run(const command *self, int argc, const char **argv)
          "the directory, if it is not the word behind the run", "DIR"},
         {"trust-config", 0, POPT_ARG_NONE, &v.trust_config, 0,
          "it was pulled with --trust-config", NULL},
+        {"engine", 'e', POPT_ARG_STRING, &v.engine, 0,
+         "compare what this engine serves with what is trained, by Python", "URL"},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
@@ -473,12 +494,13 @@ static int run(const command *self, int argc, const char **argv)
 
 const command cmd_verify = {
     .name = "verify",
-    .arguments = "TARGET [RUN] [DIR] [OPTION...]",
-    .summary = "compare a pulled directory with what the ranks hold, byte by byte",
+    .arguments = "TARGET [RUN] [DIR | --engine URL] [OPTION...]",
+    .summary = "compare a pulled directory, or what an engine serves, with the ranks",
     .help =
         "Examples:\n"
         "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
         "  nixl-fetch verify nixl_info.json full:0 /data/me/model-100\n"
+        "  nixl-fetch verify nixl_info.json full:0 --engine http://10.0.0.7:8000\n"
         "\n"
         "Reads every byte of the directory's step from the ranks, under leases, and\n"
         "compares; likewise the configuration. Exit status 0: all is equal, with the "
@@ -486,7 +508,13 @@ const command cmd_verify = {
         "that were compared. 12: stale, the ranks have moved on to another step or "
         "another\n"
         "life, nothing can be said. 14: a key or a field differs, named, or a file is "
-        "missing.",
+        "missing.\n"
+        "\n"
+        "With --engine, 'python3 -m fanin.check' of the PATH compares digests of what "
+        "the\n"
+        "engine's workers hold with digests of what the ranks train. Exit status 14: a "
+        "tensor\n"
+        "is served otherwise, named. 15: Python or fanin's package is not there.",
     .takes_directory = true,
     .run = run,
 };

@@ -356,8 +356,8 @@ class Registry:
         verify: an engine that serves something else than what is trained answers nobody, and the
         error names the tensors. Where that cannot be compared (a trainer without digests of the
         step, an engine that cannot be asked) the note says why, and the next sync tries it. A
-        worker reads its model once more while it is paused: 1 to 2 s a GB on one core, 6 ms a GB on
-        an H200.
+        worker reads its model once more while it is paused: 6 ms a GB on an H200; 12 s a GB in
+        vLLM's build for CPUs, whose layers have to be asked by products.
 
         Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
         failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
