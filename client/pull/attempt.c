@@ -9,6 +9,7 @@
 #include "pull/plan_detail.h"
 #include "pull/pull_log.h"
 #include "pull/read_ahead.h"
+#include "stream/stream_link.h"
 #include <inttypes.h>
 #include <string.h>
 
@@ -131,12 +132,30 @@ static fanin_status find_paths(pull *p, fanin_error *error)
     return status;
 }
 
-/* Paths, and what the whole is read by, unless only parts are read. */
+/* Digests come by them as well. */
+static fanin_status connect_streams(pull *p, fanin_error *error)
+{
+    const path_reading r = {.client = p->client,
+                            .publication = p->publication,
+                            .plan = &p->cache->whole.plan,
+                            .ranges = p->goal.ranges,
+                            .n_ranges = p->goal.n_ranges};
+    uint64_t clock = clock_ns();
+    fanin_status status = stream_connect(&r, p->options->verify, p->at, error);
+    p->result->info.connect_ns += lap(&clock);
+    return status;
+}
+
+/* Paths, what the whole is read by, unless only parts are read, and connections. */
 static fanin_status prepare(pull *p, fanin_error *error)
 {
+    plan_part *whole = &p->cache->whole;
     fanin_status status = find_paths(p, error);
-    return status == FANIN_OK && !p->open_only ? detail_plan(p, &p->cache->whole, error)
-                                               : status;
+    if (status == FANIN_OK && p->open_only)
+        plan_detail_readers(&whole->plan, p->publication);
+    else if (status == FANIN_OK)
+        status = detail_plan(p, whole, error);
+    return status == FANIN_OK ? connect_streams(p, error) : status;
 }
 
 static void start_counting(pull *p)

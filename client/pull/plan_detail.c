@@ -86,14 +86,18 @@ static fanin_status detail_all(plan_part *part, fanin_client *client, publicatio
     return client_work_end(&work, status, error);
 }
 
-fanin_status plan_detail_make(plan_part *part, fanin_client *client, publication *p,
-                              path_goal *goal, deadline at, fanin_error *error)
+void plan_detail_readers(const path_plan *plan, const publication *p)
 {
-    const path_plan *plan = &part->plan;
     for (size_t i = 0; i < plan->n_sources; i++)
         plan->reader_of[i] = plan->plan->ranks[i].n_pieces > 0
                                  ? path_reader_of(path_taken(p, plan->peer_of[i])->path)
                                  : NULL;
+}
+
+fanin_status plan_detail_make(plan_part *part, fanin_client *client, publication *p,
+                              path_goal *goal, deadline at, fanin_error *error)
+{
+    plan_detail_readers(&part->plan, p);
     return detail_all(part, client, p, goal, at, error);
 }
 

@@ -5,6 +5,8 @@
 
 #include "pull/plan_cache.h"
 
+/** By the paths that were taken last. */
+void plan_detail_readers(const path_plan *plan, const publication *p);
 /** Makes what the sources' paths read the part by, as far as it is not there. FANIN_ERR_TIMEOUT,
     FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY, and errors of the paths. */
 fanin_status plan_detail_make(plan_part *part, fanin_client *client, publication *p,

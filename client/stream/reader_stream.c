@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "net/reading_threads.h"
+#include "net/spans.h"
 #include "thread.h"
 #include <stdlib.h>
 #include <string.h>
@@ -13,63 +14,8 @@
 #define BUSY_CPUS 2
 /* Shaking hands takes as long as so many bytes. */
 #define HANDSHAKE_BYTES ((uint64_t)1 << 20)
-
-/* -------------------------------------------------------------- connections */
-
-/* Of one peer. */
-struct stream_end {
-    stream_link *link;
-    uint64_t generation; /* of the connection that it was made for */
-};
-
-/* NULL: there are none, or none that are of use. */
-static stream_link *find_link(const fanin_client *client, size_t peer)
-{
-    const struct stream_end *end = client->streams ? &client->streams[peer] : NULL;
-    bool is_current = end && end->generation == client->peers[peer].generation;
-    /* They may have been closed while they rested. */
-    return is_current && end->link && stream_link_is_whole(end->link) ? end->link
-                                                                      : NULL;
-}
-
-fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
-                         stream_link **out, fanin_error *error)
-{
-    const struct peer *p = &client->peers[peer];
-    fanin_status status = FANIN_OK;
-    *out = find_link(client, peer);
-    if (!client->streams)
-        client->streams = calloc(client->n_peers, sizeof *client->streams);
-    if (!client->streams)
-        return error_set_memory(error);
-    struct stream_end *end = &client->streams[peer];
-    end->generation = p->generation;
-    if (!*out)
-        stream_link_destroy(&end->link);
-    if (!end->link)
-        status = stream_link_create(client, p->control, 1, &end->link, error);
-    fanin_error why = FANIN_ERROR_INIT;
-    *out = end->link;
-    if (status != FANIN_OK || stream_link_widen(end->link, count, &why) == FANIN_OK ||
-        client->config.streams_per_rank == 0)
-        return status; /* more are faster; one does */
-    return error_copy(error, &why);
-}
-
-void stream_end_work(fanin_client *client, size_t peer)
-{
-    stream_link **link = &client->streams[peer].link;
-    if (*link && !stream_link_stop(*link))
-        stream_link_destroy(link);
-}
-
-void stream_disconnect(fanin_client *client)
-{
-    for (size_t i = 0; client->streams && i < client->n_peers; i++)
-        stream_link_destroy(&client->streams[i].link);
-    free(client->streams);
-    client->streams = NULL;
-}
+/* What all others have when one connection to each rank is made, beside as long again. */
+#define LATE_MS 100
 
 /* ----------------------------------------------------------------- choosing */
 
@@ -128,6 +74,7 @@ typedef struct reader_thread {
     stream_share share;
     struct stream_reading *of;
     uint64_t bit;
+    unsigned made; /* connections, as it has told */
 } reader_thread;
 
 typedef struct stream_reading {
@@ -143,6 +90,15 @@ static uint64_t bytes_of(const path_reading *r, size_t source)
 {
     const path_plan *p = r->plan;
     return p->reader_of[source] == &stream_reader ? p->plan->ranks[source].bytes : 0;
+}
+
+/* What goes to devices does so by way of the calling thread. */
+static bool is_for_devices(const path_reading *r)
+{
+    bool is = false;
+    for (size_t i = 0; i < r->n_ranges; i++)
+        is = is || r->ranges[i].device >= 0;
+    return is;
 }
 
 /* Threads cost more than they spare where little comes, and where the ranks and this one have all CPUs
@@ -195,13 +151,12 @@ static uint64_t cost_of(const path_reading *r, size_t source)
 {
     size_t peer = r->plan->peer_of[source];
     uint64_t bytes = bytes_of(r, source), handshakes = 0;
-    if (connection_tls(path_source(r, source)) && !find_link(r->client, peer))
+    if (connection_tls(path_source(r, source)) && !stream_at_hand(r->client, peer))
         handshakes = connections_for(r->client, peer, 1);
     return bytes > 0 ? bytes + handshakes * HANDSHAKE_BYTES : 0;
 }
 
-/* Threads to read with: more than one if there are, or can be made. What goes to devices does so by
-   way of the calling thread. */
+/* Threads to read with: more than one if there are, or can be made. */
 static unsigned find_threads(const path_reading *r, const uint64_t *costs,
                              unsigned most)
 {
@@ -213,7 +168,7 @@ static unsigned find_threads(const path_reading *r, const uint64_t *costs,
         size.bytes += costs[i];
     }
     size.cpus = usable_cpus();
-    if (r->sink || reading_threads_for(&size) == 1)
+    if (is_for_devices(r) || reading_threads_for(&size) == 1)
         return 1;
     if (!client->readers)
         client->readers = reading_threads_create(&client->loop);
@@ -283,16 +238,14 @@ static fanin_status deal_connections(stream_reading *s, stream_source *source,
     return status;
 }
 
-static fanin_status start_source(stream_reading *s, size_t i, const read_list *list,
-                                 fanin_error *error)
+/* By those that are there, and @p count at least. */
+static fanin_status start_source(stream_reading *s, size_t i, unsigned count,
+                                 const read_list *list, fanin_error *error)
 {
     const path_reading *r = s->r;
     size_t peer = r->plan->peer_of[i];
     stream_source *source = &s->sources[i];
-    unsigned threads = (unsigned)__builtin_popcountll(source->threads);
-    fanin_status status =
-        stream_open(r->client, peer, connections_for(r->client, peer, threads),
-                    &source->link, error);
+    fanin_status status = stream_open(r->client, peer, count, &source->link, error);
     if (status == FANIN_OK)
         status = deal_connections(s, source, error);
     if (status != FANIN_OK)
@@ -307,25 +260,32 @@ static fanin_status start_source(stream_reading *s, size_t i, const read_list *l
                                  .devices = r->sink,
                                  .checks = s->checks,
                                  .error = FANIN_ERROR_INIT};
-    memcpy(source->work.token, r->leases[peer].token, sizeof source->work.token);
+    if (r->leases)
+        memcpy(source->work.token, r->leases[peer].token, sizeof source->work.token);
     stream_link_start(source->link, &source->work, &s->threads[0].share);
     return FANIN_OK;
 }
 
 static bool is_done(const stream_source *s)
 {
-    return s->work.done_requests == s->work.list->n_requests;
+    const stream_work *w = &s->work;
+    return w->list ? w->done_requests == w->list->n_requests
+                   : w->made + w->given_up >= stream_link_count(s->link);
 }
 
 /* In a thread of its own: sends what its window has room for, tells of each source's end, the first who sees it. */
 static bool turn(void *cookie, deadline *wake)
 {
-    const reader_thread *t = cookie;
+    reader_thread *t = cookie;
     stream_reading *s = t->of;
     bool left = false, tell = false, failed = false;
+    unsigned made = 0;
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         stream_source *source = &s->sources[i];
-        if (!source->link || !(source->threads & t->bit) || source->told)
+        if (!source->link || !(source->threads & t->bit))
+            continue;
+        made += source->work.made;
+        if (source->told)
             continue;
         stream_link_look(source->link, &t->share, wake);
         stream_link_pump(source->link, &t->share);
@@ -334,30 +294,53 @@ static bool turn(void *cookie, deadline *wake)
         tell = (ended && !atomic_exchange(&source->told, true)) || tell;
         left = left || !ended;
     }
-    if (tell)
+    if (tell || made != t->made)
         reading_threads_tell(s->r->client->readers);
+    t->made = made;
     return left && !failed;
+}
+
+/* @p details: NULL: nothing is read. @p all: other paths' sources are started as well. */
+static fanin_status start_sources(stream_reading *s, void *const *details, bool all,
+                                  fanin_error *error)
+{
+    const path_reading *r = s->r;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
+        const path_reader *reader = r->plan->reader_of[i];
+        unsigned n = 1, threads = (unsigned)__builtin_popcountll(s->sources[i].threads);
+        if (reader == &stream_reader)
+            n = connections_for(r->client, r->plan->peer_of[i], threads);
+        if (reader == &stream_reader || (reader && all))
+            status = start_source(s, i, n, details ? details[i] : NULL, error);
+    }
+    for (unsigned i = 1; i < s->n_threads && status == FANIN_OK; i++)
+        reading_threads_go(r->client->readers, i - 1, turn, &s->threads[i]);
+    return status;
+}
+
+static stream_reading *create(const path_reading *r, fanin_error *error)
+{
+    stream_reading *s = calloc(1, sizeof *s + r->plan->n_sources * sizeof *s->sources);
+    if (s)
+        s->r = r;
+    else
+        error_set_memory(error);
+    return s;
 }
 
 static fanin_status start(const path_reading *r, void *const *details, void *shared,
                           void **reading, fanin_error *error)
 {
     (void)shared;
-    stream_reading *s = calloc(1, sizeof *s + r->plan->n_sources * sizeof *s->sources);
+    stream_reading *s = create(r, error);
     *reading = s;
     if (!s)
-        return error_set_memory(error);
-    s->r = r;
+        return FANIN_ERR_MEMORY;
     fanin_status status = make_threads(s, error);
     if (status == FANIN_OK)
         make_checks(s);
-    for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
-        if (r->plan->reader_of[i] == &stream_reader)
-            status = start_source(s, i, details[i], error);
-    }
-    for (unsigned i = 1; i < s->n_threads && status == FANIN_OK; i++)
-        reading_threads_go(r->client->readers, i - 1, turn, &s->threads[i]);
-    return status;
+    return status == FANIN_OK ? start_sources(s, details, false, error) : status;
 }
 
 static bool step(void *reading)
@@ -432,6 +415,90 @@ static bool finish(void *reading)
     free(s->threads);
     free(s);
     return true;
+}
+
+/* --------------------------------------------------------------- connecting */
+
+/* Whether a rank that is needed has no connection that is made. */
+static bool lacks_any(const path_reading *r, bool all)
+{
+    bool lacks = false;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        const path_reader *reader = r->plan->reader_of[i];
+        if (reader == &stream_reader || (reader && all))
+            lacks = lacks || !stream_at_hand(r->client, r->plan->peer_of[i]);
+    }
+    return lacks;
+}
+
+/* *some: a connection to each rank is made; *done: nothing more is to come. */
+static fanin_status look(const stream_reading *s, bool *some, bool *done,
+                         fanin_error *error)
+{
+    *some = *done = true;
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        const stream_source *source = &s->sources[i];
+        const connection *c = path_source(s->r, i);
+        if (!source->link)
+            continue;
+        if (source->work.failed)
+            return error_copy(error, &source->work.error);
+        if (connection_get_state(c) != CONNECTION_READY)
+            return error_copy(error, connection_fault(c));
+        *some = *some && source->work.made > 0;
+        *done = *done && is_done(source);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status wait_for_them(stream_reading *s, deadline at, fanin_error *error)
+{
+    uint64_t began = clock_ns();
+    deadline until = UINT64_MAX;
+    for (;;) {
+        bool some, done;
+        deadline wake = UINT64_MAX;
+        (void)busy(s, &wake);
+        fanin_status status = look(s, &some, &done, error);
+        if (some && until == UINT64_MAX)
+            until = deadline_in_ms(LATE_MS) + (clock_ns() - began);
+        if (status != FANIN_OK || done || deadline_passed(until))
+            return status;
+        status = client_step(s->r->client, at, deadline_sooner(wake, until), "connect",
+                             error);
+        if (status != FANIN_OK)
+            return status;
+    }
+}
+
+/* Who is silent meanwhile holds the pull up. */
+static void set_owing(const stream_reading *s, bool owing)
+{
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        if (s->sources[i].link)
+            connection_set_owing(path_source(s->r, i), owing);
+    }
+}
+
+fanin_status stream_connect(const path_reading *r, bool all, deadline at,
+                            fanin_error *error)
+{
+    uint64_t began = clock_ns();
+    if (!lacks_any(r, all))
+        return FANIN_OK;
+    stream_reading *s = create(r, error);
+    if (!s)
+        return FANIN_ERR_MEMORY;
+    fanin_status status = make_threads(s, error);
+    if (status == FANIN_OK)
+        status = start_sources(s, NULL, all, error);
+    set_owing(s, true);
+    if (status == FANIN_OK)
+        status = wait_for_them(s, at, error);
+    set_owing(s, false);
+    (void)finish(s);
+    span_of_call(r->client, TRACE_CONNECT, began, status, NULL);
+    return status;
 }
 
 const path_reader stream_reader = {

@@ -142,6 +142,19 @@ bool stream_link_is_whole(const stream_link *link)
     return whole;
 }
 
+static bool is_made(const data_connection *d)
+{
+    return d->source.fd >= 0 && d->stage >= IDLE_OR_FRAME;
+}
+
+bool stream_link_is_made(const stream_link *link)
+{
+    bool made = false;
+    for (unsigned i = 0; i < link->n; i++)
+        made = made || is_made(link->connections[i]);
+    return made;
+}
+
 static fanin_status move(data_connection *d, loop *to, fanin_error *error)
 {
     if (d->loop == to)
@@ -190,9 +203,11 @@ static void recall(data_connection *d, device_sink *devices)
 
 bool stream_link_stop(stream_link *link)
 {
-    bool idle = true;
+    bool idle = true, failed = link->work && link->work->failed;
+    unsigned n = 0;
     for (unsigned i = 0; i < link->n; i++) {
         data_connection *d = link->connections[i];
+        bool given_up = d->source.fd < 0 && d->stage < IDLE_OR_FRAME && !failed;
         if (link->work && link->work->devices)
             recall(d, link->work->devices);
         d->check = NULL; /* it went with the others */
@@ -200,8 +215,13 @@ bool stream_link_stop(stream_link *link)
         /* One that is still being made goes on in the client's loop. */
         bool rests =
             d->stage == IDLE_OR_FRAME ? d->queued == 0 : d->stage < IDLE_OR_FRAME;
-        idle = idle && d->source.fd >= 0 && rests;
+        idle = idle && (given_up || (d->source.fd >= 0 && rests));
+        if (given_up)
+            free_data(&link->connections[i]);
+        else
+            link->connections[n++] = d;
     }
+    link->n = n;
     link->work = NULL;
     return idle;
 }
@@ -349,7 +369,7 @@ static void ask_bytes(data_connection *d, const read_request *r, msg_read *m)
 static void pump(data_connection *d)
 {
     stream_work *w = d->link->work;
-    if (!w || d->source.fd < 0 || d->stage == CONNECTING || d->stage == HELLO)
+    if (!w || !w->list || d->source.fd < 0 || d->stage < IDLE_OR_FRAME)
         return;
     bool added = false;
     uint64_t index;
@@ -406,6 +426,7 @@ void stream_link_start(stream_link *link, stream_work *work, stream_share *share
     for (unsigned i = 0; i < link->n; i++) {
         data_connection *d = link->connections[i];
         d->share = d->share ? d->share : share;
+        work->made += is_made(d);
         pump(d);
     }
 }
@@ -689,6 +710,8 @@ static void take_text(data_connection *d, framed *got)
         if (!is_same_rank(d, &hello))
             return;
         d->stage = IDLE_OR_FRAME;
+        if (d->link->work)
+            d->link->work->made++;
         pump(d);
     } else if (d->stage != HELLO && got->head.type == MSG_DIGEST_OK) {
         take_digests(d, &got->body);

@@ -30,7 +30,7 @@ typedef struct stream_share {
 typedef struct stream_work {
     const plan *plan;
     const plan_rank *pieces;
-    const read_list *list;
+    const read_list *list; /**< NULL: the connections are all that is wanted */
     uint8_t token[16];
     uint8_t *base;
     need_fn need;     /**< of host memory; may be NULL; its failure is the work's */
@@ -48,7 +48,7 @@ typedef struct stream_work {
         done_requests;           /**< done: its bytes are in place */
     atomic_uint_fast64_t bytes;  /**< in place; of the sources */
     atomic_bool failing, failed; /**< somebody says why; it is said */
-    atomic_uint given_up;        /**< connections that were not made in time */
+    atomic_uint made, given_up;  /**< connections; given up: not made in time */
     /** FANIN_ERR_STALE: begin again; else the link is lost, or a device has failed, which
         device_sink_failed() tells and no other attempt would mend */
     fanin_error error;
@@ -66,6 +66,8 @@ fanin_status stream_link_widen(stream_link *link, unsigned count, fanin_error *e
 unsigned stream_link_count(const stream_link *link);
 /** None of its connections has been lost. */
 bool stream_link_is_whole(const stream_link *link);
+/** One at least is made, so that reading begins at once. */
+bool stream_link_is_made(const stream_link *link);
 
 /** Connection number @p index is for the share's thread in the work that comes next. Neither its loop nor the client's
     turns. On FANIN_ERR_LIMIT or FANIN_ERR_MEMORY the connection is lost. */
@@ -83,7 +85,8 @@ void stream_link_pump(stream_link *link, const stream_share *share);
 void stream_link_gather(stream_link *link);
 /** True: the link is idle and can be used again. False: replies are still on their way; it
     must be destroyed. Ends the work in any case: nothing is written after it, unless a device
-    does not finish, which device_sink_destroy() tells. The client's loop reads it. */
+    does not finish, which device_sink_destroy() tells. The client's loop reads it. Without those
+    that were given up it goes on. */
 bool stream_link_stop(stream_link *link);
 
 extern const path_reader stream_reader;
@@ -92,6 +95,16 @@ extern const path_reader stream_reader;
     these are fewer than @p count. */
 fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
                          stream_link **out, fanin_error *error);
+/** Whether there are any of use, and one is made. */
+bool stream_at_hand(const fanin_client *client, size_t peer);
+/**
+ * To all sources with pieces that stream reads, and to the others as well if @p all: data connections, one of
+ * which is made when this returns. With nothing at hand it waits for the others, too, as long again as for the first
+ * and a moment longer. Errors of lost ranks as of read_phase_run(). @p r needs no leases, and tells where the
+ * bytes go by its ranges.
+ */
+fanin_status stream_connect(const path_reading *r, bool all, deadline at,
+                            fanin_error *error);
 /** The reading over them has ended: drops them if replies are still on their way. */
 void stream_end_work(fanin_client *client, size_t peer);
 /** Closes those of all peers. */

@@ -2,6 +2,7 @@
 /* Pulls that compare with the ranks' digests: every path and cut, and what is unequal. */
 #include "ends.h"
 #include "local_world.h"
+#include "rank_proxy.h"
 #include "testing.h"
 #include "verify_scene.h"
 #include <dirent.h>
@@ -153,6 +154,51 @@ static void an_update_is_only_stale(void **state)
     scene_stop(&s);
 }
 
+typedef struct beginning {
+    rank_proxy proxy;
+    unsigned connections; /* that were made by then */
+} beginning;
+
+static unsigned count_connections(const rank_proxy *p)
+{
+    return atomic_load(&p->accepted[0]) + atomic_load(&p->accepted[1]);
+}
+
+static void note_connections(void *cookie)
+{
+    beginning *b = cookie;
+    b->connections = count_connections(&b->proxy);
+}
+
+/* Digests come by data connections, whatever the bytes come by. */
+static void connections_are_made_before_leases(void **state)
+{
+    fanin_pull_options options = asked();
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    for (int i = world_has_cma() ? 0 : 1; i < 2; i++) {
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_result_info info;
+        world w = {0};
+        beginning b = {.connections = 0};
+        world_begin(&w, 1, CUT_CHUNK0, 1);
+        rank_proxy_start(&b.proxy, fanin_server_port(w.ranks[0].server), MSG_BEGIN,
+                         note_connections, &b);
+        w.address_list[0] = b.proxy.address;
+        config.path = i == 0 ? FANIN_PATH_CMA : FANIN_PATH_STREAM;
+        fanin_client *client = world_client_with(&w, &config);
+        assert_ok(world_pull(&w, client, &options, &info, &error), error);
+        assert_true(info.verified);
+        assert_int_equal(info.path, config.path);
+        assert_true(b.connections >= 2); /* control and data */
+        assert_int_equal(b.connections, count_connections(&b.proxy));
+        fanin_client_destroy(&client);
+        rank_proxy_stop(&b.proxy);
+        world_stop(&w);
+    }
+}
+
 /* ------------------------------------------------------------- directories */
 
 static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json",
@@ -287,6 +333,7 @@ int main(void)
         cmocka_unit_test(unequal_bytes_are_named),
         cmocka_unit_test(the_last_tensor_is_compared_too),
         cmocka_unit_test(an_update_is_only_stale),
+        cmocka_unit_test(connections_are_made_before_leases),
         cmocka_unit_test(directories_say_what_was_done),
         cmocka_unit_test(unequal_directories_are_not_published),
         cmocka_unit_test(parts_of_sessions_are_verified),

@@ -39,8 +39,11 @@ static struct {
         SILENCES_ALL, /* and hangs up */
         IS_SILENT
     } act;
-    size_t lie; /* LIES: the byte of its hello that is another one */
+    size_t lie;   /* LIES: the byte of its hello that is another one */
+    bool of_data; /* hellos: of data connections alone */
     unsigned abandoned, ended;
+    unsigned leases;    /* that were asked for, and have not ended */
+    unsigned late;      /* hellos of data connections under leases */
     uint64_t last_read; /* its number */
 } odd;
 
@@ -95,18 +98,35 @@ static bool act(stub_talk *t, const frame *f, body *in)
     }
 }
 
-static bool answer(stub_talk *t, const frame *f, body *in)
+/* Whether it is a data connection's hello. */
+static bool note_asked(const frame *f, const body *in)
 {
     msg_end end;
+    msg_wait wait;
+    msg_hello hello = {0};
     body copy = *in;
     if (f->type == MSG_END) {
         assert_int_equal(decode_end(&copy, &end), FANIN_OK);
         odd.abandoned += end.abandon;
         odd.ended += !end.abandon;
+        odd.leases -= odd.leases > 0;
+    } else if (f->type == MSG_WAIT) {
+        assert_int_equal(decode_wait(&copy, &wait), FANIN_OK);
+        odd.leases += wait.begin_version != 0;
+    } else if (f->type == MSG_HELLO) {
+        assert_int_equal(decode_hello(&copy, &hello), FANIN_OK);
+        odd.late += hello.role == ROLE_DATA && odd.leases > 0;
     }
+    odd.leases += f->type == MSG_BEGIN;
     if (f->type == MSG_READ)
         odd.last_read = f->request;
-    if (odd.times == 0 || f->type != odd.of ||
+    return hello.role == ROLE_DATA;
+}
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    bool of_data = note_asked(f, in);
+    if (odd.times == 0 || f->type != odd.of || (odd.of_data && !of_data) ||
         (odd.rank < RANKS && t->rank->hello.rank != odd.rank))
         return stub_answer(t, f, in);
     odd.times--;
@@ -122,16 +142,25 @@ static void acts(message_type of, uint32_t rank, unsigned times, int what)
 }
 
 /* The tensor is in two parts, one a rank, or both ranks have all of it. */
-static void begin(bool replicas)
+static void begin_with(bool replicas, const fanin_client_config *config)
 {
     memset(&s, 0, sizeof s);
     memset(&odd, 0, sizeof odd);
     s.error = (fanin_error)FANIN_ERROR_INIT;
-    stub_world_start(&s.world, RANKS, replicas ? 1 : RANKS, replicas ? BYTES : PART);
+    stub_world_start_with(&s.world, RANKS, replicas ? 1 : RANKS,
+                          replicas ? BYTES : PART, config);
     s.world.client->plan_seed = 0; /* rank 0 gives the keys */
     for (size_t i = 0; i < RANKS; i++)
         s.world.ranks[i].answer = answer;
     s.options = make_options(FANIN_STEP_NEWEST, 0);
+}
+
+static void begin(bool replicas)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    begin_with(replicas, &config);
 }
 
 static int tear_down(void **state)
@@ -255,6 +284,59 @@ static void no_table_is_fetched_under_a_lease(void **state)
     assert_asked(MSG_END, 2, 1);
     assert_int_equal(odd.abandoned, 1);
     assert_int_equal(odd.ended, RANKS);
+}
+
+/* Neither is a connection made, nor are hands shaken, however the pull begins. */
+static void no_connection_is_made_under_a_lease(void **state)
+{
+    fanin_box box;
+    fanin_session *session = NULL;
+    fanin_tensor t = make_tensor("t", FANIN_DTYPE_U8, BYTES, 0, &box, s.memory);
+    begin(false);
+    expect_pull(1);
+    for (unsigned i = 0; i < 2; i++) {
+        shutdown(stub_rank_talk(&s.world.ranks[1], ROLE_DATA)->source.fd, SHUT_RDWR);
+        stub_world_settle(&s.world);
+        forget_asked();
+        if (i == 0) {
+            expect_pull(1);
+        } else {
+            assert_ok(fanin_client_begin(s.world.client, &s.options, &t, 1, &session,
+                                         &s.error),
+                      s.error);
+            assert_ok(fanin_session_read(session, 0, 1, &s.error), s.error);
+            assert_ok(fanin_session_end(&session, NULL, &s.error), s.error);
+        }
+        assert_asked(MSG_HELLO, 0, 1);
+        assert_asked(MSG_BEGIN, 1, 1);
+        assert_int_equal(odd.ended, RANKS);
+    }
+    assert_int_equal(odd.late, 0);
+}
+
+/* Who has one connection reads: one that is not answered costs a moment once, and no lease. */
+static void a_silent_connection_is_not_waited_for_long(void **state)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    config.streams_per_rank = 3;
+    begin_with(false, &config);
+    acts(MSG_HELLO, 1, 1, IS_SILENT);
+    odd.of_data = true;
+    expect_pull(1);
+    assert_int_equal(odd.times, 0);
+    assert_in_range(s.took_ms, 1, 999);
+    assert_int_equal(odd.late, 0);
+    expect_pull(1);
+    assert_int_equal(s.took_ms, 0);
+    assert_asked(MSG_HELLO, 4, 4);
+    stub_time_pass_ms(20000); /* it is given up, and made again beside what is read */
+    expect_pull(1);
+    assert_asked(MSG_HELLO, 4, 4);
+    expect_pull(1);
+    assert_asked(MSG_HELLO, 4, 5);
+    assert_int_equal(s.info.restarts, 0);
 }
 
 /* A stale end begins all anew, with leases of its own. */
@@ -460,7 +542,7 @@ static void a_rank_with_too_many_connections_is_asked_again(void **state)
     acts(MSG_HELLO, 1, 5, IS_FULL);
     expect_pull(1);
     assert_int_equal(s.info.restarts, 5);
-    assert_int_equal(odd.abandoned, 5 * RANKS);
+    assert_int_equal(odd.abandoned, 0); /* it never came to leases */
 }
 
 /* It is asked less and less often, and told of in the end. */
@@ -596,6 +678,8 @@ int main(void)
         SCENE(a_warm_pull_begins_with_the_announcements),
         SCENE(ranks_that_know_no_early_leases_are_begun),
         SCENE(no_table_is_fetched_under_a_lease),
+        SCENE(no_connection_is_made_under_a_lease),
+        SCENE(a_silent_connection_is_not_waited_for_long),
         SCENE(a_stale_end_asks_for_leases_again),
         SCENE(of_replicas_one_is_read),
         SCENE(progress_is_told),
