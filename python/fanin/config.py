@@ -218,6 +218,7 @@ class _Key:
     variable: str | None = None
     table: tuple[str, ...] = (SECTION,)
     key: str | None = None  # in the file, if it is not the field's name
+    about: str = ""  # for docs/reference/configuration.md, which is made of these tables
 
     @property
     def path(self) -> str:
@@ -351,7 +352,16 @@ def _warn_of_misspelt(environ: Mapping[str, str], keys: Sequence[_Key]) -> None:
 
 # --------------------------------------------------------------- credentials
 
-_CREDENTIAL_KEYS = tuple(_Key(name, _text, variable) for name, variable in VARIABLES.items())
+_CREDENTIALS_ABOUT = {
+    "secret_file": "File of the launch's secret: TLS over TCP.",
+    "tls_cert": "Instead of a secret: this end's certificate.",
+    "tls_key": "Its key.",
+    "tls_ca": "The authorities of the other end's certificates.",
+}
+_CREDENTIAL_KEYS = tuple(
+    _Key(name, _text, variable, about=_CREDENTIALS_ABOUT[name])
+    for name, variable in VARIABLES.items()
+)
 _ONE_OF_THEM = (
     "give one of them: secret_file (FANIN_SECRET_FILE), or tls_cert, tls_key and tls_ca"
     " (FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA)"
@@ -406,23 +416,104 @@ def engine_credentials(environ: Mapping[str, str] = os.environ) -> Credentials:
 # ------------------------------------------------------------------- trainer
 
 _TRAINER_KEYS = (
-    _Key("port", _integer(0, 65535), "FANIN_PORT"),
-    _Key("server_name", _text, "FANIN_SERVER_NAME"),
-    _Key("bind", _address, "FANIN_BIND"),
-    _Key("advertise", _text, "FANIN_ADVERTISE"),
-    _Key("allow", _networks, "FANIN_ALLOW"),
-    _Key("trusted_network", _switch, "FANIN_TRUSTED_NETWORK"),
-    _Key("lease", _number(0, 60, " of seconds"), "FANIN_LEASE"),
-    _Key("data_threads", _integer(1, 16), "FANIN_DATA_THREADS"),
-    _Key("stranger_share", _number(0, 60, " of seconds"), "FANIN_STRANGER_SHARE"),
-    _Key("own_share", _number(0, 60, " of seconds"), "FANIN_OWN_SHARE"),
-    _Key("nice", _integer(-20, 19), "FANIN_NICE"),
-    _Key("snapshot", _switch, "FANIN_SNAPSHOT"),
-    _Key("cast", _dtype, "FANIN_CAST"),
-    _Key("port_by", _choice("global", "local"), "FANIN_PORT_BY"),
+    _Key(
+        "port",
+        _integer(0, 65535),
+        "FANIN_PORT",
+        about="Rank r listens on port + r. 0: any free port.",
+    ),
+    _Key(
+        "server_name",
+        _text,
+        "FANIN_SERVER_NAME",
+        about="The name of the job, which engines may demand.",
+    ),
+    _Key(
+        "bind",
+        _address,
+        "FANIN_BIND",
+        about="Numeric address to listen on. Default: 127.0.0.1, or the way to MASTER_ADDR.",
+    ),
+    _Key(
+        "advertise", _text, "FANIN_ADVERTISE", about="Address that engines are told. Default: bind."
+    ),
+    _Key(
+        "allow",
+        _networks,
+        "FANIN_ALLOW",
+        about="Networks that may read, with commas. Needed on a network.",
+    ),
+    _Key(
+        "trusted_network",
+        _switch,
+        "FANIN_TRUSTED_NETWORK",
+        about="These networks are no strangers, and may read by RDMA once they prove themselves.",
+    ),
+    _Key(
+        "lease",
+        _number(0, 60, " of seconds"),
+        "FANIN_LEASE",
+        about="Seconds that a reader may delay an update. 0: not at all.",
+    ),
+    _Key(
+        "data_threads",
+        _integer(1, 16),
+        "FANIN_DATA_THREADS",
+        about="Threads a rank sends tensors with. Default: a quarter of its CPUs, 1 to 4.",
+    ),
+    _Key(
+        "stranger_share",
+        _number(0, 60, " of seconds"),
+        "FANIN_STRANGER_SHARE",
+        about="Seconds of each minute that one network peer may delay updates. 60: no limit.",
+    ),
+    _Key(
+        "own_share",
+        _number(0, 60, " of seconds"),
+        "FANIN_OWN_SHARE",
+        about="The same for this user on this host, and for a trusted network.",
+    ),
+    _Key(
+        "nice",
+        _integer(-20, 19),
+        "FANIN_NICE",
+        about="Added to the nice value of the threads that serve.",
+    ),
+    _Key(
+        "snapshot",
+        _switch,
+        "FANIN_SNAPSHOT",
+        about="Publish copies: readers never delay an update, for twice the memory.",
+    ),
+    _Key(
+        "cast",
+        _dtype,
+        "FANIN_CAST",
+        about="With snapshot: the type that F32 tensors are published as.",
+    ),
+    _Key(
+        "port_by",
+        _choice("global", "local"),
+        "FANIN_PORT_BY",
+        about="Count ports by the global rank, or by the rank on its host.",
+    ),
     *_CREDENTIAL_KEYS,
-    _Key("lora_name", _prefix, None, ("model", "lora"), "name"),
-    _Key("lora_alpha", _number(1e-9, 1e9, ""), None, ("model", "lora"), "alpha"),
+    _Key(
+        "lora_name",
+        _prefix,
+        None,
+        ("model", "lora"),
+        "name",
+        about="Prefix of the adapters' names.",
+    ),
+    _Key(
+        "lora_alpha",
+        _number(1e-9, 1e9, ""),
+        None,
+        ("model", "lora"),
+        "alpha",
+        about="PEFT's alpha.",
+    ),
 )
 
 
@@ -518,11 +609,32 @@ def trainer_config(
 # -------------------------------------------------------------- orchestrator
 
 _ORCHESTRATOR_KEYS = (
-    _Key("engines", _engines, "FANIN_ENGINES"),
-    _Key("timeout", _seconds(), "FANIN_UPDATE_TIMEOUT"),
-    _Key("server_name", _text, "FANIN_SERVER_NAME"),
-    _Key("lora_name", _prefix, "FANIN_LORA_NAME", ("model", "lora"), "name"),
-    _Key("lora_alpha", _number(1e-9, 1e9, ""), "FANIN_LORA_ALPHA", ("model", "lora"), "alpha"),
+    _Key(
+        "engines", _engines, "FANIN_ENGINES", about="The engines' URLs, with commas or as a list."
+    ),
+    _Key(
+        "timeout",
+        _seconds(),
+        "FANIN_UPDATE_TIMEOUT",
+        about="Seconds for one update of all engines.",
+    ),
+    _Key("server_name", _text, "FANIN_SERVER_NAME", about="The name of the job. Default: any."),
+    _Key(
+        "lora_name",
+        _prefix,
+        "FANIN_LORA_NAME",
+        ("model", "lora"),
+        "name",
+        about="Prefix of the adapters' names. Required.",
+    ),
+    _Key(
+        "lora_alpha",
+        _number(1e-9, 1e9, ""),
+        "FANIN_LORA_ALPHA",
+        ("model", "lora"),
+        "alpha",
+        about="PEFT's alpha, which must be the trainer's. Default: not checked.",
+    ),
     *_CREDENTIAL_KEYS,
 )
 
@@ -571,21 +683,78 @@ def orchestrator_config(
 # ----------------------------------------------------------------- inference
 
 _INFERENCE_KEYS = (
-    _Key("trainer", _trainer, "FANIN_TRAINER"),
-    _Key("server_name", _text, "FANIN_SERVER_NAME"),
-    _Key("cache_dir", _directory, "NIXL_LORA_CACHE_DIR"),
-    _Key("timeout", _seconds(), "FANIN_PULL_TIMEOUT"),
-    _Key("keep", _integer(1, 10000), "FANIN_KEEP_ADAPTERS"),
-    _Key("path", _choice(*PATHS), "FANIN_PATH"),
-    _Key("prefix", _prefix, "FANIN_ADAPTER_PREFIX"),
-    _Key("dtype", _dtype, "FANIN_DTYPE"),
-    _Key("max_bytes", _integer(1, MOST_BYTES), "FANIN_MAX_BYTES"),
-    _Key("trust_config", _switch, "FANIN_TRUST_CONFIG"),
-    _Key("allow_trainers", _allowed.parse, _allowed.VARIABLE),
-    _Key("newest", _switch, "FANIN_NEWEST"),
-    _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
-    _Key("spare_file", _switch, "FANIN_SPARE_FILE"),
-    _Key("require_step", _switch, "FANIN_REQUIRE_STEP"),
+    _Key(
+        "trainer",
+        _trainer,
+        "FANIN_TRAINER",
+        about="host:port of every rank, or the path of a nixl_info.json, which each pull reads.",
+    ),
+    _Key(
+        "server_name",
+        _text,
+        "FANIN_SERVER_NAME",
+        about="Read only ranks of this name. Default: any.",
+    ),
+    _Key(
+        "cache_dir",
+        _directory,
+        "NIXL_LORA_CACHE_DIR",
+        about="Absolute folder for adapters. Default: /dev/shm/fanin-UID, of mode 0700.",
+    ),
+    _Key("timeout", _seconds(), "FANIN_PULL_TIMEOUT", about="Seconds for a pull."),
+    _Key("keep", _integer(1, 10000), "FANIN_KEEP_ADAPTERS", about="Adapters of a run that stay."),
+    _Key("path", _choice(*PATHS), "FANIN_PATH", about="How bytes travel."),
+    _Key(
+        "prefix",
+        _prefix,
+        "FANIN_ADAPTER_PREFIX",
+        about="Resolve only names with this prefix. Default: any.",
+    ),
+    _Key(
+        "dtype", _dtype, "FANIN_DTYPE", about="What F32 tensors arrive as. Default: as published."
+    ),
+    _Key(
+        "max_bytes",
+        _integer(1, MOST_BYTES),
+        "FANIN_MAX_BYTES",
+        about="Refuse larger adapters. Default: a quarter of the folder's file system.",
+    ),
+    _Key(
+        "trust_config",
+        _switch,
+        "FANIN_TRUST_CONFIG",
+        about="adapter_config.json keeps every field of the trainer, also those that load code.",
+    ),
+    _Key(
+        "allow_trainers",
+        _allowed.parse,
+        _allowed.VARIABLE,
+        about="Trainers that a request may name: networks, hosts, host:port, paths, or any.",
+    ),
+    _Key(
+        "newest",
+        _switch,
+        "FANIN_NEWEST",
+        about="A request to load an adapter without a step gets the newest.",
+    ),
+    _Key(
+        "landing",
+        _choice(*LANDINGS),
+        "FANIN_LANDING",
+        about="slot: into the slots of vLLM. directory. auto: slot if slots are in host memory.",
+    ),
+    _Key(
+        "spare_file",
+        _switch,
+        "FANIN_SPARE_FILE",
+        about="Make the next file of a directory beforehand, where memory allows.",
+    ),
+    _Key(
+        "require_step",
+        _switch,
+        "FANIN_REQUIRE_STEP",
+        about="A vLLM of whole models answers nothing before its first update (HTTP 503).",
+    ),
     *_CREDENTIAL_KEYS,
 )
 

@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""docs/generate.py [--check]: writes the reference pages that the code tells.
+
+docs/reference/configuration.md is made of the tables in fanin.config, metrics.md of the tables of
+counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
+--check writes nothing, and fails if a page is not what the code says.
+"""
+
+import ast
+import dataclasses
+import pathlib
+import re
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+TREE = HERE.parent
+REFERENCE = HERE / "reference"
+sys.path.insert(0, str(TREE / "python"))
+
+from fanin import config, errors  # noqa: E402
+
+MADE = "<!-- Made by docs/generate.py: change the code, then run it. -->\n"
+
+OTHERS = (
+    ("FANIN_CONFIG", "engines", "The TOML file of the engine's settings."),
+    ("FANIN_LOG", "all", "`debug`, `info` or `warn`; with `,FILE` behind it into a file."),
+    ("FANIN_TRACE", "all", "A folder in which each process makes a trace."),
+    ("FANIN_INSECURE", "trainer", "1: serve a network without a secret or certificates."),
+    ("FANIN_TRUST_CONTAINERS", "both ends", "1: containers of this user are this user."),
+    ("FANIN_TRUST_OTHER_USERS", "engines", "1: accept ranks of other users on loopback."),
+    ("FANIN_LIBRARY", "Python", "The `libfanin.so.0` to load."),
+    ("FANIN_UCX_LIBRARY", "all", "The `libucp.so.0` to load."),
+    ("FANIN_CUDA_LIBRARY", "all", "The CUDA driver to load; empty: none."),
+    ("FANIN_OPENSSL_LIBRARY", "all", "The libssl of OpenSSL 3 to load."),
+    ("FANIN_SYNC_API_KEY", "`fanin.sync`", "The key that callers of the service must send."),
+    ("FANIN_ENGINE_API_KEY", "`fanin.sync`", "The key that the engines want."),
+    ("NIXL_FETCH_SERVERS, FANIN_TRAINER", "`nixl-fetch`", "TARGET if none is given."),
+    ("NIXL_FETCH_TIMEOUT", "`nixl-fetch`", "`--timeout` if none is given."),
+)
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+# ------------------------------------------------------------------- configuration
+
+
+def default(kind, name):
+    """The default of a field, as a file would have it."""
+    for field in dataclasses.fields(kind):
+        if field.name == name and field.default is not dataclasses.MISSING:
+            value = field.default
+            if value is None or value == ():
+                return "–"
+            return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    worked_out = getattr(config.inference_config({}), name, None)
+    return f"`{worked_out}`" if isinstance(worked_out, (str, int, float)) else "–"
+
+
+def settings(keys, kind):
+    rows = []
+    for key in keys:
+        name = key.path if key.table != (config.SECTION,) else key.key or key.name
+        variable = f"`{key.variable}`" if key.variable else "–"
+        rows.append((f"`{name}`", variable, default(kind, key.name), key.about))
+    return table(("key", "variable", "default", ""), rows)
+
+
+def configuration():
+    groups = (
+        ("Engine", config._INFERENCE_KEYS, config.InferenceConfig),
+        ("Trainer", config._TRAINER_KEYS, config.TrainerConfig),
+        ("Orchestrator", config._ORCHESTRATOR_KEYS, config.OrchestratorConfig),
+    )
+    text = f"""# Configuration
+
+{MADE}
+Settings come from the section `[weight_broadcast]` (with `type = "nixl"`) of a TOML file. A
+variable overrides its key. `fanin.config` reads them: `trainer_config(path)`,
+`orchestrator_config(path)` and `inference_config()`, which reads the file that `FANIN_CONFIG`
+names. Unknown keys, wrong kinds and contradictions are a `ConfigError` that names the place and the
+remedy.
+"""
+    for title, keys, kind in groups:
+        text += f"\n## {title}\n\n{settings(keys, kind)}"
+    rows = [(", ".join(f"`{one}`" for one in v.split(", ")), who, what) for v, who, what in OTHERS]
+    text += f"\n## Other variables\n\n{table(('variable', 'of', ''), rows)}"
+    text += """
+## Rules
+
+- Give a secret or a certificate with its key and authorities, never both.
+- Files have absolute paths, because several processes read them.
+- `bind` on a network needs `allow`. `cast` needs `snapshot`.
+- `cache_dir` must belong to this user or root, and nobody else may write to it unless it is sticky.
+- An engine without credentials uses the secret that `nixl_info.json` names, if it names one.
+- `validate_together(trainer, orchestrator, inference)` checks that the files of one job fit.
+- A misspelt variable is a warning in the log.
+"""
+    return text
+
+
+def used_variables():
+    """All FANIN_... that the code reads from the environment."""
+    found = set()
+    for room in ("common", "client", "server", "tools"):
+        for source in (TREE / room).rglob("*.c"):
+            found |= set(re.findall(r'getenv\("(FANIN_\w+)"\)', source.read_text()))
+    for source in (TREE / "python" / "fanin").rglob("*.py"):
+        found |= set(re.findall(r'environ(?:\.get\(|\[)"(FANIN_\w+)"', source.read_text()))
+    return found
+
+
+# ------------------------------------------------------------------------- metrics
+
+
+def strings(text):
+    """C's adjacent literals as one."""
+    return "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text)).replace('\\"', '"')
+
+
+def of_c(path, pattern):
+    found = {}
+    for name, text in re.findall(pattern, (TREE / path).read_text(), re.S):
+        if strings(text):
+            found.setdefault(name, strings(text))
+    return found
+
+
+def of_ranks():
+    return of_c("server/stats.c", r'\{"(fanin_\w+)",[^,]*?, AT\(\w+\),\s*((?:"[^"]*"\s*)+)\}')
+
+
+def of_exporter():
+    path = "tools/fetch/look_metrics.c"
+    source = (TREE / path).read_text()
+    found = of_c(path, r'\{"(fanin_\w+)",[^,]*, AT\(\w+\),\s*((?:"[^"]*"\s*)+)\}')
+    for name, text in re.findall(r'head\(g, (\w+|"\w+"),\s*"\w+",\s*((?:"[^"]*"\s*)+)\)', source):
+        if not name.startswith('"'):
+            before = source[: source.index(text)]
+            name = re.findall(r'name\[\] = ("\w+")', before)[-1]
+        found.setdefault(name.strip('"'), strings(text))
+    exporter = (TREE / "tools/fetch/cmd_exporter.c").read_text()
+    up = re.search(r"# HELP (fanin_run_up) (.*?)\\n", exporter)
+    return {up[1]: up[2], **found}
+
+
+def of_vllm():
+    found = {}
+    for call in ast.walk(ast.parse((TREE / "python/fanin/vllm/metrics.py").read_text())):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in (
+            "Counter",
+            "Gauge",
+            "Histogram",
+        ):
+            name, about = (one.value for one in call.args[:2])
+            labels = [one.value for one in call.args[2].elts] if len(call.args) > 2 else []
+            name += "_total" if call.func.id == "Counter" else ""
+            found[name + ("{" + ", ".join(labels) + "}" if labels else "")] = about
+    return found
+
+
+def metrics():
+    text = f"""# Metrics
+
+{MADE}
+[Monitoring](../monitoring/README.md) says how to scrape them, and has alerts and a dashboard.
+"""
+    for title, where, found in (
+        ("Of a run", "`nixl-fetch exporter` asks all ranks", of_exporter()),
+        ("Of one rank", "`Server.serve_metrics()` and `fanin_server_metrics()`", of_ranks()),
+        ("Of an engine", "vLLM's `/metrics`, with fanin's plugin", of_vllm()),
+    ):
+        rows = [(f"`{name}`", about) for name, about in found.items()]
+        text += f"\n## {title}\n\n{where}:\n\n{table(('metric', ''), rows)}"
+    return text
+
+
+# -------------------------------------------------------------------------- errors
+
+
+def codes():
+    """Hundred by hundred: what to do, and the codes with what they mean."""
+    header = (TREE / "common/core/include/fanin/error.h").read_text()
+    body = header[header.index("FANIN_OK = 0") :].split("};")[0]
+    for remedy, block in re.findall(r"/\* ([^*]+?) \*/\n(.*?)(?=\n\n|\Z)", body, re.S):
+        found = re.findall(r"(FANIN_ERR_\w+) = (-\d+),\s*/\*\*< (.*?) \*/", block)
+        yield remedy, [(name, int(code), about) for name, code, about in found]
+
+
+def error_page():
+    text = f"""# Errors
+
+{MADE}
+Every call of C returns a `fanin_status` and fills a `fanin_error`. Python raises a
+`fanin.FaninError`. Both carry message, remedy, rank, key, address and phase, as far as they are
+known.
+
+The hundred of a code says who has to act. *Again* means that the same call may succeed without any
+change (`error.retryable`).
+"""
+    for remedy, found in codes():
+        rows = []
+        for name, code, about in found:
+            error = errors.error_class(code)(code=code)
+            again = "yes" if error.retryable else ""
+            rows.append((f"`{name}`", str(code), f"`{type(error).__name__}`", again, about))
+        title, _, rest = remedy.partition(": ")
+        text += f"\n## {title}\n\n{rest[0].upper()}{rest[1:]}\n\n"
+        text += table(("C", "code", "Python", "again", ""), rows)
+    return text
+
+
+def main():
+    missing = used_variables() - {
+        word for word in re.findall(r"FANIN_\w+", configuration()) if word
+    }
+    if missing:
+        print(f"docs/generate.py: say what these variables do: {', '.join(sorted(missing))}")
+        return 1
+    stale = []
+    pages = {"configuration": configuration, "metrics": metrics, "errors": error_page}
+    for name, make in pages.items():
+        target, text = REFERENCE / f"{name}.md", make()
+        if "--check" not in sys.argv:
+            target.write_text(text)
+        elif not target.exists() or target.read_text() != text:
+            stale.append(target.relative_to(TREE))
+    for name in stale:
+        print(f"{name} is not what the code says: run docs/generate.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
