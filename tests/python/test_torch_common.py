@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ class Rank:
     def __init__(self, store, rank, ranks, shards):
         self.common = Common(store, "fanin/world", "lora:0", rank, ranks)
         self.values = {}
+        self.tries = Counter()
         self.tell(shards)
 
     def tell(self, shards, removed=()):
@@ -43,12 +45,19 @@ class Rank:
             for box in one.boxes:
                 self.values[one.name, box.offset, box.extent] = np.zeros(box.extent)
 
+    def fail(self, step):
+        """Before it comes to check."""
+        self.common.fail("ValueError: the loss is NaN", (step, self.tries[step]))
+        self.tries[step] += 1
+
     def publish(self, step):
         """What it raises, None: nothing."""
+        at = (step, self.tries[step])
+        self.tries[step] += 1
         try:
-            self.common.check((step, 0), lambda name, part: Tensor(self.values[(name, *part)]))
+            self.common.check(at, lambda name, part: Tensor(self.values[(name, *part)]))
         except FaninError as error:
-            self.common.fail(str(error), (step, 0))
+            self.common.fail(str(error), at)
             return error
 
 
@@ -174,7 +183,7 @@ def test_a_rank_that_fails_is_not_waited_for(store, failed, steps):
     ranks = two(store)
     for step in range(steps):
         assert publish(ranks, step) == [None, None]
-    ranks[failed].common.fail("ValueError: the loss is NaN", (steps, 0))
+    ranks[failed].fail(steps)
     other = ranks[1 - failed]
     other.tell([shard("c", ALL)])
     (error,) = publish([other], steps)
@@ -188,7 +197,7 @@ def test_a_run_that_is_removed_and_added_again(store):
     ranks = two(store)
     assert publish(ranks, 0) == [None, None]
     for rank in ranks:
-        rank.common.fail("the loss is NaN", (1, 0))
+        rank.fail(1)
         rank.common.close()
     ranks = two(store, [shard("c", ALL)])
     assert publish(ranks, 9) == [None, None]
