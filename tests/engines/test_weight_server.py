@@ -749,6 +749,10 @@ def test_pages_tell_what_works(page, monkeypatch, tmp_path):
         same(got, state(model, without=["head.weight"]))
 
 
+def short_of_memory(_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_digests_are_of_the_first_step_and_of_those_that_are_asked_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -782,7 +786,15 @@ def test_digests_are_of_the_first_step_and_of_those_that_are_asked_for(
         assert fanin.check.trained(server.addresses, 0, 10.0, {})[0] == 5
         with pytest.raises(ZeroDivisionError), server.updating(6):
             1 / 0  # noqa: B018
-        server.publish(7, digests=False)
+        assert not caplog.records
+        # Training goes on without memory for digests, which are not tried again by themselves.
+        monkeypatch.setattr(_proof, "_SHARE", 0.01)
+        monkeypatch.setattr(_proof, "box_digests", short_of_memory)
+        server.publish(6, digests=True)
+        server.publish(7)
+        (said,) = caplog.records
+        assert "at step 6: OutOfMemoryError: CUDA out of memory" in said.getMessage()
+        caplog.clear()
         with pytest.raises(NotFoundError, match="no digests of full:0"):
             fanin.check.trained(server.addresses, 0, 10.0, {})
         server.remove_run(0)

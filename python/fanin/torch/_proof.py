@@ -28,6 +28,7 @@ __all__ = ["Proof", "layouts_of"]
 _log = logging.getLogger("fanin.torch")
 _SHARE = 0.01
 """Of the time between two steps, that digests may take which nobody has asked for."""
+_NEVER = 1e12  # seconds
 _ROUNDED = 1 << 20
 """Elements that are rounded at a time."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -78,6 +79,11 @@ class Proof:
         """They do not follow."""
         with contextlib.suppress(FaninError):
             server.abort_update(self.publication)
+
+    def fail(self, server: Server) -> None:
+        """They could not be made, for want of memory perhaps: nobody tries again unasked."""
+        self._took = _NEVER
+        self.abort(server)
 
     def publish(self, server: Server, parameters: Parameters, step: int) -> None:
         """Digests the parameters as they are; readers find them under the same step.

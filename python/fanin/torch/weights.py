@@ -372,9 +372,10 @@ class WeightServer(Publisher):
         proof = self._proofs[run.publication]
         try:
             proof.publish(self._server, run.parameters, step)
-        except FaninError as error:  # the step is published, and training goes on
-            proof.abort(self._server)
-            _log.warning("fanin: no digests of %s at step %d: %s", run.publication, step, error)
+        except Exception as error:  # the step is published, and training goes on
+            proof.fail(self._server)
+            why = cause_of(error)
+            _log.warning("fanin: no digests of %s at step %d: %s", run.publication, step, why)
         self._unproven.discard(run.publication)
 
     def _agreed(self, source: Source) -> Source:
