@@ -29,6 +29,8 @@ __all__ = [
     "join",
     "publication_for",
     "read",
+    "room_for",
+    "scaled",
     "size_of",
 ]
 
@@ -37,6 +39,11 @@ NARROWED = ("BF16", "F16")
 
 _MAGIC = b"fanin-digests/1\n"
 _START = struct.Struct("<QQ")  # the step, and bytes of the header
+
+
+def scaled(dtype: str, scale: float | None) -> str:
+    """What digests of values in that type are called that were multiplied in it: "BF16*2"."""
+    return dtype if scale in (None, 1) else f"{dtype}*{scale:.9g}"
 
 
 class Held(NamedTuple):
@@ -57,10 +64,18 @@ class Layout(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    #: Of an adapter: what engines multiply the tensor by, in their own type; None: a model's.
+    scale: float | None = None
+
+    def kinds(self) -> tuple[str, ...]:
+        """The types in which each box is digested: an adapter's in all that engines hold."""
+        if self.scale is not None:
+            return tuple(dict.fromkeys((self.dtype, "F32", *NARROWED)))
+        return (self.dtype, *(NARROWED if self.dtype == "F32" else ()))
 
     def types(self) -> tuple[str, ...]:
-        """The types in which each box is digested."""
-        return (self.dtype, *(NARROWED if self.dtype == "F32" else ()))
+        """What the digests are called."""
+        return tuple(scaled(kind, self.scale) for kind in self.kinds())
 
 
 class Tensor(NamedTuple):
@@ -99,6 +114,13 @@ def size_of(layouts: Sequence[Layout]) -> int:
     return len(_MAGIC) + _START.size + len(_header(layouts)) + 8 * numbers
 
 
+def room_for(tensors: Iterable[tuple[str, Sequence[int]]]) -> int:
+    """Bytes in which any rank can tell its digests of an adapter's tensors, by names and shapes,
+    if it holds two boxes of each: ranks that have not told each other what they hold agree so."""
+    of_each = (128 + len(json.dumps(name)) + 64 * (1 + len(shape)) for name, shape in tensors)
+    return len(_MAGIC) + _START.size + 8 + sum(of_each)
+
+
 def digests_of(layouts: Sequence[Layout], step: int, held: Iterable[Held]) -> bytes:
     """What a rank with these boxes tells. KeyError: it lacks one."""
     found = {(one.name, one.offset, one.extent): one.digests for one in held}
@@ -117,6 +139,11 @@ def _header(layouts: Sequence[Layout]) -> bytes:
     return json.dumps(layouts, separators=(",", ":")).encode()
 
 
+def _whole(told: bytes, at: int) -> int:
+    """Bytes of whole numbers from there on: a rank may have room for more than it tells."""
+    return (len(told) - at) // 8 * 8
+
+
 def read(told: bytes) -> tuple[int, list[Layout], list[Held]]:
     """The step of a rank's digests, and what it holds. PeerError: these are none."""
     try:
@@ -126,10 +153,11 @@ def read(told: bytes) -> tuple[int, list[Layout], list[Held]]:
         step, length = _START.unpack_from(told, at)
         at += _START.size
         layouts = [
-            Layout(name, dtype, tuple(shape), tuple((tuple(a), tuple(b)) for a, b in boxes))
-            for name, dtype, shape, boxes in json.loads(told[at : at + length])
+            Layout(name, dtype, tuple(shape), tuple((tuple(a), tuple(b)) for a, b in boxes), scale)
+            for name, dtype, shape, boxes, scale in json.loads(told[at : at + length])
         ]
-        numbers = iter(struct.unpack(f"<{(len(told) - at - length) // 8}Q", told[at + length :]))
+        at += length
+        numbers = (one for (one,) in struct.iter_unpack("<Q", told[at : at + _whole(told, at)]))
         held = [
             Held(one.name, *box, {dtype: next(numbers) for dtype in one.types()})
             for one in layouts

@@ -15,10 +15,13 @@ import textwrap
 import traceback
 import weakref
 
+import fanin.check
 import numpy
 import pytest
 import torch
 from fanin import Client
+from fanin._digest import box_digest
+from fanin._served import scaled
 from fanin.errors import (
     FaninError,
     NotFoundError,
@@ -165,6 +168,35 @@ def test_the_directory_is_what_peft_saves(pull, tmp_path, options):
     written.pop("auto_mapping")
     assert written == wanted
     assert list(written["rank_pattern"]) == list(options.get("rank_pattern", {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"alpha_pattern": {"layers.0.q_proj": 1}}]
+)
+def test_digests_are_of_what_engines_make_of_it(pull, options, dtype):
+    """In each type that an engine may have, lora_B times the scale of PEFT's layer."""
+    model = adapted(lora(**options)).to(dtype)
+    layers = {n: m for n, m in model.named_modules() if n.endswith(("q_proj", "v_proj"))}
+    scales = {name: layer.scaling["default"] for name, layer in layers.items()}
+    with serve(model) as server:
+        server.publish(1)
+        assert server.server.publications() == ["lora:0"]
+        with server.updating(2, digests=True):
+            fill(model, 2)
+        step, ((layouts, held),) = fanin.check.trained(server.addresses, "lora:0", 10.0, {})
+        assert step == 2 and {one.name for one in layouts} == values(model).keys()
+        whole = values(model)
+        for one in held:
+            layer, _, part = one.name.partition(".lora_")
+            scale = scales[layer] if part == "B.weight" else 1.0
+            for kind, name in ((torch.float32, "F32"), (torch.bfloat16, "BF16")):
+                made = whole[one.name].to(kind, copy=True)
+                made *= scale  # as vLLM does
+                assert one.digests[scaled(name, scale)] == box_digest(made)
+        assert len(set(scales.values())) == (2 if "alpha_pattern" in options else 1)
+        server.remove_run(0)
+        assert server.server.publications() == []
 
 
 def test_peft_loads_what_is_pulled(pull):

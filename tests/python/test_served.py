@@ -7,7 +7,16 @@ import itertools
 import math
 
 import pytest
-from fanin._served import Held, Layout, compare, digests_of, join, read, size_of
+from fanin._served import (
+    Held,
+    Layout,
+    compare,
+    digests_of,
+    join,
+    read,
+    room_for,
+    size_of,
+)
 from fanin.errors import PeerError
 
 SHAPE = (4, 6)
@@ -118,6 +127,37 @@ def test_types() -> None:
     narrow = join([rank(Held("w", (0, 0), SHAPE, {"BF16": 2}))])
     assert compare(narrow, [[Held("w", (0, 0), SHAPE, {"F32": 7, "BF16": 2})]])[0] == []
     assert compare(narrow, [[Held("w", (0, 0), SHAPE, {"F32": 7})]])[0]
+
+
+def test_an_adapters_scale() -> None:
+    """What engines make of a tensor is compared with what the rank has made of it."""
+    a, b = (Layout("w", "F32", SHAPE, ((WHOLE.offset, SHAPE),), scale) for scale in (1.0, 1.5))
+    assert a.types() == ("F32", "BF16", "F16") and b.types() == ("F32*1.5", "BF16*1.5", "F16*1.5")
+    assert b._replace(dtype="BF16").types() == ("BF16*1.5", "F32*1.5", "F16*1.5")
+    digests = {"F32*1.5": 1, "BF16*1.5": 2, "F16*1.5": 3}
+    trained = join([([b], [Held("w", (0, 0), SHAPE, digests)])])
+
+    def served(digests: dict[str, int]) -> list[str]:
+        return [one.why for one in compare(trained, [[Held("w", (0, 0), SHAPE, digests)]])[0]]
+
+    assert served({"BF16*1.5": 2}) == []
+    assert served({"BF16*1.5": 9}) == ["other values than those that are trained (BF16*1.5)"]
+    assert served({"BF16*2": 2}) == [
+        "the engine holds BF16*2, which is not what F32*1.5 of the trainer makes"
+    ]
+
+
+def test_room_for_what_any_rank_holds() -> None:
+    """All ranks of an adapter have the same, whatever each of them holds; the rest stays empty."""
+    name, shape = "a" * 200, (1 << 30, 1 << 20)
+    boxes = (((1 << 29, 0), (1 << 29, 1 << 20)), ((0, 1 << 19), (1 << 29, 1 << 19)))
+    layouts = [Layout(f"{name}{i}", "BF16", shape, boxes, 1 / 3) for i in range(50)]
+    held = [Held(one.name, *box, dict.fromkeys(one.types(), 7)) for one in layouts for box in boxes]
+    told = digests_of(layouts, 7, held)
+    room = room_for((one.name, one.shape) for one in layouts)
+    assert len(told) <= room
+    assert read(told.ljust(room, b"\0")) == (7, layouts, held)
+    assert read(told + b"\0" * 5) == (7, layouts, held)
 
 
 def test_no_elements_and_no_dimensions() -> None:

@@ -289,14 +289,19 @@ class Parameters:
         (box,) = [one for one in shard.boxes if (one.offset, one.extent) == part]
         return view_of(item.state, box)
 
-    def held(self) -> Iterator[tuple[Shard, Box, Any]]:
-        """What this rank holds of each published tensor, as the model has it now: the elements of
-        every box, where they lie. Raises as :meth:`look`."""
+    def tensors(self) -> Iterator[tuple[str, Shard, list[Any]]]:
+        """Every published tensor as the model has it now: the path of its parameter, which boxes
+        this rank holds, and their elements, where they lie. Raises as :meth:`look`."""
         for item in self._items:
             state = self._resolve(item, item.now(), False)
             for shard in self._shards(item, state):
-                for box in shard.boxes:
-                    yield shard, box, view_of(state, box)
+                yield item.path, shard, [view_of(state, box) for box in shard.boxes]
+
+    def held(self) -> Iterator[tuple[Shard, Box, Any]]:
+        """The boxes of :meth:`tensors`, one after the other."""
+        for _, shard, boxes in self.tensors():
+            for box, values in zip(shard.boxes, boxes, strict=True):
+                yield shard, box, values
 
     def segments(self) -> int:
         """How many allocations on CUDA devices hold what is registered: workers map each."""

@@ -10,20 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fanin._digest import box_digests, digest_sum
-from fanin._served import NARROWED, Held, Layout, digests_of, publication_for
+from fanin._served import (
+    NARROWED,
+    Held,
+    Layout,
+    digests_of,
+    publication_for,
+    room_for,
+    scaled,
+)
 from fanin._tensors import Box, Shard, shard_of
 from fanin.errors import FaninError, StateError
 from fanin.server import Server
 from fanin.torch._parameters import Parameters
 from fanin.torch._union import Table
 
-__all__ = ["Proof", "layouts_of"]
+__all__ = ["AdapterProof", "Proof", "layouts_of"]
 
 _log = logging.getLogger("fanin.torch")
 _SHARE = 0.01
@@ -31,7 +39,7 @@ _SHARE = 0.01
 _NEVER = 1e12  # seconds
 _ROUNDED = 1 << 20
 """Elements that are rounded at a time."""
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def layouts_of(table: Table) -> list[Layout]:
@@ -50,13 +58,19 @@ class Proof:
     ) -> None:
         """sizes: of every rank's digests in bytes, which all ranks register."""
         self.publication = publication_for(publication)
+        self._rank = rank
         self._layouts = layouts
-        self._bytes = torch.zeros(sizes[rank], dtype=torch.uint8)
+        self._make_room(sizes)
+        self._steps, self._last, self._took = 0, time.monotonic(), 0.0
+
+    def _make_room(self, sizes: list[int]) -> None:
+        self._bytes = torch.zeros(sizes[self._rank], dtype=torch.uint8)
         self._shards = [
-            shard_of(_name(at), self._bytes) if at == rank else Shard(_name(at), "U8", (n,), (), -1)
+            shard_of(_name(at), self._bytes)
+            if at == self._rank
+            else Shard(_name(at), "U8", (n,), (), -1)
             for at, n in enumerate(sizes)
         ]
-        self._steps, self._last, self._took = 0, time.monotonic(), 0.0
 
     def due(self) -> bool:
         """Whether digests of the step that comes now take little time. Counts steps.
@@ -93,19 +107,73 @@ class Proof:
         for device in parameters.devices:  # what trains is no cost of digests
             torch.cuda.current_stream(device).synchronize()
         start = time.monotonic()
+        told = self._told(parameters, step)
+        server.begin_update(self.publication)
+        self._bytes[: len(told)].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        server.put(self.publication, self._shards, replace=True)
+        server.commit(self.publication, step)
+        self._took = time.monotonic() - start
+        _log.info("fanin: digests of step %d for %s: %.3f s", step, self.publication, self._took)
+
+    def _told(self, parameters: Parameters, step: int) -> bytes:
         try:
-            told = digests_of(self._layouts, step, _held(parameters))
+            return digests_of(self._layouts, step, _held(parameters))
         except KeyError as error:
             raise StateError.make(
                 f"the model holds other parts than those that the ranks agreed on: {error}",
                 "call refresh() on every rank",
             ) from error
-        server.begin_update(self.publication)
-        self._bytes.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-        server.put(self.publication, self._shards, replace=True)
-        server.commit(self.publication, step)
-        self._took = time.monotonic() - start
-        _log.info("fanin: digests of step %d for %s: %.3f s", step, self.publication, self._took)
+
+
+class AdapterProof(Proof):
+    """One adapter's digests of this rank, also of what engines make of it.
+
+    They multiply some tensors by a scale in their own type, which nobody can undo: so does this.
+    """
+
+    def __init__(
+        self, publication: str, rank: int, ranks: int, scale_of: Callable[[str], float]
+    ) -> None:
+        """scale_of: by the path of a parameter."""
+        super().__init__(publication, rank, [], [0] * ranks)
+        self._ranks, self._scale_of = ranks, scale_of
+
+    def due(self) -> bool:
+        """Nobody digests adapters unasked: runs come and go, and a reader lists publications."""
+        return False
+
+    def _told(self, parameters: Parameters, step: int) -> bytes:
+        layouts: list[Layout] = []
+        boxes: list[tuple[Layout, Box, Any, str]] = []
+        for path, shard, values in parameters.tensors():
+            places = tuple((box.offset, box.extent) for box in shard.boxes)
+            scale = self._scale_of(path)
+            layout = Layout(shard.name, shard.dtype, tuple(shard.shape), places, scale)
+            layouts.append(layout)
+            for box, one in zip(shard.boxes, values, strict=True):
+                boxes += [(layout, box, one, kind) for kind in layout.kinds()]
+        digests = box_digests(
+            (_served_as(one, kind, layout.scale), box.offset) for layout, box, one, kind in boxes
+        )
+        held: dict[tuple[Any, ...], dict[str, int]] = {}
+        for (layout, box, _, kind), digest in zip(boxes, digests, strict=True):
+            place = held.setdefault((layout.name, box.offset, box.extent), {})
+            place[scaled(kind, layout.scale)] = digest
+        told = digests_of(
+            layouts, step, (Held(name, at, n, one) for (name, at, n), one in held.items())
+        )
+        room = room_for((one.name, one.shape) for one in layouts)
+        if len(told) > room:
+            raise StateError.make("this rank holds too many boxes of its adapter to digest them")
+        if room != len(self._bytes):
+            self._make_room([room] * self._ranks)
+        return told
+
+
+def _served_as(values: Any, kind: str, scale: float | None) -> Any:
+    """What an engine that holds that type makes of an adapter's values."""
+    typed = values.to(_DTYPES[kind]) if kind in _DTYPES else values
+    return typed if scale in (None, 1) else typed * scale
 
 
 def _name(rank: int) -> str:

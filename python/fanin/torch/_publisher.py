@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,12 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fanin._options import handed_on
+from fanin._served import publication_for
 from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, secret_here, write_info
 from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Cast, Casting
 from fanin.torch._parameters import Change, Parameters
+from fanin.torch._proof import AdapterProof, Proof
 from fanin.torch._segments import tell_segments
 from fanin.torch._world import (
     Ranks,
@@ -31,6 +34,8 @@ from fanin.torch._world import (
 from fanin.torch._writes import count_steps
 
 __all__ = ["Publisher", "Run", "Serving", "Source", "Steps"]
+
+_log = logging.getLogger("fanin.torch")
 
 Run = str | int
 Steps = int | Mapping[Run, int]
@@ -55,6 +60,8 @@ class Source(NamedTuple):
     """Names of F32 tensors that the model, on any rank, keeps so."""
     ties: tuple[tuple[str, str], ...] = ()
     """Names of tensors that the configuration ties and torch holds apart."""
+    scale_of: Callable[[str], float] | None = None
+    """Of an adapter, what engines multiply the parameter of a path by."""
 
 
 class Serving(NamedTuple):
@@ -137,6 +144,9 @@ class Publisher:
         self._model = model
         self._runs: dict[str, OneRun] = {}
         self._last: dict[str, int] = {}  # steps, also of runs that were removed
+        #: The digests of what is trained, and the runs whose next step has to have some.
+        self._proofs: dict[str, Proof] = {}
+        self._unproven: set[str] = set()
         self._snapshot = serving.snapshot
         ranks = Ranks(group, _first_device(model))
         source: Source | None = None
@@ -205,7 +215,7 @@ class Publisher:
     # -- what is published ------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def updating(self, step: Steps) -> Iterator[None]:
+    def updating(self, step: Steps, *, digests: bool | None = None) -> Iterator[None]:
         """Around the statements that write the parameters; on every rank.
 
         ``step`` is the step that the run is at afterwards, or ``{run: step}`` where several are
@@ -214,6 +224,7 @@ class Publisher:
         anew, what moved is registered, and the step is published: when the current CUDA stream of
         the parameters' device has got there, without waiting for it. An exception inside aborts
         the update: the run is unreadable (the last snapshot stays readable) until the next one.
+        *digests*: as :meth:`publish`.
 
         :raises NotFoundError: no such run.
         :raises RequestError: a step that is not above the last; parameters that cannot be
@@ -225,6 +236,7 @@ class Publisher:
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
+            walked.enter_context(self._digesting(runs, digests))
             walked.enter_context(self._told_of_failure(runs))
             self._refuse_written(run for run, _ in runs)
             for run, _ in runs:
@@ -233,16 +245,21 @@ class Publisher:
             yield
             self._tell_all(runs, [self._resolved(run) for run, _ in runs])
 
-    def publish(self, step: Steps) -> None:
+    def publish(self, step: Steps, *, digests: bool | None = None) -> None:
         """Publishes the parameters as they are, as ``step`` or ``{run: step}``.
 
         For the first step, and the one at which training is resumed; on every rank, and with
         ``snapshot=True`` also after ``optimizer.step()``. Blocks and raises as :meth:`updating`;
         the last step stays readable where parameters are refused, unless they were written or their
         memory is gone.
+
+        digests: also digest what is trained, for :func:`fanin.check.served`; None: of no adapter,
+        of whole weights a run's first step, the first after ``refresh()``, and so many others that
+        it takes 1 % of the time. It is done after the step is readable, in this thread, and reads
+        all that this rank holds once. If it fails a warning says why.
         """
         runs = self._chosen(step)
-        with self._told_of_failure(runs):
+        with self._digesting(runs, digests), self._told_of_failure(runs):
             self._refuse_written(run for run, _ in runs)
             changes = self._look([run for run, _ in runs])
             with self._rewriting(runs):
@@ -318,6 +335,9 @@ class Publisher:
         """
         (one,) = self._named(run)
         self._server.remove(one.publication)
+        with contextlib.suppress(NotFoundError):  # it has had no step
+            self._server.remove(publication_for(one.publication))
+        self._proofs.pop(one.publication, None)
         del self._runs[one.publication]
 
     # -- who and where ----------------------------------------------------------------------
@@ -438,6 +458,43 @@ class Publisher:
                 self._unpublished(run, error)
             raise
 
+    @contextlib.contextmanager
+    def _digesting(self, runs: list[tuple[OneRun, int]], digests: bool | None) -> Iterator[None]:
+        """Around a step that is published: what digests it is to have follow it."""
+        begun = [one for one, _ in runs if self._begins(one.publication, digests)]
+        try:
+            yield
+        except BaseException:
+            for one in begun:
+                self._proofs[one.publication].abort(self._server)
+            raise
+        for one, at in runs:
+            anew = digests is None and one.publication in self._unproven  # refresh() has come
+            if one in begun or anew:
+                self._digest(one, at)
+
+    def _begins(self, publication: str, digests: bool | None) -> bool:
+        proof = self._proofs[publication]
+        due = proof.due()
+        if not (due or publication in self._unproven if digests is None else digests):
+            return False
+        try:
+            proof.begin(self._server)
+        except FaninError as error:
+            _log.warning("fanin: no digests of %s: %s", publication, error)
+            return False
+        return True
+
+    def _digest(self, run: OneRun, step: int) -> None:
+        proof = self._proofs[run.publication]
+        try:
+            proof.publish(self._server, run.parameters, step)
+        except Exception as error:  # the step is published, and training goes on
+            proof.fail(self._server)
+            why = cause_of(error)
+            _log.warning("fanin: no digests of %s at step %d: %s", run.publication, step, why)
+        self._unproven.discard(run.publication)
+
     def _register(self, server: Server, source: Source) -> OneRun:
         shards = self._casting.marked([*source.change.shards, *source.others], source.kept)
         server.put(source.publication, shards)
@@ -448,6 +505,9 @@ class Publisher:
             raise
         source.parameters.accept(source.change)
         run = self._runs[source.publication] = OneRun(source)
+        if source.scale_of is not None:
+            ranks, name = self._ranks, source.publication
+            self._proofs[name] = AdapterProof(name, ranks.rank, ranks.size, source.scale_of)
         return run
 
     def _refuse_known(self, publication: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fanin.errors import RequestError
 from fanin.torch._names import PREFIX, on_disk
+
+_SCALED = re.compile(r"(.*)\.lora_(?:embedding_)?B(?:\.|$)")
 
 
 def _scale(alpha: Any, rank: Any, config: Mapping[str, Any]) -> float:
@@ -25,6 +27,13 @@ def _of_layer(config: Mapping[str, Any], pattern: str, default: str, name: str) 
         if re.match(rf"(.*\.)?({key})$", name):
             return value
     return config[default]
+
+
+def _told(path: str, config: Mapping[str, Any]) -> float:
+    """The scale of the layer of that path by the configuration."""
+    name = on_disk(path).removeprefix(PREFIX)
+    alpha = _of_layer(config, "alpha_pattern", "lora_alpha", name)
+    return _scale(alpha, _of_layer(config, "rank_pattern", "r", name), config)
 
 
 class Scales:
@@ -46,6 +55,17 @@ class Scales:
                 for name in ("scaling", "r", "lora_alpha")
             )
         ]
+
+    def of(self, path: str, config: Callable[[], Mapping[str, Any] | None]) -> float:
+        """What the parameter of that path is multiplied by: lora_B by its layer's scale, of PEFT's
+        layers as they compute, of others as *config* tells."""
+        found = _SCALED.match(path)
+        if found is None:
+            return 1.0
+        layers = dict(self._layers)
+        if found[1] in layers:
+            return float(layers[found[1]].scaling[self._adapter])
+        return _told(found[1], config() or {})
 
     def check(self, config: Mapping[str, Any]) -> None:
         """RequestError: a layer was given a scale that *config* does not tell (by ``set_scale()``,
@@ -69,9 +89,7 @@ class Scales:
 
 
 def _refuse_other(path: str, scale: float, config: Mapping[str, Any]) -> None:
-    name = on_disk(path).removeprefix(PREFIX)
-    alpha = _of_layer(config, "alpha_pattern", "lora_alpha", name)
-    told = _scale(alpha, _of_layer(config, "rank_pattern", "r", name), config)
+    told = _told(path, config)
     if not math.isclose(scale, told, rel_tol=1e-6):
         raise RequestError.make(
             f"PEFT computes '{path}' with the scale {scale:g}, and the adapter's configuration "

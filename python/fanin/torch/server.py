@@ -51,7 +51,14 @@ def _source(
         return metadata
 
     parameters = Parameters(model, find, names, base=True)
-    return Source(publication, parameters, parameters.look(), describe(), describe)
+    return Source(
+        publication,
+        parameters,
+        parameters.look(),
+        describe(),
+        describe,
+        scale_of=lambda path: scales.of(path, fields),
+    )
 
 
 class AdapterServer(Publisher):

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from fanin._served import publication_for, size_of
+from fanin._served import size_of
 from fanin._tensors import Shard
-from fanin.errors import FaninError, NotFoundError, RequestError, StateError
+from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
 from fanin.torch._cast import Cast
 from fanin.torch._config import model_config
@@ -21,7 +19,7 @@ from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
-from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, Steps, cause_of
+from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
 from fanin.torch._replicas import Replicas, refuse_parts, replicas_of
 from fanin.torch._union import (
     Entry,
@@ -195,9 +193,6 @@ class WeightServer(Publisher):
         #: The proof that replicas are replicas.
         self._replicas: dict[str, Replicas | None] = {}
         self._told_of_ties: set[str] = set()
-        #: The digests of what is trained, and the runs that have published none yet.
-        self._proofs: dict[str, Proof] = {}
-        self._unproven: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
         serving = Serving(
@@ -219,23 +214,6 @@ class WeightServer(Publisher):
             more,
         )
         super().__init__(model, group, serving, lambda: _source(run, model, names, config))
-
-    @contextlib.contextmanager
-    def updating(self, step: Steps, *, digests: bool | None = None) -> Iterator[None]:
-        """As :meth:`Publisher.updating`. *digests*: as :meth:`publish`."""
-        with self._digesting(step, digests), super().updating(step):
-            yield
-
-    def publish(self, step: Steps, *, digests: bool | None = None) -> None:
-        """As :meth:`Publisher.publish`.
-
-        digests: also digest what is trained, for :func:`fanin.check.served`; None: of a run's first
-        step, of the first after :meth:`refresh`, and of so many others that it takes 1 % of the
-        time. It is done after the step is readable, in this thread, and reads all that this rank
-        holds once. If it fails a warning says why.
-        """
-        with self._digesting(step, digests):
-            super().publish(step)
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
@@ -295,9 +273,6 @@ class WeightServer(Publisher):
         :raises NotFoundError: no such run.
         """
         super().remove_run(run)
-        with contextlib.suppress(NotFoundError):  # it has had no step
-            self._server.remove(publication_for(full_publication(run)))
-        self._proofs.pop(full_publication(run), None)
         self._tables.pop(full_publication(run), None)
         self._replicas.pop(full_publication(run), None)
         self._unsettled.discard(full_publication(run))
@@ -339,44 +314,6 @@ class WeightServer(Publisher):
         self._proofs[publication] = Proof(publication, ranks.rank, layouts, sizes)
         self._unproven.add(publication)
         return Agreed(wholes, agreed, everywhere)
-
-    @contextlib.contextmanager
-    def _digesting(self, step: Steps, digests: bool | None) -> Iterator[None]:
-        """Around a step that is published: what digests it is to have follow it."""
-        runs = self._chosen(step)
-        begun = [one for one, _ in runs if self._begins(one.publication, digests)]
-        try:
-            yield
-        except BaseException:
-            for one in begun:
-                self._proofs[one.publication].abort(self._server)
-            raise
-        for one, at in runs:
-            anew = digests is None and one.publication in self._unproven  # refresh() has come
-            if one in begun or anew:
-                self._digest(one, at)
-
-    def _begins(self, publication: str, digests: bool | None) -> bool:
-        proof = self._proofs[publication]
-        due = proof.due()
-        if not (due or publication in self._unproven if digests is None else digests):
-            return False
-        try:
-            proof.begin(self._server)
-        except FaninError as error:
-            _log.warning("fanin: no digests of %s: %s", publication, error)
-            return False
-        return True
-
-    def _digest(self, run: OneRun, step: int) -> None:
-        proof = self._proofs[run.publication]
-        try:
-            proof.publish(self._server, run.parameters, step)
-        except Exception as error:  # the step is published, and training goes on
-            proof.fail(self._server)
-            why = cause_of(error)
-            _log.warning("fanin: no digests of %s at step %d: %s", run.publication, step, why)
-        self._unproven.discard(run.publication)
 
     def _agreed(self, source: Source) -> Source:
         table = table_of(source.change.shards)
