@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         "engine", help="URL of an SGLang server, or of a vLLM server with VLLM_SERVER_DEV_MODE=1"
     )
     parser.add_argument("trainer", help="nixl_info.json, its directory, or HOST:PORT,HOST:PORT")
-    parser.add_argument("--run", default="0", help="of full:<run> (0)")
+    parser.add_argument(
+        "--run", default="0", help="of full:<run> (0); lora:RUN: an adapter's, of vLLM"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all of it (600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--server-name", help="demand this job's ranks")

@@ -35,6 +35,7 @@ __all__ = ["Report", "Served", "replicas", "served", "weights"]
 METHOD = "fanin_check_weights"
 _DIGESTS = "fanin_served_digests"
 _MAX_ANSWER = 1 << 28
+_START = "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more"
 _PATIENCE = 60.0  # seconds, in which ranks digest what they hold
 _LOOK = 10.0  # seconds for what an engine that lives answers at once
 _SHORT, _PAUSE = 1.0, 0.02
@@ -135,13 +136,15 @@ def served(
 
     The ranks have digested their model's own tensors: at their first step, and at each
     ``publish(step, digests=True)`` or ``updating(step, digests=True)`` of
-    :class:`fanin.torch.WeightServer`. The workers digest theirs now, and must be at that step.
-    Nothing is written. Modules that vLLM processes are read once more from the trainer.
+    :class:`fanin.torch.WeightServer`; of an adapter only there. The workers digest theirs now, and
+    must be at that step. Nothing is written. Modules that vLLM processes are read once more from
+    the trainer.
 
     :param engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang,
         not of several replicas.
     :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
-    :param run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``.
+    :param run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``; or
+        ``"lora:<run>"``, an adapter's, by the URL of a vLLM.
     :param timeout: seconds for all of it; a ``vllm.LLM`` takes as long as it takes.
     :param api_key: of the engine's server: SGLang's ``--admin-api-key``.
     :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
@@ -150,6 +153,8 @@ def served(
     :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
     deadline = time.monotonic() + timeout
+    if _publication(run).startswith("lora:"):
+        return _adapter_served(engine, trainer, run, deadline, api_key, client)
     look = min(timeout, _LOOK)
     if not asking.is_sglang(engine, look, api_key):
         _workers(engine, look, api_key)  # whose address is wrong is told at once
@@ -160,6 +165,34 @@ def served(
 
 def _publication(run: str | int) -> str:
     return f"full:{run}" if ":" not in str(run) else str(run)
+
+
+def _adapter_served(
+    engine: Any,
+    trainer: Any,
+    run: str | int,
+    deadline: float,
+    api_key: str | None,
+    client: dict[str, Any],
+) -> Served:
+    """As :func:`served`, of every adapter that the engine has of the step."""
+    timeout = max(deadline - time.monotonic(), _SHORT)
+    if not isinstance(engine, str) or asking.is_sglang(engine, min(timeout, _LOOK), api_key):
+        raise RequestError.make(
+            "only vLLM's server gives digests of adapters", "give the URL of one with the plugin"
+        )
+    step, ranks = trained(trainer, run, timeout, client)
+    body = {"run": str(run), "step": step}
+    left = max(deadline - time.monotonic(), _SHORT)
+    found = dict(_ask(engine, "/nixl/served", body, left, api_key)["adapters"])
+    reports = []
+    for name, answers in found.items():
+        try:
+            reports.append(compared(step, ranks, answers, len(answers)))
+        except HostError as error:
+            error.message = f"{name}: {error.message}"
+            raise
+    return reports[-1]
 
 
 def held_by(
@@ -256,7 +289,7 @@ def _await(reader: Any, publication: str, step: int | None, deadline: float) -> 
             has = "published no" if absent else "not ended its"
             raise NotFoundError.make(
                 f"rank {rank} has {has} digests of {what}",
-                "publish(step, digests=True) of fanin.torch.WeightServer, on every rank",
+                "publish(step, digests=True) of fanin.torch's server, on every rank",
                 key=told,
                 rank=rank,
             )
@@ -331,16 +364,13 @@ def _ask(
         raise _unasked(url, path, str(error) or type(error).__name__) from error
     found = reply.json()
     if reply.status != 200 or not isinstance(found, dict):
-        raise _unasked(url, path, f"status {reply.status}: {reply.reason}")
+        remedy = str(reply.error().get("remedy") or _START)  # of fanin's own routes
+        raise _unasked(url, path, f"status {reply.status}: {reply.reason}", remedy)
     return found
 
 
-def _unasked(url: str, path: str, why: str) -> RequestError:
-    return RequestError.make(
-        f"{url}{path}: {why}",
-        "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more",
-        address=url[:63],
-    )
+def _unasked(url: str, path: str, why: str, remedy: str = _START) -> RequestError:
+    return RequestError.make(f"{url}{path}: {why}", remedy, address=url[:63])
 
 
 if __name__ == "__main__":

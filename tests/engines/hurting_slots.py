@@ -37,3 +37,14 @@ class HurtingSlots:
     def adapters(self) -> list[int]:
         """Of this worker, by vLLM's numbers."""
         return sorted(self.list_loras())  # type: ignore[attr-defined]
+
+    def scribble(self, path: str, whole: bool) -> None:
+        """Writes into the newest adapter's slot: over one element, or over all that a module has of
+        lora_B."""
+        import torch
+
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        index = manager.lora_index_to_id.index(max(manager.list_adapters()))
+        with torch.inference_mode():
+            slot = manager.modules[path].lora_b_stacked[0][index]
+            slot.zero_() if whole else slot[..., 1, 1].add_(1)

@@ -146,8 +146,9 @@ class Trainer:
         self.scratch = Path(options["scratch"])
         self.number = int(options["step"])
         self.run = options["run"]
+        self.digests = options.get("digests")  # of each step, if it is true
         self.server = AdapterServer(self.model, run=self.run, base_port=0)
-        self.server.publish(self.number)
+        self.server.publish(self.number, digests=self.digests)
         self.gather(self.scratch / f"step-{self.number}")
         self.server.write_info(self.scratch, run=self.run, step=self.number)
 
@@ -169,7 +170,7 @@ class Trainer:
         for _ in range(count):
             tokens = torch.randint(3, 256, (2, 16), generator=self.tokens)
             self.model(input_ids=tokens, labels=tokens).loss.backward()
-            with self.server.updating(self.number + 1):
+            with self.server.updating(self.number + 1, digests=self.digests):
                 self.optimizer.step()
             committed = time.monotonic()
             self.optimizer.zero_grad()

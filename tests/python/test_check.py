@@ -33,12 +33,14 @@ ANSWERS: dict[str, Any] = {
     },
 }
 
+REFUSED: dict[str, int] = {}
+
 
 class _Engine(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.dumps(ANSWERS.get(self.path, {"error": {"message": "no such route"}})).encode()
-        self.send_response(200 if self.path in ANSWERS else 404)
+        self.send_response(REFUSED.get(self.path, 200 if self.path in ANSWERS else 404))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -155,6 +157,32 @@ def test_an_sglang_is_asked_by_its_own_route(engine: str, monkeypatch: pytest.Mo
     with pytest.raises(PeerError, match="knows no digests") as caught:
         fanin.check.served(engine, "127.0.0.1:1")
     assert "plugin" in caught.value.remedy
+
+
+def test_adapters_are_asked_of_the_plugin(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = [Layout("w", "BF16", (2,), (((0,), (2,)),), 2.0)]
+    digests = dict.fromkeys(layouts[0].types(), 5)
+    trained = (3, [(layouts, [Held("w", (0,), (2,), digests)])])
+    monkeypatch.setattr(fanin.check, "trained", lambda *_: trained)
+
+    def served(held: list[Any]) -> fanin.check.Served:
+        rest: dict[str, list[Any]] = {"different": [], "unseen": [], "untold": [], "unused": []}
+        answers = {"a-run0-step3": [{"held": held, **rest}]}
+        monkeypatch.setitem(ANSWERS, "/nixl/served", {"adapters": answers})
+        return fanin.check.served(engine, "127.0.0.1:1", "lora:0")
+
+    report = served([["w", [0], [2], {"F16*2": 5}]])
+    assert (report.step, report.tensors, report.workers) == (3, 1, 1)
+    with pytest.raises(HostError, match=r"a-run0-step3: 1 tensors .* held by nobody"):
+        served([["w", [0], [1], {"F16*2": 5}]])
+    refusal = {"error": {"message": "no adapter of step 3", "remedy": "load that step"}}
+    monkeypatch.setitem(ANSWERS, "/nixl/served", refusal)
+    monkeypatch.setitem(REFUSED, "/nixl/served", 404)
+    with pytest.raises(RequestError, match="status 404: no adapter of step 3") as caught:
+        fanin.check.served(engine, "127.0.0.1:1", "lora:0")
+    assert caught.value.remedy == "load that step"
+    with pytest.raises(RequestError, match="only vLLM's server"):
+        fanin.check.served(object(), "127.0.0.1:1", "lora:0")
 
 
 def test_the_command(

@@ -14,10 +14,11 @@ from fake_trainer import OTHER_WORLD, WORLD, at_rest, until
 from fanin import errors
 from fanin._allowed import check_by_config
 from fanin.config import ConfigError
+from fanin.errors import NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm import worker
 from fanin.vllm.clients import ClientPool
-from fanin.vllm.faults import status_of
+from fanin.vllm.faults import status_of, to_wire
 from fanin.vllm.resolver import calling_models, wanted_by_name
 from fanin.vllm.routes import Api, EndpointPlugin, api_processes
 from test_vllm_flights import Bench, FakeEngine, Request, run
@@ -424,6 +425,39 @@ def test_the_list_holds_for_the_routes_of_vllm_too(tmp_path: Path) -> None:
         named("h:1", **by_file)
 
 
+async def test_what_the_workers_hold(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    await desk.load()
+    asked: list[Any] = []
+    answers: list[dict[str, Any]] = [{"held": []}, {"held": [["w", [0], [1], {"BF16": 1}]]}]
+
+    async def call_workers(method: str, adapter: dict[str, Any]) -> list[Any]:
+        asked.append((method, adapter))
+        return answers
+
+    engine = desk.state.engine
+    assert engine is not None
+    monkeypatch.setattr(engine, "call_workers", call_workers)
+    adapter = desk.keeper.get(NAME)
+    assert adapter is not None
+    for request, number in zip(adapter.requests, (7,), strict=True):
+        request.lora_int_id = number
+    assert await desk.api.served({"run": "lora:0", "step": 1}) == {"adapters": {NAME: answers}}
+    ((method, told),) = asked
+    assert method == "fanin_served_adapter" and told["number"] == 7 and not told["is_3d"]
+    assert told["tensors"] == adapter.facts.tensors and told["config"] == adapter.facts.config
+    answers[1] = {"error": to_wire(StateError.make("this worker has no adapter 7 now"))}
+    with pytest.raises(StateError, match="no adapter 7"):
+        await desk.api.served({"run": 0, "step": 1})
+    with pytest.raises(NotFoundError, match="no adapter of step 2 of lora:0"):
+        await desk.api.served({"run": "0", "step": 2})
+    for wrong in ({"run": "0"}, {"run": "a/b", "step": 1}):
+        with pytest.raises(RequestError):
+            await desk.api.served(wrong)
+    adapter.requests.clear()
+    with pytest.raises(StateError, match="has not been asked for"):
+        await desk.api.served({"run": "0", "step": 1})
+
+
 async def test_status(desk: Desk) -> None:
     await desk.load()
     with pytest.raises(errors.SupersededError):
@@ -651,6 +685,7 @@ def test_install() -> None:
     assert {name for name in vars(Base) if name.startswith("fanin_")} == {
         "fanin_check_weights",
         "fanin_served_digests",
+        "fanin_served_adapter",
         "fanin_weights_state",
         "fanin_start_pull",
         "fanin_poll_pull",

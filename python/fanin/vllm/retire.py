@@ -118,6 +118,10 @@ class Keeper:
         """The adapter of that name, if it is here and stays."""
         return self._here.get(name)
 
+    def at(self, run: str, step: int) -> list[Adapter]:
+        """The adapters of that step that are here and stay: of several names, or types."""
+        return [one for one in self._here.values() if (one.run, one.step) == (run, step)]
+
     def in_slots(self, path: str) -> Adapter | None:
         """The adapter of that path, here or leaving, if it is in the layout of slots."""
         for adapter in (*self._here.values(), *self._leaving):

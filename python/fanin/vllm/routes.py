@@ -5,7 +5,8 @@
 step, dtype, max_bytes, trust_config, landing}`` pulls one step and registers it under
 ``lora_name``; it needs no ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client``
 ``{trainer_addresses, server_name, timeout}`` says where the trainer is from now on.
-``GET /nixl/status``.
+``GET /nixl/status``. ``POST /nixl/served`` ``{run, step}`` gives digests of what the workers hold
+of that step's adapters (:func:`fanin.check.served`).
 
 All of them want the engine's API key, if it has one. Of an engine without one, requests may name
 only trainers that its configuration lists (``allow_trainers``), and the one that it has. So does
@@ -26,8 +27,15 @@ from typing import Any
 from fanin import _allowed
 from fanin._otel import span, within
 from fanin.config import LANDINGS, MOST_BYTES
-from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
-from fanin.names import parse
+from fanin.errors import (
+    FaninError,
+    HostError,
+    NotFoundError,
+    RequestError,
+    StateError,
+    SupersededError,
+)
+from fanin.names import check_step, parse, run_of
 from fanin.vllm.clients import Source
 from fanin.vllm.faults import body_of, status_of
 from fanin.vllm.front_door import UNAUTHORIZED, FrontDoor, shows_key
@@ -358,6 +366,18 @@ class Api:
         _log.info("fanin: adapters come from %s, world %s", source.text, world)
         return {"status": "ok", "trainer": source.text, "world": world}
 
+    async def served(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What the workers hold of the adapters of a run's step, by name."""
+        here, run, step = self._here, run_of(body.get("run", "0")), check_step(body.get("step", -1))
+        adapters = here.keeper.at(run, step)
+        if here.engine is None or not adapters:
+            raise NotFoundError.make(
+                f"no adapter of step {step} of lora:{run} is here",
+                "load that step, of which the trainer has digests, and ask again",
+                key=f"lora:{run}",
+            )
+        return {"adapters": {one.name: await here.engine.served(one) for one in adapters}}
+
     def status(self) -> dict[str, Any]:
         """How things stand, as plain values."""
         here = self._here
@@ -435,10 +455,19 @@ class EndpointPlugin:
 
             return await answer(request, work)
 
+        async def nixl_served(request: Any) -> Any:
+            """Digests of what the workers hold of an adapter."""
+
+            async def work(api: Api) -> dict[str, Any]:
+                return await api.served(await _object_of(request))
+
+            return await answer(request, work)
+
         routes = (
             ("/load_lora_adapter_nixl", "POST", load_lora_adapter_nixl),
             ("/init_nixl_client", "POST", init_nixl_client),
             ("/nixl/status", "GET", nixl_status),
+            ("/nixl/served", "POST", nixl_served),
         )
         for path, method, endpoint in routes:
             # FastAPI looks annotations' names up in the module, where fastapi is not imported.

@@ -2,9 +2,9 @@
 """Adapters as they lie in vLLM's LoRA slots: where each published element goes, found out once, and
 which images (:mod:`fanin.vllm.images`) a worker has, which pulls fill and vLLM copies into slots.
 
-This file and :mod:`fanin.vllm.slot_memory` alone know vLLM's LoRA classes. vLLM still decides which
-adapter has which slot, and when one leaves; it asks for an adapter as ever, and is given an image
-instead of a directory.
+This file, :mod:`fanin.vllm.slot_memory` and :mod:`fanin.vllm.lora_held` alone know vLLM's LoRA
+classes. vLLM still decides which adapter has which slot, and when one leaves; it asks for an
+adapter as ever, and is given an image instead of a directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fanin.vllm.lora_places import file_name
 from fanin.vllm.seats import Seat, Seats
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
-__all__ = ["Layout", "Slots", "prove", "unfit", "unfitting"]
+__all__ = ["Layout", "Part", "Slots", "prove", "twin_of", "unfit", "unfitting"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -169,6 +169,7 @@ class Layout:
         is_3d: bool = False,
         dtype: str | None = None,
         about: About | None = None,
+        partial: bool = False,
     ) -> Layout:
         """Runs vLLM's own naming, packing and slicing over numbers, a decoder layer at a time.
 
@@ -178,11 +179,12 @@ class Layout:
         :param published: all tensors of the publication.
         :param config: the adapter's PEFT configuration.
         :param is_3d: the request's ``is_3d_lora_weight``. dtype: of the pulls.
+        :param partial: leave out tensors that have no place here.
         :raises RequestError: its slots cannot be filled by boxes.
         """
         recorder = _Recorder(loader, list(published), config, is_3d, dtype, about)
         try:
-            return recorder.layout()
+            return recorder.layout(partial)
         except MappingError as error:
             raise unfitting(error.message) from None
 
@@ -225,13 +227,13 @@ class _Recorder:
             self._layers.setdefault(layer_of(module), {})[name] = module, is_a
         self._scales: dict[str, float] = {}
 
-    def layout(self) -> Layout:
+    def layout(self, partial: bool) -> Layout:
         switched: list[str] = []
         for layer, names in self._layers.items():
             self._one(layer, names, switched)
         mapping = self._trace.mapping()
         lost = [name for name in mapping.unwanted if name not in self._remote]
-        if lost or not mapping.modules:
+        if (lost and not partial) or not mapping.modules:
             raise unfitting(
                 f"{len(lost)} tensors have no place in the slots of this engine: "
                 + ", ".join(lost[:3])
@@ -303,6 +305,14 @@ class _Recorder:
                 )
 
 
+def twin_of(manager: Any, lora: Any, path: str) -> Any:
+    """A module of vLLM's with one slot, on the CPU, into which vLLM has put what it has of *lora*
+    in its memory."""
+    twin = _twin(manager.modules[path])
+    _set(manager, lora, path, twin)
+    return twin
+
+
 def prove(loader: Any, image: Image, request: Any) -> None:
     """Whether *image* is what vLLM's own load of *request*'s directory puts into a slot.
 
@@ -323,9 +333,8 @@ def prove(loader: Any, image: Image, request: Any) -> None:
     lora = type(loader)._load_adapter(loader, request)
     manager = copy.copy(loader._adapter_manager)
     type(manager)._create_merged_loras_inplace(manager, lora)
-    for path, module in manager.modules.items():
-        twin = _twin(module)
-        _set(manager, lora, path, twin)
+    for path in manager.modules:
+        twin = twin_of(manager, lora, path)
         for stack in stacks_of(twin):
             mine = image.slot_of(path, stack.leaf, stack.tensor[0])
             if not torch.equal(_bits(mine), _bits(stack.tensor[0])):

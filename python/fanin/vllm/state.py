@@ -26,6 +26,7 @@ from fanin.vllm.adds import Adds
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
+from fanin.vllm.faults import from_wire
 from fanin.vllm.flights import Flights
 from fanin.vllm.hooks import asked_at, hook
 from fanin.vllm.lookout import Lookout
@@ -131,6 +132,23 @@ class Engine:
                 " another model is not noticed"
             )
         return None
+
+    async def served(self, adapter: Adapter) -> list[dict[str, Any]]:
+        """What each worker holds of the adapter; see :mod:`fanin.vllm.lora_held`. Raises the first
+        error of a worker, StateError if vLLM has not been asked for the adapter."""
+        if not adapter.requests:
+            raise StateError.make(
+                f"vLLM has not been asked for {adapter.name} yet",
+                "send it a request, and ask again",
+                key=adapter.name,
+            )
+        told = {"number": adapter.requests[-1].lora_int_id, "is_3d": adapter.is_3d}
+        told |= {"tensors": adapter.facts.tensors, "config": dict(adapter.facts.config)}
+        answers = await self.call_workers("fanin_served_adapter", told)
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            raise from_wire(failed[0])
+        return answers
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls *method* of every worker of every engine; all answers."""

@@ -410,6 +410,19 @@ def fanin_served_digests(worker: Any, step: int, publication: str) -> dict[str, 
     return found
 
 
+def fanin_served_adapter(worker: Any, adapter: dict[str, Any]) -> dict[str, Any]:
+    """Digests of what this worker holds of an adapter, or {"error": of it}; it raises nothing.
+
+    adapter: number, vLLM's; tensors, their names and shapes; config, PEFT's; is_3d.
+    """
+    try:
+        from fanin.vllm.lora_held import held
+
+        return held(worker, **adapter)
+    except Exception as error:  # an exception here would be the engine's end
+        return {"error": to_wire(error)}
+
+
 def _transfer_engine(worker: Any) -> Any:
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "check"):
@@ -429,6 +442,7 @@ _METHODS = (
     fanin_lora_places,
     fanin_check_weights,
     fanin_served_digests,
+    fanin_served_adapter,
     fanin_weights_state,
     *guard.METHODS,
 )
