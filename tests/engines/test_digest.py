@@ -78,6 +78,8 @@ def test_a_model_that_has_changed() -> None:
     proof = _proof.Proof("full:0", 0, [_proof.Layout("w", "F32", (1,), (((0,), (1,)),))], [200])
 
     class Nothing:
+        devices = ()
+
         def held(self) -> list[object]:
             return []
 
