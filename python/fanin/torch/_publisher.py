@@ -222,8 +222,9 @@ class Publisher:
         written. On entry the runs' readers are waited for, at most ``lease`` seconds (not with
         snapshots), and so is the last commit's CUDA work. On exit every parameter is resolved
         anew, what moved is registered, and the step is published: when the current CUDA stream of
-        the parameters' device has got there, without waiting for it. An exception inside aborts
-        the update: the run is unreadable (the last snapshot stays readable) until the next one.
+        the parameters' device has got there, without waiting for it unless replicas are compared.
+        An exception inside aborts the update: the run is unreadable (the last snapshot stays
+        readable) until the next one.
         *digests*: as :meth:`publish`.
 
         :raises NotFoundError: no such run.
