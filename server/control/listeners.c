@@ -2,6 +2,7 @@
 #include "control/listeners.h"
 #include "control/dispatch.h"
 #include "control/evict.h"
+#include "core/peer_log.h"
 #include "core/peer_work.h"
 #include "error_set.h"
 #include "neighbour.h"
@@ -10,12 +11,15 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #define ACCEPTS 64                            /**< connections taken in one go */
 #define ACCEPT_WINDOW_NS UINT64_C(2000000000) /**< as WORK_WINDOW_NS */
-#define NO_ACCEPTS_MS 100                     /**< after running out of descriptors */
-#define TELL_MS 1000 /**< from one line of a shortage to the next */
+/** Of a listener that only closes who is over its share: when it rests. */
+#define CLOSE_WINDOW_NS (2 * ACCEPT_WINDOW_NS)
+#define NO_ACCEPTS_MS 100 /**< after running out of descriptors */
+#define TELL_MS 1000      /**< from one line of a shortage to the next */
 
 static listener *next_of(struct control *c, const listener *l)
 {
@@ -119,6 +123,41 @@ static peer_share *take(struct control *c, int fd, const socket_address *peer)
     return from.share;
 }
 
+static bool has_had_share(const peer_share *of)
+{
+    return bucket_ready(&of->work, WORK_WINDOW_NS) > clock_ns();
+}
+
+/* Without a word, and nothing of the connection stays in the kernel: half of what accepting it costs. NULL: it may
+   stay. */
+static peer_share *turn_away(struct control *c, int fd, const socket_address *peer)
+{
+    const struct linger at_once = {.l_onoff = 1};
+    fanin_server *s = c->server;
+    pthread_mutex_lock(&s->lock);
+    peer_share *from = peer_share_of(s, peer, false);
+    bool leaves = from && has_had_share(from);
+    s->stats.sessions_refused += leaves;
+    pthread_mutex_unlock(&s->lock);
+    if (!leaves)
+        return NULL;
+    (void)setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+    close(fd);
+    peer_log(s, from, FANIN_LOG_WARNING, "session-refused",
+             "%s: more connections come than peer_cpu allows, and those of %s have had "
+             "their share of it",
+             peer->text, from->name);
+    return from;
+}
+
+/* Whether accepting has taken what it may at once: then those go that are over their share. Who comes by the Unix
+   socket may be the own user, which is not seen so cheaply. */
+static bool is_pressed(const struct control *c, const listener *l)
+{
+    return l == &c->tcp && c->server->peer_cpu > 0 &&
+           bucket_ready(&l->accepts, ACCEPT_WINDOW_NS) > clock_ns();
+}
+
 /* The CPU time that strangers took. */
 static uint64_t take_some(struct control *c, const listener *l)
 {
@@ -134,7 +173,8 @@ static uint64_t take_some(struct control *c, const listener *l)
                 pause_all(c, errno);
             continue;
         }
-        peer_share *from = take(c, fd, &peer);
+        peer_share *from = is_pressed(c, l) ? turn_away(c, fd, &peer) : NULL;
+        from = from ? from : take(c, fd, &peer);
         uint64_t now = thread_cpu_ns(), cpu_ns = now - began;
         began = now;
         if (from)
@@ -150,14 +190,14 @@ void listener_accept(struct control *c, listener *l)
 {
     const fanin_server *s = c->server;
     uint64_t cpu_ns = take_some(c, l);
+    uint64_t window_ns = l == &c->tcp ? CLOSE_WINDOW_NS : ACCEPT_WINDOW_NS;
     if (s->peer_cpu == 0)
         return;
     bucket_take(&l->accepts, clock_ns(), cpu_ns * 1000 / s->peer_cpu);
-    if (bucket_ready(&l->accepts, ACCEPT_WINDOW_NS) <= clock_ns() || c->paused ||
-        l->fd < 0)
+    if (bucket_ready(&l->accepts, window_ns) <= clock_ns() || c->paused || l->fd < 0)
         return;
     set_listening(c, l, false);
-    l->rests_until = bucket_ready(&l->accepts, ACCEPT_WINDOW_NS);
+    l->rests_until = bucket_ready(&l->accepts, window_ns);
     atomic_fetch_add(&c->server->rests, 1);
 }
 

@@ -2,7 +2,8 @@
 /**
  * @file
  * The listeners of the control thread: TCP, and the Unix socket beside it. To accept strangers takes a share of
- * a CPU at most, however many they are: beyond that a listener rests, and connections wait in the kernel's queue.
+ * a CPU at most, however many they are. Beyond that who has used up its own share is closed as it comes, so that others
+ * do not wait behind it in the kernel's queue. When that takes as much again the listener rests.
  * The control thread's, all.
  */
 #ifndef LISTENERS_H

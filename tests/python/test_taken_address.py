@@ -83,17 +83,20 @@ try:
         checksums=False,
     )
     into = np.zeros(1024, dtype=np.float32)
-    session = client.begin("full:0", {"w": into}, timeout=PATIENCE)
+    client.catalog("full:0", timeout=PATIENCE)
+    holder = fanin.Client([f"127.0.0.1:{server.port}"], path="stream", use_ucx=False)
+    held = holder.begin("full:0", {"w": into.copy()}, timeout=PATIENCE)  # keeps the rank there
     os.write(went, b"x")
     ending = threading.Thread(target=lambda: server.close(drain=PATIENCE))
     ending.start()
     os.read(have, 1)
     try:
-        session.read()
+        client.pull_into("full:0", {"w": into}, timeout=5)
         print("read", into[0])
     except fanin.FaninError as error:
         print(error.message, "|", error.remedy, "|", bool(into.any()))
     client.close()
+    holder.close()
     ending.join()
 finally:
     os.kill(child, 9)

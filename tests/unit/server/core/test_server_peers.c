@@ -28,12 +28,27 @@ static atomic_uint_fast64_t late_ns; /* the same for deadlines that are there */
 static atomic_bool hasty;            /* a peer that stalls has no patience left */
 static atomic_bool reluctant;        /* who found no session to end never looks again */
 static atomic_bool no_memory;        /* for another listener in a set of epoll's */
+static atomic_uint_fast64_t
+    now_ns; /* buckets neither fill nor empty with time; 0: they do */
+static atomic_uint comes_from; /* who connects, 10.0.0.n; 0: where he says */
 
 uint64_t __real_clock_ns(void);
 uint64_t __wrap_clock_ns(void);
 uint64_t __wrap_clock_ns(void)
 {
-    return __real_clock_ns() + atomic_load(&skew_ns);
+    uint64_t now = atomic_load(&now_ns);
+    return now > 0 ? now : __real_clock_ns() + atomic_load(&skew_ns);
+}
+
+int __real_accept4(int fd, struct sockaddr *peer, socklen_t *size, int flags);
+int __wrap_accept4(int fd, struct sockaddr *peer, socklen_t *size, int flags);
+int __wrap_accept4(int fd, struct sockaddr *peer, socklen_t *size, int flags)
+{
+    int got = __real_accept4(fd, peer, size, flags);
+    unsigned n = atomic_load(&comes_from);
+    if (got >= 0 && n > 0 && peer->sa_family == AF_INET)
+        ((struct sockaddr_in *)peer)->sin_addr.s_addr = htonl(0x0a000000 + n);
+    return got;
 }
 
 deadline __real_deadline_in_ms(uint64_t ms);
@@ -75,6 +90,8 @@ static int end(void **state)
     atomic_store(&hasty, false);
     atomic_store(&reluctant, false);
     atomic_store(&no_memory, false);
+    atomic_store(&now_ns, 0);
+    atomic_store(&comes_from, 0);
     return result;
 }
 
@@ -681,6 +698,76 @@ static void who_waits_may_leave(void **state)
     peer_await_count(&own, s, offsetof(fanin_server_stats, sessions), 1);
 }
 
+#define SECOND UINT64_C(1000000000)
+
+/* What accepting has taken, and the share of 10.0.0.2, are used up so far. */
+static void use_up_accepting(fanin_server *s, uint64_t accepted_ns)
+{
+    socket_address a;
+    assert_int_equal(socket_resolve("10.0.0.2:1", &a, NULL), FANIN_OK);
+    pthread_mutex_lock(&s->lock);
+    peer_share *had = peer_share_of(s, &a, false);
+    pthread_mutex_unlock(&s->lock);
+    atomic_store(&now_ns, clock_ns());
+    bucket_take(&had->work, clock_ns(), 3600 * SECOND);
+    bucket_take(&s->control->tcp.accepts, clock_ns(), accepted_ns);
+}
+
+/* Comes from 10.0.0.2 and is closed, be it before it has seen that it was connected. */
+static void come_in_vain(fanin_server *s)
+{
+    socket_address a;
+    char where[32];
+    fanin_error error = FANIN_ERROR_INIT;
+    int fd;
+    atomic_store(&comes_from, 2);
+    snprintf(where, sizeof where, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    assert_int_equal(socket_resolve(where, &a, NULL), FANIN_OK);
+    assert_ok(socket_connect_start(&a, &fd, &error), error);
+    peer p = peer_of(fd);
+    peer_expect_closed(&p);
+    peer_close(&p);
+}
+
+/* Nobody waits in the kernel's queue behind those who are over their share. */
+static void who_had_its_share_is_in_nobodys_way(void **state)
+{
+    fanin_server *s = start_with_cpu(50);
+    use_up_accepting(s, 3 * SECOND);
+    for (unsigned i = 0; i < 20; i++) {
+        come_in_vain(s);
+        atomic_store(&comes_from, 3);
+        peer honest = peer_open(s);
+        peer_ping(&honest);
+    }
+    assert_int_equal(server_stats(s).requests_delayed, 0);
+    assert_int_equal(server_stats(s).sessions_refused, 20);
+}
+
+/* To close them takes no more than accepting does, and then the listener rests. */
+static void to_close_takes_its_share_as_well(void **state)
+{
+    fanin_server *s = start_with_cpu(50);
+    use_up_accepting(s, 5 * SECOND);
+    come_in_vain(s);
+    peer own = peer_open_unix(s);
+    peer_await_count(&own, s, offsetof(fanin_server_stats, requests_delayed), 1);
+    assert_int_equal(server_stats(s).sessions_refused, 1);
+}
+
+/* Who is over its share waits as ever while accepting is not. */
+static void who_had_its_share_waits_otherwise(void **state)
+{
+    fanin_server *s = start_with_cpu(50);
+    use_up_accepting(s, 1);
+    atomic_store(&comes_from, 2);
+    peer p = peer_connect(s), own = peer_open_unix(s);
+    peer_await_count(&own, s, offsetof(fanin_server_stats, sessions), 2);
+    peer_send_raw(&p, "F", 1);
+    peer_await_count(&own, s, offsetof(fanin_server_stats, requests_delayed), 1);
+    assert_int_equal(server_stats(s).sessions_refused, 0);
+}
+
 /* However little memory the kernel has. */
 static void listeners_that_have_rested_listen(void **state)
 {
@@ -798,6 +885,9 @@ int main(void)
         cmocka_unit_test(who_leaves_has_no_turn),
         cmocka_unit_test_teardown(many_connections_have_one_turn, end),
         cmocka_unit_test_teardown(who_waits_may_leave, end),
+        cmocka_unit_test_teardown(who_had_its_share_is_in_nobodys_way, end),
+        cmocka_unit_test_teardown(to_close_takes_its_share_as_well, end),
+        cmocka_unit_test_teardown(who_had_its_share_waits_otherwise, end),
         cmocka_unit_test_teardown(listeners_that_have_rested_listen, end),
         cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
         cmocka_unit_test_teardown(other_users_on_the_unix_socket_wait, end),
