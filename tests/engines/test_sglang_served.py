@@ -37,7 +37,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
 
 
 def given(engine: SGLangServer, server: WeightServer, step: int) -> None:
-    registry = Registry(server.addresses, timeout=120, init={"config": "ignore"})
+    how = {"timeout": 120, "init": {"config": "ignore"}, "verify_served": False}
+    registry = Registry(server.addresses, **how)
     registry.add(engine.url)
     registry.sync(step)
 
@@ -75,6 +76,16 @@ def test_what_is_trained_is_served(engine: SGLangServer) -> None:
         assert engine.post("/update_weights_from_disk", model_path=path)["success"]
         with pytest.raises(RequestError, match="is at step none"):
             served(engine, server)
+
+
+@pytest.mark.parametrize(("layers", "lost"), [(3, "are held by nobody"), (1, "by nothing")])
+def test_layers_that_one_side_does_not_have(engine: SGLangServer, layers: int, lost: str) -> None:
+    with WeightServer(random_model("qwen2", num_hidden_layers=layers), base_port=0) as server:
+        server.publish(1)
+        given(engine, server, 1)
+        told = served(engine, server)
+        odd = f".layers.{min(layers, 2)}."
+        assert told and all(odd in one and lost in one for one in told), told
 
 
 def test_a_larger_tensor_is_a_cut(engine: SGLangServer) -> None:

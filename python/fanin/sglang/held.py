@@ -76,9 +76,10 @@ def held(manager: Any, publication: str, step: int) -> dict[str, Any]:
             "sync first; a model that SGLang's loader computes has no digests",
         )
     _require(manager, live.publication, publication, step)
-    found, unseen, untold = [], [], list(live.by_loader)
+    found, unfilled, unseen, untold = [], [], [], list(live.by_loader)
     with torch.no_grad():
         for module in live.mapping.modules:
+            unfilled += module.unfilled()
             leaves = [
                 (leaf, getattr(model.get_submodule(module.path), leaf.name))
                 for leaf in module.leaves
@@ -91,7 +92,7 @@ def held(manager: Any, publication: str, step: int) -> dict[str, Any]:
                 found += held_of(leaves)
     return {
         "held": found,
-        "different": [],
+        "different": unfilled,
         "unseen": unseen,
         "untold": untold,
         "unused": sorted(live.unused),
