@@ -38,7 +38,8 @@ class FullTrainer(LiveTrainer):
     full_models.py), dtype ("bfloat16"), server (keyword arguments of WeightServer), record (True:
     each step is gathered into `record(step)` when it is published), device ("cpu"; "cuda": a GPU a
     rank, over NCCL), dummy (True: the model is a config.json, its values are drawn on the device),
-    train (False: a step adds noise to every element instead of training).
+    train (False: a step adds noise to every element instead of training), digests (True: of every
+    step, for `fanin.check.served`).
     """
 
     script = "full_trainer.py"
@@ -255,7 +256,7 @@ class Trainer:
             if self.options.get("train", True):
                 tokens = torch.randint(3, 256, (2, 16), generator=self.tokens).to(self.device)
                 self.model(input_ids=tokens, labels=tokens).loss.backward()
-            with self.server.updating(self.number + 1):
+            with self.server.updating(self.number + 1, digests=self.options.get("digests")):
                 if self.options.get("train", True):
                     self.optimizer.step()
                 else:

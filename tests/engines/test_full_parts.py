@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+import fanin.check
 import pytest
 import torch
+from fanin._digest import box_digest
+from fanin._served import Held, compare, join
 from full_models import save_full_model
 from parts_trainer import fp8_values
 from test_full_worlds import Engine, same, saved
@@ -57,6 +60,14 @@ def good(answers: list[dict[str, Any]]) -> Any:
     return answers[0]["result"]
 
 
+def digests(tensors: dict[str, torch.Tensor]) -> list[Held]:
+    """What a worker tells that holds all of these, whole."""
+    return [
+        Held(name, (0,) * one.dim(), tuple(one.shape), {"BF16": box_digest(one)})
+        for name, one in tensors.items()
+    ]
+
+
 def errors(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert all(answer["error"] is not None for answer in answers), answers
     return [answer["error"] for answer in answers]
@@ -69,6 +80,10 @@ def check(ranks: World, addresses: list[str], whole: dict[str, torch.Tensor]) ->
                 good(ranks.do("step"))
             assert engine.pull(step=step) == step
             same(engine.tensors, after(whole, step))
+            if not step:
+                held = digests(engine.tensors)
+                told, tables = fanin.check.trained(addresses, "full:0", 60.0, {}, step)
+                assert told == step and compare(join(tables), [held]) == ([], len(held))
         assert "config" in engine.client.metadata("full:0")
 
 

@@ -16,8 +16,11 @@ import pytest
 import torch
 from families import FAMILIES, Engine, Entry, Layout, checkpoint, served, values
 from fanin import mapping as maps
+from fanin._digest import box_digest
+from fanin._served import Held, Tensor, compare
 from fanin.mapping import Mapping, MappingError
 from fanin.mapping._coverage import Taken, missed, taken_of
+from fanin.mapping._held import held_of
 from fanin.vllm import reload
 from vllm.model_executor.model_loader.reload import layerwise
 
@@ -97,6 +100,24 @@ def record(
     return recording.mapping()
 
 
+def held(mapping: Mapping, model: Any) -> list[Held]:
+    """What a rank tells the check of what is served."""
+    leaves = {(m.path, leaf.name): leaf for m, leaf, _ in mapping.sources()}
+    told = held_of(
+        (leaf, getattr(model.get_submodule(path), name)) for (path, name), leaf in leaves.items()
+    )
+    return [Held(name, tuple(o), tuple(e), digests) for name, o, e, digests in told]
+
+
+def trained(weights: dict[str, torch.Tensor]) -> list[Tensor]:
+    """What a trainer of one rank tells it."""
+    types = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    return [
+        Tensor(name, tuple(one.shape), {types[one.dtype]: box_digest(one)}, "")
+        for name, one in weights.items()
+    ]
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
     def made(name: str, layout: Layout) -> Engine:
@@ -112,6 +133,7 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
     made = engine(name, layout)
     mappings: list[Mapping] = []
     told: list[Taken] = []
+    digests: list[list[Held]] = []
     for rank in range(layout.size):
         with made.rank(rank) as model:
             mapping = record(made, model, published, told)
@@ -125,8 +147,10 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
             assert mapping.about.ranks[layout.kind] == (rank, layout.size)
             assert mapping.about.ranks.get("ep", (rank, 2)) == (rank, 2)
             mappings.append(mapping)
+            digests.append(held(mapping, model))
     assert maps.unwanted(mappings) == ()
     shapes = {entry.name: tuple(entry.shape) for entry in published}
+    assert compare(trained(weights), digests) == ([], len(weights))
     assert missed(shapes, told) == []
     if layout.size > 1:
         assert missed(shapes, told[1:]), "one rank alone takes a part"

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fanin.check
 import pytest
 import torch
 from families import served
@@ -57,6 +58,7 @@ class Place:
             self.scratch / "run",
             world_size=2,
             record=True,
+            digests=True,
             step=100 * self.launches,
             seed=self.launches,
             server={"use_ucx": False},
@@ -160,6 +162,9 @@ def test_each_step_is_what_a_checkpoint_of_it_is(place: Place) -> None:
         assert result.ok and entry.step == step and entry.bytes and "tensors by" in entry.how
         assert place.engine.version() == f"step-{step}"
         seen[step] = place.seen()
+        if step % 5 == 0:
+            report = fanin.check.served(place.engine.url, place.trainer.addresses, timeout=120)
+            assert report.step == step and not report.unseen
     assert len({str(one) for one in seen.values()}) == STEPS
     # The file of another step is loaded in between, so that none is there from before.
     for step, found in seen.items():

@@ -25,8 +25,11 @@ STEPS = 20
 NORMS = ("input", "post_attention")
 
 
-def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> None:
-    """Each step of the trainer is what the engine generates with, and no step is like another."""
+def in_place(
+    engine: Engine, trainer: FullTrainer, judge: Judge, steps: int, every: int = 0
+) -> None:
+    """Each step of the trainer is what the engine generates with, and no step is like another.
+    every: so many steps, digests of what is trained and of what is served are compared."""
     seen = []
     for _ in range(steps):
         step = int(trainer.step(record=True)["step"])
@@ -37,6 +40,9 @@ def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> 
         assert engine.versions() == [[[f"step-{step}", 0, COUNT]]] * len(output)
         assert output not in seen
         seen.append(output)
+        if every and step % every == 0:
+            report = engine.served(trainer.addresses)
+            assert "error" not in report and report["step"] == step, report
 
 
 CASES = [
@@ -69,13 +75,13 @@ def test_steps_in_place(
     model = save_full_model(tmp_path / "model", kind, tied)
     options = {"world_size": ranks, "layout": layout, "dtype": dtype}
     with (
-        FullTrainer(model, tmp_path / "run", **options) as trainer,
+        FullTrainer(model, tmp_path / "run", digests=True, **options) as trainer,
         Engine(model, tmp_path / "engine") as engine,
     ):
         trainer.wait_ready()
         engine.wait_ready()
         assert not engine.init(str(trainer.info))
-        in_place(engine, trainer, judge, steps)
+        in_place(engine, trainer, judge, steps, every=max(steps // 4, 1))
         log = engine.log()
         assert "modules direct" in log
         assert "WARNING" not in "".join(line for line in log.splitlines() if "fanin" in line)
