@@ -141,6 +141,7 @@ class FakeVLLM(FakeEngine):
         #: whether it was paused then; why it was told that its weights are not what is trained.
         self.basis, self.wrong = "a", 0
         self.compared: list[tuple[int | None, bool]] = []
+        self.compared_runs: list[str] = []
         self.disowned: list[str] = []
         #: Whether it was paused when each update came.
         self.updates: list[tuple[str, bool]] = []
@@ -173,7 +174,8 @@ class FakeVLLM(FakeEngine):
         self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Answer:
         if method == "fanin_served_digests":
-            assert kwargs == {"step": self.held, "publication": "full:0"}
+            assert kwargs is not None and kwargs["step"] == self.held
+            self.compared_runs.append(kwargs["publication"])
             assert self.active is False
             self.compared.append((self.held, self.paused))
             found: list[Any] = [self._digests(worker) for worker in range(self.workers)]

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import fanin.sync.registry as registry_module
 import pytest
+from fanin.check import trained as digests_of
 from fanin.errors import NotFoundError, RequestError, StateError
 from fanin.sync import EndpointResult, Registry, Service, SyncClient, SyncError, SyncServer
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
@@ -169,6 +171,26 @@ def test_an_engine_that_does_not_say_what_it_holds(
     with pytest.raises(SyncError, match="4 workers") as caught:
         registry.sync(1, verify_served=True)
     assert of(caught.value.result, engine).phase == "verify" and engine.paused
+
+
+def test_the_draft_is_compared_as_well(
+    trainer: WholeTrainer, engine: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a run of its own, where the engine has a draft model."""
+    told: list[str] = []
+
+    def trained(target: Any, run: str, *more: Any) -> Any:
+        told.append(run)
+        return digests_of(target, "0", *more)
+
+    monkeypatch.setattr(registry_module, "digests_of", trained)
+    monkeypatch.setattr(registry_module, "wait_for_step", lambda *_, **__: (1, ""))
+    trainer.commit(1, digests=True)
+    registry = registry_of(trainer, engine, init={"draft_run": "draft"})
+    assert of(registry.sync(1), engine).verified == 1 and engine.compared_runs == ["full:0"]
+    engine.drafts = True
+    assert of(registry.sync(1, verify_served=True), engine).verified == 2
+    assert set(engine.compared_runs[1:]) == {"full:0", "full:draft"} == {f"full:{r}" for r in told}
 
 
 def test_it_can_be_left_out(trainer: WholeTrainer, engine: FakeVLLM) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fanin._otel import span
@@ -96,8 +97,8 @@ class LeaveAlone(Exception):
 class Plan:
     """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
     the weights, as the first engine that has them says. draft_run: of the engines' draft models.
-    trained: digests of the step, None: nothing is compared. flights: of all engines that are
-    well."""
+    trained: digests of the step, by run; of none nothing is compared. flights: of all engines that
+    are well."""
 
     step: int
     version: str
@@ -108,7 +109,7 @@ class Plan:
     again: bool
     held: str = ""
     draft_run: str | None = None
-    trained: Trained | None = None
+    trained: Mapping[str, Trained] = field(default_factory=dict)
     flights: Sequence[Flight] = ()
 
 
@@ -309,7 +310,7 @@ class Flight:
         self._count(self.pulled)
         if self.pulled.drafts:
             self._update_draft(driver)
-        self._verify(driver, plan.trained, f"{self.pulled.basis} {plan.world}")
+        self._verify(driver, self.pulled)
         record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
@@ -327,17 +328,19 @@ class Flight:
             lambda: driver.update_draft(plan.step, plan.version, plan.options, plan.deadline),
         )
 
-    def _verify(self, driver: Driver, trained: Trained | None, basis: str) -> None:
+    def _verify(self, driver: Driver, pulled: Pulled) -> None:
         """Compares what is served with what is trained, if it is to be. Raises HostError if that
         differs; the engine answers nobody with it."""
         record, plan = self.record, self.plan
-        if trained is None or (plan.options.verify is not True and record.proven == basis):
+        basis, verify = f"{pulled.basis} {plan.world}", plan.options.verify
+        if not plan.trained or (verify is not True and record.proven == basis):
             return
+        runs = [run for run in plan.trained if run == plan.info.run or pulled.drafts]
         try:
-            report = self.run(
-                "verify",
-                lambda: compare(driver, trained, plan.info.run, plan.step, plan.deadline),
-            )
+            verified = 0
+            for run in runs:
+                ask = partial(compare, driver, plan.trained[run], run, plan.step, plan.deadline)
+                verified += self.run("verify", ask).tensors
         except FaninError as error:
             differs = getattr(error, "report", None)
             if differs is not None:
@@ -345,14 +348,14 @@ class Flight:
                     _log.warning("fanin.sync: %s: step %d: %s", self.url, plan.step, line)
                 with suppress(FaninError):  # it stays paused
                     driver.disown(error.message, time.monotonic() + _RESUME_AT_LEAST)
-            if differs is not None or plan.options.verify is True:
+            if differs is not None or verify is True:
                 error.phase = "verify"
                 raise
             # A warning once for all weights that come from where these do.
             level = logging.WARNING if self.initialised else logging.INFO
             self._add_note(f"not verified: {error}", level)
             return
-        self.verified, record.proven = report.tensors, basis
+        self.verified, record.proven = verified, basis
 
     def _same_launch(self, pulled: Pulled) -> None:
         """Raises PeerError unless it is the launch that has said that it has the step; where the

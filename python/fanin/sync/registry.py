@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fanin._http import checked_key
@@ -435,22 +436,24 @@ class Registry:
                 "which step is the newest is not known", "give step, or ask_trainer=True"
             )
         draft = self._init.get("draft_run")
-        if self.ask_trainer and draft is not None:
-            run = check_run(str(draft).removeprefix("full:"))
+        drafts = [] if draft is None else [check_run(str(draft).removeprefix("full:"))]
+        for run in drafts if self.ask_trainer else ():
             self._step_of(run, step, deadline)
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
         version = version or f"step-{step}"
-        trained = self._trained(step, world, options, deadline)
+        trained = self._trained({self.run, *drafts}, step, world, options, deadline)
         return Plan(
             step, version, info, options, world, deadline, again, draft_run=draft, trained=trained
         )
 
-    def _trained(self, step: int, world: str, options: Options, deadline: float) -> Trained | None:
-        """The ranks' digests of *step*, for later; None: nothing is compared."""
+    def _trained(
+        self, runs: Iterable[str], step: int, world: str, options: Options, deadline: float
+    ) -> dict[str, Trained]:
+        """The ranks' digests of *step*, for later; {}: nothing is compared."""
         if options.verify is False or (options.verify == "auto" and not self.ask_trainer):
-            return None
+            return {}
         if not self.ask_trainer:
             raise RequestError.make(
                 "what is served cannot be compared with a trainer that is not asked",
@@ -459,11 +462,11 @@ class Registry:
             )
         client = {"server_name": self.server_name, "world_id": world or None, **self._client}
 
-        def ask() -> Ranks:
+        def ask(run: str) -> Ranks:
             left = max(deadline - time.monotonic(), 0.001)
-            return digests_of(self._trainer, self.run, left, client, step)[1]
+            return digests_of(self._trainer, run, left, client, step)[1]
 
-        return Trained(ask)
+        return {run: Trained(partial(ask, run)) for run in runs}
 
     def _step_of(self, run: str, step: int | None, deadline: float) -> tuple[int, str]:
         return wait_for_step(
@@ -539,10 +542,10 @@ class Registry:
             told = "are not well, and nothing was paused"
             return _judged(plan, flights, started, told)
         well = [flight for flight in flights if flight.result is None]
-        if plan.trained is not None and any(flight.unproven for flight in well):
+        for trained in plan.trained.values() if any(one.unproven for one in well) else ():
             # Before an engine is paused: ranks may take their time to digest what they hold.
             try:
-                plan.trained.ranks()
+                trained.ranks()
             except FaninError:
                 if plan.options.verify is True:
                     raise
