@@ -11,7 +11,7 @@ import fanin.check
 import pytest
 import torch
 from fanin.errors import HostError, RequestError
-from fanin.sync import Registry
+from fanin.sync import Registry, SyncError
 from fanin.torch import WeightServer
 from full_models import random_model, save_full_model
 from sglang_server import SGLangServer, needs_sglang
@@ -36,11 +36,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
         one.stop()
 
 
-def given(engine: SGLangServer, server: WeightServer, step: int) -> None:
-    how = {"timeout": 120, "init": {"config": "ignore"}, "verify_served": False}
+def given(
+    engine: SGLangServer, server: WeightServer, step: int, verify: bool | str = "auto"
+) -> int | None:
+    """How many tensors fanin.sync has found to be served as they are trained."""
+    how = {"timeout": 120, "init": {"config": "ignore"}, "verify_served": verify}
     registry = Registry(server.addresses, **how)
     registry.add(engine.url)
-    registry.sync(step)
+    (result,) = registry.sync(step).results.values()
+    return result.verified
 
 
 def served(engine: SGLangServer, server: WeightServer) -> list[str]:
@@ -60,7 +64,7 @@ def test_what_is_trained_is_served(engine: SGLangServer) -> None:
         server.publish(1)
         with pytest.raises(RequestError, match=r"worker 0 of 2: .*was not pulled"):
             served(engine, server)
-        given(engine, server, 1)
+        assert given(engine, server, 1) == len(server.server.names("full:0"))
         assert served(engine, server) == []
         # Written behind the back of everybody: SGLang's own route makes rubbish of one norm.
         others = ["embed_tokens", "layers", "lm_head"]
@@ -82,7 +86,7 @@ def test_what_is_trained_is_served(engine: SGLangServer) -> None:
 def test_layers_that_one_side_does_not_have(engine: SGLangServer, layers: int, lost: str) -> None:
     with WeightServer(random_model("qwen2", num_hidden_layers=layers), base_port=0) as server:
         server.publish(1)
-        given(engine, server, 1)
+        given(engine, server, 1, verify=False)
         told = served(engine, server)
         odd = f".layers.{min(layers, 2)}."
         assert told and all(odd in one and lost in one for one in told), told
@@ -92,7 +96,8 @@ def test_a_larger_tensor_is_a_cut(engine: SGLangServer) -> None:
     model = random_model("qwen2", intermediate_size=512)
     with WeightServer(model, base_port=0, config={}) as server:
         server.publish(1)
-        given(engine, server, 1)
+        with pytest.raises(SyncError, match="cut: 32768 of 65536 elements.*stays paused"):
+            given(engine, server, 1)
         told = served(engine, server)
         names = {one.partition(":")[0].rpartition("mlp.")[2] for one in told}
         assert names == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
