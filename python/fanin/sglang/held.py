@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fanin.errors import StateError
+from fanin.errors import FaninError, StateError
 from fanin.mapping._held import held_of
 
 from .asking import text_of
@@ -40,8 +40,11 @@ def answer(manager: Any, publication: str, step: int) -> Any:
     try:
         mine: dict[str, Any] = held(manager, publication, step)
     except Exception as error:  # the other ranks wait for this one's word
-        _log.exception("fanin: no digests of step %d of %s", step, publication)
-        mine = {"error": str(error)}
+        known = isinstance(error, FaninError)
+        _log.warning(
+            "fanin: no digests of step %d of %s: %s", step, publication, error, exc_info=not known
+        )
+        mine = {"error": str(error) if known else f"{type(error).__name__}: {error}"}
     everybody = _everybody(mine, manager.tp_cpu_group)
     for rank, one in enumerate(everybody):
         if "error" in one:
