@@ -270,6 +270,24 @@ static void map_ahead(pull *p)
     path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
 }
 
+/* To the ranks that were read last, as far as that is known: what went with an attempt that an update has
+   overtaken is there when the next step is announced, and not only in the middle of its time. */
+static fanin_status connect_again(pull *p, fanin_error *error)
+{
+    const path_plan *plan = &p->cache->whole.plan;
+    p->goal.ranges = NULL; /* of the attempt before */
+    p->goal.n_ranges = 0;
+    if (!p->cache->valid)
+        return FANIN_OK;
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        if (plan->plan->ranks[i].n_pieces > 0 &&
+            !peer_ready(&p->client->peers[plan->peer_of[i]]))
+            return FANIN_OK;
+    }
+    plan_detail_readers(plan, p->publication);
+    return connect_streams(p, error);
+}
+
 /* Connected, agreed, catalogs and plan at hand. */
 static fanin_status make_ready(pull *p, fanin_error *error)
 {
@@ -285,6 +303,9 @@ static fanin_status make_ready(pull *p, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     size_t there = client_count_ready(client);
+    status = connect_again(p, error);
+    if (status != FANIN_OK)
+        return status;
     status = agree_on_step(p, &clock, error);
     /* Its owner may want to free memory that is mapped here. */
     if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)

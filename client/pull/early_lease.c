@@ -3,18 +3,9 @@
 
 #include "net/client_rules.h"
 #include "pull/lease_round.h"
-#include "stream/stream_link.h"
 #include <string.h>
 
-/* Its path is known, and the data connections are there that reading or verifying takes. */
-static bool can_be_read(pull *p, size_t peer)
-{
-    fanin_path path = path_state_of(p->client, p->publication, peer)->path;
-    bool streams = path == FANIN_PATH_STREAM || p->options->verify;
-    return path != FANIN_PATH_AUTO && (!streams || stream_at_hand(p->client, peer));
-}
-
-/* A source of the cached plan: READY, its tables those that the plan was made from. */
+/* A source of the cached plan: READY, its tables those that the plan was made from, its path known. */
 static bool at_hand(pull *p, size_t peer)
 {
     const shard_table *tables = &p->publication->shards[peer];
@@ -39,7 +30,7 @@ early_begin *early_lease_ask(pull *p)
             return NULL;
         if (plan->plan->ranks[i].n_pieces == 0)
             continue;
-        if (!can_be_read(p, peer))
+        if (path_state_of(p->client, p->publication, peer)->path == FANIN_PATH_AUTO)
             return NULL;
         p->versions[peer] = p->publication->shards[peer].version;
     }

@@ -44,6 +44,7 @@ static struct {
     unsigned abandoned, ended;
     unsigned leases;    /* that were asked for, and have not ended */
     unsigned late;      /* hellos of data connections under leases */
+    unsigned waits;     /* that the rank had been asked when the last hello came */
     uint64_t last_read; /* its number */
 } odd;
 
@@ -99,7 +100,7 @@ static bool act(stub_talk *t, const frame *f, body *in)
 }
 
 /* Whether it is a data connection's hello. */
-static bool note_asked(const frame *f, const body *in)
+static bool note_asked(const stub_rank *r, const frame *f, const body *in)
 {
     msg_end end;
     msg_wait wait;
@@ -116,6 +117,7 @@ static bool note_asked(const frame *f, const body *in)
     } else if (f->type == MSG_HELLO) {
         assert_int_equal(decode_hello(&copy, &hello), FANIN_OK);
         odd.late += hello.role == ROLE_DATA && odd.leases > 0;
+        odd.waits = r->asked[MSG_WAIT];
     }
     odd.leases += f->type == MSG_BEGIN;
     if (f->type == MSG_READ)
@@ -125,7 +127,7 @@ static bool note_asked(const frame *f, const body *in)
 
 static bool answer(stub_talk *t, const frame *f, body *in)
 {
-    bool of_data = note_asked(f, in);
+    bool of_data = note_asked(t->rank, f, in);
     if (odd.times == 0 || f->type != odd.of || (odd.of_data && !of_data) ||
         (odd.rank < RANKS && t->rank->hello.rank != odd.rank))
         return stub_answer(t, f, in);
@@ -308,10 +310,22 @@ static void no_connection_is_made_under_a_lease(void **state)
             assert_ok(fanin_session_end(&session, NULL, &s.error), s.error);
         }
         assert_asked(MSG_HELLO, 0, 1);
-        assert_asked(MSG_BEGIN, 1, 1);
         assert_int_equal(odd.ended, RANKS);
     }
     assert_int_equal(odd.late, 0);
+}
+
+/* An attempt that begins anew has its connections when the next step is announced: made after that, they would be
+   what the next update meets, again and again. */
+static void connections_are_made_again_before_a_step_is_agreed(void **state)
+{
+    begin(false);
+    acts(MSG_READ, 1, 1, HANGS_UP);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 1);
+    assert_asked(MSG_HELLO, 2, 3);
+    assert_asked(MSG_WAIT, 2, 2);
+    assert_int_equal(odd.waits, 1);
 }
 
 /* Who has one connection reads: one that is not answered costs a moment once, and no lease. */
@@ -679,6 +693,7 @@ int main(void)
         SCENE(ranks_that_know_no_early_leases_are_begun),
         SCENE(no_table_is_fetched_under_a_lease),
         SCENE(no_connection_is_made_under_a_lease),
+        SCENE(connections_are_made_again_before_a_step_is_agreed),
         SCENE(a_silent_connection_is_not_waited_for_long),
         SCENE(a_stale_end_asks_for_leases_again),
         SCENE(of_replicas_one_is_read),
