@@ -109,9 +109,9 @@ def test_they_read_ahead(fleet: Fleet) -> None:
 
 
 def test_what_the_page_says(fleet: Fleet) -> None:
-    """The lines of docs/full-weights.md, as they stand there but for the places and the step."""
-    page = (Path(__file__).parents[2] / "docs" / "full-weights.md").read_text()
-    lines = page.partition("\n## A fleet\n")[2].partition("```python\n")[2].partition("```")[0]
+    """The lines of docs/how-to/fleet.md, as they stand there but for the places and the step."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "fleet.md").read_text()
+    lines = page.partition("```python\n")[2].partition("```")[0]
     step = fleet.step()
     for stands, real in (
         ("/shared/run", str(fleet.trainer.info)),
@@ -122,7 +122,7 @@ def test_what_the_page_says(fleet: Fleet) -> None:
         assert stands in lines
         lines = lines.replace(stands, real)
     names: dict[str, Any] = {}
-    exec(compile(lines, "full-weights.md", "exec"), names)
+    exec(compile(lines, "fleet.md", "exec"), names)
     assert fleet.versions() == [f"step-{step}"] * 2
     assert [one.group for one in names["registry"].endpoints()] == ["default", "eval"]
     assert not fleet.paused(0) and not fleet.paused(1)

@@ -722,7 +722,7 @@ def snippets(page):
     return [one if "updating(step)" in one else one + loop for one in made]  # "as above"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/full-weights.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/publish-weights.md"])
 def test_pages_tell_what_works(page, monkeypatch, tmp_path):
     """Literally, but for port and directory, which another test may have."""
 

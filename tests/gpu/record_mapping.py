@@ -3,7 +3,7 @@
 """record_mapping.py MODEL LAYOUT FOLDER
 
 Records where a whole model goes in vLLM's modules, of real size and without its memory, and saves a
-mapping for each rank: FOLDER/MODEL-LAYOUT-RANK.json (see docs/full-weights.md), and what a trainer
+mapping for each rank: FOLDER/MODEL-LAYOUT-RANK.json (see docs/reference/mapping-file.md), and what a trainer
 would publish: FOLDER/MODEL.json, a list of names, dtypes and shapes.
 
 MODEL is one of those below (those of tests/engines/families.py in small), or the path of a

@@ -233,9 +233,9 @@ two_ports()
     echo "$port"
 }
 
-@test "the session of docs/full-weights.md compiles without a warning, and reads layer by layer" {
-    [ "$(grep -c '^```c$' "$here/../../docs/full-weights.md")" = 1 ]
-    block 1 docs/full-weights.md >"$scratch/update.c"
+@test "the session of docs/how-to/c-session.md compiles without a warning, and reads layer by layer" {
+    [ "$(grep -c '^```c$' "$here/../../docs/how-to/c-session.md")" = 1 ]
+    block 1 docs/how-to/c-session.md >"$scratch/update.c"
     for compiler in gcc clang; do
         compiled "$scratch/update.c" "$scratch/update" "$compiler" -std=c11 "$here/weights_session.c"
         run -0 "$scratch/update"

@@ -2,7 +2,7 @@
 /**
  * @file
  * A recorded mapping, "fanin-mapping/1": which box of which published tensor goes where in which
- * parameter of one rank of an engine. docs/full-weights.md describes the format.
+ * parameter of one rank of an engine. docs/reference/mapping-file.md describes the format.
  */
 #ifndef MAPPING_FILE_H
 #define MAPPING_FILE_H

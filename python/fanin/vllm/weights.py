@@ -2,8 +2,8 @@
 """The weight transfer engine ``fanin`` of vLLM: a trainer's whole model into one worker.
 
 ``--weight-transfer-config '{"backend": "fanin"}'``. vLLM makes one :class:`Engine` in each worker
-and calls it by ``collective_rpc``: nothing generates meanwhile. docs/full-weights.md is the user's
-page.
+and calls it by ``collective_rpc``: nothing generates meanwhile. The user's page is
+docs/how-to/vllm-weights.md.
 """
 
 from __future__ import annotations
