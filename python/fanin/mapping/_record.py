@@ -52,6 +52,7 @@ class Target(NamedTuple):
 
     @property
     def path(self) -> str:
+        """The module's path and the tensor's name in it, with a dot."""
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 

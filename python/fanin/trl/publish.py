@@ -145,10 +145,12 @@ class PublishCallback(TrainerCallback):
     # -- the trainer's events ---------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes the server and publishes the step that training begins at."""
         self._refuse(args)
         self.open(kwargs["model"], state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins the update: readers are waited for, at most the lease."""
         self._abort()
         if self._server is None:
             raise StateError.make(
@@ -160,6 +162,7 @@ class PublishCallback(TrainerCallback):
         self._update = update
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publishes what the optimizer has written."""
         update, self._update = self._update, None
         self._step = None
         update.__exit__(None, None, None)
