@@ -42,12 +42,14 @@ def main():
         elif title in ("NAME", "SYNOPSIS"):
             continue
         elif title == "DESCRIPTION":
-            rest += "<div>\n" + html(f"# {title}\n{body}") + "\n</div>\n\nLINKS\n\n"
+            content = re.sub(r"<h1 .*?</h1>", "", html(f"# {title}\n{body}"), flags=re.S)
+            rest += f"<div>\n{content}\n</div>\n\nLINKS\n\n"
         else:
             name = title.lower().replace(" ", "-")
-            links.append(f"- [{title.capitalize()}]({name}.md)")
-            content = re.sub(r"<h1 .*?</h1>", "", html(f"# {title}\n{body}"), count=1, flags=re.S)
-            (folder / f"{name}.md").write_text(f"# {title.capitalize()}\n\n<div>\n{content}\n</div>\n")
+            title = title if title == "JSON" else title.capitalize()
+            links.append(f"- [{title}]({name}.md)")
+            content = re.sub(r"<h1 .*?</h1>", "", html(f"# {title.upper()}\n{body}"), count=1, flags=re.S)
+            (folder / f"{name}.md").write_text(f"# {title}\n\n<div>\n{content}\n</div>\n")
     index = "# nixl-fetch\n\n" + rest.replace("LINKS", "\n".join(links))
     (folder / "index.md").write_text(index)
     return 0
