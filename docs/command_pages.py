@@ -48,7 +48,7 @@ def main():
             name = title.lower().replace(" ", "-")
             title = title if title == "JSON" else title.capitalize()
             links.append(f"- [{title}]({name}.md)")
-            content = re.sub(r"<h1 .*?</h1>", "", html(f"# {title.upper()}\n{body}"), count=1, flags=re.S)
+            content = re.sub(r"<h1 .*?</h1>", "", html(f"# {title.upper()}\n{body}"), flags=re.S)
             (folder / f"{name}.md").write_text(f"# {title}\n\n<div>\n{content}\n</div>\n")
     index = "# nixl-fetch\n\n" + rest.replace("LINKS", "\n".join(links))
     (folder / "index.md").write_text(index)
