@@ -108,7 +108,7 @@ def section(match):
         flat = re.sub(r"\s+", " ", about if colon else entry).strip()
         named = colon and match[1] != "Returns"
         lines.append(f"- `{name.strip()}`: {flat}" if named else "- " + " ".join(entry.split()))
-    return f"**{match[1]}**\n\n" + "\n".join(lines) + "\n"
+    return f"**{match[1]}**\n\n" + "\n".join(lines) + "\n\n"
 
 
 def signature(node, name):

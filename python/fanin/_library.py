@@ -39,7 +39,8 @@ os.register_at_fork(after_in_child=_new_lock)
 def library() -> ctypes.CDLL:
     """The library, loaded and checked. Any thread; blocks while it is loaded.
 
-    :raises HostError: it is not there, cannot be loaded, or is of another version.
+    Raises:
+        HostError: it is not there, cannot be loaded, or is of another version.
     """
     global _library
     if _library is not None:
@@ -175,7 +176,8 @@ def c_string(value: str, what: str) -> bytes:
 def set_paths(config: Any, **paths: str | os.PathLike[str] | None) -> None:
     """Gives fields of *config* paths, each by its name; None leaves what is there.
 
-    :raises RequestError: one is no path, naming the field.
+    Raises:
+        RequestError: one is no path, naming the field.
     """
     for field, path in paths.items():
         if path is not None:
@@ -189,7 +191,8 @@ def set_paths(config: Any, **paths: str | os.PathLike[str] | None) -> None:
 def milliseconds(seconds: float, what: str, *, zero: bool = False) -> int:
     """Whole milliseconds, at least 1 unless *zero* seconds are allowed and given.
 
-    :raises RequestError: not a number of seconds from 0 to some 49 days.
+    Raises:
+        RequestError: not a number of seconds from 0 to some 49 days.
     """
     try:
         value = float(seconds)
@@ -203,7 +206,10 @@ def milliseconds(seconds: float, what: str, *, zero: bool = False) -> int:
 
 
 def integer(value: int, what: str, bits: int) -> int:
-    """:raises RequestError: *value* is not an integer from 0 to 2**bits - 1."""
+    """
+    Raises:
+        RequestError: *value* is not an integer from 0 to 2**bits - 1.
+    """
     try:
         number = value.__index__()
     except AttributeError:

@@ -114,9 +114,10 @@ class _Formatter(logging.Formatter):
 def _follow_environment() -> None:
     """Sets the logger "fanin" up as FANIN_LOG says, unless the program has.
 
-    :raises RequestError: it says something else.
-    :raises HostError: the file cannot be written.
-    :raises ConnectionFailedError: it is another user's.
+    Raises:
+        RequestError: it says something else.
+        HostError: the file cannot be written.
+        ConnectionFailedError: it is another user's.
     """
     choice = os.environ.get("FANIN_LOG", "")
     logger = logging.getLogger("fanin")

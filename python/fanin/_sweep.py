@@ -17,8 +17,9 @@ def sweep_adapter_directory(directory: str | os.PathLike[str]) -> int:
     Pulls do it themselves in the directory that they write to. Removes nothing from filesystems
     that other hosts share. Waits for nobody, blocks as long as deleting takes; any thread.
 
-    :raises RequestError: other users may rename what lies there.
-    :raises HostError: it cannot be read.
+    Raises:
+        RequestError: other users may rename what lies there.
+        HostError: it cannot be read.
     """
     path = os.fsencode(directory)
     if b"\0" in path:

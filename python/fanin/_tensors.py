@@ -139,21 +139,24 @@ def shard_of(
 ) -> Shard:
     """Describes the memory of *value* as one box, without a copy.
 
-    :param name: the tensor's name, without the publication.
-    :param value: a NumPy array, a PyTorch tensor on the CPU or a CUDA device, or a buffer
-        (``bytearray``, ``memoryview``, ``array.array``). Any strides, also negative ones; elements
-        that share memory (``expand``) are refused. The shard keeps the memory alive: the array or
-        buffer itself, or the tensor's storage.
-    :param shape: of the whole tensor, elements; default: *value* is the whole tensor.
-    :param offset: of *value*'s first element in the whole tensor, elements; default: all 0.
-        Needs *shape*.
-    :param dtype: safetensors' name, where *value*'s own type says less than it should: NumPy has no
-        BF16, so that bits in an array of uint16 are given as ``dtype="BF16"``. As wide as
-        *value*'s elements. For F4 and F6 *value* has elements of one byte, packed, and its last
-        dimension counts bytes; extents, *shape* and *offset* count elements.
-    :param writable: refuse memory that cannot be written (a destination of a pull).
-    :raises RequestError: a type, dtype or layout that cannot be described; a place outside of
-        *shape*; read-only memory and *writable*.
+    Args:
+        name: the tensor's name, without the publication.
+        value: a NumPy array, a PyTorch tensor on the CPU or a CUDA device, or a buffer
+            (``bytearray``, ``memoryview``, ``array.array``). Any strides, also negative ones;
+            elements that share memory (``expand``) are refused. The shard keeps the memory alive:
+            the array or buffer itself, or the tensor's storage.
+        shape: of the whole tensor, elements; default: *value* is the whole tensor.
+        offset: of *value*'s first element in the whole tensor, elements; default: all 0. Needs
+            *shape*.
+        dtype: safetensors' name, where *value*'s own type says less than it should: NumPy has no
+            BF16, so that bits in an array of uint16 are given as ``dtype="BF16"``. As wide as
+            *value*'s elements. For F4 and F6 *value* has elements of one byte, packed, and its last
+            dimension counts bytes; extents, *shape* and *offset* count elements.
+        writable: refuse memory that cannot be written (a destination of a pull).
+
+    Raises:
+        RequestError: a type, dtype or layout that cannot be described; a place outside of *shape*;
+            read-only memory and *writable*.
     """
     view = _view(name, value)
     if writable and not view.writable:
@@ -440,7 +443,8 @@ def address_of(buffer: bytearray) -> tuple[int, Any]:
 def pack(shards: Iterable[Shard]) -> PackedTensors:
     """Packs *shards* for the C library: some 2 microseconds each.
 
-    :raises RequestError: a name, dtype, shape or box that does not fit into the C structures.
+    Raises:
+        RequestError: a name, dtype, shape or box that does not fit into the C structures.
     """
     items = tuple(shards)
     if not items:

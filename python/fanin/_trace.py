@@ -21,10 +21,11 @@ def trace(file: str | os.PathLike[str]) -> Iterator[None]:
     One trace a process; without changing code, ``FANIN_TRACE=DIR`` in the environment gives each
     process a file of its own there.
 
-    :raises RequestError: no path, or the file is there.
-    :raises StateError: this process has a trace already.
-    :raises HostError: it cannot be made or written. What the block itself raises goes before a
-        file that is not whole.
+    Raises:
+        RequestError: no path, or the file is there.
+        StateError: this process has a trace already.
+        HostError: it cannot be made or written. What the block itself raises goes before a file
+            that is not whole.
     """
     if not isinstance(file, (str, os.PathLike)):
         raise RequestError.make(

@@ -147,41 +147,42 @@ class Client(ClosableHandle):
     Closed by :meth:`close`, at the end of a ``with`` block, or when the interpreter exits. In a
     forked child every method raises :class:`ProcessError` and touches nothing.
 
-    :param addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
-    :param server_name: demand this job's name; None: any.
-    :param world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None:
-        any.
-    :param connect_timeout: seconds, for one rank, and for each data connection to it.
-    :param lost: a rank that owes an answer and is silent for so many seconds is lost.
-    :param max_inflight: bytes asked for and not yet here, all ranks together.
-    :param max_catalog: bytes of catalog accepted from a rank.
-    :param streams_per_rank: data connections; 0: 4 to another host, on this one 1 or one for each
-        thread that reads the rank, 4 at most, by TLS no more than an eighth of the CPUs unless
-        *threads* is set; at most 16.
-    :param threads: that read at once into host memory on the paths "stream" and "cma", at most 64;
-        0: half of the CPUs that the process may use, and fewer of little; 1: none beside the
-        calling one. By "stream" at most one a data connection, and 8 unless told.
-    :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
-    :param use_unix: False: TCP even on one host.
-    :param use_ucx: False: never load UCX, which the path "rdma" needs.
-    :param trust_containers: a rank of this uid is asked over its Unix socket, and by one-sided
-        paths if its server was told the same, whatever container of this network it lives in; also
-        ``FANIN_TRUST_CONTAINERS=1``.
-    :param trust_other_users: a rank on a loopback address may be any user's, not this process's own
-        or root's alone; also ``FANIN_TRUST_OTHER_USERS=1``.
-    :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
-    :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, to
-        ranks that have the same secret and prove which rank they are. Unix sockets stay as they
-        are. None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
-    :param tls_cert: instead of a secret: PEM file of this process's certificate, for
-        "fanin://JOB/reader", and what leads from it to an authority.
-    :param tls_key: its key, which nobody else may read.
-    :param tls_ca: the authorities of the ranks' certificates, each for
-        "fanin://JOB/rank/N" (or a star for N) of the same job. TLS 1.3 over TCP, both ends show
-        one. None: what FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew
-        when they change.
-    :raises RequestError: an argument is wrong.
-    :raises HostError: the C library cannot be loaded; no memory.
+    Args:
+        addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
+        server_name: demand this job's name; None: any.
+        world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None: any.
+        connect_timeout: seconds, for one rank, and for each data connection to it.
+        lost: a rank that owes an answer and is silent for so many seconds is lost.
+        max_inflight: bytes asked for and not yet here, all ranks together.
+        max_catalog: bytes of catalog accepted from a rank.
+        streams_per_rank: data connections; 0: 4 to another host, on this one 1 or one for each
+            thread that reads the rank, 4 at most, by TLS no more than an eighth of the CPUs unless
+            *threads* is set; at most 16.
+        threads: that read at once into host memory on the paths "stream" and "cma", at most 64; 0:
+            half of the CPUs that the process may use, and fewer of little; 1: none beside the
+            calling one. By "stream" at most one a data connection, and 8 unless told.
+        path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
+        use_unix: False: TCP even on one host.
+        use_ucx: False: never load UCX, which the path "rdma" needs.
+        trust_containers: a rank of this uid is asked over its Unix socket, and by one-sided paths
+            if its server was told the same, whatever container of this network it lives in; also
+            ``FANIN_TRUST_CONTAINERS=1``.
+        trust_other_users: a rank on a loopback address may be any user's, not this process's own or
+            root's alone; also ``FANIN_TRUST_OTHER_USERS=1``.
+        checksums: False: no checksums over TCP, where the network itself tells altered bytes.
+        secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, to
+            ranks that have the same secret and prove which rank they are. Unix sockets stay as they
+            are. None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
+        tls_cert: instead of a secret: PEM file of this process's certificate, for
+            "fanin://JOB/reader", and what leads from it to an authority.
+        tls_key: its key, which nobody else may read.
+        tls_ca: the authorities of the ranks' certificates, each for "fanin://JOB/rank/N" (or a star
+            for N) of the same job. TLS 1.3 over TCP, both ends show one. None: what FANIN_TLS_CERT,
+            FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew when they change.
+
+    Raises:
+        RequestError: an argument is wrong.
+        HostError: the C library cannot be loaded; no memory.
     """
 
     def __init__(
@@ -270,13 +271,16 @@ class Client(ClosableHandle):
         Succeeds when at least one rank of one world answers; the others are tried again by each
         pull. Connections to other addresses are closed.
 
-        :param addresses: ``"host:port"`` or ``"[v6]:port"``, one a rank, in any order.
-        :param timeout: seconds, for the whole call.
-        :raises RequestError: an address is malformed or there twice.
-        :raises UnreachableError: nobody answered.
-        :raises PeerError: ranks of different worlds, a rank twice, another server's name, another
-            protocol version.
-        :raises PullTimeoutError, CancelledError: as named.
+        Args:
+            addresses: ``"host:port"`` or ``"[v6]:port"``, one a rank, in any order.
+            timeout: seconds, for the whole call.
+
+        Raises:
+            RequestError: an address is malformed or there twice.
+            UnreachableError: nobody answered.
+            PeerError: ranks of different worlds, a rank twice, another server's name, another
+                protocol version.
+            PullTimeoutError, CancelledError: as named.
         """
         if isinstance(addresses, (str, bytes)):
             raise RequestError.make(
@@ -336,37 +340,40 @@ class Client(ClosableHandle):
         not used. Two processes that ask for one directory at once pull once. Half-made adapters of
         pulls that were killed are removed beside it (:func:`fanin.sweep_adapter_directory`).
 
-        :param run: ``0``, ``"0"`` or ``"lora:0"``.
-        :param step: this very step: waits for it.
-        :param at_least: this step or a later one. Neither: the newest that all ranks have.
-        :param timeout: seconds, for the whole call.
-        :param max_attempts: give up after so many attempts that updates overtook; 0: by time only.
-        :param dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
-        :param spare_file: keep a file of the adapter's size ready for the next pull into the same
-            parent directory. Costs that much memory there once more, until :meth:`disconnect` or
-            until a pull finds its directory made by somebody else; none is kept where less than as
-            much again would be free.
-        :param trust_config: keep every field of the trainer's PEFT configuration. Otherwise those
-            that can load code, name files or are not known are left out, and logged.
-        :param max_bytes: refuse a larger adapter before anything is made; None: one that is larger
-            than a quarter of the file system's size.
-        :param verify: compare what has landed with digests that the ranks make under their leases;
-            unequal: :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is published.
-        :param progress: called with (bytes done, bytes in all) while it reads, some 20 times a
-            second.
-        :param rank_progress: likewise with what each rank has brought, and which one it waits for.
-            Without it a rank that brings nothing for 5 s, 10 s, 20 s and so on is told in the log.
-        :raises NotFoundError: no such run.
-        :raises SupersededError: *step* has passed.
-        :raises PausedError: the trainer's memory is offloaded.
-        :raises StaleError: *max_attempts* updates overtook the pull.
-        :raises PullTimeoutError, CancelledError: as named.
-        :raises ConnectionFailedError: a rank that holds bytes is lost and does not answer.
-        :raises PeerError: ranks contradict each other, or do not cover every tensor.
-        :raises HostError: disk full, no permission, no memory.
-        :raises RequestError: an argument is wrong; *directory* holds something else, or what
-            another user could have put there (``FANIN_ERR_EXISTS``); no addresses
-            (:class:`StateError`).
+        Args:
+            run: ``0``, ``"0"`` or ``"lora:0"``.
+            step: this very step: waits for it.
+            at_least: this step or a later one. Neither: the newest that all ranks have.
+            timeout: seconds, for the whole call.
+            max_attempts: give up after so many attempts that updates overtook; 0: by time only.
+            dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
+            spare_file: keep a file of the adapter's size ready for the next pull into the same
+                parent directory. Costs that much memory there once more, until :meth:`disconnect`
+                or until a pull finds its directory made by somebody else; none is kept where less
+                than as much again would be free.
+            trust_config: keep every field of the trainer's PEFT configuration. Otherwise those that
+                can load code, name files or are not known are left out, and logged.
+            max_bytes: refuse a larger adapter before anything is made; None: one that is larger
+                than a quarter of the file system's size.
+            verify: compare what has landed with digests that the ranks make under their leases;
+                unequal: :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is published.
+            progress: called with (bytes done, bytes in all) while it reads, some 20 times a second.
+            rank_progress: likewise with what each rank has brought, and which one it waits for.
+                Without it a rank that brings nothing for 5 s, 10 s, 20 s and so on is told in the
+                log.
+
+        Raises:
+            NotFoundError: no such run.
+            SupersededError: *step* has passed.
+            PausedError: the trainer's memory is offloaded.
+            StaleError: *max_attempts* updates overtook the pull.
+            PullTimeoutError, CancelledError: as named.
+            ConnectionFailedError: a rank that holds bytes is lost and does not answer.
+            PeerError: ranks contradict each other, or do not cover every tensor.
+            HostError: disk full, no permission, no memory.
+            RequestError: an argument is wrong; *directory* holds something else, or what another
+                user could have put there (``FANIN_ERR_EXISTS``); no addresses
+                (:class:`StateError`).
         """
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
         options.spare_file = spare_file
@@ -401,16 +408,17 @@ class Client(ClosableHandle):
         which they are published. *directory* must not exist, be empty, or hold the same step of
         the same world in the same files, as with :meth:`pull_adapter`.
 
-        :param run: ``"full:0"``; ``0`` and ``"0"`` are ``"full:0"`` too.
-        :param timeout: seconds, for the whole call: an hour.
-        :param max_file_bytes: of tensors in one file, ``save_pretrained()``'s *max_shard_size*; a
-            larger tensor gets a file of its own; None: 5 GB.
-        :param trust_config: keep auto_map and custom_pipelines of the trainer's config.json, which
-            name code to load. Otherwise they are left out, and logged.
-        :param max_bytes: refuse a larger model before anything is made; None: as large as there is
-            room for.
-
         The other parameters and what is raised: as :meth:`pull_adapter`.
+
+        Args:
+            run: ``"full:0"``; ``0`` and ``"0"`` are ``"full:0"`` too.
+            timeout: seconds, for the whole call: an hour.
+            max_file_bytes: of tensors in one file, ``save_pretrained()``'s *max_shard_size*; a
+                larger tensor gets a file of its own; None: 5 GB.
+            trust_config: keep auto_map and custom_pipelines of the trainer's config.json, which
+                name code to load. Otherwise they are left out, and logged.
+            max_bytes: refuse a larger model before anything is made; None: as large as there is
+                room for.
         """
         name = publication_of(run)
         if isinstance(run, int) or ":" not in run:
@@ -447,21 +455,23 @@ class Client(ClosableHandle):
         On success all hold the bytes of one step. On failure their content is undefined, and
         nothing writes them after the return.
 
-        :param tensors: arrays, tensors or buffers by name, each a whole tensor of the catalog's
-            dtype and shape and writable (see :func:`fanin.shard_of`); or shards, which may also be
-            parts of tensors; or what :func:`fanin.pack` made of shards, for a pull that is
-            repeated. Tensors that are not named are not read.
-        :param dtype: as :meth:`pull_adapter`; memory that is described as F32 gets F32 as it is.
-        :param stream: CUDA destinations are written only after the work that is on this stream
-            now; None: PyTorch's current stream of its tensors' device, on which what used their
-            memory before may still run. No stream has to wait for the writes.
-        :param max_bytes: refuse to bring more; None: as many as *tensors* hold.
+        The other arguments, and other errors, are those of :meth:`pull_adapter`.
 
-        The other parameters and what is raised: as :meth:`pull_adapter`, and
+        Args:
+            tensors: arrays, tensors or buffers by name, each a whole tensor of the catalog's dtype
+                and shape and writable (see :func:`fanin.shard_of`). Or shards, which may also be
+                parts of tensors. Or what :func:`fanin.pack` made of shards, for a pull that is
+                repeated. Tensors that are not named are not read.
+            dtype: as :meth:`pull_adapter`; memory that is described as F32 gets F32 as it is.
+            stream: CUDA destinations are written only after the work that is on this stream now.
+                None: PyTorch's current stream of its tensors' device, on which what used their
+                memory before may still run. No stream has to wait for the writes.
+            max_bytes: refuse to bring more; None: as many as *tensors* hold.
 
-        :raises NotFoundError: no such run or tensor.
-        :raises PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
-        :raises RequestError: *tensors* is empty, or one is read-only.
+        Raises:
+            NotFoundError: no such run or tensor.
+            PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
+            RequestError: *tensors* is empty, or one is read-only.
         """
         packed, memory = self._packed(tensors)
         stream = _stream_of(packed) if stream is None else stream
@@ -493,13 +503,14 @@ class Client(ClosableHandle):
         Connects, waits for the step, plans everything and begins on the ranks; reads nothing. The
         parameters and what is raised: as :meth:`pull_into`, and
 
-        :param timeout: seconds, for the whole session: from this call to the end of
-            :meth:`PullSession.end`.
-        :param verify: compare each part before its :meth:`PullSession.read` returns.
-        :param stream: each read comes after the work that is on this stream when it is called;
-            None: PyTorch's current one when this method is.
-        :param progress: called with the bytes done, and in all, of the whole session; likewise
-            *rank_progress*.
+        Args:
+            timeout: seconds, for the whole session: from this call to the end of
+                :meth:`PullSession.end`.
+            verify: compare each part before its :meth:`PullSession.read` returns.
+            stream: each read comes after the work that is on this stream when it is called; None:
+                PyTorch's current one when this method is.
+            progress: called with the bytes done, and in all, of the whole session; likewise
+                *rank_progress*.
         """
         packed, memory = self._packed(tensors)
         stream = _stream_of(packed) if stream is None else stream
@@ -676,7 +687,11 @@ class Client(ClosableHandle):
     # ------------------------------------------------------------------------------ looking
 
     def ranks(self) -> list[RankInfo]:
-        """The ranks as last seen. Does not block. :raises StateError: no addresses."""
+        """The ranks as last seen. Does not block.
+
+        Raises:
+            StateError: no addresses.
+        """
         found: list[RankInfo] = []
         error = new_error()
 
@@ -694,8 +709,9 @@ class Client(ClosableHandle):
         Blocks at most *timeout* seconds. A rank that gave no answer until then is left out;
         :meth:`ranks` says which and why.
 
-        :raises StateError: no addresses.
-        :raises PullTimeoutError, CancelledError, ConnectionFailedError: as named.
+        Raises:
+            StateError: no addresses.
+            PullTimeoutError, CancelledError, ConnectionFailedError: as named.
         """
         found: list[PublicationInfo] = []
         self._look(
@@ -720,10 +736,13 @@ class Client(ClosableHandle):
 
         Waits for a first commit, at most *timeout* seconds.
 
-        :param name: this tensor only.
-        :param owners: False: without the boxes, of which a large trainer has millions.
-        :raises NotFoundError: no such run or tensor.
-        :raises PullTimeoutError, CancelledError, ConnectionFailedError, PeerError: as named.
+        Args:
+            name: this tensor only.
+            owners: False: without the boxes, of which a large trainer has millions.
+
+        Raises:
+            NotFoundError: no such run or tensor.
+            PullTimeoutError, CancelledError, ConnectionFailedError, PeerError: as named.
         """
         found: list[Entry] = []
         which = None if name is None else c_string(name, "the tensor's name")
@@ -770,14 +789,17 @@ class Client(ClosableHandle):
 
         The connections are given up at the end; the next call makes them anew.
 
-        :param callback: its result, if it is False, ends the watch; None goes on.
-        :param timeout: seconds, for the whole call.
-        :param quiet: called while nothing happens, with the seconds since all ranks have committed
-            a step and what each of them is doing; False ends the watch, too.
-        :param quiet_after: seconds without any call until *quiet* is called.
-        :raises PullTimeoutError: the time has passed.
-        :raises CancelledError, NotFoundError: as named.
-        :raises ConnectionFailedError: a rank was lost.
+        Args:
+            callback: its result, if it is False, ends the watch; None goes on.
+            timeout: seconds, for the whole call.
+            quiet: called while nothing happens, with the seconds since all ranks have committed a
+                step and what each of them is doing; False ends the watch, too.
+            quiet_after: seconds without any call until *quiet* is called.
+
+        Raises:
+            PullTimeoutError: the time has passed.
+            CancelledError, NotFoundError: as named.
+            ConnectionFailedError: a rank was lost.
         """
         name, limit = publication_of(run).encode(), milliseconds(timeout, "timeout")
         every = milliseconds(quiet_after, "quiet_after")
@@ -837,7 +859,8 @@ class Client(ClosableHandle):
 
         Does nothing the second time, and in a forked child.
 
-        :raises StateError: called by a callback, or the other thread's call does not end.
+        Raises:
+            StateError: called by a callback, or the other thread's call does not end.
         """
         if self._pid != os.getpid():
             return

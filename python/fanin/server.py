@@ -80,8 +80,8 @@ def c_stream(stream: Stream | None) -> _ffi.Stream:
 def publication_of(run: Run) -> str:
     """The publication of a run: ``"lora:0"`` for ``0``, ``"0"`` and ``"lora:0"``.
 
-    :raises RequestError: not 1 to 64 of ``A-Z a-z 0-9 . _ -``, after ``lora:`` (or ``full:``) or
-        alone.
+    Raises:
+        RequestError: not 1 to 64 of ``A-Z a-z 0-9 . _ -``, after ``lora:`` (or ``full:``) or alone.
     """
     name = str(run) if isinstance(run, int) and not isinstance(run, bool) else run
     if not isinstance(name, str) or not _PUBLICATION.fullmatch(name):
@@ -108,55 +108,57 @@ class Server(ClosableHandle):
     or when the interpreter exits. In a forked child every method raises :class:`ProcessError` and
     touches nothing.
 
-    :param world_id: 16 bytes (or 32 hexadecimal digits), not all zero: random, the same on all
-        ranks, new at every launch.
-    :param rank: below *world_size*.
-    :param world_size: ranks of the trainer, 1 to 65536.
-    :param name: rank r announces itself as ``<name>_<r>``.
-    :param bind: numeric address to listen on.
-    :param allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
-    :param base_port: listens on base_port + rank; 0: on a port that the system chooses.
-    :param open: listen on a network address; serves networks by streams only, unless
-    :param trusted_network: the allowed networks are no strangers, and who has the launch's secret
-        or a certificate there may read by RDMA, with which it can also write registered memory.
-    :param use_ucx: False: never load UCX, which the path "rdma" needs.
-    :param insecure: an open server may do without the launch's secret and allow networks that are
-        wider than any private one; also ``FANIN_INSECURE=1``.
-    :param trust_containers: processes of this uid in other containers that share this network are
-        offered what this one's own are; also ``FANIN_TRUST_CONTAINERS=1``.
-    :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
-    :param max_sessions: connections, control and data, at least 2; 0: as many as the hard limit
-        of open files has room for, at most 5120. A worker takes up to 5, one address half of all.
-    :param max_memory: bytes for all sessions together.
-    :param idle: seconds after which a silent session is closed.
-    :param data_threads: threads that send tensors to readers, 1 to 16, so many readers, or
-        connections of one, at the same time; None: a quarter of the CPUs that the process may use,
-        at most 4. They are started when connections come, and sleep while nobody reads.
-    :param peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
-        limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user. All
-        peers together may take twice as much.
-    :param stranger_cpu: CPU seconds a second that sending tensors to strangers may take, all
-        together, up to 16; half of it for one peer. None: a tenth of the process's CPUs.
-    :param stranger_share: seconds of each minute that the leases of one network peer (an address,
-        all of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together two and a
-        half times as much. Who has less than a lease's time of it left is not waited for until that
-        is back, and pulls that an update overtakes begin anew. 60: no such limit.
-    :param own_share: the same for this user on this host, and for each address of a trusted
-        network.
-    :param nice: added to the nice value of the calling thread for the threads that serve readers,
-        -20 to 19; below 0 it takes a privilege.
-    :param secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP,
-        and only readers that have the same secret. The Unix socket of one host stays as it is.
-        None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
-    :param tls_cert: instead of a secret: PEM file of this process's certificate, for
-        "fanin://JOB/rank/N" (or a star for N), and what leads from it to an authority.
-    :param tls_key: its key, which nobody else may read.
-    :param tls_ca: the authorities of the readers' certificates, each for
-        "fanin://JOB/reader" of the same job. TLS 1.3 over TCP, both ends show one. None: what
-        FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew when they change.
-    :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
-    :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
-    :raises HostError: the C library cannot be loaded; no memory, no sockets.
+    Args:
+        world_id: 16 bytes (or 32 hexadecimal digits), not all zero: random, the same on all ranks,
+            new at every launch.
+        rank: below *world_size*.
+        world_size: ranks of the trainer, 1 to 65536.
+        name: rank r announces itself as ``<name>_<r>``.
+        bind: numeric address to listen on.
+        allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
+        base_port: listens on base_port + rank; 0: on a port that the system chooses.
+        open: listen on a network address, and serve networks by streams only.
+        trusted_network: the allowed networks are no strangers. A reader there that has the launch's
+            secret or a certificate may read by RDMA, and can then write registered memory.
+        use_ucx: False: never load UCX, which the path "rdma" needs.
+        insecure: an open server may do without the launch's secret and allow networks that are
+            wider than any private one; also ``FANIN_INSECURE=1``.
+        trust_containers: processes of this uid in other containers that share this network are
+            offered what this one's own are; also ``FANIN_TRUST_CONTAINERS=1``.
+        lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
+        max_sessions: connections, control and data, at least 2; 0: as many as the hard limit of
+            open files has room for, at most 5120. A worker takes up to 5, one address half of all.
+        max_memory: bytes for all sessions together.
+        idle: seconds after which a silent session is closed.
+        data_threads: threads that send tensors to readers, 1 to 16, so many readers, or connections
+            of one, at the same time; None: a quarter of the CPUs that the process may use, at most
+            4. They are started when connections come, and sleep while nobody reads.
+        peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
+            limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user. All
+            peers together may take twice as much.
+        stranger_cpu: CPU seconds a second that sending tensors to strangers may take, all together,
+            up to 16; half of it for one peer. None: a tenth of the process's CPUs.
+        stranger_share: seconds of each minute that the leases of one network peer (an address, all
+            of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together two and a half
+            times as much. Who has less than a lease's time of it left is not waited for until that
+            is back, and pulls that an update overtakes begin anew. 60: no such limit.
+        own_share: the same for this user on this host, and for each address of a trusted network.
+        nice: added to the nice value of the calling thread for the threads that serve readers, -20
+            to 19; below 0 it takes a privilege.
+        secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, and
+            only readers that have the same secret. The Unix socket of one host stays as it is.
+            None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
+        tls_cert: instead of a secret: PEM file of this process's certificate, for
+            "fanin://JOB/rank/N" (or a star for N), and what leads from it to an authority.
+        tls_key: its key, which nobody else may read.
+        tls_ca: the authorities of the readers' certificates, each for "fanin://JOB/reader" of the
+            same job. TLS 1.3 over TCP, both ends show one. None: what FANIN_TLS_CERT, FANIN_TLS_KEY
+            and FANIN_TLS_CA name; "": none. Read anew when they change.
+
+    Raises:
+        RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
+        ConnectionFailedError: fewer descriptors than *max_sessions* needs.
+        HostError: the C library cannot be loaded; no memory, no sockets.
     """
 
     def __init__(
@@ -305,15 +307,18 @@ class Server(ClosableHandle):
         of a tensor puts a shard without boxes. Names that only a dead rank has put are unknown to
         readers, which take what the others have for all.
 
-        :param replace: exchange shards that are there already. Outside an update that acts as
-            :meth:`begin_update` first if anything differs (blocks at most the lease, and the
-            publication is unreadable until the next commit), and does nothing if all is equal.
-        :raises RequestError: a shard is wrong (overlapping boxes, a box outside of the shape, a
-            name twice); ``FANIN_ERR_EXISTS``: a name is there already.
-        :raises PullTimeoutError: a snapshot's copy of the shards has not ended for 60 s.
-        :raises ConnectionFailedError: a limit: tensors, boxes, publications and their names.
-        :raises PeerError: CUDA memory, and no CUDA in this process or build.
-        :raises HostError: no memory.
+        Args:
+            replace: exchange shards that are there already. Outside an update that acts as
+                :meth:`begin_update` first if anything differs (blocks at most the lease, and the
+                publication is unreadable until the next commit), and does nothing if all is equal.
+
+        Raises:
+            RequestError: a shard is wrong (overlapping boxes, a box outside of the shape, a name
+                twice); ``FANIN_ERR_EXISTS``: a name is there already.
+            PullTimeoutError: a snapshot's copy of the shards has not ended for 60 s.
+            ConnectionFailedError: a limit: tensors, boxes, publications and their names.
+            PeerError: CUDA memory, and no CUDA in this process or build.
+            HostError: no memory.
         """
         packed = shards if isinstance(shards, PackedTensors) else pack(shards)
         publication = publication_of(run)
@@ -349,8 +354,9 @@ class Server(ClosableHandle):
         returns, the library does not touch the memory any more and its owner is let go. (Workers
         of this host may still map CUDA memory that they read; the log says who.)
 
-        :raises NotFoundError: there is no such publication or shard.
-        :raises PullTimeoutError: a snapshot's copy has not ended for 60 s; nothing was removed.
+        Raises:
+            NotFoundError: there is no such publication or shard.
+            PullTimeoutError: a snapshot's copy has not ended for 60 s; nothing was removed.
         """
         publication = publication_of(run)
         raw = publication.encode()
@@ -376,7 +382,8 @@ class Server(ClosableHandle):
         Keys that have a meaning: ``peft_config`` (the whole adapter_config.json as text), or
         ``lora_alpha``, ``r``, ``base_model_name_or_path``, ``rank_pattern`` and so on.
 
-        :raises RequestError: a key or value is not text; more than 1 MiB in all.
+        Raises:
+            RequestError: a key or value is not text; more than 1 MiB in all.
         """
         pairs = [
             (c_string(key, "a metadata key"), c_string(value, f"metadata {key!r}"))
@@ -394,8 +401,9 @@ class Server(ClosableHandle):
         New readers wait; running ones are waited for, at most the lease. Creates the publication.
         Of a snapshot publication readers go on, and it returns at once.
 
-        :raises StateError: another thread is in it for the same publication, or it is paused.
-        :raises ConnectionFailedError: a limit: publications and their names.
+        Raises:
+            StateError: another thread is in it for the same publication, or it is paused.
+            ConnectionFailedError: a limit: publications and their names.
         """
         self._call(self._library.fanin_server_begin_update, _c_publication(run))
 
@@ -414,19 +422,22 @@ class Server(ClosableHandle):
         By reference it waits for nobody; a snapshot waits at most the lease for readers of the
         arena that it fills. A first commit needs no :meth:`begin_update`.
 
-        :param step: above the last committed one.
-        :param snapshot: publish copies, which readers may read while the weights are written.
-            Costs twice the shards' memory; at every commit of a publication or at none.
-        :param wait: return when the commit has taken effect, at most 60 s.
-        :param cast: with *snapshot*: F32 shards are published as ``"BF16"`` or ``"F16"``.
-        :param stream: the CUDA stream that writes the weights: the commit takes effect when the
-            work that is on it now is done. None: everything is written already.
-        :raises NotFoundError, RequestError: no such publication; the step is not above the last
-            one; a cast without snapshot.
-        :raises StateError: no update is open, or the publication is paused; snapshot and reference
-            mixed; another thread's update, abort or removal came first.
-        :raises PullTimeoutError: 60 s passed.
-        :raises HostError: the device has failed, or no memory.
+        Args:
+            step: above the last committed one.
+            snapshot: publish copies, which readers may read while the weights are written. Costs
+                twice the shards' memory; at every commit of a publication or at none.
+            wait: return when the commit has taken effect, at most 60 s.
+            cast: with *snapshot*: F32 shards are published as ``"BF16"`` or ``"F16"``.
+            stream: the CUDA stream that writes the weights: the commit takes effect when the work
+                that is on it now is done. None: everything is written already.
+
+        Raises:
+            NotFoundError, RequestError: no such publication; the step is not above the last one; a
+                cast without snapshot.
+            StateError: no update is open, or the publication is paused; snapshot and reference
+                mixed; another thread's update, abort or removal came first.
+            PullTimeoutError: 60 s passed.
+            HostError: the device has failed, or no memory.
         """
         options: _ffi.CommitOptions = initialised(
             _ffi.CommitOptions, self._library.fanin_commit_options_init
@@ -448,8 +459,9 @@ class Server(ClosableHandle):
 
         Of a snapshot publication the last snapshot stays readable.
 
-        :raises StateError: no update is open.
-        :raises NotFoundError: there is no such publication.
+        Raises:
+            StateError: no update is open.
+            NotFoundError: there is no such publication.
         """
         self._call(self._library.fanin_server_abort_update, _c_publication(run))
 
@@ -459,9 +471,10 @@ class Server(ClosableHandle):
         Pulls that are reading start again, and the publication is unreadable until a later
         commit. Waits for no reader.
 
-        :raises StateError: nothing of it is readable by reference now (an update is open, it is
-            paused or was never committed), or it is a snapshot, which nobody can write.
-        :raises NotFoundError: there is no such publication.
+        Raises:
+            StateError: nothing of it is readable by reference now (an update is open, it is paused
+                or was never committed), or it is a snapshot, which nobody can write.
+            NotFoundError: there is no such publication.
         """
         self._call(self._library.fanin_server_withdraw, _c_publication(run))
 
@@ -477,10 +490,13 @@ class Server(ClosableHandle):
         set; :meth:`abort_update` gives the published step up, for a caller that brings other
         values back. Paused again: only the reason changes.
 
-        :param reason: one sentence for readers, cut to 255 bytes.
-        :raises NotFoundError: there is no such publication.
-        :raises StateError: an update is open, or another thread begins one.
-        :raises PullTimeoutError: the stream of a commit took more than 60 s.
+        Args:
+            reason: one sentence for readers, cut to 255 bytes.
+
+        Raises:
+            NotFoundError: there is no such publication.
+            StateError: an update is open, or another thread begins one.
+            PullTimeoutError: the stream of a commit took more than 60 s.
         """
         self._call(
             self._library.fanin_server_pause,
@@ -494,9 +510,10 @@ class Server(ClosableHandle):
         The caller promises that all their bytes, moved or not, are those of that step. Does not
         block.
 
-        :raises NotFoundError: there is no such publication.
-        :raises StateError: it is not paused.
-        :raises HostError, ConnectionFailedError: memory or limits; it stays paused.
+        Raises:
+            NotFoundError: there is no such publication.
+            StateError: it is not paused.
+            HostError, ConnectionFailedError: memory or limits; it stays paused.
         """
         self._call(self._library.fanin_server_resume, _c_publication(run))
 
@@ -509,7 +526,8 @@ class Server(ClosableHandle):
     def names(self, run: Run) -> list[str]:
         """Names of the publication's tensors on this rank. Waits for calls that change it.
 
-        :raises NotFoundError: there is no such publication.
+        Raises:
+            NotFoundError: there is no such publication.
         """
         return self._list(_c_publication(run))
 
@@ -558,10 +576,13 @@ class Server(ClosableHandle):
         Everybody who can reach *host* may ask: there is no secret in it, but names of runs and the
         address of whoever held an update up.
 
-        :param host: numeric address to listen on.
-        :param port: 0: one that the system chooses; ``address`` of what is returned tells it.
-        :raises OSError: it cannot listen there.
-        :raises StateError: the server is closed.
+        Args:
+            host: numeric address to listen on.
+            port: 0: one that the system chooses; ``address`` of what is returned tells it.
+
+        Raises:
+            OSError: it cannot listen there.
+            StateError: the server is closed.
         """
         from ._metrics_page import MetricsPage  # an HTTP server takes its time to be imported
 
@@ -595,8 +616,9 @@ class Server(ClosableHandle):
         shards' memory any more, and their owners are let go. Does nothing the second time, and
         in a forked child.
 
-        :raises StateError: calls of other threads have not ended for 75 s; the server is unusable
-            and not freed.
+        Raises:
+            StateError: calls of other threads have not ended for 75 s; the server is unusable and
+                not freed.
         """
         if self._pid != os.getpid() or self._handle is None:
             return

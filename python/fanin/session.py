@@ -94,13 +94,15 @@ class PullSession(ClosableHandle):
         After what it raises, but for a wrong argument, the session has failed: :meth:`end` raises
         the same. What *progress* raises, and KeyboardInterrupt, abandon it.
 
-        :param count: None: all that follow.
-        :raises RequestError: there are no such tensors; the session has ended
-            (:class:`StateError`).
-        :raises StaleError: a rank has rewritten its weights; some paths find out only at the end.
-        :raises ConnectionFailedError: a rank that it needs is gone: it is not connected anew.
-        :raises PullTimeoutError: the session's time is over.
-        :raises CancelledError, HostError, PeerError: as of :meth:`Client.pull_into`.
+        Args:
+            count: None: all that follow.
+
+        Raises:
+            RequestError: there are no such tensors; the session has ended (:class:`StateError`).
+            StaleError: a rank has rewritten its weights; some paths find out only at the end.
+            ConnectionFailedError: a rank that it needs is gone: it is not connected anew.
+            PullTimeoutError: the session's time is over.
+            CancelledError, HostError, PeerError: as of :meth:`Client.pull_into`.
         """
         total = len(self)
         if count is None and isinstance(first, int):
@@ -127,9 +129,10 @@ class PullSession(ClosableHandle):
         and *tensors* of the result count what was read, and again what was read again; *read* and
         other times are of all reads together, *total* is since :meth:`Client.begin` was called.
 
-        :raises StaleError: a rank has rewritten its weights meanwhile: begin again.
-        :raises StateError: it has ended already.
-        :raises FaninError: what a read has raised, or could.
+        Raises:
+            StaleError: a rank has rewritten its weights meanwhile: begin again.
+            StateError: it has ended already.
+            FaninError: what a read has raised, or could.
         """
         result = ctypes.c_void_p()
 

@@ -64,11 +64,14 @@ def parts_of(
 ) -> tuple[Part, ...]:
     """A view of a packed tensor of *shape*, cut into boxes of it.
 
-    :param first: the view's first element, counted in the tensor's memory.
-    :param extent: the view's shape.
-    :param step: its strides in the tensor's memory, in elements.
-    :param other: strides of the same dimensions on the other side of the copy, in elements.
-    :raises TooManyBoxesError: more than :data:`MOST_BOXES` boxes would be needed.
+    Args:
+        first: the view's first element, counted in the tensor's memory.
+        extent: the view's shape.
+        step: its strides in the tensor's memory, in elements.
+        other: strides of the same dimensions on the other side of the copy, in elements.
+
+    Raises:
+        TooManyBoxesError: more than :data:`MOST_BOXES` boxes would be needed.
     """
     if 0 in extent:
         return ()
@@ -210,9 +213,10 @@ def coverage(
 
     Works on the grid of the blocks' edges: its cost grows with the blocks, not with the elements.
 
-    :param padding: blocks that may be covered as well, and need not be.
-    :param first: only as far as the first elements that are wrong: for blocks that nobody vouches
-        for, whose grid may be huge.
+    Args:
+        padding: blocks that may be covered as well, and need not be.
+        first: only as far as the first elements that are wrong: for blocks that nobody vouches for,
+            whose grid may be huge.
     """
     whole = tuple(shape) or (1,)
     boxes, free = (
@@ -329,9 +333,12 @@ class Memory(NamedTuple):
     def blocks(self, first: int, extent: tuple[int, ...], stride: tuple[int, ...]) -> list[Block]:
         """A view of it as boxes, in the order of its dimensions here.
 
-        :param first: of the view, in elements from the tensor's first one.
-        :param stride: in elements.
-        :raises TooManyBoxesError: more than :data:`MOST_BOXES` would be needed.
+        Args:
+            first: of the view, in elements from the tensor's first one.
+            stride: in elements.
+
+        Raises:
+            TooManyBoxesError: more than :data:`MOST_BOXES` would be needed.
         """
         parts = parts_of(self.shape, first, extent, stride, (0,) * len(extent))
         return [Block(part.offset, part.extent) for part in parts]

@@ -116,8 +116,9 @@ def load(path: str | os.PathLike[str]) -> Mapping:
     Every field is checked: no box of what is returned lies outside of its tensors. Fields that are
     not known are left alone; one that is there twice is refused.
 
-    :raises OSError: the file cannot be read.
-    :raises RequestError: it is no mapping, or one of another format; names the field.
+    Raises:
+        OSError: the file cannot be read.
+        RequestError: it is no mapping, or one of another format; names the field.
     """
     data = Path(path).read_bytes()
     try:

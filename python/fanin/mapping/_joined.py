@@ -87,7 +87,8 @@ def join(
 ) -> Joined | None:
     """What `torch.cat` has *made* of *tensors*; None if one of them is no published one.
 
-    :param name_of: the published tensor of which a tensor is a view.
+    Args:
+        name_of: the published tensor of which a tensor is a view.
     """
     dimension %= max(made.dim(), 1)
     pieces, at = [], 0

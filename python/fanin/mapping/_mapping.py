@@ -193,7 +193,8 @@ class PackedMapping:
         To be called after each pull that ended well; it does nothing for most models. Blocks until
         the copies are done.
 
-        :param modules: paths; only these.
+        Args:
+            modules: paths; only these.
         """
         only = None if modules is None else frozenset(modules)
         for bridge in self.bridges:
@@ -299,13 +300,16 @@ class Mapping:
     ) -> list[Shard]:
         """One shard for each parameter or buffer and published tensor, in the model's order.
 
-        :param live: a ``torch.nn.Module`` with the recorded modules; or a function that gives the
-            tensor of (path of the module, name of the parameter or buffer), or a dictionary by
-            these two. Each tensor has to have the recorded dtype, shape and strides.
-        :param modules: paths; only these. Modules of the fallback are left out.
-        :param bridges: gets what has to be settled after each pull, see :class:`Bridge`.
-        :raises RequestError: a module or tensor is missing or has another layout; one is wider than
-            what is published, and there is no *bridges*.
+        Args:
+            live: a ``torch.nn.Module`` with the recorded modules; or a function that gives the
+                tensor of (path of the module, name of the parameter or buffer), or a dictionary by
+                these two. Each tensor has to have the recorded dtype, shape and strides.
+            modules: paths; only these. Modules of the fallback are left out.
+            bridges: gets what has to be settled after each pull, see :class:`Bridge`.
+
+        Raises:
+            RequestError: a module or tensor is missing or has another layout; one is wider than
+                what is published, and there is no *bridges*.
         """
         made: list[Bridge] = []
         placed = [shard for _, shard in self._placed(live, modules, made)]
@@ -326,8 +330,11 @@ class Mapping:
         that is wider than what is published gets memory beside it, see
         :meth:`PackedMapping.settle`.
 
-        :param live, modules: as in :meth:`shards`.
-        :raises RequestError: as :meth:`shards`; a pull cannot make both BF16 and F16 of F32.
+        Args:
+            live, modules: as in :meth:`shards`.
+
+        Raises:
+            RequestError: as :meth:`shards`; a pull cannot make both BF16 and F16 of F32.
         """
         bridges: list[Bridge] = []
         placed = list(self._placed(live, modules, bridges))
@@ -349,7 +356,8 @@ class Mapping:
         """What a pull has to make of F32 where it is not wanted as F32 (its ``dtype``), None:
         nowhere.
 
-        :raises RequestError: both BF16 and F16.
+        Raises:
+            RequestError: both BF16 and F16.
         """
         only = None if modules is None else frozenset(modules)
         kinds: dict[str, str] = {}
@@ -393,7 +401,8 @@ class Mapping:
         For pulls into a shadow of the engine's tensors, and for measurements: it may be given as
         *live*.
 
-        :param modules: paths; only these. Modules of the fallback are left out.
+        Args:
+            modules: paths; only these. Modules of the fallback are left out.
         """
         import torch
 
@@ -425,7 +434,8 @@ class Mapping:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a file of the format "fanin-mapping/1", atomically.
 
-        :raises OSError: the file cannot be written; an older one is as it was.
+        Raises:
+            OSError: the file cannot be written; an older one is as it was.
         """
         from fanin.mapping._file import save
 
@@ -435,7 +445,8 @@ class Mapping:
 def unwanted(mappings: Iterable[Mapping]) -> tuple[str, ...]:
     """Names of published tensors of which no rank of *mappings* takes anything.
 
-    :raises RequestError: the mappings are not all of one publication, or there are none.
+    Raises:
+        RequestError: the mappings are not all of one publication, or there are none.
     """
     given = list(mappings)
     if not given:

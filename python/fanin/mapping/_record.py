@@ -84,18 +84,21 @@ def record(
     attributes and memory that it had, whatever *load* did. Threads that *load* starts are not
     watched. Blocks as long as *load* takes; not for two threads at once on one model.
 
-    :param published: every tensor of the publication, also those that this rank does not want.
-    :param load: the model's own ``load_weights``; it is given names and tensors of the type
-        ``torch.Tensor`` on the device "meta", each name once, in the order of *published*.
-    :param model: the ``torch.nn.Module`` whose parameters and buffers are filled. They must have
-        the shapes that *load* expects, and may be without memory themselves.
-    :param own: tells which tensors are the engine's own, and why. Buffers that are not persistent
-        need not be told.
-    :param ties: paths of tensors that another one fills, by path: ``{"lm_head.weight":
-        "model.embed_tokens.weight"}``.
-    :param about: engine, model and ranks, for the mapping's fingerprint.
-    :raises RequestError: a published dtype that PyTorch has not, a name twice, a parameter that has
-        no shape yet.
+    Args:
+        published: every tensor of the publication, also those that this rank does not want.
+        load: the model's own ``load_weights``; it is given names and tensors of the type
+            ``torch.Tensor`` on the device "meta", each name once, in the order of *published*.
+        model: the ``torch.nn.Module`` whose parameters and buffers are filled. They must have the
+            shapes that *load* expects, and may be without memory themselves.
+        own: tells which tensors are the engine's own, and why. Buffers that are not persistent need
+            not be told.
+        ties: paths of tensors that another one fills, by path: ``{"lm_head.weight":
+            "model.embed_tokens.weight"}``.
+        about: engine, model and ranks, for the mapping's fingerprint.
+
+    Raises:
+        RequestError: a published dtype that PyTorch has not, a name twice, a parameter that has no
+            shape yet.
     """
     tensors = list(published)
     targets = _targets(model)
@@ -235,12 +238,15 @@ class Recording:
         Every element of every parameter and buffer is filled by exactly one published element, or
         by the loader with one value (padding), or is the engine's own for a reason.
 
-        :param fallback: modules that fail the checks are not an error: they are in the mapping with
-            the reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published tensors
-            that the loader gave them, so that the loader itself may be run for them.
-        :raises MappingError: something fails the checks, all of which is in its ``refusals``; with
-            *fallback* only what cannot be laid to a module, and elements that nothing fills: the
-            loader has no values for them, either.
+        Args:
+            fallback: modules that fail the checks are not an error: they are in the mapping with
+                the reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published
+                tensors that the loader gave them, so that the loader itself may be run for them.
+
+        Raises:
+            MappingError: something fails the checks, all of which is in its ``refusals``; with
+                *fallback* only what cannot be laid to a module, and elements that nothing fills:
+                the loader has no values for them, either.
         """
         return _Checker(self).mapping(fallback)
 

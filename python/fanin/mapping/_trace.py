@@ -40,9 +40,10 @@ class Trace:
     A lent tensor is float64 on the CPU, eight bytes an element, and trace keeps none of them. The
     engine may do with them what moves values; zero means an element that nothing fills.
 
-    :param published: every tensor of the publication.
-    :param dtype: of the pulls: "BF16" or "F16", what becomes of F32; None: it stays.
-    :param about: engine, model and ranks, for the mapping's fingerprint.
+    Args:
+        published: every tensor of the publication.
+        dtype: of the pulls: "BF16" or "F16", what becomes of F32; None: it stays.
+        about: engine, model and ranks, for the mapping's fingerprint.
     """
 
     def __init__(
@@ -84,9 +85,12 @@ class Trace:
         leaf has the shape of that part. Its strides are the order in which the elements lie in the
         published tensors, so that they land one behind the other wherever that can be.
 
-        :param module, kind, leaf: path and class of the module, and the name of its tensor.
-        :param values: a tensor of float64, of any shape.
-        :raises MappingError: values that are no lent element, or that boxes cannot say.
+        Args:
+            module, kind, leaf: path and class of the module, and the name of its tensor.
+            values: a tensor of float64, of any shape.
+
+        Raises:
+            MappingError: values that are no lent element, or that boxes cannot say.
         """
         refuse = _Refuser(module, leaf)
         block = _filled(values.detach().to(torch.float64), refuse)

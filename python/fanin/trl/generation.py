@@ -248,15 +248,8 @@ def _portable(error: Exception) -> FaninError:
 class PullMixin:
     """Before a TRL trainer among the bases: its vLLM server pulls what the trainer publishes.
 
-    The trainer takes these beside its own arguments:
-
-    :param publish: what publishes; default: ``PublishCallback()``, on 127.0.0.1:6000 and up.
-    :param lora_name: the prefix of adapters' names in the engine: ``policy-run0-step7``.
-    :param max_lag: how many steps the engine's weights may be behind the trainer's when it
-        generates. 0: none; more for trainers that are told to sync only now and then.
-    :param pull_timeout: seconds that the engine may take for one step.
-
-    The arguments must ask for a vLLM server: ``use_vllm=True, vllm_mode="server"``. vLLM is started
+    The trainer takes the arguments below beside its own. Its own must ask for a vLLM server:
+    ``use_vllm=True, vllm_mode="server"``. vLLM is started
     with ``VLLM_PLUGINS=fanin VLLM_SERVER_DEV_MODE=1`` and ``--enable-lora``, or for all weights
     ``--weight-transfer-config '{"backend": "fanin"}'``.
 
@@ -267,8 +260,16 @@ class PullMixin:
     or SyncError; on every rank. What TRL's client raises, when the engine cannot be reached for
     completions, is raised by the main process, and UnreachableError by the others.
 
-    :raises RequestError: the trainer does not generate with a vLLM server, or not through TRL's
-        VLLMGeneration; vLLM was started without what it needs.
+    Args:
+        publish: what publishes; default: ``PublishCallback()``, on 127.0.0.1:6000 and up.
+        lora_name: the prefix of adapters' names in the engine: ``policy-run0-step7``.
+        max_lag: how many steps the engine's weights may be behind the trainer's when it generates.
+            0: none; more for trainers that are told to sync only now and then.
+        pull_timeout: seconds that the engine may take for one step.
+
+    Raises:
+        RequestError: the trainer does not generate with a vLLM server, or not through TRL's
+            VLLMGeneration; vLLM was started without what it needs.
     """
 
     def __init__(

@@ -31,13 +31,6 @@ class PublishCallback(TrainerCallback):
     Around each ``optimizer.step()`` readers are kept out, and what it left is published as the
     trainer's next ``global_step``.
 
-    :param weights: "lora": PEFT's adapter, by :class:`fanin.torch.AdapterServer`; "full": the
-        whole model, by :class:`fanin.torch.WeightServer`; None: "lora" if PEFT made the model.
-    :param run: the run under which engines ask for it.
-    :param info: rank 0 writes ``nixl_info.json`` into this directory when training begins.
-    :param arguments: what else the server is made with: ``base_port``, ``name``, ``bind``,
-        ``advertise``, ``allow``, ``port_by``, ``lease``, ``snapshot``, ``cast``, ``names``, ...
-
     It serves until :meth:`close`, or until the process ends: also after training, at its last
     step. A training that begins again is another world, at step 0. Use it from the trainer's
     thread, with one trainer.
@@ -45,6 +38,14 @@ class PublishCallback(TrainerCallback):
     The trainer's calls raise what the servers raise, and RequestError for DeepSpeed ZeRO-3, for
     other DeepSpeed stages without ``snapshot=True``, and for ``load_best_model_at_end`` without
     it: these write parameters where no callback is asked before.
+
+    Args:
+        weights: "lora": PEFT's adapter, by :class:`fanin.torch.AdapterServer`; "full": the whole
+            model, by :class:`fanin.torch.WeightServer`; None: "lora" if PEFT made the model.
+        run: the run under which engines ask for it.
+        info: rank 0 writes ``nixl_info.json`` into this directory when training begins.
+        arguments: what else the server is made with: ``base_port``, ``name``, ``bind``,
+            ``advertise``, ``allow``, ``port_by``, ``lease``, ``snapshot``, ``cast``, ``names``, ...
     """
 
     def __init__(
