@@ -753,7 +753,7 @@ _INFERENCE_KEYS = (
         "require_step",
         _switch,
         "FANIN_REQUIRE_STEP",
-        about="A vLLM of whole models answers nothing before its first update (HTTP 503).",
+        about="An engine of whole models answers nothing before its first update (HTTP 503).",
     ),
     *_CREDENTIAL_KEYS,
 )
