@@ -4,6 +4,7 @@
 
 docs/reference/configuration.md is made of the tables in fanin.config, metrics.md of the tables of
 counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
+docs/README.md is docs/nav.yml as a page, for those who read the tree.
 --check writes nothing, and fails if a page is not what the code says.
 """
 
@@ -16,6 +17,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 TREE = HERE.parent
 REFERENCE = HERE / "reference"
+NAV = HERE / "nav.yml"
 sys.path.insert(0, str(TREE / "python"))
 
 from fanin import config, errors  # noqa: E402
@@ -213,6 +215,21 @@ change (`error.retryable`).
     return text
 
 
+# ------------------------------------------------------------------------- contents
+
+
+def contents():
+    text = f"# Contents\n\n{MADE}\n`tools/docs` makes a site of these pages, with search, the pages of names and"
+    text += "\nnames and subcommands, and the C headers.\n"
+    for title, page in re.findall(r"^ +- \"?(.*?)\"?:(?: (\S+))?$", NAV.read_text(), re.M):
+        if not page:
+            text += f"\n## {title}\n\n"
+        elif title != "Home" and (TREE / page).exists():
+            to = page[5:] if page.startswith("docs/") else f"../{page}"
+            text += f"- [{title}]({to})\n"
+    return text
+
+
 def main():
     missing = used_variables() - {
         word for word in re.findall(r"FANIN_\w+", configuration()) if word
@@ -221,9 +238,14 @@ def main():
         print(f"docs/generate.py: say what these variables do: {', '.join(sorted(missing))}")
         return 1
     stale = []
-    pages = {"configuration": configuration, "metrics": metrics, "errors": error_page}
-    for name, make in pages.items():
-        target, text = REFERENCE / f"{name}.md", make()
+    pages = {
+        HERE / "README.md": contents,
+        REFERENCE / "configuration.md": configuration,
+        REFERENCE / "metrics.md": metrics,
+        REFERENCE / "errors.md": error_page,
+    }
+    for target, make in pages.items():
+        text = make()
         if "--check" not in sys.argv:
             target.write_text(text)
         elif not target.exists() or target.read_text() != text:
