@@ -219,8 +219,12 @@ change (`error.retryable`).
 
 
 def contents():
-    text = f"# Contents\n\n{MADE}\n`tools/docs` makes a site of these pages, with search, the pages of names and"
-    text += "\nnames and subcommands, and the C headers.\n"
+    text = f"""# Contents
+
+{MADE}
+`tools/docs` makes a site of these pages, with search, the pages of names and subcommands, and the
+C headers.
+"""
     for title, page in re.findall(r"^ +- \"?(.*?)\"?:(?: (\S+))?$", NAV.read_text(), re.M):
         if not page:
             text += f"\n## {title}\n\n"
