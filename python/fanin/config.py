@@ -521,16 +521,21 @@ _TRAINER_KEYS = (
 class TrainerConfig:
     """What a trainer rank is started with; see fanin.torch.AdapterServer. Immutable.
 
-    port: rank r listens on port + r; 0: any free port. server_name: the job's name.
-    bind: numeric address to listen on, None: 127.0.0.1 (one host). advertise: address that
-    engines are told, None: bind. allow: networks that may connect, comma-separated; needed when
-    bind is not this host's own. trusted_network: serve one-sided reads to them. lease: seconds
-    that readers may delay an update. data_threads: that each rank sends tensors with, 1 to 16,
-    None: by its CPUs. stranger_share, own_share, nice: see fanin.Server.
-    snapshot: publish copies. cast: dtype of snapshots, "BF16",
-    "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
-    the trainer's file says of its adapter, None: nothing. credentials: the secret or certificate
-    that readers over a network are asked for.
+    Args:
+        port: rank r listens on port + r; 0: any free port.
+        server_name: the job's name.
+        bind: numeric address to listen on, None: 127.0.0.1 (one host).
+        advertise: address that engines are told, None: bind.
+        allow: networks that may connect, comma-separated; needed when bind is not this host's own.
+        trusted_network: serve one-sided reads to them.
+        lease: seconds that readers may delay an update.
+        data_threads: that each rank sends tensors with, 1 to 16, None: by its CPUs.
+        stranger_share, own_share, nice: see fanin.Server.
+        snapshot: publish copies.
+        cast: dtype of snapshots, "BF16", "F16" or None.
+        port_by: count ports by global or by local rank.
+        lora_alpha, lora_name: what the trainer's file says of its adapter, None: nothing.
+        credentials: the secret or certificate that readers over a network are asked for.
     """
 
     port: int = 6000
@@ -577,11 +582,11 @@ def trainer_config(
 ) -> TrainerConfig:
     """The trainer's configuration, from its TOML file and variables that override it.
 
-    path: the file, None: variables and defaults only. Variables: FANIN_PORT,
-    FANIN_SERVER_NAME, FANIN_BIND, FANIN_ADVERTISE, FANIN_ALLOW, FANIN_TRUSTED_NETWORK,
-    FANIN_LEASE, FANIN_DATA_THREADS, FANIN_STRANGER_SHARE, FANIN_OWN_SHARE, FANIN_NICE,
-    FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY,
-    FANIN_TLS_CA. Blocks for reading the file; any thread. Raises ConfigError.
+    docs/reference/configuration.md has the keys and variables. Blocks for reading the file; any
+    thread. Raises ConfigError.
+
+    Args:
+        path: the file, None: variables and defaults only.
     """
     settings = _Settings(path, environ, _TRAINER_KEYS)
     _warn_of_misspelt(environ, _TRAINER_KEYS)
@@ -643,10 +648,13 @@ _ORCHESTRATOR_KEYS = (
 class OrchestratorConfig:
     """What the orchestrator posts updates with; see fanin.pool.EnginePool. Immutable.
 
-    engines: URLs; may be empty, if the orchestrator has its own list. timeout: seconds for one
-    update of all engines. server_name: the job's name, None: any. lora_name: prefix of the
-    adapters' names. lora_alpha: PEFT's alpha, which must be the trainer's, None: not checked.
-    credentials: what the trainer is asked with, whose arguments() EnginePool takes.
+    Args:
+        engines: URLs; may be empty, if the orchestrator has its own list.
+        timeout: seconds for one update of all engines.
+        server_name: the job's name, None: any.
+        lora_name: prefix of the adapters' names.
+        lora_alpha: PEFT's alpha, which must be the trainer's, None: not checked.
+        credentials: what the trainer is asked with, whose arguments() EnginePool takes.
     """
 
     lora_name: str
@@ -662,10 +670,11 @@ def orchestrator_config(
 ) -> OrchestratorConfig:
     """The orchestrator's configuration, from its TOML file and variables that override it.
 
-    path: the file, None: variables and defaults only. Variables: FANIN_ENGINES (URLs,
-    comma-separated), FANIN_UPDATE_TIMEOUT, FANIN_SERVER_NAME, FANIN_LORA_NAME,
-    FANIN_LORA_ALPHA, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA. Blocks for
-    reading the file; any thread. Raises ConfigError.
+    docs/reference/configuration.md has the keys and variables. Blocks for reading the file; any
+    thread. Raises ConfigError.
+
+    Args:
+        path: the file, None: variables and defaults only.
     """
     settings = _Settings(path, environ, _ORCHESTRATOR_KEYS)
     _warn_of_misspelt(environ, _ORCHESTRATOR_KEYS)
@@ -765,20 +774,27 @@ _ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
 class InferenceConfig:
     """What an engine pulls with. Immutable.
 
-    trainer: addresses ("host:port,host:port") or path of a nixl_info.json, which is read at each
-    pull; None: the requests say it. server_name: the job's name, None: any. cache_dir: absolute;
-    adapters are made in it. timeout: seconds for a pull. keep: adapters of a run that stay on
-    disk. path: how bytes travel, "auto" or one that is demanded. prefix: adapters' names begin
-    with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
-    max_bytes: larger adapters are refused, None: those above a quarter of the file system.
-    trust_config: adapters keep every field of the trainer's PEFT configuration.
-    allow_trainers: which trainers a request without the engine's API key may name. newest: a
-    request to load an adapter that says no step gets the newest. landing: "slot", straight into the
-    layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
-    in host memory. spare_file: pulls into directories have the next one's file made beforehand,
-    where there is memory for it. require_step: an engine of whole models answers nothing before its
-    first whole update. credentials: the secret or certificate for trainers over a network; nothing:
-    the secret that the trainer's nixl_info.json names, if it does.
+    Args:
+        trainer: addresses ("host:port,host:port") or path of a nixl_info.json, which is read at
+            each pull; None: the requests say it.
+        server_name: the job's name, None: any.
+        cache_dir: absolute; adapters are made in it.
+        timeout: seconds for a pull.
+        keep: adapters of a run that stay on disk.
+        path: how bytes travel, "auto" or one that is demanded.
+        prefix: adapters' names begin with it, None: any.
+        dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
+        max_bytes: larger adapters are refused, None: those above a quarter of the file system.
+        trust_config: adapters keep every field of the trainer's PEFT configuration.
+        allow_trainers: which trainers a request without the engine's API key may name.
+        newest: a request to load an adapter that says no step gets the newest.
+        landing: "slot", straight into the layout of the engine's slots where that can be,
+            "directory", or "auto": "slot" if the slots are in host memory.
+        spare_file: pulls into directories have the next one's file made beforehand, where there is
+            memory for it.
+        require_step: an engine of whole models answers nothing before its first whole update.
+        credentials: the secret or certificate for trainers over a network; nothing: the secret that
+            the trainer's nixl_info.json names, if it does.
     """
 
     trainer: str | None
@@ -809,12 +825,11 @@ def inference_config(
 ) -> InferenceConfig:
     """The engine's configuration, from variables and a TOML file.
 
-    path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
-    overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
-    FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
-    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_ALLOW_TRAINERS, FANIN_NEWEST, FANIN_LANDING,
-    FANIN_SPARE_FILE, FANIN_REQUIRE_STEP, FANIN_SECRET_FILE, FANIN_TLS_CERT, FANIN_TLS_KEY,
-    FANIN_TLS_CA. Blocks for reading the file; any thread. Raises ConfigError.
+    docs/reference/configuration.md has the keys and variables. Blocks for reading the file; any
+    thread. Raises ConfigError.
+
+    Args:
+        path: the file, None: the one that FANIN_CONFIG names, if it is set.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()

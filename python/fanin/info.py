@@ -119,13 +119,14 @@ def is_path(text: str) -> bool:
 def addresses_of(target: Target) -> tuple[str, ...]:
     """The addresses of *target*, ``"host:port"`` or ``"[v6]:port"``, one a rank, rank by rank.
 
-    target: a nixl_info.json or the directory that holds one (a pathlib.Path, or a text with a
-    ``/``, ending in ``.json`` or without a ``:``), ``"host:port,host:port"``, a list of
-    ``"host:port"`` or of ``[host, port]`` pairs, or a TrainerInfo.
-
     Blocks as long as reading the file takes, and does not wait for it; any thread. Raises
     RequestError if it is not understood, NotFoundError or HostError if the file is not there or
     cannot be read.
+
+    Args:
+        target: a nixl_info.json or the directory that holds one (a pathlib.Path, or a text with a
+            ``/``, ending in ``.json`` or without a ``:``), ``"host:port,host:port"``, a list of
+            ``"host:port"`` or of ``[host, port]`` pairs, or a TrainerInfo.
     """
     if isinstance(target, TrainerInfo):
         return target.addresses
@@ -178,15 +179,17 @@ def _unique(addresses: Iterable[str]) -> tuple[str, ...]:
 class TrainerInfo:
     """What nixl_info.json says of a trainer. Immutable.
 
-    addresses: ``"host:port"`` or ``"[v6]:port"`` of rank 0, 1, ...; at least one, all different.
-    world_id: 32 hex digits of this launch, None: unknown.
-    run: the run that is meant, None: not said.
-    server_name: the job's name, None: not said.
-    step: the step that was committed when the file was written, None: not said.
-    publications: all that is published, ``"lora:<run>"`` or ``"full:<run>"``; empty: not said.
-    secret_file: absolute path of the launch's secret on each host, None: not said.
-
     Raises RequestError for malformed values.
+
+    Args:
+        addresses: ``"host:port"`` or ``"[v6]:port"`` of rank 0, 1, ...; at least one, all
+            different.
+        world_id: 32 hex digits of this launch, None: unknown.
+        run: the run that is meant, None: not said.
+        server_name: the job's name, None: not said.
+        step: the step that was committed when the file was written, None: not said.
+        publications: all that is published, ``"lora:<run>"`` or ``"full:<run>"``; empty: not said.
+        secret_file: absolute path of the launch's secret on each host, None: not said.
     """
 
     addresses: tuple[str, ...]
@@ -283,9 +286,12 @@ def _is_absolute(path: Any) -> bool:
 def secret_here(server: Mapping[str, Any] | None = None) -> str | None:
     """The absolute path of this process's secret, for a nixl_info.json; None: it has none.
 
-    server: what its fanin.Server is given, whose secret_file (or tls_cert, instead of one) goes
-    before FANIN_SECRET_FILE. Links stay: where secrets are mounted they lead elsewhere soon. Does
-    not block.
+    Does not block.
+
+    Args:
+        server: what its fanin.Server is given, whose secret_file (or tls_cert, instead of one) goes
+            before FANIN_SECRET_FILE. Links stay: where secrets are mounted they lead elsewhere
+            soon.
     """
     given = server or {}
     named = given.get("secret_file")
@@ -582,11 +588,15 @@ def wait_stable(
 ) -> TrainerInfo:
     """Waits until the trainer has finished *directory*, then reads its ``nixl_info.json``.
 
-    directory: of the step; a path that ends in ``.json`` means the file, with the marker beside
-    it. timeout: seconds, 0: look once. rest: spends so many seconds between two looks; what it
-    raises ends the wait. Blocks at most so long (looks every 1 to 50 ms, because network
-    filesystems tell of no changes); any thread. Raises PullTimeoutError saying what is not there
-    yet, and the errors of :func:`read_info`.
+    Blocks at most so long (looks every 1 to 50 ms, because network filesystems tell of no changes);
+    any thread. Raises PullTimeoutError saying what is not there yet, and the errors of
+    :func:`read_info`.
+
+    Args:
+        directory: of the step; a path that ends in ``.json`` means the file, with the marker beside
+            it.
+        timeout: seconds, 0: look once.
+        rest: spends so many seconds between two looks; what it raises ends the wait.
     """
     place = Path(directory)
     place = place.parent if place.suffix == ".json" else place

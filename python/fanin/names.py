@@ -67,14 +67,15 @@ def check_step(step: int) -> int:
 class AdapterName:
     """The name of one step of one run's adapter; ``str()`` gives its text. Immutable.
 
-    prefix: what comes before ``-run``: 1 to 256 characters, no blanks or control characters
-        (of the job, the policy, the base model; may itself contain ``-run``).
-    run: 1 to 64 of ``A-Z a-z 0-9 . _ -``; a number is converted.
-    step: 0 to 2**64 - 1.
-
     Raises RequestError if a part is malformed, and if the text would be read back as another
     prefix or run (run ``"1-run2"`` under prefix ``"a"`` cannot be told from run ``"2"`` under
     ``"a-run1"``): every name that can be made means one thing.
+
+    Args:
+        prefix: what comes before ``-run``: 1 to 256 characters, no blanks or control characters (of
+            the job, the policy, the base model; may itself contain ``-run``).
+        run: 1 to 64 of ``A-Z a-z 0-9 . _ -``; a number is converted.
+        step: 0 to 2**64 - 1.
     """
 
     prefix: str

@@ -140,19 +140,25 @@ def _refuse_offloaded(tensor: Any) -> None:
 class ParameterServer:
     """Serves tensors by key.
 
-    name: of the server; clients must give the same. port: to listen on, 0: any, see
-    :attr:`port`. tcp_only: no RDMA.
-    bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
-    clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
-    that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:
-    FANIN_DATA_THREADS or by the CPUs. FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE hold as
-    well, see :class:`fanin.Server`. snapshot: serve copies, which readers never delay, made when
-    an update ends; costs twice the memory. more: what else :class:`fanin.Server` takes, such as
-    secret_file, tls_cert, tls_key, tls_ca, insecure and peer_cpu.
-
     Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
     allow), HostError (no libfanin), ConfigError (a malformed variable), TypeError (an argument
     that neither this class nor fanin.Server takes).
+
+    Args:
+        name: of the server; clients must give the same.
+        port: to listen on, 0: any, see :attr:`port`.
+        tcp_only: no RDMA.
+        bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1.
+        allow: networks whose clients may connect, None: FANIN_ALLOW.
+        trusted_network: let them read by RDMA.
+        lease: seconds that readers may delay a change.
+        data_threads: that tensors are sent with, 1 to 16, None: FANIN_DATA_THREADS or by the CPUs.
+            FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE hold as well, see
+            :class:`fanin.Server`.
+        snapshot: serve copies, which readers never delay, made when an update ends; costs twice the
+            memory.
+        more: what else :class:`fanin.Server` takes, such as secret_file, tls_cert, tls_key, tls_ca,
+            insecure and peer_cpu.
     """
 
     def __init__(
@@ -372,15 +378,17 @@ class ParameterServer:
         what a tensor has then, and raises StateError with its key if that cannot be served. Another
         tensor object in its place is to be given to ``update``.
 
-        step: of all publications, above their last; None: each one's next. Readers that are at
-        work are waited for at first, at most the lease; new ones wait until the block ends, and
-        until the current streams, on which CUDA tensors are to be written, have got there.
-        ``put``, ``update`` and ``remove`` inside belong to the same step. Other threads' changes
-        wait. If the block raises, the tensors may be half-written: nobody can read the publications
-        until a later updating() has ended well. Blocks do not nest (RuntimeError). Raises
-        before the block: ValueError for a step that is not above the last one, StateError for
-        tensors that PyTorch has written outside of such a block, which nobody can read then until
-        the next one has ended well.
+        Readers that are at work are waited for at first, at most the lease; new ones wait until the
+        block ends, and until the current streams, on which CUDA tensors are to be written, have got
+        there. ``put``, ``update`` and ``remove`` inside belong to the same step. Other threads'
+        changes wait. If the block raises, the tensors may be half-written: nobody can read the
+        publications until a later updating() has ended well. Blocks do not nest (RuntimeError).
+        Raises before the block: ValueError for a step that is not above the last one, StateError
+        for tensors that PyTorch has written outside of such a block, which nobody can read then
+        until the next one has ended well.
+
+        Args:
+            step: of all publications, above their last; None: each one's next.
         """
         with self._lock:
             self._alive()

@@ -65,9 +65,11 @@ _CODES = {status_name(code): code for code in range(-699, -99)}
 class EngineFailure:
     """Why one engine does not have the step; ``str()`` says it in one sentence.
 
-    status: of HTTP, None if no answer came. code: "FANIN_ERR_..." as the engine's fanin route
-    gave it, "" if it gave none. attempts: requests that were made. rank, address, key: what the
-    engine's error is about, as its client was told.
+    Args:
+        status: of HTTP, None if no answer came.
+        code: "FANIN_ERR_..." as the engine's fanin route gave it, "" if it gave none.
+        attempts: requests that were made.
+        rank, address, key: what the engine's error is about, as its client was told.
     """
 
     engine: str
@@ -92,9 +94,10 @@ class EngineFailure:
 class PoolError(FaninError):
     """Some engines did not get the step.
 
-    failures: EngineFailure by URL, of every engine that failed. loaded: URLs of the engines that
-    have the adapter *lora_name* of *step*; they keep it, so the same update may be made again.
-    The code is that of the first failure that has one.
+    Args:
+        failures: EngineFailure by URL, of every engine that failed.
+        loaded: URLs of the engines that have the adapter *lora_name* of *step*; they keep it, so
+            the same update may be made again. The code is that of the first failure that has one.
     """
 
     failures: dict[str, EngineFailure]
@@ -129,9 +132,11 @@ class PoolError(FaninError):
 class UpdateResult:
     """What all engines serve now, or with *stragglers* those in ``seconds``.
 
-    step, lora_name: of the adapter; not those that were asked for if *superseded*. seconds: by
-    engine's URL, from the call until that engine had it. failures: by URL, why the others do not
-    have it; those that were not waited for may still load it.
+    Args:
+        step, lora_name: of the adapter; not those that were asked for if *superseded*.
+        seconds: by engine's URL, from the call until that engine had it.
+        failures: by URL, why the others do not have it; those that were not waited for may still
+            load it.
     """
 
     step: int
@@ -157,12 +162,17 @@ def newest_step(
 ) -> int:
     """The newest step of *run* that every rank of *trainer* has committed.
 
-    beyond: wait for one above this. timeout: seconds. world_id: 32 hex digits, None: any. stop:
-    once it is set, the wait ends with CancelledError. client: what else fanin.Client takes, such as
-    secret_file, tls_cert, tls_key, tls_ca; without a secret or certificate the secret that
-    *trainer*'s nixl_info.json names. Blocks at most *timeout*; any thread. Raises PullTimeoutError
-    saying how far the ranks are, TypeError naming an argument that fanin.Client does not take, and
-    what fanin.Client.connect raises that does not pass by itself.
+    Blocks at most *timeout*; any thread. Raises PullTimeoutError saying how far the ranks are,
+    TypeError naming an argument that fanin.Client does not take, and what fanin.Client.connect
+    raises that does not pass by itself.
+
+    Args:
+        beyond: wait for one above this.
+        timeout: seconds.
+        world_id: 32 hex digits, None: any.
+        stop: once it is set, the wait ends with CancelledError.
+        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca;
+            without a secret or certificate the secret that *trainer*'s nixl_info.json names.
     """
     from fanin.client import Client
 
@@ -313,19 +323,24 @@ def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
 class EnginePool:
     """Engines that serve the same adapters.
 
-    engines: URLs ``http://host:port``; a final ``/v1`` is dropped. api_key: sent as bearer token.
-    timeout: seconds for a whole update. retries: how often a request to one engine is repeated
-    when the engine cannot be reached or answers 429, 502, 503 or 504; None: until the timeout.
-    run: the trainer's run, None: the one that the adapter's name or nixl_info.json tells, else 0.
-    lora_alpha: PEFT's alpha; engines refuse an adapter that was trained with another; None: not
-    checked. server_name: demand this job's ranks, None: those that nixl_info.json names, if any.
-    client: what else fanin.Client takes, for asking the trainer: secret_file, or tls_cert, tls_key
-    and tls_ca; without any the environment's, else the secret that nixl_info.json names. Engines
-    have their own.
-
     Objects are immutable; any thread may use one, several updates at once. Raises RequestError
     for malformed or repeated URLs and for a key that no header can have, TypeError naming an
     argument that fanin.Client does not take.
+
+    Args:
+        engines: URLs ``http://host:port``; a final ``/v1`` is dropped.
+        api_key: sent as bearer token.
+        timeout: seconds for a whole update.
+        retries: how often a request to one engine is repeated when the engine cannot be reached or
+            answers 429, 502, 503 or 504; None: until the timeout.
+        run: the trainer's run, None: the one that the adapter's name or nixl_info.json tells, else
+            0.
+        lora_alpha: PEFT's alpha; engines refuse an adapter that was trained with another; None: not
+            checked.
+        server_name: demand this job's ranks, None: those that nixl_info.json names, if any.
+        client: what else fanin.Client takes, for asking the trainer: secret_file, or tls_cert,
+            tls_key and tls_ca; without any the environment's, else the secret that nixl_info.json
+            names. Engines have their own.
     """
 
     def __init__(
@@ -373,11 +388,6 @@ class EnginePool:
     ) -> UpdateResult:
         """Makes every engine load *step* of the adapter, or the newest step if it has passed.
 
-        weight_dir: the step's directory: waits for its marker STABLE, then reads nixl_info.json;
-        or addresses, as fanin.info.addresses_of takes them. lora_name: either the whole name
-        ``<prefix>-run<r>-step<s>``, whose step must be *step*, or the prefix. timeout: seconds,
-        None: the pool's.
-
         Posts to all engines at once. One that cannot be reached or is not ready is asked again
         until the timeout; one that refuses is not. If one says that the step is superseded, the
         newest step that all ranks have committed is posted to all of them, under its own name, as
@@ -393,6 +403,13 @@ class EnginePool:
         have the step of different launches of the trainer; PullTimeoutError if
         the marker does not come, RequestError for names that contradict, and the
         errors of fanin.info.read_info.
+
+        Args:
+            weight_dir: the step's directory: waits for its marker STABLE, then reads
+                nixl_info.json; or addresses, as fanin.info.addresses_of takes them.
+            lora_name: either the whole name ``<prefix>-run<r>-step<s>``, whose step must be *step*,
+                or the prefix.
+            timeout: seconds, None: the pool's.
         """
         stop = threading.Event()
         try:
@@ -426,10 +443,13 @@ class EnginePool:
     def init_engines(self, trainer: Target, *, timeout: float | None = None) -> None:
         """Tells every engine where the trainer is, for adapters that are asked for by name only.
 
-        trainer: as fanin.info.addresses_of takes it. A path is passed on as a path and read by
-        the engines at each pull, so it must mean the same file on their hosts. timeout: seconds,
-        None: the pool's. Retries as :meth:`update_weights`. Blocks at most *timeout* and a
-        little; any thread. Raises PoolError naming every engine that failed.
+        Blocks at most *timeout* and a little; any thread. Raises PoolError naming every engine that
+        failed.
+
+        Args:
+            trainer: as fanin.info.addresses_of takes it. A path is passed on as a path and read by
+                the engines at each pull, so it must mean the same file on their hosts.
+            timeout: seconds, None: the pool's. Retries as :meth:`update_weights`.
         """
         body: dict[str, Any]
         if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):

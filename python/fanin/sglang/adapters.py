@@ -71,8 +71,11 @@ _TOO_LARGE = (
 class LoadedAdapter:
     """An adapter that the engine has.
 
-    name: as requests say it. directory: of the pulled files; stays until it is unloaded. pull:
-    what the pull did. load_seconds: what the engine took to load it.
+    Args:
+        name: as requests say it.
+        directory: of the pulled files; stays until it is unloaded.
+        pull: what the pull did.
+        load_seconds: what the engine took to load it.
     """
 
     name: str
@@ -138,17 +141,23 @@ def _check_patterns(config: Mapping[str, Any], refuse: Refuse) -> None:
 class SGLangEngine:
     """One SGLang server on this host, and the adapters that were loaded into it.
 
-    url: ``http://host:port``. trainer: as fanin.info.addresses_of takes it; a path is read at
-    each load. cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``;
-    None: /dev/shm/fanin-<uid>. prefix: begins the adapters' names. api_key: SGLang's --api-key or
-    --admin-api-key. server_name: demand this job's ranks. path: how bytes travel. max_bytes,
-    trust_config: as :meth:`fanin.Client.pull_adapter` takes them. timeout: seconds for a load or
-    unload. client: what else fanin.Client takes, such as secret_file, or tls_cert, tls_key and
-    tls_ca; without a secret or certificate the environment's, else the secret that *trainer*'s
-    nixl_info.json names.
-
     Any thread; loads of different steps may run at once. Raises RequestError, also for a key that
     no header can have; TypeError for an argument that is none.
+
+    Args:
+        url: ``http://host:port``.
+        trainer: as fanin.info.addresses_of takes it; a path is read at each load.
+        cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``; None:
+            /dev/shm/fanin-<uid>.
+        prefix: begins the adapters' names.
+        api_key: SGLang's --api-key or --admin-api-key.
+        server_name: demand this job's ranks.
+        path: how bytes travel.
+        max_bytes, trust_config: as :meth:`fanin.Client.pull_adapter` takes them.
+        timeout: seconds for a load or unload.
+        client: what else fanin.Client takes, such as secret_file, or tls_cert, tls_key and tls_ca;
+            without a secret or certificate the environment's, else the secret that *trainer*'s
+            nixl_info.json names.
     """
 
     def __init__(
@@ -345,7 +354,10 @@ class SGLangEngine:
     def retire(self, run: str | int, keep: int, *, timeout: float | None = None) -> list[str]:
         """Unloads all adapters of *run* but those of the *keep* highest steps; their names.
 
-        timeout: seconds for each. Blocks and raises as :meth:`unload`; the first failure ends it.
+        Blocks and raises as :meth:`unload`; the first failure ends it.
+
+        Args:
+            timeout: seconds for each.
         """
         wanted = run_of(run)
         mine = sorted((a for a in self.loaded if a.run == wanted), key=lambda a: a.step)

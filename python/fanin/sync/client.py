@@ -28,8 +28,12 @@ _EXTRA = 15.0
 class SyncClient:
     """Calls a server of :class:`Service`. Any thread; no state but the address.
 
-    url: ``http://host:port``. api_key: of that server, printable ASCII; whitespace at its ends is
-    dropped. timeout: seconds for a sync. Raises RequestError, also for an empty key.
+    Raises RequestError, also for an empty key.
+
+    Args:
+        url: ``http://host:port``.
+        api_key: of that server, printable ASCII; whitespace at its ends is dropped.
+        timeout: seconds for a sync.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
@@ -48,8 +52,11 @@ class SyncClient:
     ) -> dict[str, Any]:
         """Adds an engine that lives; twice is safe. The reply's object.
 
-        api_key: the engine's; None: the one that the server has for engines, if it asks its callers
-        for a key, else none. Raises RequestError for what is no key, and as :meth:`call`.
+        Raises RequestError for what is no key, and as :meth:`call`.
+
+        Args:
+            api_key: the engine's; None: the one that the server has for engines, if it asks its
+                callers for a key, else none.
         """
         body: dict[str, Any] = {"host": host, "port": port, "pool": pool}
         if world_size is not None:
@@ -82,10 +89,13 @@ class SyncClient:
     ) -> dict[str, Any]:
         """Brings a step to all engines, or to those of the pools; None: the newest.
 
-        keep_caches, prefetch, verify_served: as Registry.sync takes them, None: as that server was
-        told. Blocks at most *timeout* seconds (None: the client's) and a little. Returns the
-        reply's object; raises as :meth:`call`, with the sentence that names every engine that
-        failed, and RequestError for what is no timeout.
+        Blocks at most *timeout* seconds (None: the client's) and a little. Returns the reply's
+        object; raises as :meth:`call`, with the sentence that names every engine that failed, and
+        RequestError for what is no timeout.
+
+        Args:
+            keep_caches, prefetch, verify_served: as Registry.sync takes them, None: as that server
+                was told.
         """
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}

@@ -42,9 +42,11 @@ _LONGEST = 1e6  # seconds: engines take no longer timeout, and no clock one that
 class Endpoint:
     """One engine. Immutable.
 
-    url: ``http://host:port``, without ``/v1``. kind: "vllm" or "sglang", "auto" until the first
-    health check has told. group: a name that syncs can choose by. world_size: its workers, None:
-    not said.
+    Args:
+        url: ``http://host:port``, without ``/v1``.
+        kind: "vllm" or "sglang", "auto" until the first health check has told.
+        group: a name that syncs can choose by.
+        world_size: its workers, None: not said.
     """
 
     url: str
@@ -83,17 +85,23 @@ def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endp
 class EndpointResult:
     """What one sync did to one engine.
 
-    phase: the one that was reached, of PHASES; "done" if nothing failed, "" if nothing was asked of
-    it, because the health check of another had failed. error: one sentence with the endpoint and
-    the remedy, "" if there is none. paused: whether it is left paused, by this sync or one before.
-    skipped: it had the step already. initialised: it was told where the trainer is. version: what
-    the engine says its weights are now, None: not known. step: that it was given, None: none.
-    seconds: by phase. stall: seconds from before the pause until after the resume, None: it was not
-    both. bytes, read: pulled by its workers in so many seconds, None: it did not tell. how: the
-    path of the bytes, and where they were read to. ahead: whether they were there before the pause.
-    verified: tensors that are served as they are trained, None: they were not compared. note: why
-    not, or why nothing was read ahead, though that was to be tried; how many of its workers have
-    told what they hold, if not all.
+    Args:
+        phase: the one that was reached, of PHASES; "done" if nothing failed, "" if nothing was
+            asked of it, because the health check of another had failed.
+        error: one sentence with the endpoint and the remedy, "" if there is none.
+        paused: whether it is left paused, by this sync or one before.
+        skipped: it had the step already.
+        initialised: it was told where the trainer is.
+        version: what the engine says its weights are now, None: not known.
+        step: that it was given, None: none.
+        seconds: by phase.
+        stall: seconds from before the pause until after the resume, None: it was not both.
+        bytes, read: pulled by its workers in so many seconds, None: it did not tell.
+        how: the path of the bytes, and where they were read to.
+        ahead: whether they were there before the pause.
+        verified: tensors that are served as they are trained, None: they were not compared.
+        note: why not, or why nothing was read ahead, though that was to be tried; how many of its
+            workers have told what they hold, if not all.
     """
 
     endpoint: Endpoint
@@ -180,8 +188,9 @@ class SyncResult:
 class SyncError(FaninError):
     """Some engines did not get the step, or were not even asked.
 
-    result: of every engine. Those that are fine have the step and generate; the next sync of the
-    same step leaves them alone. The code is that of the first failure that has one.
+    Args:
+        result: of every engine. Those that are fine have the step and generate; the next sync of
+            the same step leaves them alone. The code is that of the first failure that has one.
     """
 
     default_code = -300

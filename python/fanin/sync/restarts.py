@@ -32,7 +32,9 @@ _AGAIN = 30.0  # after one that failed
 class Restarts:
     """Looks at the engines of a registry, in a thread that ends with it. One thread.
 
-    every: seconds between two looks. token: what engines are taken by that are given a step here.
+    Args:
+        every: seconds between two looks.
+        token: what engines are taken by that are given a step here.
     """
 
     registry: weakref.ref[Registry]

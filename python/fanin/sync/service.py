@@ -142,11 +142,15 @@ class _Body:
 class Service:
     """The routes of one registry, for whichever server mounts them.
 
-    registry: what they work on. api_key: what callers must send as bearer token, printable ASCII;
-    whitespace at its ends is dropped. None: nobody is asked; then engines that are added by these
-    routes are not sent the registry's api_key, but the one that the request has: anybody could add
-    a listener of their own. Any thread; a sync blocks the thread that :meth:`answer` is called in.
-    Raises RequestError for what is no key, such as an empty one.
+    Any thread; a sync blocks the thread that :meth:`answer` is called in. Raises RequestError for
+    what is no key, such as an empty one.
+
+    Args:
+        registry: what they work on.
+        api_key: what callers must send as bearer token, printable ASCII; whitespace at its ends is
+            dropped. None: nobody is asked; then engines that are added by these routes are not sent
+            the registry's api_key, but the one that the request has: anybody could add a listener
+            of their own.
     """
 
     def __init__(self, registry: Registry, *, api_key: str | None = None) -> None:
@@ -179,8 +183,12 @@ class Service:
     ) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the JSON object that answer a request.
 
-        path: without the query. authorization: the header. Blocks as long as a sync takes, if it is
-        one. Raises nothing: errors are ``{"error": {code, message, remedy, ...}, "detail"}``.
+        Blocks as long as a sync takes, if it is one. Raises nothing: errors are ``{"error": {code,
+        message, remedy, ...}, "detail"}``.
+
+        Args:
+            path: without the query.
+            authorization: the header.
         """
         if self._api_key is not None and not hmac.compare_digest(
             authorization.encode(), f"Bearer {self._api_key}".encode()

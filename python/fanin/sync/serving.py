@@ -31,9 +31,13 @@ _MOST = 256  # connections
 class SyncServer:
     """The routes on a port, in threads of this process, by the standard library only.
 
-    bind: numeric address to listen on. port: 0: one that the system chooses. A server that others
-    can reach needs the service's api_key: whoever may add an engine and sync it decides where
-    requests of this process go. Any thread. Raises RequestError, HostError if it cannot listen.
+    Any thread. Raises RequestError, HostError if it cannot listen.
+
+    Args:
+        bind: numeric address to listen on.
+        port: 0: one that the system chooses. A server that others can reach needs the service's
+            api_key: whoever may add an engine and sync it decides where requests of this process
+            go.
     """
 
     def __init__(self, service: Service, *, bind: str = "127.0.0.1", port: int = 0) -> None:

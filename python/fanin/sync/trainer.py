@@ -41,11 +41,7 @@ def wait_for_step(
 ) -> tuple[int, str]:
     """Waits until every rank of *trainer* has committed *step* of ``full:<run>``.
 
-    step: None: the newest that all of them have. Returns that step and the world id, 32 hex digits.
-    timeout: seconds. stop: once it is set, the wait ends with CancelledError. client: what else
-    fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca; without a secret or
-    certificate the secret that *trainer*'s nixl_info.json names. Blocks at most *timeout* and a
-    little; any thread.
+    Blocks at most *timeout* and a little; any thread.
 
     A rank that is behind, or says nothing, is waited for; one that is gone is not. Raises
     UnreachableError naming a rank that has refused connections for two seconds, StaleError if the
@@ -53,6 +49,14 @@ def wait_for_step(
     one is paused when the time ends, PullTimeoutError saying how far the ranks are, NotFoundError
     if none publishes the run, TypeError naming an argument that fanin.Client does not take, and
     what fanin.Client.connect raises that does not pass by itself.
+
+    Args:
+        step: None: the newest that all of them have. Returns that step and the world id, 32 hex
+            digits.
+        timeout: seconds.
+        stop: once it is set, the wait ends with CancelledError.
+        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca;
+            without a secret or certificate the secret that *trainer*'s nixl_info.json names.
     """
     from fanin.client import Client
 

@@ -123,17 +123,19 @@ _published: dict[str, _Publication] = {}
 class TransportBackend:
     """Publishes what it is given, and has the engines pull it. For the sending rank, rank 0.
 
-    config: any object with ``endpoints`` (each with ``host`` and ``port``), ``training_rank`` and
-    ``backend_config``; its rendezvous address, group name and bucket size are not needed.
-    backend_config: ``run`` ("0"), ``bind`` ("127.0.0.1"), ``advertise`` (what engines connect to:
-    ``bind``), ``base_port`` (0: any), ``allow`` and ``trusted_network`` as fanin.Server takes them,
-    ``keep_on`` (device of the copies: "cpu"), ``timeout``, ``kind``, ``api_key``, ``pause_mode``,
-    ``prefetch`` as Registry takes them, and what else fanin.Server takes: ``secret_file``,
-    ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure``, ``peer_cpu`` and so on. A field that is not
-    known is an error, and so is a key that no header can have. keyword arguments: the same.
-
     One object is used by one thread; one of a run at a time. What is published, the engines'
     mapping and their connections stay from one object to the next: :meth:`close_all` ends them.
+
+    Args:
+        config: any object with ``endpoints`` (each with ``host`` and ``port``), ``training_rank``
+            and ``backend_config``; its rendezvous address, group name and bucket size are not
+            needed. backend_config: ``run`` ("0"), ``bind`` ("127.0.0.1"), ``advertise`` (what
+            engines connect to: ``bind``), ``base_port`` (0: any), ``allow`` and ``trusted_network``
+            as fanin.Server takes them, ``keep_on`` (device of the copies: "cpu"), ``timeout``,
+            ``kind``, ``api_key``, ``pause_mode``, ``prefetch`` as Registry takes them, and what
+            else fanin.Server takes: ``secret_file``, ``tls_cert``, ``tls_key``, ``tls_ca``,
+            ``insecure``, ``peer_cpu`` and so on. A field that is not known is an error, and so is a
+            key that no header can have. keyword arguments: the same.
     """
 
     def __init__(self, config: Any, **settings: Any) -> None:
@@ -226,12 +228,15 @@ class TransportBackend:
     ) -> None:
         """Copies the tensors; their memory may be written again when it returns.
 
-        bucket: (checkpoint name, tensor) pairs, contiguous or not. flush_cache: is not looked at,
-        for engines drop their caches in any case. weight_version: of the whole sync; told with
-        any bucket. Blocks as long as the copies take. Raises StateError
-        before initialize; RequestError for a name that came already, or whose shape or dtype is
-        another than in the sync before. After an error, also one of *bucket*'s own, nothing can
-        complete this sync: destroy publishes nothing.
+        Blocks as long as the copies take. Raises StateError before initialize; RequestError for a
+        name that came already, or whose shape or dtype is another than in the sync before. After an
+        error, also one of *bucket*'s own, nothing can complete this sync: destroy publishes
+        nothing.
+
+        Args:
+            bucket: (checkpoint name, tensor) pairs, contiguous or not.
+            flush_cache: is not looked at, for engines drop their caches in any case.
+            weight_version: of the whole sync; told with any bucket.
         """
         held = self._held()
         try:

@@ -59,8 +59,10 @@ class Options:
 class Wire:
     """Requests to one engine, whose errors name it and say what to do. Any thread.
 
-    withheld: there is a key that this engine is not sent, for the sake of who added it. Raises
-    RequestError for what is no key.
+    Raises RequestError for what is no key.
+
+    Args:
+        withheld: there is a key that this engine is not sent, for the sake of who added it.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, withheld: bool = False) -> None:
