@@ -9,6 +9,8 @@ a warm pull of everything. Run it in one go with `nixl-fetch bench`, alternating
     pip install nixl nixl-cu13            # in an environment of its own
     python tests/bench/peer_nixl.py --nixl-fetch build/tools/nixl-fetch \
         --shape moe --world-size 8 --rounds 3
+
+With --gpus N the worker is on the last of N GPUs, and the ranks on the others.
 """
 
 import argparse
@@ -48,42 +50,53 @@ def shard_sizes(shapes, world, rank):
     return sizes
 
 
-def serve(shapes, world, rank, pipe):
+def place(gpus, rank, world):
+    """PyTorch's device of a rank; rank None: of the worker."""
+    if not gpus:
+        return "cpu"
+    return f"cuda:{gpus - 1 if rank is None else rank * (gpus - 1) // world}"
+
+
+def serve(shapes, world, rank, gpus, pipe):
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
     sizes = shard_sizes(shapes, world, rank)
-    arena = torch.full((sum(sizes),), rank + 1, dtype=torch.uint8)
+    device = place(gpus, rank, world)
+    arena = torch.full((sum(sizes),), rank + 1, dtype=torch.uint8, device=device)
+    if gpus:
+        torch.cuda.synchronize(device)
     agent = nixl_agent(f"rank{rank}", nixl_agent_config(True, False, 0))
     agent.register_memory(arena)
     at, table = arena.data_ptr(), []
     for size in sizes:
         table.append((at, size))
         at += size
-    pipe.send((agent.get_agent_metadata(), table))
+    pipe.send((agent.get_agent_metadata(), arena.get_device() if gpus else 0, table))
     pipe.recv()
 
 
-def prepare(pipes):
+def prepare(pipes, gpus):
     """One prepared READ a rank; returns a function that runs them all and gives seconds."""
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent("worker", nixl_agent_config(True, False, 0))
     ranks = [pipe.recv() for pipe in pipes]
-    total = sum(size for _, table in ranks for _, size in table)
-    arena = torch.zeros(total, dtype=torch.uint8)
+    total = sum(size for *_, table in ranks for _, size in table)
+    arena = torch.zeros(total, dtype=torch.uint8, device=place(gpus, None, len(ranks)))
+    kind, own = ("VRAM", arena.get_device()) if gpus else ("DRAM", 0)
     agent.register_memory(arena)
     handles, at = [], arena.data_ptr()
-    for metadata, table in ranks:
+    for metadata, device, table in ranks:
         peer = agent.add_remote_agent(metadata)
         here = []
         for _, size in table:
-            here.append((at, size, 0))
+            here.append((at, size, own))
             at += size
-        there = [(address, size, 0) for address, size in table]
+        there = [(address, size, device) for address, size in table]
         handles.append(agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"),
+            "READ", agent.get_xfer_descs(here, kind), agent.get_xfer_descs(there, kind),
             peer))
 
     def pull():
@@ -101,15 +114,15 @@ def prepare(pipes):
     return pull, proven, total
 
 
-def nixl_round(shapes, world, result):
+def nixl_round(shapes, world, gpus, result):
     """In a process of its own, which ends with NIXL's busy threads before anything else runs."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(world)]
-    processes = [context.Process(target=serve, args=(shapes, world, r, pairs[r][1]))
+    processes = [context.Process(target=serve, args=(shapes, world, r, gpus, pairs[r][1]))
                  for r in range(world)]
     for process in processes:
         process.start()
-    pull, proven, total = prepare([a for a, _ in pairs])
+    pull, proven, total = prepare([a for a, _ in pairs], gpus)
     pull()
     seconds = [pull() for _ in range(5)]
     result.send((seconds, total, proven()))
@@ -119,10 +132,10 @@ def nixl_round(shapes, world, result):
     os._exit(0)  # NIXL's threads may outlive the interpreter's patience
 
 
-def over_nixl(shapes, world):
+def over_nixl(shapes, world, gpus):
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=nixl_round, args=(shapes, world, there))
+    process = context.Process(target=nixl_round, args=(shapes, world, gpus, there))
     process.start()
     seconds, total, proven = here.recv()
     process.join()
@@ -131,10 +144,13 @@ def over_nixl(shapes, world):
     return seconds, total
 
 
-def ours(tool, shape, world, path):
+def ours(tool, shape, world, gpus, path):
+    where = []
+    if gpus:
+        where = ["--device", ",".join(map(str, range(gpus - 1))), "--dest", f"device:{gpus - 1}"]
     out = subprocess.run(
         [tool, "bench", "--adapter-shape", shape, "--world-size", str(world), "--path", path,
-         "--iterations", "11", "--json"], check=True, capture_output=True, text=True).stdout
+         *where, "--iterations", "11", "--json"], check=True, capture_output=True, text=True).stdout
     return json.loads(out)
 
 
@@ -144,21 +160,27 @@ def main():
     parser.add_argument("--shape", default="dense")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--paths", default="stream,cma")
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--paths", help="default: stream,cma; with --gpus cuda_ipc")
     options = parser.parse_args()
 
+    paths = (options.paths or ("cuda_ipc" if options.gpus else "stream,cma")).split(",")
     shapes = adapter_shapes(options.nixl_fetch, options.shape)
     times, total = {"nixl": []}, 0
     for _ in range(options.rounds):
-        seconds, total = over_nixl(shapes, options.world_size)
+        seconds, total = over_nixl(shapes, options.world_size, options.gpus)
         times["nixl"] += seconds
-        for path in options.paths.split(","):
-            result = ours(options.nixl_fetch, options.shape, options.world_size, path)
+        for path in paths:
+            result = ours(
+                options.nixl_fetch, options.shape, options.world_size, options.gpus, path)
             times.setdefault(path, []).append(result["phases"]["total"]["median_ns"] / 1e9)
+            for limit in result["limits"]:
+                if limit["problem"] is None and limit["pieces"] == 1:
+                    times.setdefault(limit["name"], []).append(limit["median_ns"] / 1e9)
     peer = statistics.median(times["nixl"])
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"{options.shape} {options.world_size} ranks {name:7} median "
+        print(f"{options.shape} {options.world_size} ranks {name:12} median "
               f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
               f"{peer / median:5.1f} x NIXL", flush=True)
 
