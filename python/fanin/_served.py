@@ -20,6 +20,7 @@ from fanin.errors import PeerError
 
 __all__ = [
     "NARROWED",
+    "ROUNDED",
     "Difference",
     "Held",
     "Layout",
@@ -36,6 +37,8 @@ __all__ = [
 
 NARROWED = ("BF16", "F16")
 """The types that an engine may hold of what is trained in F32."""
+ROUNDED = "rounded to"
+"""How a difference begins that a cast of the trainer's makes."""
 
 _MAGIC = b"fanin-digests/1\n"
 _START = struct.Struct("<QQ")  # the step, and bytes of the header
@@ -225,7 +228,7 @@ def _differs(tensor: Tensor, parts: list[tuple[str, Held]], names: _Names) -> st
         return ""
     for narrow in NARROWED:
         if narrow in served.digests and served.digests[narrow] == tensor.digests.get(narrow):
-            return f"rounded to {narrow} on the way: leave it out of cast=, {held} is held as well"
+            return f"{ROUNDED} {narrow} on the way: leave it out of cast=, {held} is held as well"
     for one in served.digests.items():
         if other := names.get((tensor.shape, *one)):
             return f"the engine holds the values of '{other}' in its place: one memory for both?"

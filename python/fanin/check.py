@@ -122,6 +122,12 @@ class Served:
     #: Of workers: parameters that nobody trains, because init named them in ``keep``.
     kept: tuple[str, ...] = ()
 
+    @property
+    def only_rounded(self) -> bool:
+        """Whether casts of the trainer's alone make what differs: the engine holds that type too,
+        and could have the whole value."""
+        return all(f": {_served.ROUNDED} " in one for one in self.different)
+
 
 def served(
     engine: Any,

@@ -139,7 +139,7 @@ class FakeVLLM(FakeEngine):
         self.ahead: int | None = None
         #: Where its weights came from; what is wrong with them; when it was asked for digests, and
         #: whether it was paused then; why it was told that its weights are not what is trained.
-        self.basis, self.wrong = "a", 0
+        self.basis, self.wrong, self.rounded = "a", 0, False
         self.compared: list[tuple[int | None, bool]] = []
         self.compared_runs: list[str] = []
         self.disowned: list[str] = []
@@ -190,7 +190,8 @@ class FakeVLLM(FakeEngine):
     def _digests(self, worker: int) -> dict[str, Any]:
         """Of two workers each has one of the two ranks' rows."""
         number = number_of(self.held, worker) + self.wrong
-        held = [["w", [4 * worker, 0], [4, 8], {"F32": number}]]
+        digests = {"F32": number + 1, "BF16": 1} if self.rounded else {"F32": number}
+        held = [["w", [4 * worker, 0], [4, 8], digests]]
         return {"held": held, "different": [], "unseen": [], "untold": [], "unused": []}
 
     def _state(self, worker: int) -> dict[str, Any]:

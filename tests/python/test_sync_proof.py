@@ -109,6 +109,20 @@ def test_an_engine_that_serves_something_else_answers_nobody(
     assert not bad.paused and bad.count("/init_weight_transfer_engine") == 2
 
 
+def test_what_the_trainers_cast_rounds_is_a_note(
+    trainer: WholeTrainer, engine: FakeVLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = registry_of(trainer, engine)
+    engine.rounded = True
+    trainer.commit(1, digests=True)
+    result = of(registry.sync(1), engine)
+    assert result.ok and result.verified == 0 and "w: rounded to BF16" in result.note
+    assert not engine.paused and not engine.disowned and "rounded to BF16" in caplog.text
+    with pytest.raises(SyncError, match="w: rounded to BF16"):
+        registry.sync(1, verify_served=True)
+    assert engine.paused
+
+
 def test_without_digests_a_note_says_so(
     trainer: WholeTrainer, engine: FakeVLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
