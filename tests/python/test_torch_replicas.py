@@ -98,15 +98,18 @@ class World:
             for rank in self.ranks
         }
 
-    def publish(self, steps, ranks=None, tried=0):
-        """What each rank raises, None: nothing; steps: one, or one a rank."""
+    def publish(self, steps, ranks=None, tried=0, whole=()):
+        """What each rank raises, None: nothing; steps: one, or one a rank; whole: who asks for
+        everything."""
         raised = {}
 
         def run(rank):
             step = steps[rank] if isinstance(steps, dict) else steps
             try:
                 values = self.tensors[rank]
-                self.replicas[rank].check((step, tried), lambda name, _: Tensor(values[name]))
+                self.replicas[rank].check(
+                    (step, tried), lambda name, _: Tensor(values[name]), rank in whole
+                )
                 raised[rank] = None
             except (RequestError, StateError) as error:
                 self.replicas[rank].fail(str(error), (step, tried))
@@ -152,6 +155,17 @@ def test_a_sample_comes_to_every_row(monkeypatch):
     assert found
     assert world.replicas[0]._groups[0].is_first  # the next one looks at everything
     assert world.publish(99)[0] is not None
+
+
+@pytest.mark.parametrize("whole", [(0,), (1,), (0, 1)])
+def test_everything_is_looked_at_on_request(monkeypatch, whole):
+    """Also if one of the ranks asks alone."""
+    monkeypatch.setattr(_replicas, "_SHARE", 1e-9)  # one unit of 100 at a time
+    world = World({"a": (0, 1)}, rows=200)
+    assert world.publish(0) == world.publish(1) == [None] * 2
+    world.tensors[1]["a"][150] = 7
+    errors = world.publish(2, whole=whole)
+    assert all("of 100 parts that were compared differ" in str(one) for one in errors), errors
 
 
 def test_ranks_that_publish_different_steps():

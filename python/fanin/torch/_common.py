@@ -52,13 +52,13 @@ class Common:
             del self._table[name]
             self._replicas = None
 
-    def check(self, at: At, values: Values) -> None:
+    def check(self, at: At, values: Values, whole: bool = False) -> None:
         """As :meth:`Replicas.check`; at the first publish, and when the boxes have changed, it
         waits for all ranks that publish runs."""
         self._mailbox.take_back()
         if self._replicas is None:
             self._replicas = self._met(at)
-        self._replicas.check(at, values)
+        self._replicas.check(at, values, whole)
 
     def fail(self, message: str, at: At) -> None:
         """As :meth:`Replicas.fail`."""

@@ -100,6 +100,8 @@ class OneRun:
         self.step: int | None = None
         #: The step that is published now or was last, and how often it was tried before.
         self.at = (-1, 0)
+        #: All of its replicas are compared before this step.
+        self.whole = False
         self.paused = False
         #: Its step is published, and its memory neither being written nor taken back.
         self.stands = False
@@ -256,8 +258,9 @@ class Publisher:
 
         digests: also digest what is trained, for :func:`fanin.check.served`; None: of no adapter,
         of whole weights a run's first step, the first after ``refresh()``, and so many others that
-        it takes 1 % of the time. It is done after the step is readable, in this thread, and reads
-        all that this rank holds once. If it fails a warning says why.
+        it takes 1 % of the time. True also compares all of the replicas, and no sample. It is
+        done after the step is readable, in this thread, and reads all that this rank holds once. If
+        it fails a warning says why.
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):
@@ -462,6 +465,8 @@ class Publisher:
     @contextlib.contextmanager
     def _digesting(self, runs: list[tuple[OneRun, int]], digests: bool | None) -> Iterator[None]:
         """Around a step that is published: what digests it is to have follow it."""
+        for one, _ in runs:
+            one.whole = digests is True
         begun = [one for one, _ in runs if self._begins(one.publication, digests)]
         try:
             yield

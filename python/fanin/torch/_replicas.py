@@ -277,14 +277,18 @@ class Replicas:
         self._cost = 0.0
         """Seconds for everything."""
 
-    def check(self, at: At, values: Values) -> None:
+    def check(self, at: At, values: Values, whole: bool = False) -> None:
         """Waits for the other ranks of the boxes, ten minutes at most.
+
+        whole: look at everything, and have the other ranks do so.
 
         RequestError: they hold something else. StateError: they publish another step, or have not
         come. Then none of them publishes the step, and the next check looks at everything.
         """
         if not self._groups:
             return
+        for group in self._groups:
+            group.is_first |= whole
         self._check(at, values)
         self._waiting = list(self._groups)
 

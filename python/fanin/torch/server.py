@@ -244,7 +244,7 @@ class AdapterServer(Publisher):
 
     def _prove(self, run: OneRun) -> None:
         if (common := self._common.get(run.publication)) is not None:
-            common.check(run.at, run.parameters.values)
+            common.check(run.at, run.parameters.values, run.whole)
 
     def _unpublished(self, run: OneRun, error: BaseException) -> None:
         if (common := self._common.get(run.publication)) is not None:

@@ -344,7 +344,7 @@ class WeightServer(Publisher):
                 refuse_lost_tie(run.publication, first, second)
                 self._warn_of_tie(run, *pair)
         if (replicas := self._replicas.get(run.publication)) is not None:
-            replicas.check(run.at, run.parameters.values)
+            replicas.check(run.at, run.parameters.values, run.whole)
 
     def _warn_of_tie(self, run: OneRun, name: str, other: str) -> None:
         if run.publication not in self._told_of_ties:
