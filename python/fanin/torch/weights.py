@@ -48,7 +48,8 @@ _REFRESH = (
 def full_publication(run: Run) -> str:
     """The publication of a whole model: ``"full:0"`` for ``0``, ``"0"`` and ``"full:0"``.
 
-    RequestError: no name of a run, or the name of an adapter's publication.
+    Raises:
+        RequestError: no name of a run, or the name of an adapter's publication.
     """
     if isinstance(run, str) and run.startswith("lora:"):
         raise RequestError.make(
@@ -86,12 +87,13 @@ class Agreed(NamedTuple):
 class WeightServer(Publisher):
     """Publishes all weights of a model by reference: workers read the trainer's own memory.
 
-    To be made on every rank, at the same time, after the model is sharded. Every parameter and
-    persistent buffer is published under the name of its checkpoint: what FSDP, DDP, torch.compile
-    and activation checkpointing put into names is dropped, a tied parameter is there once. They
-    are plain tensors or DTensors of any mesh and placements but Partial, in host memory or on CUDA
-    devices; each rank lends the part that it holds, which may be some of the layers (pipeline
-    parallelism) or of the experts. ::
+    Make it on every rank, at the same time, after the model is sharded. The server publishes every
+    parameter and persistent buffer under the name of its checkpoint. It drops what FSDP, DDP,
+    torch.compile and activation checkpointing put into names. A tied parameter is there once.
+
+    Parameters are plain tensors or DTensors, in host memory or on CUDA devices. A DTensor has any
+    mesh and any placements but Partial. Each rank lends the part that it holds. That part may be
+    some of the layers (pipeline parallelism) or some of the experts. ::
 
         server = WeightServer(model, base_port=6000)
         server.publish(0)
@@ -99,66 +101,73 @@ class WeightServer(Publisher):
         with server.updating(step):
             optimizer.step()
 
-    :param model: the module that is trained. With an adapter of PEFT's in it it is refused:
-        publish the adapter by :class:`fanin.torch.AdapterServer`.
-    :param run: the publication is ``full:<run>``.
-    :param base_port: rank r listens on ``base_port + r``, or on ``base_port`` plus its rank on
-        its host with ``port_by="local"``; 0: any free port.
-    :param name: engines that demand a name of servers must demand this one.
-    :param group: the process group whose ranks hold the model together; default: all, or this
-        process alone where torch.distributed is not initialised.
-    :param bind: numeric address to listen on. Default: 127.0.0.1 on one host, unless ``allow``
-        is given; else ``advertise``, or this host's address on the way to MASTER_ADDR.
-    :param advertise: the address that engines are told; default: ``bind``.
-    :param allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything
-        but 127.x.
-    :param trusted_network: also offer RDMA to who has the secret or a certificate in the networks
-        allowed; its remote keys permit writing.
-    :param lease: seconds that readers can delay an update, at most.
-    :param data_threads: threads that each rank sends tensors to readers with, 1 to 16, so many
-        readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
-    :param stranger_share: seconds of a minute that one network peer may hold updates up, own_share:
-        that this user may, nice: of the threads that serve; see :class:`fanin.Server`.
-    :param more: what else :class:`fanin.Server` takes, for every rank's: ``secret_file``, or
-        ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``, ``peer_cpu``,
-        ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``. :meth:`write_info` names the
-        secret's file.
-    :param snapshot: publish copies, so that readers never delay training and long reads are not
-        overtaken; costs twice the memory of what this rank publishes.
-    :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
-        patterns of published names, of which the first that fits decides:
-        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``. F32 that the model
-        keeps so stays F32: transformers' ``_keep_in_fp32_modules`` and its ``_strict``, persistent
-        buffers. A pattern that names one rounds it, and a warning tells.
-    :param names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
-        :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save,
-        of other models those that are stored.
-    :param config: the model's configuration for engines: transformers', a dict or JSON; default:
-        ``model.config`` if there is one on any rank.
-    :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.
+    The constructor blocks until all ranks have come here. The ranks tell each other which tensors
+    they hold, and refuse a tensor of which no rank holds some element. If one rank fails, all ranks
+    raise an error that names it.
 
-    Blocks until all ranks have come here. They tell each other which tensors they hold; what not
-    all of them together hold, each element of it, is refused. If one rank fails, all raise, naming
-    it. Afterwards only ranks that hold the same box wait for each other, at each publish: what they
-    hold must be equal, bit for bit. All is compared at the first publish, later a sample that
-    takes 1 % of the time between two.
+    At each publish only the ranks that hold the same box wait for each other. Their copies must be
+    equal, bit for bit. The first publish compares all of them. A later publish compares a sample,
+    which takes 1 % of the time between two. Where replicas differ, RequestError names the tensor
+    and two ranks, and none of them publishes.
 
-    :raises RequestError: nothing to publish; elements of a tensor that no rank holds; ranks that
-        contradict each other in dtype or shape; tensors that cannot be published (Partial
-        placements, FSDP1, meta, sparse, quantized, packed); addresses that other hosts cannot
-        reach, no allow-list.
-    :raises StateError: parameters are unsharded or offloaded now.
-    :raises TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
-    :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
+    Only :meth:`refresh` changes the set of tensors. A rank whose names, dtypes, shapes or parts are
+    not those agreed on raises StateError, and its step is not readable. The error comes at the next
+    :meth:`publish`, or at the end of :meth:`updating`. Storage that merely moves is registered
+    anew.
 
-    What is published changes only by :meth:`refresh`: a rank whose names, dtypes, shapes or parts
-    are others than those agreed on raises StateError at the next :meth:`publish` or at the end of
-    :meth:`updating`, and its step is not readable. Storage that merely moves is registered anew.
-    Where replicas differ, RequestError names the tensor and two ranks, and none of them publishes.
+    Use it from one thread at a time. Registered storage is kept allocated until it is replaced. The
+    server is a context manager, and is also closed at exit, before or after the process group is
+    destroyed. In a forked child it raises ProcessError and touches nothing.
 
-    Use it from one thread at a time. Registered storage is kept allocated until it is replaced. A
-    context manager; also closed at exit, before or after the process group is destroyed. In a
-    forked child it raises ProcessError and touches nothing.
+    Args:
+        model: the module that is trained. A model with an adapter of PEFT's is refused: publish the
+            adapter by :class:`fanin.torch.AdapterServer`.
+        run: the publication is ``full:<run>``.
+        base_port: rank r listens on ``base_port + r``; 0: any free port.
+        name: engines that demand a name of servers must demand this one.
+        group: the process group whose ranks hold the model together. Default: all ranks, or this
+            process alone where torch.distributed is not initialised.
+        bind: numeric address to listen on. Default: 127.0.0.1 on one host, unless *allow* is given;
+            else *advertise*, or this host's address on the way to MASTER_ADDR.
+        advertise: the address that engines are told; default: *bind*.
+        port_by: "local": a rank listens on *base_port* plus its rank on its host.
+        allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything but
+            127.x.
+        trusted_network: also offer RDMA, in the networks allowed, to peers that have the secret or
+            a certificate. RDMA's remote keys permit writing.
+        lease: seconds that readers can delay an update, at most.
+        data_threads: threads with which each rank sends tensors, 1 to 16. A rank serves so many
+            readers at the same time. None: a quarter of its CPUs, at most 4.
+        stranger_share: seconds of a minute that one network peer may hold updates up; see
+            :class:`fanin.Server`.
+        own_share: seconds of a minute that this user's processes may; see :class:`fanin.Server`.
+        nice: of the threads that serve; see :class:`fanin.Server`.
+        snapshot: publish copies. Then readers never delay training, and updates never overtake long
+            reads. Costs twice the memory of what this rank publishes.
+        cast: "BF16" or "F16": snapshots of F32 tensors are converted. Needs *snapshot*. A mapping
+            gives exceptions by patterns of published names, and the first that fits decides:
+            ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. F32 that the model keeps stays F32:
+            transformers' ``_keep_in_fp32_modules`` and its ``_strict``, and persistent buffers. A
+            pattern that names one of them rounds it, and a warning says so.
+        names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
+            :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save;
+            of other models the tensors that are stored.
+        config: the model's configuration for engines: transformers', a dict or JSON. Default:
+            ``model.config``, if any rank has one.
+        use_ucx: False: never load UCX. Workers then use the stream path and CUDA IPC only.
+        more: what else :class:`fanin.Server` takes, for every rank: ``secret_file``, or
+            ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``,
+            ``peer_cpu``, ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``.
+            :meth:`write_info` names the secret's file.
+
+    Raises:
+        RequestError: nothing to publish; elements of a tensor that no rank holds; ranks that
+            contradict each other in dtype or shape; tensors that cannot be published (Partial
+            placements, FSDP1, meta, sparse, quantized, packed); addresses that other hosts cannot
+            reach; no allow-list.
+        StateError: parameters are unsharded or offloaded now.
+        TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
+        FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
     """
 
     _publication = staticmethod(full_publication)
@@ -218,18 +227,23 @@ class WeightServer(Publisher):
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
 
-        To be called after parameters were added, removed, converted to another dtype or sharded
-        in another way, on one rank or on all; and inside :meth:`updating` when experts have changed
-        places, so that ``names``, which is asked again, answers otherwise. The configuration is
-        the model's of now. If anything differs the
-        run is unreadable until the next :meth:`publish`, or the end of :meth:`updating`; nothing
-        else is needed if nothing does. ``run`` None: all runs. Blocks until all ranks have come
-        here. If one rank fails, all raise, naming it.
+        Call it after parameters were added, removed, converted to another dtype or sharded in
+        another way, on one rank or on all. Call it inside :meth:`updating` when experts have
+        changed places: the server asks ``names`` again. The configuration is the model's present
+        one.
 
-        :raises NotFoundError: no such run.
-        :raises RequestError: the constructor's reasons.
-        :raises StateError: the run is paused; parameters are unsharded or offloaded; they were
-            written outside of :meth:`updating`, and the step is withdrawn: refresh again.
+        If nothing differs, nothing else is needed. If anything differs, the run is unreadable until
+        the next :meth:`publish`, or until the end of :meth:`updating`. Blocks until all ranks have
+        come here. If one rank fails, all ranks raise an error that names it.
+
+        Args:
+            run: the run that has changed; None: all runs.
+
+        Raises:
+            NotFoundError: no such run.
+            RequestError: the constructor's reasons.
+            StateError: the run is paused; parameters are unsharded or offloaded; they were written
+                outside of :meth:`updating`, and the step is withdrawn: refresh again.
         """
         for one in self._named(run):
             self._refresh(one)
@@ -244,11 +258,18 @@ class WeightServer(Publisher):
     ) -> None:
         """Publishes another model as well, a draft model for example; on every rank.
 
-        The arguments are those of the constructor. Readable from the run's first :meth:`publish`
-        or :meth:`updating` on, which then want ``{run: step}``. Blocks until all ranks have come
-        here. If one rank fails, all raise, naming it.
+        The run is readable from its first :meth:`publish` or :meth:`updating` on, which then want
+        ``{run: step}``. Blocks until all ranks have come here. If one rank fails, all ranks raise
+        an error that names it.
 
-        :raises RequestError: the run is there already; the constructor's reasons.
+        Args:
+            run: the publication is ``full:<run>``.
+            model: the module that is trained.
+            names: as the constructor's.
+            config: as the constructor's.
+
+        Raises:
+            RequestError: the run is there already; the constructor's reasons.
         """
         source, error, publication = None, None, ""
         try:
@@ -265,12 +286,16 @@ class WeightServer(Publisher):
         self._tables[source.publication] = table
 
     def remove_run(self, run: Run) -> None:
-        """Takes a run's weights back: on return none of its memory is read any more.
+        """Takes a run's weights back: on return nobody reads its memory any more.
 
-        Blocks until its readers are done, at most ``lease`` seconds. On every rank. A run that is
-        added under the same name must go on above the last step.
+        Call it on every rank. Blocks until the run's readers are done, at most ``lease`` seconds. A
+        run that is added under the same name must go on above the last step.
 
-        :raises NotFoundError: no such run.
+        Args:
+            run: the run to remove.
+
+        Raises:
+            NotFoundError: no such run.
         """
         super().remove_run(run)
         self._tables.pop(full_publication(run), None)
