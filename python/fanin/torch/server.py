@@ -64,9 +64,9 @@ def _source(
 class AdapterServer(Publisher):
     """Publishes the LoRA adapters of a model by reference: workers read the trainer's own memory.
 
-    To be made on every rank, at the same time, after the model is sharded. Parameters are plain
-    tensors or DTensors of any mesh and placements but Partial, in host memory or on CUDA devices;
-    each rank lends the part that it holds. ::
+    Make it on every rank, at the same time, after the model is sharded. Parameters are plain
+    tensors or DTensors, in host memory or on CUDA devices. A DTensor has any mesh and any
+    placements but Partial. Each rank lends the part that it holds. ::
 
         server = AdapterServer(model, base_port=6000)
         server.publish(0)
@@ -74,66 +74,58 @@ class AdapterServer(Publisher):
         with server.updating(step):
             optimizer.step()
 
-    :param model: the module that PEFT made, or one that holds parameters named like PEFT's.
-    :param run: the run whose adapter this is; None: no run yet, see :meth:`add_run`. If only some
-        ranks name a run, the others never have one.
-    :param base_port: rank r listens on ``base_port + r``, or on ``base_port`` plus its rank on
-        its host with ``port_by="local"``; 0: any free port.
-    :param name: engines must ask for servers of this name.
-    :param group: the process group whose ranks make up the trainer; default: all, or this process
-        alone where torch.distributed is not initialised. Two small objects are gathered.
-    :param bind: numeric address to listen on. Default: 127.0.0.1 on one host, unless ``allow``
-        is given; else ``advertise``, or this host's address on the way to MASTER_ADDR.
-    :param advertise: the address that engines are told; default: ``bind``.
-    :param allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything
-        but 127.x.
-    :param trusted_network: also offer RDMA to who has the secret or a certificate in the networks
-        allowed; its remote keys permit writing.
-    :param lease: seconds that readers can delay an update, at most.
-    :param data_threads: threads that each rank sends tensors to readers with, 1 to 16, so many
-        readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
-    :param stranger_share: seconds of a minute that one network peer may hold updates up, own_share:
-        that this user may, nice: of the threads that serve; see :class:`fanin.Server`.
-    :param more: what else :class:`fanin.Server` takes, for every rank's: ``secret_file``, or
-        ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``, ``peer_cpu``,
-        ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``. :meth:`write_info` names the
-        secret's file.
-    :param snapshot: publish copies, so that readers never delay training and long reads are not
-        overtaken; costs twice the adapter's memory.
-    :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
-        patterns of published names, of which the first that fits decides:
-        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``.
-    :param names: what is published of each parameter, see :data:`fanin.torch.NamesFunction`.
-    :param adapter: PEFT's name of the adapter; default: the active one, or the only one.
-    :param config: PEFT's configuration or a dict; default: the model's own. A dict without
-        ``peft_type`` needs lora_alpha, r and base_model_name_or_path.
-    :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.
+    The constructor blocks until all ranks have come here. If one rank fails, all ranks raise an
+    error that names it.
 
-    Blocks until all ranks have come here. If one rank fails, all raise, naming it.
-
-    All ranks publish the same runs and steps. At a run's first publish, and when its tensors have
-    other names or shapes, all ranks wait for each other and tell which boxes they hold. At every
-    publish the ranks that hold the same box compare it as those of
+    All ranks publish the same runs and steps. All ranks wait for each other at a run's first
+    publish, and when its tensors have other names or shapes. They then tell which boxes they hold.
+    At every publish the ranks that hold the same box compare it as those of
     :class:`fanin.torch.WeightServer` do. Where replicas differ, RequestError names the tensor and
-    two ranks, and none of them publishes. Each wait ends after ten minutes, with a StateError that
-    names the rank; after ten seconds the log names it. Ranks that have no part in an adapter are
-    left out by ``group``, or make the server with ``run=None`` while others name a run.
+    two ranks, and none of them publishes. After ten seconds of such a wait the log names the
+    missing rank. After ten minutes the wait ends with a StateError that names the rank.
 
-    What else PEFT saves with the LoRA parameters is published too: trained biases, parameters and
-    persistent buffers of ``modules_to_save``, trained tokens, and its configuration as it is at
-    each commit. Embeddings of the base model are not, though PEFT saves them once they are resized.
+    Some ranks may have no part in an adapter. Leave them out by *group*, or make their servers with
+    ``run=None`` while others name a run.
 
-    :raises RequestError: no LoRA parameters, an adapter of another kind, parts of it that are not
-        known, several adapters, tensors that cannot be published (Partial placements, FSDP1, meta,
-        sparse, quantized), no configuration or one that gives other scales than PEFT computes
-        with, addresses that other hosts cannot reach, no allow-list.
-    :raises StateError: parameters are unsharded or offloaded now.
-    :raises TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
-    :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
+    The server also publishes what else PEFT saves with the LoRA parameters: trained biases,
+    parameters and persistent buffers of ``modules_to_save``, trained tokens, and PEFT's
+    configuration as it is at each commit. It does not publish embeddings of the base model, though
+    PEFT saves them once they are resized.
 
     Use one run from one thread at a time. Registered storage is kept allocated until it is
-    replaced. A context manager; also closed at exit, before or after the process group is
-    destroyed. In a forked child it raises ProcessError and touches nothing.
+    replaced. The server is a context manager, and is also closed at exit, before or after the
+    process group is destroyed. In a forked child it raises ProcessError and touches nothing.
+
+    Args:
+        model: the module that PEFT made, or one that holds parameters named like PEFT's.
+        run: the run whose adapter this is; None: no run yet, see :meth:`add_run`. If only some
+            ranks name a run, the others never have one.
+        name: engines must ask for servers of this name.
+        group: the process group whose ranks make up the trainer. Default: all ranks, or this
+            process alone where torch.distributed is not initialised. The ranks gather two small
+            objects.
+        snapshot: publish copies, as :class:`fanin.torch.WeightServer` does. Costs twice the
+            adapter's memory.
+        cast: "BF16" or "F16", or a mapping: as of :class:`fanin.torch.WeightServer`. Needs
+            *snapshot*.
+        names: what is published of each parameter, see :data:`fanin.torch.NamesFunction`.
+        adapter: PEFT's name of the adapter; default: the active one, or the only one.
+        config: PEFT's configuration or a dict; default: the model's own. A dict without
+            ``peft_type`` needs lora_alpha, r and base_model_name_or_path.
+        base_port, bind, advertise, port_by, allow, trusted_network: as of
+            :class:`fanin.torch.WeightServer`.
+        lease, data_threads, stranger_share, own_share, nice, use_ucx: as of
+            :class:`fanin.torch.WeightServer`.
+        more: what else :class:`fanin.Server` takes, as of :class:`fanin.torch.WeightServer`.
+
+    Raises:
+        RequestError: no LoRA parameters, an adapter of another kind, parts of it that are not
+            known, several adapters, tensors that cannot be published (Partial placements, FSDP1,
+            meta, sparse, quantized), no configuration or one that gives other scales than PEFT
+            computes with, addresses that other hosts cannot reach, no allow-list.
+        StateError: parameters are unsharded or offloaded now.
+        TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
+        FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
     """
 
     def __init__(
@@ -200,12 +192,18 @@ class AdapterServer(Publisher):
     ) -> None:
         """The hook for a run that is created: registers its parameters, on every rank.
 
-        ``model`` is any module that holds them, default the one that the server was made for; the
-        other arguments are those of the constructor. Readable from the run's first
-        :meth:`publish` or :meth:`updating` on. Does not block: the first publish waits for ranks
-        that have not added the run yet.
+        The run is readable from its first :meth:`publish` or :meth:`updating` on. Does not block:
+        the first publish waits for ranks that have not added the run yet.
 
-        :raises RequestError: the run is there already; the constructor's reasons.
+        Args:
+            run: the run whose adapter this is.
+            model: any module that holds its parameters; None: the one that the server was made for.
+            adapter: as the constructor's.
+            names: as the constructor's.
+            config: as the constructor's.
+
+        Raises:
+            RequestError: the run is there already; the constructor's reasons.
         """
         source = _source(run, self._model if model is None else model, adapter, names, config)
         self._refuse_known(source.publication)

@@ -140,7 +140,7 @@ class WeightServer(Publisher):
             readers at the same time. None: a quarter of its CPUs, at most 4.
         stranger_share: seconds of a minute that one network peer may hold updates up; see
             :class:`fanin.Server`.
-        own_share: seconds of a minute that this user's processes may; see :class:`fanin.Server`.
+        own_share: the same for this user on this host; see :class:`fanin.Server`.
         nice: of the threads that serve; see :class:`fanin.Server`.
         snapshot: publish copies. Then readers never delay training, and updates never overtake long
             reads. Costs twice the memory of what this rank publishes.
