@@ -220,22 +220,28 @@ class Publisher:
     def updating(self, step: Steps, *, digests: bool | None = None) -> Iterator[None]:
         """Around the statements that write the parameters; on every rank.
 
-        ``step`` is the step that the run is at afterwards, or ``{run: step}`` where several are
-        written. On entry the runs' readers are waited for, at most ``lease`` seconds (not with
-        snapshots), and so is the last commit's CUDA work. On exit every parameter is resolved
-        anew, what moved is registered, and the step is published: when the current CUDA stream of
-        the parameters' device has got there, without waiting for it unless replicas are compared.
-        An exception inside aborts the update: the run is unreadable (the last snapshot stays
-        readable) until the next one.
-        *digests*: as :meth:`publish`.
+        On entry it waits for the runs' readers, at most ``lease`` seconds (not with snapshots), and
+        for the last commit's CUDA work. On exit it looks up every parameter anew, registers what
+        has moved, and publishes the step. The step is readable when the current CUDA stream of the
+        parameters' device has got there. The call waits for the stream only if replicas are
+        compared.
 
-        :raises NotFoundError: no such run.
-        :raises RequestError: a step that is not above the last; parameters that cannot be
-            published. The update is aborted.
-        :raises StateError: the run is paused; parameters are unsharded or offloaded, the update
-            is aborted; parameters were written outside of :meth:`updating` since the last step,
-            which is withdrawn (not with snapshots). Writes that PyTorch does not count are not
-            seen: through ``.data`` and NumPy, by kernels that are given a pointer.
+        An exception inside aborts the update. The run is then unreadable until the next update; its
+        last snapshot stays readable.
+
+        Args:
+            step: the step that the run is at afterwards, or ``{run: step}`` where several are
+                written.
+            digests: as :meth:`publish`.
+
+        Raises:
+            NotFoundError: no such run.
+            RequestError: a step that is not above the last; parameters that cannot be published.
+                The update is aborted.
+            StateError: the run is paused; parameters are unsharded or offloaded, and the update is
+                aborted; parameters were written outside of :meth:`updating` since the last step,
+                which is withdrawn (not with snapshots). Writes that PyTorch does not count are not
+                seen: through ``.data`` and NumPy, by kernels that are given a pointer.
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
@@ -249,18 +255,20 @@ class Publisher:
             self._tell_all(runs, [self._resolved(run) for run, _ in runs])
 
     def publish(self, step: Steps, *, digests: bool | None = None) -> None:
-        """Publishes the parameters as they are, as ``step`` or ``{run: step}``.
+        """Publishes the parameters as they are; on every rank.
 
-        For the first step, and the one at which training is resumed; on every rank, and with
-        ``snapshot=True`` also after ``optimizer.step()``. Blocks and raises as :meth:`updating`;
-        the last step stays readable where parameters are refused, unless they were written or their
-        memory is gone.
+        Call it for the first step, and for the one at which training is resumed. With
+        ``snapshot=True`` call it also after ``optimizer.step()``. Blocks and raises as
+        :meth:`updating`. Where parameters are refused the last step stays readable, unless they
+        were written or their memory is gone.
 
-        digests: also digest what is trained, for :func:`fanin.check.served`; None: of no adapter,
-        of whole weights a run's first step, the first after ``refresh()``, and so many others that
-        it takes 1 % of the time. True also compares all of the replicas, and no sample. It is
-        done after the step is readable, in this thread, and reads all that this rank holds once. If
-        it fails a warning says why.
+        Args:
+            step: the step that the run is at, or ``{run: step}`` where there are several.
+            digests: also digest what is trained, for :func:`fanin.check.served`. None: of no
+                adapter; of whole weights a run's first step, the first after ``refresh()``, and so
+                many others that it takes 1 % of the time. True also compares all of the replicas,
+                and no sample. The calling thread does it after the step is readable, and reads all
+                that this rank holds once. If it fails, a warning says why.
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):
@@ -272,13 +280,18 @@ class Publisher:
     def pause(self, run: Run | None = None, reason: str = "trainer memory offloaded") -> None:
         """Before the parameters' memory is offloaded, put to sleep or loaded from a checkpoint.
 
-        Waits for readers, at most ``lease`` seconds. Until :meth:`resume` pulls fail with
-        ``reason`` (a snapshot stays readable), no memory is read and no storage is held on to.
-        ``run`` None: all runs. On every rank.
+        Call it on every rank. Waits for readers, at most ``lease`` seconds. Until :meth:`resume`
+        pulls fail with *reason*; a snapshot stays readable. Nobody reads the parameters' memory
+        meanwhile, and the server holds on to no storage.
 
-        :raises NotFoundError: no such run.
-        :raises StateError: an update is open; written outside of :meth:`updating` (nothing is
-            paused, and the step is withdrawn: pause again).
+        Args:
+            run: the run to pause; None: all runs.
+            reason: what the errors of pulls say.
+
+        Raises:
+            NotFoundError: no such run.
+            StateError: an update is open; parameters were written outside of :meth:`updating`
+                (nothing is paused, and the step is withdrawn: pause again).
         """
         runs = self._named(run)
         self._refuse_written(runs)
@@ -291,13 +304,18 @@ class Publisher:
     def resume(self, run: Run | None = None, step: int | None = None) -> None:
         """Ends :meth:`pause` when the parameters are back; on every rank.
 
-        Without ``step`` their values must be those of before: the run is readable again at its
-        step. With it they may be others, published as ``step``, and the old step is never shown
-        again. ``run`` None: all runs. If parameters are not there the runs stay paused.
+        If parameters are not there, the runs stay paused.
 
-        :raises NotFoundError: no such run.
-        :raises StateError: it is not paused; parameters are unsharded or still offloaded.
-        :raises RequestError: a step that is not above the last.
+        Args:
+            run: the run to resume; None: all runs.
+            step: None: the values are those of before, and the run is readable again at its step.
+                Else the values may be others: they are published as *step*, and the old step is
+                never shown again.
+
+        Raises:
+            NotFoundError: no such run.
+            StateError: it is not paused; parameters are unsharded or still offloaded.
+            RequestError: a step that is not above the last.
         """
         runs = self._named(run)
         for one in runs:
@@ -330,12 +348,16 @@ class Publisher:
                 self._lend(one)
 
     def remove_run(self, run: Run) -> None:
-        """The hook for a run that is deleted: on return none of its memory is read any more.
+        """The hook for a run that is deleted: on return nobody reads its memory any more.
 
-        Blocks until its readers are done, at most ``lease`` seconds. A run that is added under
-        the same name must go on above the last step.
+        Blocks until its readers are done, at most ``lease`` seconds. A run that is added under the
+        same name must go on above the last step.
 
-        :raises NotFoundError: no such run.
+        Args:
+            run: the run to remove.
+
+        Raises:
+            NotFoundError: no such run.
         """
         (one,) = self._named(run)
         self._server.remove(one.publication)
@@ -375,13 +397,19 @@ class Publisher:
     def write_info(
         self, directory: str | os.PathLike[str], run: Run | None = None, step: int | None = None
     ) -> Path | None:
-        """Rank 0 writes ``nixl_info.json`` and the marker ``STABLE``; returns the file's path.
+        """Rank 0 writes ``nixl_info.json`` and the marker ``STABLE``. Blocks until all is on disk.
 
-        On the other ranks returns None. ``run`` None: the only one, or none is named; ``step``
-        None: its last published step. Blocks until all is on disk.
+        Args:
+            directory: the folder of both files.
+            run: the run that the file names; None: the only one, or none is named.
+            step: None: the run's last published step.
 
-        :raises NotFoundError: no such run.
-        :raises HostError: the directory cannot be written.
+        Returns:
+            The file's path on rank 0, None on the other ranks.
+
+        Raises:
+            NotFoundError: no such run.
+            HostError: the directory cannot be written.
         """
         if self._rank != 0:
             return None
