@@ -57,27 +57,39 @@ _SAY_WAITING = 2 * SAY_EVERY
 class Registry:
     """Engines that are to have the same model, each in its own process, on whatever host.
 
-    trainer: as fanin.info.addresses_of takes it. A path is passed on as a path and read by the
-    engines at each update, so it must mean the same file on their hosts. run: of ``full:<run>``.
-    timeout: seconds for a whole sync. pull_timeout: seconds that an engine is given for its pull;
-    None: nine tenths of *timeout*. server_name: demand this job's ranks of the trainer.
-    ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
-    where only the engines can reach them. api_key: of engines that are added without one, printable
-    ASCII; whitespace at its ends is dropped. init: what vLLM's init_info is to have besides:
-    ``{"unused": [...]}``, ``{"mode": "loader"}``; ``{"draft_run": "draft"}`` has each sync bring
-    the same step of that run to draft models, too. prefetch: of syncs that do not say it: "auto":
-    engines that can read a step beside their model before they are paused, at the price of as much
-    memory; False: none does; True: those that cannot are an error. verify_served: likewise; "auto":
-    what an engine serves is compared with what the ranks train, as fanin.check.served does, in the
-    first update after an init, a restart, a sleep or a reload; False: never; True: in every sync,
-    which fails if that cannot be done. Nothing is compared without ask_trainer. resync: a thread
-    asks the engines every two seconds, and brings the step that it had, or the newest if that has
-    passed, to one that was started again. client: what else fanin.Client takes, for asking the
-    trainer: secret_file, or tls_cert, tls_key and tls_ca; without any the environment's, else the
-    secret that nixl_info.json names. Engines have their own.
+    Any thread may call any method. Syncs of different engines may run at once. Nothing here needs
+    PyTorch.
 
-    Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
-    PyTorch. Raises RequestError, and TypeError for an argument that fanin.Client does not take.
+    Args:
+        trainer: as :func:`fanin.info.addresses_of` takes it. The registry passes a path on as a
+            path, and the engines read it at each update: it must mean the same file on their hosts.
+        run: of ``full:<run>``.
+        timeout: seconds for a whole sync.
+        pull_timeout: seconds that an engine is given for its pull; None: nine tenths of *timeout*.
+        server_name: demand this job's ranks of the trainer.
+        ask_trainer: whether a sync asks the trainer's ranks for the step before it pauses anything;
+            False where only the engines can reach them.
+        api_key: of engines that are added without one, printable ASCII. Whitespace at its ends is
+            dropped.
+        init: what vLLM's init_info is to have besides: ``{"unused": [...]}``, ``{"mode":
+            "loader"}``. With ``{"draft_run": "draft"}`` each sync also brings the same step of that
+            run to draft models.
+        prefetch: of syncs that do not say it. "auto": engines that can read a step beside their
+            model do so before they are paused, at the price of as much memory; False: none does;
+            True: an engine that cannot is an error.
+        verify_served: of syncs that do not say it: compares what an engine serves with what the
+            ranks train, as :func:`fanin.check.served` does. "auto": in the first update after an
+            init, a restart, a sleep or a reload; False: never; True: in every sync, which fails if
+            that cannot be done. Without *ask_trainer* nothing is compared.
+        resync: a thread asks the engines every two seconds. To an engine that was started again it
+            brings the step that the engine had, or the newest if that has passed.
+        client: what else :class:`fanin.Client` takes, for asking the trainer: ``secret_file``, or
+            ``tls_cert``, ``tls_key`` and ``tls_ca``. Without any: the environment's, else the
+            secret that nixl_info.json names. Engines have their own.
+
+    Raises:
+        RequestError: an argument is wrong.
+        TypeError: an argument that :class:`fanin.Client` does not take.
     """
 
     def __init__(
@@ -137,11 +149,23 @@ class Registry:
     ) -> Endpoint:
         """Adds an engine; the same one twice is one engine. Asks nothing of it: does not block.
 
-        kind: "vllm", "sglang", "auto": asked at its first health check. group: of syncs. api_key:
-        None: the registry's. use_key: False: without an api_key of its own it is sent none, not
-        the registry's either: for URLs that come from whoever asks. An engine that is there already
-        keeps what it is, its key too unless one is given, and goes into *group*. Any thread. Raises
-        RequestError, also for what is no key.
+        An engine that is there already keeps what it is, and goes into *group*. It keeps its key
+        too, unless one is given.
+
+        Args:
+            url: ``http://host:port`` of the engine's server.
+            kind: "vllm" or "sglang"; "auto": asked at its first health check.
+            group: a name that syncs can choose by.
+            world_size: its workers; None: not said.
+            api_key: the engine's; None: the registry's.
+            use_key: False: without an *api_key* of its own the engine is sent none, not the
+                registry's either. For URLs that come from whoever asks.
+
+        Returns:
+            The engine as it is kept.
+
+        Raises:
+            RequestError: an argument is wrong; *kind* contradicts what the engine is known as.
         """
         with self._changed:
             return self._keep(self._meant(url, kind, group, world_size, api_key, use_key))
@@ -157,10 +181,20 @@ class Registry:
         use_key: bool = True,
         timeout: float = _HEALTH,
     ) -> Endpoint:
-        """As :meth:`add`, of an engine that is well: it is asked first, with the key that it would
-        be sent then, and nothing has changed if this raises.
+        """Asks an engine whether it is well, and adds it if it is.
 
-        Blocks at most *timeout* seconds. Raises as :meth:`add` and :meth:`check`.
+        The question goes with the key that the engine would be sent afterwards. If this raises,
+        nothing has changed.
+
+        Args:
+            url, kind, group, world_size, api_key, use_key: as :meth:`add`.
+            timeout: seconds that the call blocks at most.
+
+        Returns:
+            The engine as it is kept.
+
+        Raises:
+            FaninError: what :meth:`add` and :meth:`check` raise.
         """
         meant = self._meant(url, kind, group, world_size, api_key, use_key)
         self._health(meant, time.monotonic() + timeout)
@@ -210,11 +244,20 @@ class Registry:
             return known.endpoint
 
     def remove(self, url: str) -> bool:
-        """Forgets an engine, dead or not, also while a sync is under way. False: it was not there.
+        """Forgets an engine, dead or not, also while a sync is under way. Does not block.
 
-        Asks nothing of it: does not block. A sync that is under way goes on without it; what it had
-        begun there ends with the phase that it is in, and it is not resumed. Added again before
-        that, it is in that sync until then.
+        Asks nothing of the engine. A sync that is under way goes on without it: what the sync had
+        begun there ends with its present phase, and the engine is not resumed. An engine that is
+        added again before that is in that sync until then.
+
+        Args:
+            url: as it was added.
+
+        Returns:
+            False: it was not there.
+
+        Raises:
+            RequestError: *url* is no URL of an engine.
         """
         with self._changed:
             record = self._records.pop(endpoint_of(url, "auto", "default", None).url, None)
@@ -239,10 +282,18 @@ class Registry:
             return [url for url, record in self._records.items() if record.busy]
 
     def check(self, url: str, *, timeout: float = _HEALTH) -> Endpoint:
-        """Asks one engine whether it lives, and what it is. Blocks at most *timeout* seconds.
+        """Asks one engine whether it lives, and what it is.
 
-        Raises NotFoundError if it was not added, UnreachableError, PullTimeoutError, RequestError,
-        PeerError naming it.
+        Args:
+            url: as it was added.
+            timeout: seconds that the call blocks at most.
+
+        Returns:
+            The engine, with its kind.
+
+        Raises:
+            NotFoundError: the engine was not added.
+            UnreachableError, PullTimeoutError, RequestError, PeerError: naming the engine.
         """
         record = self._known(url)
         self._health(record, time.monotonic() + timeout)
@@ -250,7 +301,14 @@ class Registry:
             return record.endpoint
 
     def healthy(self, *, timeout: float = _HEALTH) -> set[str]:
-        """The URLs of the engines that are well. Asks all at once; blocks at most *timeout*."""
+        """Asks all engines at once which of them are well.
+
+        Args:
+            timeout: seconds that the call blocks at most.
+
+        Returns:
+            The URLs of those that are.
+        """
         with self._changed:
             records = list(self._records.values())
         found: set[str] = set()
@@ -282,8 +340,15 @@ class Registry:
     def resume(self, url: str, *, timeout: float = _RESUME) -> None:
         """Lets an engine generate again that a failed sync left paused, its old weights whole.
 
-        Blocks at most *timeout* seconds. Raises StateError if its weights were being written:
-        then only a sync makes them whole; NotFoundError; what requests raise.
+        Args:
+            url: as it was added.
+            timeout: seconds that the call blocks at most.
+
+        Raises:
+            StateError: its weights were being written, and only a sync makes them whole; it is in a
+                sync.
+            NotFoundError: the engine was not added.
+            FaninError: what requests to the engine raise.
         """
         record, caller = self._known(url), object()
         try:
@@ -336,36 +401,52 @@ class Registry:
     ) -> SyncResult:
         """Brings *step* to every engine, or to those of the groups, all at once.
 
-        step: None: the newest that all ranks of the trainer have. urls: these engines only.
-        version: what the engines call their weights then; None: ``step-<s>``. timeout: seconds for
-        all of it, None: the registry's. pause_mode: what becomes of requests that are under way:
-        "retract": computed again with the new weights; "keep": gone on with; "wait": waited for;
-        "abort": ended. keep_caches: answers may use what was computed with the old weights
-        (prefixes, encoders' outputs); None: with "keep" only, which needs them. skip_dead: engines
-        that fail the health check are left out (and are failures all the same), instead of nothing
-        being done. again: also engines that have this step of this launch of the trainer already;
-        they are left alone otherwise. prefetch: None: the registry's; read ahead what of it could
-        not be, says the result's note, and that engine is paused while it reads. verify_served:
-        None: the registry's. True also has engines that have the step pull it again.
-
-        First the trainer's ranks are waited for, then the health of all engines is checked; until
-        then nothing is paused. Then each engine goes its own way: init (when it is new, was started
+        The sync first waits for the trainer's ranks, then checks the health of all engines. Until
+        then it pauses nothing. Then each engine goes its own way: init (when it is new, was started
         again or failed), reading ahead, pause, start (unless it was for reading ahead), update,
-        finish, verify, resume. One that fails from pause on stays paused, because it may have
-        weights of two steps; the others go on. The next sync tries it again.
+        finish, verify, resume. An engine that fails from pause on stays paused, because it may have
+        weights of two steps. The others go on. The next sync tries the engine again.
 
-        verify: an engine that serves something else than what is trained answers nobody, and the
-        error names the tensors. Where that cannot be compared (a trainer without digests of the
-        step, an engine that cannot be asked) the note says why, and the next sync tries it. A
-        worker reads its model once more while it is paused: 6 ms a GB on an H200; 12 s a GB in
-        vLLM's build for CPUs, whose layers have to be asked by products.
+        An engine that serves something else than what is trained answers nobody, and the error
+        names the tensors. Where the two cannot be compared (a trainer without digests of the step,
+        an engine that cannot be asked) the note says why, and the next sync tries it. For the
+        comparison a paused worker reads its model once more. That takes 6 ms a GB on an H200, and
+        12 s a GB in vLLM's build for CPUs, whose layers have to be asked by products.
 
-        Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
-        failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
-        if there is none; RequestError; RuntimeError if the process gets no thread; and what
-        wait_for_step raises of the trainer. One that is interrupted (KeyboardInterrupt) begins no
-        further phase, and an engine may stay paused; each is in that sync until the phase that it
-        is in has ended, at the timeout at the latest. The next sync then mends it.
+        Blocks at most *timeout* and a little; any thread. A sync that is interrupted
+        (KeyboardInterrupt) begins no further phase, and may leave an engine paused. Each engine is
+        in that sync until its present phase has ended, at the timeout at the latest. The next sync
+        then mends it.
+
+        Args:
+            step: None: the newest that all ranks of the trainer have.
+            group: the engines of this group or of these groups only; None: of all.
+            urls: these engines only; not with *group*.
+            version: what the engines call their weights then; None: ``step-<s>``.
+            timeout: seconds for all of it; None: the registry's.
+            pause_mode: what becomes of requests that are under way. "retract": computed again with
+                the new weights; "keep": gone on with; "wait": waited for; "abort": ended.
+            keep_caches: answers may use what was computed with the old weights (prefixes, encoders'
+                outputs). None: with "keep" only, which needs them.
+            skip_dead: leave out engines that fail the health check, and go on. They are failures
+                all the same. False: then nothing is done.
+            again: also engines that have this step of this launch of the trainer already. They are
+                left alone otherwise.
+            prefetch: as the registry's; None: the registry's. If some of the step cannot be read
+                ahead, the result's note says what, and that engine is paused while it reads.
+            verify_served: as the registry's; None: the registry's. True also has engines that have
+                the step pull it again.
+
+        Returns:
+            What the sync did to each engine.
+
+        Raises:
+            SyncError: engines failed: it names every one, and has ``result``.
+            StateError: one of the engines is in another sync.
+            NotFoundError: there is no engine; one of *urls* was not added.
+            RequestError: an argument is wrong.
+            RuntimeError: the process gets no thread.
+            FaninError: what :func:`wait_for_step` raises of the trainer.
         """
         started = time.monotonic()
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
