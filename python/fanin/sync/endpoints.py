@@ -86,22 +86,25 @@ class EndpointResult:
     """What one sync did to one engine.
 
     Args:
-        phase: the one that was reached, of PHASES; "done" if nothing failed, "" if nothing was
-            asked of it, because the health check of another had failed.
+        endpoint: the engine.
+        phase: the last that was reached, of PHASES. "done": nothing failed. "": nothing was asked
+            of the engine, because the health check of another had failed.
         error: one sentence with the endpoint and the remedy, "" if there is none.
-        paused: whether it is left paused, by this sync or one before.
-        skipped: it had the step already.
-        initialised: it was told where the trainer is.
+        paused: whether the engine is left paused, by this sync or one before.
+        skipped: the engine had the step already.
+        initialised: the sync told the engine where the trainer is.
         version: what the engine says its weights are now, None: not known.
-        step: that it was given, None: none.
         seconds: by phase.
+        bytes: pulled by its workers, None: it did not tell.
+        code: of the error, "" if there is none.
+        step: that the engine was given, None: none.
         stall: seconds from before the pause until after the resume, None: it was not both.
-        bytes, read: pulled by its workers in so many seconds, None: it did not tell.
+        read: seconds in which its workers pulled *bytes*, None: it did not tell.
         how: the path of the bytes, and where they were read to.
         ahead: whether they were there before the pause.
+        note: why nothing was compared, or why nothing was read ahead, though that was to be tried;
+            how many of its workers have told what they hold, if not all.
         verified: tensors that are served as they are trained, None: they were not compared.
-        note: why not, or why nothing was read ahead, though that was to be tried; how many of its
-            workers have told what they hold, if not all.
     """
 
     endpoint: Endpoint
@@ -161,7 +164,14 @@ class EndpointResult:
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What a sync did. step, version: of the weights. results: by URL. seconds: for all of it."""
+    """What a sync did.
+
+    Args:
+        step: of the weights.
+        version: what the engines call the weights.
+        results: by URL.
+        seconds: for all of it.
+    """
 
     step: int
     version: str
