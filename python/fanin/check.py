@@ -68,13 +68,20 @@ class Report:
 
 
 def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600.0) -> Report:
-    """Checks *engine*, a ``vllm.LLM`` or the URL of a server; it has been given its trainer before.
+    """Checks whether *engine* holds a step of its trainer, which it has been given before.
 
-    :param step: this very step of the trainer, which must not go on meanwhile.
-    :param poison: make rubbish of the weights before the pull; False: compare what is there.
-    :param timeout: seconds for the answer of a server.
-    :raises HostError: something differs: all of it is in ``report`` of the error.
-    :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
+    Args:
+        engine: a ``vllm.LLM``, or the URL of a server.
+        step: this very step of the trainer, which must not go on meanwhile.
+        poison: make rubbish of the weights before the pull; False: compare what is there.
+        timeout: seconds for the answer of a server.
+
+    Returns:
+        What all workers found. Nothing differs.
+
+    Raises:
+        HostError: something differs: all of it is in ``report`` of the error.
+        RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
     answers, workers = _answers(engine, METHOD, {"step": step, "poison": poison}, timeout)
     if workers > len(answers):
@@ -146,17 +153,23 @@ def served(
     must be at that step. Nothing is written. Modules that vLLM processes are read once more from
     the trainer.
 
-    :param engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang,
-        not of several replicas.
-    :param trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
-    :param run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``; or
-        ``"lora:<run>"``, an adapter's, by the URL of a vLLM.
-    :param timeout: seconds for all of it; a ``vllm.LLM`` takes as long as it takes.
-    :param api_key: of the engine's server: SGLang's ``--admin-api-key``.
-    :param client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
-    :raises HostError: something differs: all of it is in ``report`` of the error.
-    :raises NotFoundError: the trainer has published no digests.
-    :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
+    Args:
+        engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang, not
+            of several replicas.
+        trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
+        run: of whole weights: the model's, or that of vLLM's draft model, its ``draft_run``. For an
+            adapter: ``"lora:<run>"``, by the URL of a vLLM.
+        timeout: seconds for all of it; a ``vllm.LLM`` takes as long as it takes.
+        api_key: of the engine's server: SGLang's ``--admin-api-key``.
+        client: what else :class:`fanin.Client` takes: ``secret_file``, ``tls_ca``...
+
+    Returns:
+        What the engine holds. Nothing differs.
+
+    Raises:
+        HostError: something differs: all of it is in ``report`` of the error.
+        NotFoundError: the trainer has published no digests.
+        RequestError: *engine* cannot be asked; a worker has refused or failed.
     """
     deadline = time.monotonic() + timeout
     if _publication(run).startswith("lora:"):
@@ -311,7 +324,15 @@ def _by_worker(answers: list[dict[str, Any]], field: str) -> tuple[str, ...]:
 def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
     """Names of tensors that engines of one layout hold differently, by vLLM's ``/weight_checker``.
 
-    :raises RequestError: fewer than two engines; one cannot be asked.
+    Args:
+        urls: two engines' servers or more.
+        timeout: seconds for each answer.
+
+    Returns:
+        The names; empty: all engines hold the same.
+
+    Raises:
+        RequestError: fewer than two engines; one cannot be asked.
     """
     if len(urls) < 2:
         raise RequestError.make("one engine has nothing to be compared with", "give two or more")
