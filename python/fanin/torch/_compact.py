@@ -78,10 +78,14 @@ def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
     Copies on the current stream; costs the memory of one arena more while it runs, then gives what
     was freed back to the device (``empty_cache``).
 
-    :param model: the module that is trained, after it was sharded.
-    :raises RequestError: no module; FSDP1; a parameter that FSDP2 offloads (CPUOffloadPolicy); a
-        PyTorch whose FSDP2 does not tell what it keeps.
-    :raises StateError: FSDP2 shows whole parameters in place of its shards now.
+    Args:
+        model: the module that is trained, after it was sharded.
+        arena_bytes: of an allocation, 256 MiB or more.
+
+    Raises:
+        RequestError: no module; FSDP1; a parameter that FSDP2 offloads (CPUOffloadPolicy); a
+            PyTorch whose FSDP2 does not tell what it keeps.
+        StateError: FSDP2 shows whole parameters in place of its shards now.
     """
     if arena_bytes < 2 * _ALIGNMENT:
         raise RequestError.make(f"arena_bytes is {arena_bytes}", "give 256 MiB or more")

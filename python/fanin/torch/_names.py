@@ -177,8 +177,16 @@ def per_expert(
     """Stacked experts to one name an expert; to be given as ``names=per_expert``.
 
     ``...experts.w1.lora_A.weight`` of [E, r, in] becomes ``...experts.<e>.gate_proj.lora_A.weight``
-    of [r, in] for e < E, and lora_B of [E, out, r] likewise. Other names, and tensors of fewer
-    than three dimensions, stay as they are but for the projections' names.
+    of [r, in] for e < E, and lora_B of [E, out, r] likewise. Other names, and tensors of fewer than
+    three dimensions, stay as they are but for the projections' names.
+
+    Args:
+        name: the parameter's name on disk.
+        shape: its global shape.
+        projections: the engines' name of each of the trainer's projections.
+
+    Returns:
+        A name, or a slice for each expert.
     """
     head, found, tail = name.rpartition(".experts.")
     if not found:
@@ -192,7 +200,14 @@ def per_expert(
 
 
 def renamed(components: Mapping[str, str]) -> NamesFunction:
-    """A function for ``names=`` that exchanges components of names: {"w1": "gate_proj"}."""
+    """A function for ``names=`` that exchanges components of names.
+
+    Args:
+        components: the new component of each old one, ``{"w1": "gate_proj"}``. Others stay.
+
+    Returns:
+        The function.
+    """
 
     def rename(name: str, shape: tuple[int, ...]) -> str:
         return ".".join(components.get(part, part) for part in name.split("."))
@@ -203,10 +218,17 @@ def renamed(components: Mapping[str, str]) -> NamesFunction:
 def slot(index: int, *, dim: int = 0, size: int | None = None, pattern: str = "") -> NamesFunction:
     """A function for ``names=`` that publishes one run's part of stacked tensors.
 
-    Without ``size`` dimension ``dim`` counts the runs and is dropped: [runs, r, in] to [r, in].
-    With it the runs lie one behind the other: elements ``index * size`` up to
-    ``(index + 1) * size`` of the dimension. ``pattern``, a regular expression, tells which names
-    are stacked (searched for; default: all); the others are published whole.
+    Args:
+        index: the run's place, from 0 on.
+        dim: the dimension in which the runs lie.
+        size: None: dimension *dim* counts the runs and is dropped: [runs, r, in] to [r, in]. Else
+            the runs lie one behind the other: elements ``index * size`` up to ``(index + 1) *
+            size``.
+        pattern: a regular expression that tells which names are stacked (searched for; default:
+            all). The others are published whole.
+
+    Returns:
+        The function. It raises ValueError for a tensor that has no such slot.
     """
     at = index if size is None else slice(index * size, (index + 1) * size)
 
@@ -255,8 +277,14 @@ def _composed(outer: Slice, shape: tuple[int, ...], inner: Slice) -> Slice | Non
 def chain(*functions: NamesFunction) -> NamesFunction:
     """A function for ``names=``: each function is asked about what those before it published.
 
-    ``chain(slot(2), per_expert)`` publishes one expert after the other of the third run of
-    [runs, E, r, in].
+    ``chain(slot(2), per_expert)`` publishes one expert after the other of the third run of [runs,
+    E, r, in].
+
+    Args:
+        functions: in the order in which they are asked.
+
+    Returns:
+        The function.
     """
 
     def answer(name: str, shape: tuple[int, ...]) -> list[Slice]:

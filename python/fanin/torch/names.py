@@ -48,12 +48,16 @@ _STACKED = {
 def experts(*, first: int = 0) -> NamesFunction:
     """Stacked experts to one tensor an expert.
 
-    ``...experts.gate_up_proj`` of [E, 2 x width, hidden] becomes
-    ``...experts.<first + e>.gate_proj.weight`` and ``up_proj.weight`` of [width, hidden] for e < E;
-    ``down_proj``, and ``w1`` (gate), ``w3`` (up), ``w2`` (down) and ``w13`` likewise. Others stay.
+    ``...experts.gate_up_proj`` of [E, 2 x width, hidden] becomes ``...experts.<first +
+    e>.gate_proj.weight`` and ``up_proj.weight`` of [width, hidden] for e < E. ``down_proj``, and
+    ``w1`` (gate), ``w3`` (up), ``w2`` (down) and ``w13`` likewise. Others stay.
 
-    :param first: the number of the first stacked expert, where a plain tensor has this rank's
-        only. A DTensor has all.
+    Args:
+        first: the number of the first stacked expert, where a plain tensor has this rank's only. A
+            DTensor has all.
+
+    Returns:
+        A function for ``names=``.
     """
 
     def split(name: str, shape: Shape) -> Published:
@@ -99,7 +103,12 @@ def vocabulary(
 ) -> NamesFunction:
     """Leaves out the rows that pad the vocabulary: those from *size* on.
 
-    :param pattern: a regular expression that tells the tensors (searched for).
+    Args:
+        size: the rows that stay.
+        pattern: a regular expression that tells the tensors (searched for).
+
+    Returns:
+        A function for ``names=``. It raises ValueError for a tensor of fewer rows.
     """
 
     def cut(name: str, shape: Shape) -> Published:
@@ -145,24 +154,33 @@ def megatron(
 ) -> NamesFunction:
     """Megatron-Core's GPTModel to the names of Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
-    ``linear_qkv``, which has the query heads of a group, its key and its value one behind the
-    other, becomes q_proj, k_proj and v_proj of as many parts as there are groups; ``linear_fc1``
-    gate_proj and up_proj; vocabularies lose the rows that pad them. Tensor-parallel parts, plain
+    ``linear_qkv`` has the query heads of a group, its key and its value one behind the other. It
+    becomes q_proj, k_proj and v_proj of as many parts as there are groups. ``linear_fc1`` becomes
+    gate_proj and up_proj. Vocabularies lose the rows that pad them. Tensor-parallel parts, plain
     tensors to PyTorch, get their places in the whole ones.
 
-    :param config: of the model as transformers has it: ``num_attention_heads``,
-        ``num_key_value_heads``, ``head_dim`` (or ``hidden_size``), ``vocab_size``, and of experts
-        ``moe_intermediate_size``; an object, or a mapping.
-    :param tp_rank: this rank in its tensor-parallel group of *tp_size* ranks.
-    :param first_layer: the number of this pipeline stage's first layer in the whole model.
-    :param first_expert: the number of this rank's first expert.
-    :param expert_tp_rank: this rank in its expert-tensor-parallel group of *expert_tp_size* ranks
-        (``expert_tensor_parallel_size``, which is ``tensor_model_parallel_size`` unless Megatron
-        was told otherwise). Default: 0 of 1, where an expert's width is ``moe_intermediate_size``.
+    Args:
+        config: of the model as transformers has it: ``num_attention_heads``,
+            ``num_key_value_heads``, ``head_dim`` (or ``hidden_size``), ``vocab_size``, and of
+            experts ``moe_intermediate_size``; an object, or a mapping.
+        tp_rank: this rank in its tensor-parallel group.
+        tp_size: the ranks of that group.
+        first_layer: the number of this pipeline stage's first layer in the whole model.
+        first_expert: the number of this rank's first expert.
+        expert_tp_rank: this rank in its expert-tensor-parallel group. Default: 0 of 1, where an
+            expert's width is ``moe_intermediate_size``.
+        expert_tp_size: the ranks of that group (``expert_tensor_parallel_size``, which is
+            ``tensor_model_parallel_size`` unless Megatron was told otherwise).
 
-    The function raises ValueError for names that it does not know (experts in one matrix,
-    ``experts.weight1``, among them: use grouped or sequential experts) and shapes that do not fit:
-    an expert's also where nothing says whether it is whole.
+    Returns:
+        A function for ``names=``. It raises ValueError for names that it does not know (experts in
+            one matrix, ``experts.weight1``, among them: use grouped or sequential experts) and for
+            shapes that do not fit. An expert's shape does not fit either where nothing says whether
+            the expert is whole.
+
+    Raises:
+        ValueError: *config* lacks a field; only one of *expert_tp_rank* and *expert_tp_size* is
+            given.
     """
 
     def told(field: str, default: Any = None) -> Any:
