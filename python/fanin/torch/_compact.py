@@ -80,7 +80,7 @@ def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
 
     Args:
         model: the module that is trained, after it was sharded.
-        arena_bytes: of an allocation, 256 MiB or more.
+        arena_bytes: bytes of one allocation; give 256 MiB or more.
 
     Raises:
         RequestError: no module; FSDP1; a parameter that FSDP2 offloads (CPUOffloadPolicy); a
