@@ -28,12 +28,13 @@ _EXTRA = 15.0
 class SyncClient:
     """Calls a server of :class:`Service`. Any thread; no state but the address.
 
-    Raises RequestError, also for an empty key.
-
     Args:
         url: ``http://host:port``.
-        api_key: of that server, printable ASCII; whitespace at its ends is dropped.
+        api_key: of that server, printable ASCII. Whitespace at its ends is dropped.
         timeout: seconds for a sync.
+
+    Raises:
+        RequestError: an argument is wrong; an empty key.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
@@ -50,13 +51,22 @@ class SyncClient:
         pool: str = "default",
         api_key: str | None = None,
     ) -> dict[str, Any]:
-        """Adds an engine that lives; twice is safe. The reply's object.
-
-        Raises RequestError for what is no key, and as :meth:`call`.
+        """Adds an engine that lives; twice is safe.
 
         Args:
-            api_key: the engine's; None: the one that the server has for engines, if it asks its
-                callers for a key, else none.
+            host: the engine's host.
+            port: the engine's port.
+            world_size: its workers; None: not said.
+            pool: the group of :meth:`Registry.add`.
+            api_key: the engine's. None: the one that the server has for engines, if the server asks
+                its callers for a key; else none.
+
+        Returns:
+            The reply's object.
+
+        Raises:
+            RequestError: *api_key* is no key.
+            FaninError: as :meth:`call`.
         """
         body: dict[str, Any] = {"host": host, "port": port, "pool": pool}
         if world_size is not None:
@@ -87,15 +97,25 @@ class SyncClient:
         prefetch: bool | str | None = None,
         verify_served: bool | str | None = None,
     ) -> dict[str, Any]:
-        """Brings a step to all engines, or to those of the pools; None: the newest.
+        """Brings a step to all engines, or to those of the pools.
 
-        Blocks at most *timeout* seconds (None: the client's) and a little. Returns the reply's
-        object; raises as :meth:`call`, with the sentence that names every engine that failed, and
-        RequestError for what is no timeout.
+        Blocks at most *timeout* and a little.
 
         Args:
-            keep_caches, prefetch, verify_served: as Registry.sync takes them, None: as that server
-                was told.
+            step: None: the newest.
+            pools: the groups; None: all engines.
+            weight_version: as the *version* of :meth:`Registry.sync`.
+            pause_mode: as :meth:`Registry.sync` takes it.
+            keep_caches, prefetch, verify_served: as :meth:`Registry.sync` takes them; None: as that
+                server was told.
+            timeout: seconds; None: the client's.
+
+        Returns:
+            The reply's object.
+
+        Raises:
+            RequestError: *timeout* is no number of seconds above 0.
+            FaninError: as :meth:`call`, with the sentence that names every engine that failed.
         """
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}
@@ -113,8 +133,18 @@ class SyncClient:
     def call(self, route: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Posts to a route. Blocks at most *timeout* seconds.
 
-        Raises UnreachableError if there is no answer; for an answer that is an error, the class
-        that its code says, with its sentence; PeerError if the answer is none of this service.
+        Args:
+            route: the path.
+            body: the JSON object.
+            timeout: seconds.
+
+        Returns:
+            The reply's object.
+
+        Raises:
+            UnreachableError: there is no answer.
+            PeerError: the answer is none of this service.
+            FaninError: the answer is an error: of the class that its code says, with its sentence.
         """
         deadline = time.monotonic() + timeout
         try:

@@ -41,22 +41,33 @@ def wait_for_step(
 ) -> tuple[int, str]:
     """Waits until every rank of *trainer* has committed *step* of ``full:<run>``.
 
-    Blocks at most *timeout* and a little; any thread.
-
-    A rank that is behind, or says nothing, is waited for; one that is gone is not. Raises
-    UnreachableError naming a rank that has refused connections for two seconds, StaleError if the
-    trainer is started again meanwhile, SupersededError if a rank is past the step, PausedError if
-    one is paused when the time ends, PullTimeoutError saying how far the ranks are, NotFoundError
-    if none publishes the run, TypeError naming an argument that fanin.Client does not take, and
-    what fanin.Client.connect raises that does not pass by itself.
+    Blocks at most *timeout* and a little; any thread. The call waits for a rank that is behind, or
+    that says nothing. The call does not wait for a rank that is gone.
 
     Args:
-        step: None: the newest that all of them have. Returns that step and the world id, 32 hex
-            digits.
+        trainer: as :func:`fanin.info.addresses_of` takes it.
+        run: of ``full:<run>``.
+        step: None: the newest that all ranks have.
         timeout: seconds.
+        server_name: demand this job's ranks of the trainer.
         stop: once it is set, the wait ends with CancelledError.
-        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca;
-            without a secret or certificate the secret that *trainer*'s nixl_info.json names.
+        client: what else :class:`fanin.Client` takes, such as ``secret_file``, ``tls_cert``,
+            ``tls_key``, ``tls_ca``. Without a secret or certificate: the secret that *trainer*'s
+            nixl_info.json names.
+
+    Returns:
+        The step and the world id, 32 hex digits.
+
+    Raises:
+        UnreachableError: a rank, which it names, has refused connections for two seconds.
+        StaleError: the trainer was started again meanwhile.
+        SupersededError: a rank is past the step.
+        PausedError: a rank is paused when the time ends.
+        PullTimeoutError: it says how far the ranks are.
+        NotFoundError: no rank publishes the run.
+        CancelledError: *stop* is set.
+        TypeError: an argument that :class:`fanin.Client` does not take.
+        FaninError: what :meth:`fanin.Client.connect` raises that does not pass by itself.
     """
     from fanin.client import Client
 
