@@ -90,7 +90,14 @@ class LoadedAdapter:
 def check_adapter(facts: AdapterFacts, run: str) -> None:
     """Whether SGLang loads an adapter, and computes with it what PEFT does.
 
-    Does not block; any thread. Raises RequestError naming the field of the configuration.
+    Does not block; any thread.
+
+    Args:
+        facts: of the adapter's configuration.
+        run: what the errors name.
+
+    Raises:
+        RequestError: naming the field of the configuration.
     """
     config = facts.config
     refuse = refusing("SGLang", run)
@@ -141,23 +148,26 @@ def _check_patterns(config: Mapping[str, Any], refuse: Refuse) -> None:
 class SGLangEngine:
     """One SGLang server on this host, and the adapters that were loaded into it.
 
-    Any thread; loads of different steps may run at once. Raises RequestError, also for a key that
-    no header can have; TypeError for an argument that is none.
+    Any thread; loads of different steps may run at once.
 
     Args:
         url: ``http://host:port``.
-        trainer: as fanin.info.addresses_of takes it; a path is read at each load.
-        cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``; None:
+        trainer: as :func:`fanin.info.addresses_of` takes it. A path is read at each load.
+        cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``. None:
             /dev/shm/fanin-<uid>.
         prefix: begins the adapters' names.
         api_key: SGLang's --api-key or --admin-api-key.
         server_name: demand this job's ranks.
-        path: how bytes travel.
+        path: how bytes travel, as :class:`fanin.Client` takes it.
         max_bytes, trust_config: as :meth:`fanin.Client.pull_adapter` takes them.
         timeout: seconds for a load or unload.
-        client: what else fanin.Client takes, such as secret_file, or tls_cert, tls_key and tls_ca;
-            without a secret or certificate the environment's, else the secret that *trainer*'s
-            nixl_info.json names.
+        client: what else :class:`fanin.Client` takes, such as ``secret_file``, or ``tls_cert``,
+            ``tls_key`` and ``tls_ca``. Without a secret or certificate: the environment's, else the
+            secret that *trainer*'s nixl_info.json names.
+
+    Raises:
+        RequestError: an argument is wrong; a key that no header can have.
+        TypeError: an argument that :class:`fanin.Client` does not take.
     """
 
     def __init__(
@@ -211,13 +221,23 @@ class SGLangEngine:
         """Pulls exactly *step* of *run* and has the engine load it as ``<prefix>-run<r>-step<s>``.
 
         An adapter that this object has loaded already is returned as it is, if it is of the
-        trainer's present launch or none answers; one of an earlier launch is unloaded first.
-        pinned: SGLang keeps it in its batch. timeout: seconds for all, None: the engine's.
+        trainer's present launch or no rank answers. One of an earlier launch is unloaded first.
+        Blocks at most *timeout* and a little.
 
-        Blocks at most *timeout* and a little. Raises what fanin.Client.pull_adapter raises,
-        RequestError if SGLang cannot use the adapter or refuses it (the directory is gone then),
-        UnreachableError if the engine does not answer: whether it has the adapter is not known
-        then, and the directory stays until :meth:`load` or :meth:`unload` of that name succeeds.
+        Args:
+            run: ``0``, ``"0"`` or ``"lora:0"``.
+            step: this very step.
+            pinned: SGLang keeps the adapter in its batch.
+            timeout: seconds for all; None: the engine's.
+
+        Returns:
+            The adapter that the engine has.
+
+        Raises:
+            RequestError: SGLang cannot use the adapter or refuses it. The directory is gone then.
+            UnreachableError: the engine does not answer. It may have the adapter or not: the
+                directory stays until :meth:`load` or :meth:`unload` of that name succeeds.
+            FaninError: what :meth:`fanin.Client.pull_adapter` raises.
         """
         name = AdapterName(self.prefix, run_of(run), step)
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
@@ -323,15 +343,22 @@ class SGLangEngine:
     # -------------------------------------------------------------- unload
 
     def unload(self, name: str, *, timeout: float | None = None) -> None:
-        """Has the engine forget the adapter, then deletes its directory; one that cannot be deleted
-        is logged, and tried again with the next.
+        """Has the engine forget the adapter, then deletes its directory.
 
-        SGLang takes no new request for it and answers when the running ones have ended. An engine
-        that does not know the name any more, because it was started again, has forgotten it.
+        SGLang takes no new request for the adapter, and answers when the running ones have ended.
+        An engine that was started again does not know the name any more, and has forgotten the
+        adapter. A directory that cannot be deleted is logged, and tried again with the next. Blocks
+        at most *timeout* and a little.
 
-        Blocks at most *timeout* seconds (None: the engine's) and a little. Raises NotFoundError if
-        this object has not loaded it, RequestError if the engine refuses, UnreachableError if it
-        does not answer; the adapter then counts as loaded and the directory stays.
+        Args:
+            name: as :meth:`load` gave it.
+            timeout: seconds; None: the engine's.
+
+        Raises:
+            NotFoundError: this object has not loaded it.
+            RequestError: the engine refuses. The adapter counts as loaded and the directory stays.
+            UnreachableError: the engine does not answer. The adapter counts as loaded and the
+                directory stays.
         """
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         with self._exclusive(name):
@@ -352,12 +379,20 @@ class SGLangEngine:
         _delete(adapter._lease)
 
     def retire(self, run: str | int, keep: int, *, timeout: float | None = None) -> list[str]:
-        """Unloads all adapters of *run* but those of the *keep* highest steps; their names.
+        """Unloads all adapters of *run* but those of the *keep* highest steps.
 
-        Blocks and raises as :meth:`unload`; the first failure ends it.
+        Blocks as :meth:`unload`, once for each. The first failure ends it.
 
         Args:
-            timeout: seconds for each.
+            run: whose adapters.
+            keep: how many stay.
+            timeout: seconds for each; None: the engine's.
+
+        Returns:
+            The names of those that were unloaded.
+
+        Raises:
+            FaninError: as :meth:`unload`.
         """
         wanted = run_of(run)
         mine = sorted((a for a in self.loaded if a.run == wanted), key=lambda a: a.step)
