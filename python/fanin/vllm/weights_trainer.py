@@ -27,9 +27,12 @@ __all__ = ["TrainerEngine", "TrainerInit"]
 class TrainerInit(TrainerInitInfo):
     """What ``WeightTransferTrainerFactory.trainer_init`` takes for this backend.
 
-    run: the publication is ``full:<run>``. step: what the weights are called now; each
-    ``send_weights`` adds one. timeout: seconds for one update of the engine. init: more fields for
-    the engine's init_info. server: more arguments of :class:`fanin.torch.WeightServer`.
+    Args:
+        run: the publication is ``full:<run>``.
+        step: what the weights are called now. Each ``send_weights`` adds one.
+        timeout: seconds for one update of the engine.
+        init: more fields for the engine's init_info.
+        server: more arguments of :class:`fanin.torch.WeightServer`.
     """
 
     backend: ClassVar[str] = "fanin"
@@ -65,9 +68,18 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     ) -> TrainerEngine:
         """Publishes the weights as they are, and points the engine at all ranks.
 
-        source: vLLM's ModuleSource, or the torch.nn.Module itself. Blocks until all ranks have come
-        here and the engine has answered. Raises as :class:`fanin.torch.WeightServer`, and what
-        *client* raises.
+        Blocks until all ranks have come here and the engine has answered.
+
+        Args:
+            init_info: the options of this backend.
+            client: vLLM's, which calls the engine.
+            source: vLLM's ModuleSource, or the torch.nn.Module itself.
+
+        Returns:
+            This rank of the trainer.
+
+        Raises:
+            FaninError: as :class:`fanin.torch.WeightServer`; and what *client* raises.
         """
         model = _module_of(source)
         server = WeightServer(model, **{"run": init_info.run, "base_port": 0, **init_info.server})
