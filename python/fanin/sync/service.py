@@ -142,15 +142,17 @@ class _Body:
 class Service:
     """The routes of one registry, for whichever server mounts them.
 
-    Any thread; a sync blocks the thread that :meth:`answer` is called in. Raises RequestError for
-    what is no key, such as an empty one.
+    Any thread; a sync blocks the thread that calls :meth:`answer`.
 
     Args:
-        registry: what they work on.
-        api_key: what callers must send as bearer token, printable ASCII; whitespace at its ends is
-            dropped. None: nobody is asked; then engines that are added by these routes are not sent
-            the registry's api_key, but the one that the request has: anybody could add a listener
-            of their own.
+        registry: what the routes work on.
+        api_key: what callers must send as bearer token, printable ASCII. Whitespace at its ends is
+            dropped. None: callers need no key. Engines that these routes add are then not sent the
+            registry's api_key, but the one that the request has: anybody could add a listener of
+            their own.
+
+    Raises:
+        RequestError: *api_key* is no key, such as an empty one.
     """
 
     def __init__(self, registry: Registry, *, api_key: str | None = None) -> None:
@@ -187,8 +189,13 @@ class Service:
         message, remedy, ...}, "detail"}``.
 
         Args:
+            method: "GET" or "POST".
             path: without the query.
+            body: of the request.
             authorization: the header.
+
+        Returns:
+            The status and the object.
         """
         if self._api_key is not None and not hmac.compare_digest(
             authorization.encode(), f"Bearer {self._api_key}".encode()

@@ -29,15 +29,18 @@ _MOST = 256  # connections
 
 
 class SyncServer:
-    """The routes on a port, in threads of this process, by the standard library only.
-
-    Any thread. Raises RequestError, HostError if it cannot listen.
+    """The routes on a port, in threads of this process, by the standard library only. Any thread.
 
     Args:
+        service: the routes.
         bind: numeric address to listen on.
         port: 0: one that the system chooses. A server that others can reach needs the service's
-            api_key: whoever may add an engine and sync it decides where requests of this process
+            api_key. Whoever may add an engine and sync it decides where requests of this process
             go.
+
+    Raises:
+        RequestError: an argument is wrong; no api_key where others can reach the server.
+        HostError: it cannot listen.
     """
 
     def __init__(self, service: Service, *, bind: str = "127.0.0.1", port: int = 0) -> None:

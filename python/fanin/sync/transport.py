@@ -174,10 +174,15 @@ class TransportBackend:
         return False
 
     def initialize(self) -> bool:
-        """Listens, and checks that every endpoint is well. True.
+        """Listens, and checks that every endpoint is well. Blocks some seconds at most.
 
-        Blocks some seconds at most. Raises StateError if an object of this run is in use, and what
-        Registry.check and fanin.Server raise, naming the endpoint.
+        Returns:
+            True.
+
+        Raises:
+            StateError: an object of this run is in use.
+            FaninError: what :meth:`Registry.check` and :class:`fanin.Server` raise, naming the
+                endpoint.
         """
         endpoints = list(getattr(self.config, "endpoints", []))
         if not endpoints:
@@ -228,15 +233,18 @@ class TransportBackend:
     ) -> None:
         """Copies the tensors; their memory may be written again when it returns.
 
-        Blocks as long as the copies take. Raises StateError before initialize; RequestError for a
-        name that came already, or whose shape or dtype is another than in the sync before. After an
-        error, also one of *bucket*'s own, nothing can complete this sync: destroy publishes
-        nothing.
+        Blocks as long as the copies take. After an error, also one of *bucket*'s own, nothing can
+        complete this sync: :meth:`destroy` publishes nothing.
 
         Args:
             bucket: (checkpoint name, tensor) pairs, contiguous or not.
             flush_cache: is not looked at, for engines drop their caches in any case.
             weight_version: of the whole sync; told with any bucket.
+
+        Raises:
+            StateError: :meth:`initialize` was not called.
+            RequestError: a name came already, or its shape or dtype is another than in the sync
+                before.
         """
         held = self._held()
         try:
@@ -262,13 +270,20 @@ class TransportBackend:
         """Nothing is pending: transfer_bucket returns when its copies are made."""
 
     def destroy(self, *, complete_receiver: bool = True) -> None:
-        """Publishes what was sent and syncs the endpoints; False: drops it, engines stay as is.
+        """Publishes what was sent and syncs the endpoints.
 
         Blocks until the endpoints have it: at most the timeout. ``endpoint_results`` says what
-        became of each. Safe if initialize was not called, and twice. Raises SyncError naming each
-        endpoint that failed, RequestError naming a tensor that the sync before had and this one has
-        not, or why a bucket failed, and what fanin.Server's put and commit raise: nothing is
-        published then, and the engines are not asked.
+        became of each. Safe if :meth:`initialize` was not called, and twice. After an error of the
+        trainer's side nothing is published, and the engines are not asked.
+
+        Args:
+            complete_receiver: False: drops what was sent, and engines stay as they are.
+
+        Raises:
+            SyncError: naming each endpoint that failed.
+            RequestError: naming a tensor that the sync before had and this one has not, or why a
+                bucket failed.
+            FaninError: what put and commit of :class:`fanin.Server` raise.
         """
         if self._publication is None:
             return
@@ -356,7 +371,8 @@ class TransportBackend:
     def close_all() -> None:
         """Ends all publications of this process, and gives their memory back. Blocks a second.
 
-        Raises StateError if one is in use.
+        Raises:
+            StateError: one is in use.
         """
         with _lock:
             for run, held in list(_published.items()):
