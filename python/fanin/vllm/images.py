@@ -102,9 +102,12 @@ class Image:
     All that a GPU does to it until it is whole is on a stream of its own, and done when a method
     returns: no work of the engine waits for it, and none of it is ahead of the engine's copies.
 
-    :param device: a GPU; None: the host.
-    :param pinned: of host memory: a GPU copies from it by itself.
-    :raises torch.OutOfMemoryError: the GPU has no room for it.
+    Args:
+        device: a GPU; None: the host.
+        pinned: of host memory: a GPU copies from it by itself.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no room for it.
     """
 
     def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:

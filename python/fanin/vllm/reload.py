@@ -57,7 +57,8 @@ _SCALES = frozenset(
 def require_version() -> str:
     """vLLM's version.
 
-    :raises RequestError: it is not one that this file knows.
+    Raises:
+        RequestError: it is not one that this file knows.
     """
     from vllm import __version__ as version
 
@@ -88,9 +89,12 @@ def skeletons(model: Any, vllm_config: Any = None) -> Iterator[Skeletons]:
     On leaving, in whatever way, the model has its modules, parameters, buffers, attributes and
     memory again, and the reload's books are closed. The model must not run meanwhile.
 
-    :param vllm_config: made current meanwhile, which some loaders need; None: it is already.
-    :raises RequestError: vLLM's version is not known, or it keeps nothing of the model.
-    :raises StateError: a weight update of vLLM is under way.
+    Args:
+        vllm_config: made current meanwhile, which some loaders need; None: it is already.
+
+    Raises:
+        RequestError: vLLM's version is not known, or it keeps nothing of the model.
+        StateError: a weight update of vLLM is under way.
     """
     require_version()
     from vllm.model_executor.model_loader.reload import layerwise
@@ -217,9 +221,12 @@ def record_model(
 ) -> Recording:
     """Where a publication goes in a model of vLLM, as this process has it.
 
-    :param published: names, dtypes and shapes of all that is published: ``Client.catalog(run)``.
-    :param others: paths of tensors that nothing has to fill: they are another model's, or kept.
-    :raises RequestError, StateError: as :func:`skeletons` and :func:`fanin.mapping.record`.
+    Args:
+        published: names, dtypes and shapes of all that is published: ``Client.catalog(run)``.
+        others: paths of tensors that nothing has to fill: they are another model's, or kept.
+
+    Raises:
+        RequestError, StateError: as :func:`skeletons` and :func:`fanin.mapping.record`.
     """
     known = about(model, vllm_config)
 
@@ -252,8 +259,9 @@ def begin(
 
     What an earlier reload left behind is put back first: vLLM would skip such modules.
 
-    :param modules: paths; only of these.
-    :param others: paths of tensors that are another model's: modules with such stay as they are.
+    Args:
+        modules: paths; only of these.
+        others: paths of tensors that are another model's: modules with such stay as they are.
     """
     abandon(model)
     layerwise = _layerwise()
@@ -392,7 +400,8 @@ def require_filled(model: Any, remedy: str) -> None:
     """To be called before :func:`end`, for which a part that is missing is whatever new memory
     happens to hold.
 
-    :raises PeerError: not all of what :func:`begin` has put aside was loaded.
+    Raises:
+        PeerError: not all of what :func:`begin` has put aside was loaded.
     """
     missing = _unloaded(model)
     if missing:

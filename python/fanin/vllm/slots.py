@@ -175,12 +175,16 @@ class Layout:
 
         Reads vLLM's modules, and writes nothing to them.
 
-        :param loader: vLLM's WorkerLoRAManager.
-        :param published: all tensors of the publication.
-        :param config: the adapter's PEFT configuration.
-        :param is_3d: the request's ``is_3d_lora_weight``. dtype: of the pulls.
-        :param partial: leave out tensors that have no place here.
-        :raises RequestError: its slots cannot be filled by boxes.
+        Args:
+            loader: vLLM's WorkerLoRAManager.
+            published: all tensors of the publication.
+            config: the adapter's PEFT configuration.
+            is_3d: the request's ``is_3d_lora_weight``.
+            dtype: of the pulls.
+            partial: leave out tensors that have no place here.
+
+        Raises:
+            RequestError: its slots cannot be filled by boxes.
         """
         recorder = _Recorder(loader, list(published), config, is_3d, dtype, about)
         try:
