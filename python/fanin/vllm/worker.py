@@ -449,9 +449,13 @@ _METHODS = (
 
 
 def install(worker_base: Any = None) -> list[str]:
-    """Gives *worker_base* (vLLM's WorkerBase) the methods above; their names.
+    """Gives *worker_base* the methods above. Does not block; again: does nothing new.
 
-    Does not block; again: does nothing new. Without such a class in this vLLM: none.
+    Args:
+        worker_base: vLLM's WorkerBase; None: it is looked for.
+
+    Returns:
+        The methods' names; none without such a class in this vLLM.
     """
     if worker_base is None:
         try:
@@ -487,12 +491,20 @@ class WorkerExtension:
     ) -> dict[str, Any]:
         """Starts pulling one step of run *run_idx*; returns at once.
 
-        Again for a name that is here: asks whether the trainer is the same launch still, and
-        pulls anew if it is not. Then the caller loads it under a new number.
+        Call it again for a name that is here to ask whether the trainer is the same launch still.
+        If it is not, the worker pulls anew. Then the caller loads the adapter under a new number.
 
-        lora_name: ``<prefix>-run<run>-step<step>``, or any name if *step* is given.
-        trainer_addresses: as everywhere, or None: the configured one. timeout: seconds.
-        Raises RequestError for malformed arguments; the pull's own errors come with the poll.
+        Args:
+            lora_name: ``<prefix>-run<run>-step<step>``, or any name if *step* is given.
+            run_idx: ``0``, ``"0"`` or ``"lora:0"``.
+            trainer_addresses: as :func:`fanin.info.addresses_of` takes them; None: the configured
+                one.
+            timeout: seconds for the pull.
+            step: this very step; None: the name's.
+            lora_alpha: what the caller believes the trainer's to be; None: nothing.
+
+        Raises:
+            RequestError: malformed arguments. The pull's own errors come with the poll.
         """
         config = _config()
         wanted = _wanted(config, lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
@@ -535,7 +547,10 @@ class WorkerExtension:
     def add_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
         """Loads the pulled adapter into this worker; requests then name it by *lora_int_id*.
 
-        Takes as long as vLLM needs to load it. Raises StateError if the pull is not done.
+        Takes as long as vLLM needs to load it.
+
+        Raises:
+            StateError: the pull is not done.
         """
         from vllm.lora.request import LoRARequest
 
