@@ -408,10 +408,10 @@ class Registry:
         weights of two steps. The others go on. The next sync tries the engine again.
 
         An engine that serves something else than what is trained answers nobody, and the error
-        names the tensors. Where the two cannot be compared (a trainer without digests of the step,
-        an engine that cannot be asked) the note says why, and the next sync tries it. For the
-        comparison a paused worker reads its model once more. That takes 6 ms a GB on an H200, and
-        12 s a GB in vLLM's build for CPUs, whose layers have to be asked by products.
+        names the tensors. If the two cannot be compared, the note says why, and the next sync tries
+        it: the trainer has no digests of the step, or the engine cannot be asked. For the
+        comparison a paused worker reads its model once more. That takes 6 ms a GB on an H200. It
+        takes 12 s a GB in vLLM's build for CPUs, whose layers have to be asked by products.
 
         Blocks at most *timeout* and a little; any thread. A sync that is interrupted
         (KeyboardInterrupt) begins no further phase, and may leave an engine paused. Each engine is

@@ -267,8 +267,8 @@ class Publisher:
             digests: also digest what is trained, for :func:`fanin.check.served`. None: of no
                 adapter; of whole weights a run's first step, the first after ``refresh()``, and so
                 many others that it takes 1 % of the time. True also compares all of the replicas,
-                and no sample. The calling thread does it after the step is readable, and reads all
-                that this rank holds once. If it fails, a warning says why.
+                and no sample. The calling thread digests after the step is readable, and reads all
+                that this rank holds once. If digesting fails, a warning says why.
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):
