@@ -51,7 +51,8 @@ bool place_end(const key_entry *key, const block *b, const box_place *place,
     uint64_t bytes;
     if (place->offset > PLACE_END_MAX)
         return false;
-    /* Of nearly all dtypes elements are units, and nothing of a packed box is to be asked in them. */
+    /* Of nearly all dtypes elements are units, and nothing of a packed box is to be asked in them.
+       */
     bool as_it_is = unit.elements == 1 && place->packed;
     if (!as_it_is && !block_in_units(b, unit.elements, &in_units))
         return false;

@@ -74,8 +74,8 @@ typedef enum box_rule {
     BOXES_CHUNK = 1,
 } box_rule;
 
-/** Opaque: a byte or two a box that lies as those beside it do. Of all keys, or a part: of some. A part knows the boxes
-    of its keys, by the numbers that they have among all. */
+/** Opaque: a byte or two a box that lies as those beside it do. Of all keys, or a part: of some. A
+    part knows the boxes of its keys, by the numbers that they have among all. */
 typedef struct box_table box_table;
 
 /** What the server gives to the encoder: non-empty boxes in key order, then the order in
@@ -110,9 +110,9 @@ bool box_table_keys(const box_table *table, key_set *out);
 bool box_table_has(const box_table *table, const key_set *keys);
 /** Whether all keys' are. */
 bool box_table_is_whole(const box_table *table);
-/** Puts the boxes of @p more, of other keys of the same rank, into *table. Both go, whatever comes of
-    it; *table is the new one. FANIN_ERR_PROTOCOL: the two contradict each other; FANIN_ERR_MEMORY;
-    then *table is NULL. */
+/** Puts the boxes of @p more, of other keys of the same rank, into *table. Both go, whatever comes
+    of it; *table is the new one. FANIN_ERR_PROTOCOL: the two contradict each other;
+    FANIN_ERR_MEMORY; then *table is NULL. */
 fanin_status box_table_join(box_table **table, box_table *more, fanin_error *error);
 
 /** Boxes that are known: of all keys, those numbered 0 .. count - 1. */

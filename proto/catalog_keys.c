@@ -67,7 +67,8 @@ static bool break_off(key_reader *r)
     return false;
 }
 
-/* How much of a valid text's first bytes are certainly whole characters: all before its last one. */
+/* How much of a valid text's first bytes are certainly whole characters: all before its last one.
+   */
 static size_t whole_characters(const uint8_t *text, size_t size)
 {
     while (size > 0 && (text[--size] & 0xc0) == 0x80)

@@ -2,7 +2,8 @@
 /**
  * @file
  * The 24-byte frame header (PROTOCOL.md, "Frames"), and checksums of frames ("Checksums"). A sealed
- * frame has a checksum of its header in the header's reserved field, and 8 bytes behind its body: the
+ * frame has a checksum of its header in the header's reserved field, and 8 bytes behind its body:
+ * the
  * checksum of header and body.
  */
 #ifndef FRAME_H

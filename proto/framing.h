@@ -44,8 +44,9 @@ void framing_start(framing *f, uint32_t longest);
     any; @p agreed: it must. Its own covers the hello as well. Directly after framing_start(); no
     memory: there is no room later. */
 void framing_expect_hello_ok(framing *f, const void *hello, size_t size, bool agreed);
-/** For who answers: adds the checksum of a hello_ok, which begins at @p answer in @p out, to a hello
-    that was taken. Frames have checksums from now on, also those that proto appends to @p out. */
+/** For who answers: adds the checksum of a hello_ok, which begins at @p answer in @p out, to a
+    hello that was taken. Frames have checksums from now on, also those that proto appends to @p
+    out. */
 void framing_seal_hello_ok(framing *f, const body *hello, buffer *out, size_t answer);
 /** Whether bytes have come that were not taken: of a frame that has begun, after FRAMING_MORE. */
 static inline bool framing_has_begun(const framing *f)

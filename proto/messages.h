@@ -2,9 +2,9 @@
 /**
  * @file
  * Bodies of messages as C structs. Encoders append a whole frame (header and body, and the seal
- * if the buffer is sealed) to a buffer. Decoders take a body, refuse what PROTOCOL.md refuses with FANIN_ERR_PROTOCOL or
- * FANIN_ERR_UNSUPPORTED (unknown critical key) and a static sentence, and point into the body
- * for blobs ("borrowed": valid as long as the body).
+ * if the buffer is sealed) to a buffer. Decoders take a body, refuse what PROTOCOL.md refuses with
+ * FANIN_ERR_PROTOCOL or FANIN_ERR_UNSUPPORTED (unknown critical key) and a static sentence, and
+ * point into the body for blobs ("borrowed": valid as long as the body).
  */
 #ifndef MESSAGES_H
 #define MESSAGES_H
@@ -152,7 +152,8 @@ typedef struct msg_begin_ok {
     char why[128];
 } msg_begin_ok;
 
-/** A part of a rank's boxes, at most LIMIT_READ_BYTES in all. Boxes are numbered in the order of the rank's box table. */
+/** A part of a rank's boxes, at most LIMIT_READ_BYTES in all. Boxes are numbered in the order of
+    the rank's box table. */
 typedef struct read_entry {
     uint64_t box;
     uint64_t count;  /**< whole boxes box .. box+count-1, or 0: */

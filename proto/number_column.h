@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Columns of numbers in few bits: what workers and ranks keep of tables of millions of boxes. Of each
- * COLUMN_BLOCK numbers a line is kept, and how far each lies above it: numbers that grow evenly, and
- * those that hardly change, take no bits. Any 64-bit numbers are kept, the worst in all of their bits.
+ * Columns of numbers in few bits: what workers and ranks keep of tables of millions of boxes. Of
+ * each COLUMN_BLOCK numbers a line is kept, and how far each lies above it: numbers that grow
+ * evenly, and those that hardly change, take no bits. Any 64-bit numbers are kept, the worst in all
+ * of their bits.
  */
 #ifndef NUMBER_COLUMN_H
 #define NUMBER_COLUMN_H

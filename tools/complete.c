@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Words for the shells' completion, one a line, with a description after a tab. What files to
-   offer is the shell's matter: ":files" (of JSON), ":any-files", ":directories". Never a message: a failure completes
-   nothing. */
+   offer is the shell's matter: ":files" (of JSON), ":any-files", ":directories". Never a message: a
+   failure completes nothing. */
 #include "fetch/output.h"
 #include "trainer/whole_models.h"
 #include "fetch/progress.h"

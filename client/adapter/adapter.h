@@ -6,8 +6,8 @@
  *
  * Life: adapter_open (lock, nothing read yet) -> adapter_prepare (layout of the files from the
  * key table, configuration checked) -> adapter_reusable (step known) or adapter_map (files
- * allocated and mapped, side by side in one range of addresses) -> the pull fills -> adapter_publish. adapter_close at any time
- * removes what was not published.
+ * allocated and mapped, side by side in one range of addresses) -> the pull fills ->
+ * adapter_publish. adapter_close at any time removes what was not published.
  */
 #ifndef ADAPTER_H
 #define ADAPTER_H
@@ -56,8 +56,9 @@ void adapter_trust_config(adapter *a);
     adapter_close() leaves its own there. Not a model's. *layout is made if it is NULL. Before
     adapter_prepare(). */
 void adapter_keep_layout(adapter *a, adapter_layout **layout);
-/** What the client's last directories held: adapter_publish() warns (event "same-bytes") of a step that has another
-    step's bytes. *contents is made if it is NULL, and freed by free(). Before adapter_publish(). */
+/** What the client's last directories held: adapter_publish() warns (event "same-bytes") of a step
+    that has another step's bytes. *contents is made if it is NULL, and freed by free(). Before
+    adapter_publish(). */
 void adapter_compare_steps(adapter *a, step_contents **contents);
 /** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
 void adapter_offer_spare(adapter *a, spare_file **spare);
@@ -84,8 +85,8 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);
 
-/** FANIN_ERR_LIMIT if the files that were prepared have more than @p max_bytes; 0: an adapter's more
-    than a quarter of the size (not of the free space, which other adapters take) of the
+/** FANIN_ERR_LIMIT if the files that were prepared have more than @p max_bytes; 0: an adapter's
+    more than a quarter of the size (not of the free space, which other adapters take) of the
     directory's file system, a model's as much as there is room for. */
 fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
                                 fanin_error *error);
@@ -93,17 +94,17 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     full, or a limit of file sizes or descriptors, is FANIN_ERR_IO here if that is known already.
     Kept between attempts of one pull. */
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
-/** Bytes [offset, offset+length) of the range are about to be written: makes their space. Not asked,
-    a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY; of many bytes also FANIN_ERR_TIMEOUT,
-    FANIN_ERR_CANCELLED. Thread: the pulling one. */
+/** Bytes [offset, offset+length) of the range are about to be written: makes their space. Not
+    asked, a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY; of many bytes also
+    FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED. Thread: the pulling one. */
 fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
                           fanin_error *error);
 /** Whether CUDA's copy engine may write what is mapped. */
 bool adapter_is_pinned(const adapter *a);
 
 /** The pull tells what has landed: bytes [offset, offset+length) of the range, of one file, are
-    final unless the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
-    of the adapter's. Thread: the pulling one. */
+    final unless the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in
+    threads of the adapter's. Thread: the pulling one. */
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
 /** The same of DIGEST_PIECE bytes of an adapter's file, from a multiple of that on, whose digest is
     @p known: nobody reads them again. */
@@ -116,8 +117,8 @@ void adapter_restart(adapter *a);
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error);
 /** Starts making the next spare file beside the directory, pinned if @p g is not NULL, unless
-    *spare fits already; hands it the published file's mapping to let go of. If nothing was made, for
-    another process has brought the adapter, *spare goes: that process has one. Last before
+    *spare fits already; hands it the published file's mapping to let go of. If nothing was made,
+    for another process has brought the adapter, *spare goes: that process has one. Last before
     adapter_close(). */
 void adapter_make_spare(adapter *a, spare_file **spare, gpu *g);
 void adapter_close(adapter **a);

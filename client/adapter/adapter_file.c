@@ -174,8 +174,8 @@ static fanin_status map(adapter *a, size_t file, uint8_t *at, fanin_error *error
     }
     if (base == MAP_FAILED)
         return error_set_memory(error);
-    /* Nothing is read that was not written. Reading ahead of faults would make large folios of unwritten
-       blocks, and ext4 goes through all blocks of a folio at each fault in it. */
+    /* Nothing is read that was not written. Reading ahead of faults would make large folios of
+       unwritten blocks, and ext4 goes through all blocks of a folio at each fault in it. */
     madvise(base, size, MADV_RANDOM);
     m->memory.base = base;
     m->memory.size = size;

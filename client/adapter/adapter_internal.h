@@ -94,8 +94,8 @@ bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_T
 /** FANIN_ERR_EXISTS: others may rename what is made there. To be called before anything is. */
 fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error);
 
-/** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". @p remedy: unless it is
-    descriptors that are lacking. */
+/** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". @p remedy: unless it
+    is descriptors that are lacking. */
 fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
                               const char *what, const char *file, const char *remedy,
                               fanin_error *error);
@@ -113,7 +113,8 @@ void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
 /** What is in a directory, from its beginning; NULL with errno. */
 DIR *adapter_list(int directory);
 /** Removes a directory of ours with the files that a pull makes; false with errno: it is still
-    there, also because something else is in it. @p held: it, open, which is closed; -1: it is opened. */
+    there, also because something else is in it. @p held: it, open, which is closed; -1: it is
+    opened. */
 bool adapter_remove_directory(int parent, const char *name, int held);
 /** Removes what dead processes have left beside the directory, whose lock is held. */
 void adapter_remove_leftovers(const adapter *a);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What an adapter's file and configuration will be, kept from one pull to the next: tens of thousands
- * of names are not sorted and written anew for each step. One thread.
+ * What an adapter's file and configuration will be, kept from one pull to the next: tens of
+ * thousands of names are not sorted and written anew for each step. One thread.
  */
 #ifndef ADAPTER_LAYOUT_H
 #define ADAPTER_LAYOUT_H

@@ -191,7 +191,8 @@ static fanin_status write_texts(adapter *a, const char *identity, fanin_error *e
                : write_file(a, IDENTITY_FILE, identity, strlen(identity), error);
 }
 
-/* It may be meant, so that it is no error; told at the second step, the fourth, the eighth and so on. */
+/* It may be meant, so that it is no error; told at the second step, the fourth, the eighth and so
+   on. */
 static void tell_same_bytes(const adapter *a, const adapter_identity *identity,
                             const identity_file *files, size_t count)
 {

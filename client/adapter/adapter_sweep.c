@@ -56,7 +56,8 @@ static bool is_made_by_pulls(const char *name)
     return tensor_files_is_model(name);
 }
 
-/* Needs no descriptor but this one, which it closes. While names go, some file systems leave out others. */
+/* Needs no descriptor but this one, which it closes. While names go, some file systems leave out
+   others. */
 static void remove_files(int directory)
 {
     bool some;

@@ -154,8 +154,8 @@ static int make_space(file_pages *p, uint64_t step)
     return code;
 }
 
-/* Where a page of tmpfs is, there is space: making that first would have threads wait for each other,
-   for the file's lock. */
+/* Where a page of tmpfs is, there is space: making that first would have threads wait for each
+   other, for the file's lock. */
 static bool make_pages_of(file_pages *p, uint64_t step)
 {
     if (!p->in_memory && make_space(p, step) != 0)
@@ -255,8 +255,9 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     p->n_threads = worker_threads_start(p->threads, wanted, make_pages, p);
 }
 
-/* A long range is asked for before its first byte, by one thread for many that will write or pin it:
-   space is made fast, and who writes clears the pages. Of a short one the pages are made at once. */
+/* A long range is asked for before its first byte, by one thread for many that will write or pin
+   it: space is made fast, and who writes clears the pages. Of a short one the pages are made at
+   once. */
 static int need_step(file_pages *p, uint64_t step, bool is_short)
 {
     bool touch = is_short && p->in_memory && p->base && !atomic_load(&p->have[step]);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The space and the pages of mapped files, made as their bytes come in. A rank says how large its tensors
- * are before it sends any of them: what it says costs nothing until then but the first few
+ * The space and the pages of mapped files, made as their bytes come in. A rank says how large its
+ * tensors are before it sends any of them: what it says costs nothing until then but the first few
  * megabytes. Threads go ahead of the bytes, since a page fault costs more than the copy of a page.
  *
- * Only what was asked for by file_pages_need() may be written: the rest of a file on a full disk would
- * be a signal (SIGBUS).
+ * Only what was asked for by file_pages_need() may be written: the rest of a file on a full disk
+ * would be a signal (SIGBUS).
  */
 #ifndef FILE_PAGES_H
 #define FILE_PAGES_H
@@ -37,8 +37,9 @@ void file_limit_leave(const file_limit_guard *g);
     an old kernel for one, and appear when they are touched. */
 bool file_pages_touch(uint8_t *base, size_t size);
 
-/** Makes space for [at, at + size) of a file that holds nothing there yet; 0 or an errno. Slower than fallocate(), and
-    works where the file system or the host (a filter of system calls) has none. */
+/** Makes space for [at, at + size) of a file that holds nothing there yet; 0 or an errno. Slower
+    than fallocate(), and works where the file system or the host (a filter of system calls) has
+    none. */
 int file_space_make(int file, uint64_t at, uint64_t size);
 
 typedef struct file_pages file_pages;
@@ -56,10 +57,11 @@ typedef struct file_part {
  * ftruncate() and fallocate().
  */
 file_pages *file_pages_start(const file_part *parts, size_t count, int *errno_out);
-/** They are mapped from @p base on: threads may begin to touch pages. None can be had: it costs time. */
+/** They are mapped from @p base on: threads may begin to touch pages. None can be had: it costs
+    time. */
 void file_pages_go_ahead(file_pages *p, uint8_t *base);
-/** Space for [offset, offset + length) of the range; 0 or an errno (ENOSPC, EDQUOT, EIO, ...). Cheap
-    where there is space already. Thread: the one that lands. */
+/** Space for [offset, offset + length) of the range; 0 or an errno (ENOSPC, EDQUOT, EIO, ...).
+    Cheap where there is space already. Thread: the one that lands. */
 int file_pages_need(file_pages *p, uint64_t offset, uint64_t length);
 /** So many bytes more are in place: the threads may go on. Thread: any. */
 void file_pages_landed(file_pages *p, uint64_t length);

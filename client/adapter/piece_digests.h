@@ -24,7 +24,8 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size,
 
 /**
  * Bytes [offset, offset + length) are final; reported once each. Costs a few nanoseconds, and
- * a lock once for each DIGEST_PIECE. Thread: any, several at once, while none calls another function.
+ * a lock once for each DIGEST_PIECE. Thread: any, several at once, while none calls another
+ * function.
  */
 void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length);
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What a client's last directories held, by the digests that are made anyway: a trainer that commits steps and writes
- * nothing is found by those who pull them. One thread.
+ * What a client's last directories held, by the digests that are made anyway: a trainer that
+ * commits steps and writes nothing is found by those who pull them. One thread.
  */
 #ifndef STEP_CONTENTS_H
 #define STEP_CONTENTS_H
@@ -24,8 +24,9 @@ struct step_contents {
 };
 
 /**
- * Remembers that a step has these files; others than tensors' are not looked at. Steps that had the same bytes, one
- * after another: how many, and the first of them in *@p first_out; 1: none before it had.
+ * Remembers that a step has these files; others than tensors' are not looked at. Steps that had the
+ * same bytes, one after another: how many, and the first of them in *@p first_out; 1: none before
+ * it had.
  */
 unsigned step_contents_note(step_contents *c, const adapter_identity *identity,
                             const identity_file *files, size_t count,

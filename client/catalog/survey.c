@@ -149,8 +149,8 @@ static void give_up(survey *s, answer *a, bool late)
     error_copy(&a->error, connection_fault(c));
 }
 
-/* Replies that come later find nobody. A rank that gave a useless reply, or none, is not to be taken
-   for one that is there. */
+/* Replies that come later find nobody. A rank that gave a useless reply, or none, is not to be
+   taken for one that is there. */
 static void settle(survey *s, bool late)
 {
     for (size_t i = 0; i < s->client->n_peers; i++) {

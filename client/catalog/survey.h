@@ -20,8 +20,8 @@ typedef struct answer {
 
 typedef struct survey {
     fanin_client *client;
-    /** MSG_LIST, MSG_PING, MSG_WAIT (for the newest step), or MSG_STATS: a rank that does not know that is
-        asked for its list */
+    /** MSG_LIST, MSG_PING, MSG_WAIT (for the newest step), or MSG_STATS: a rank that does not know
+        that is asked for its list */
     message_type type;
     const char
         *publication; /**< of a wait, and of stats, NULL: all; NULL for the others */
@@ -32,11 +32,11 @@ typedef struct survey {
 
 /**
  * Connects what is down, asks, and waits until every rank has answered or failed, at most until
- * s->at; then gives up those that owe an answer. If those that are connected do not belong together,
- * they are asked whether they still live (client_ensure_connected()), and if that mends it all are
- * asked anew. client, type, publication, first and at are the caller's; survey_finish() in either
- * case. What ranks made of it is in s->answers. If nobody answered: why the first did not.
- * FANIN_ERR_WORLD, FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ * s->at; then gives up those that owe an answer. If those that are connected do not belong
+ * together, they are asked whether they still live (client_ensure_connected()), and if that mends
+ * it all are asked anew. client, type, publication, first and at are the caller's; survey_finish()
+ * in either case. What ranks made of it is in s->answers. If nobody answered: why the first did
+ * not. FANIN_ERR_WORLD, FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
  */
 fanin_status survey_take(survey *s, fanin_error *error);
 void survey_finish(survey *s);

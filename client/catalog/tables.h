@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Catalogs the client keeps between pulls: the key table once a publication, each rank's box table by
- * incarnation and catalog version.
+ * Catalogs the client keeps between pulls: the key table once a publication, each rank's box table
+ * by incarnation and catalog version.
  */
 #ifndef TABLES_H
 #define TABLES_H
@@ -33,7 +33,8 @@ typedef struct key_need {
     digest (*name)(void *cookie);
     /** sets marks[key] of each key that is wanted */
     void (*mark)(void *cookie, const key_table *keys, bool *marks);
-    /** while threads decode boxes: what follows from the key table alone may be made. NULL: nothing */
+    /** while threads decode boxes: what follows from the key table alone may be made. NULL: nothing
+        */
     void (*meanwhile)(void *cookie, const key_table *keys);
 } key_need;
 
@@ -47,7 +48,8 @@ struct publication {
     key_table *keys;
     shard_table *shards; /**< one a peer */
     size_t n_peers;
-    /** keys whose boxes are fetched of every rank: what all needs so far came to, growing. Empty: not
+    /** keys whose boxes are fetched of every rank: what all needs so far came to, growing. Empty:
+        not
         known yet */
     key_set wanted;
     digest needs[NEEDS_KNOWN]; /**< names of such that wanted has all of */
@@ -107,7 +109,8 @@ struct fetch {
 
 /** Asks for all: *left is their number, and falls as they end while the loop runs. */
 void fetch_ask(fanin_client *client, fetch *fetches, size_t n, size_t *left);
-/** None is waited for any longer, for @p status says how the waiting ended; the first error in their order. */
+/** None is waited for any longer, for @p status says how the waiting ended; the first error in
+    their order. */
 fanin_status fetch_settle(fanin_client *client, fetch *fetches, size_t n,
                           fanin_status status, fanin_error *error);
 

@@ -155,8 +155,8 @@ static void add_remote(cma_copier *c, uint32_t region, uint64_t address,
         (struct iovec){.iov_base = (void *)(uintptr_t)address, .iov_len = length};
 }
 
-/* Where the destination is the caller's memory the base is NULL: to a compiler a sum with that is NULL
-   or undefined, and add_piece() asks whether it has a place. */
+/* Where the destination is the caller's memory the base is NULL: to a compiler a sum with that is
+   NULL or undefined, and add_piece() asks whether it has a place. */
 static uint8_t *place_of(const cma_copier *c, const span_piece *p)
 {
     return (uint8_t *)((uintptr_t)c->of->r->base + p->to);

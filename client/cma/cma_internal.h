@@ -85,12 +85,12 @@ struct cma_end {
         *copiers[READING_THREADS_MOST + 1]; /**< the first is the calling thread's */
 };
 
-/** Takes one step with the batch that the copier is at, or with a new one: a call of the kernel or a
-    few. False: none is left, or the reading has failed. */
+/** Takes one step with the batch that the copier is at, or with a new one: a call of the kernel or
+    a few. False: none is left, or the reading has failed. */
 bool cma_copy(cma_copier *c);
 
-/** Whether something could be done where devices are filled: helpers read into chunks, which devices
-    copy from. The calling thread's. */
+/** Whether something could be done where devices are filled: helpers read into chunks, which
+    devices copy from. The calling thread's. */
 bool cma_feed(cma_reading *of);
 /** What the pool of cma_feed() does: a job's run(). */
 void cma_feed_job(worker_job *job);
@@ -99,8 +99,8 @@ void cma_on_chunk(sink_waiter *waiter);
 /** Gives up what a copier is in the middle of. */
 void cma_copier_stop(cma_copier *c);
 
-/** The source cannot be read, by an errno of cma_read() at @p piece (NULL: none) or cma_prove(); the
-    first reason counts. In any thread. */
+/** The source cannot be read, by an errno of cma_read() at @p piece (NULL: none) or cma_prove();
+    the first reason counts. In any thread. */
 void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece);
 
 /** See path_reader. */

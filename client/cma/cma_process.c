@@ -62,8 +62,8 @@ bool cma_look(const cma_process *p, uint64_t word, uint64_t *epoch)
     const struct iovec from[] = {
         {(void *)(uintptr_t)p->witness, sizeof there.incarnation},
         {(void *)(uintptr_t)word, sizeof there.epoch}};
-    /* The reader's side of a seqlock, at either end of what it reads: an acquiring load would order what comes after
-       it only. */
+    /* The reader's side of a seqlock, at either end of what it reads: an acquiring load would order
+       what comes after it only. */
     __sync_synchronize();
     ssize_t n = process_vm_readv(p->pid, &to, 1, from, 2, 0);
     __sync_synchronize();

@@ -15,8 +15,8 @@ struct rank_process {
 
 /* ------------------------------------------------------------------- asking */
 
-/* The kernel says whose socket it is: of who began to listen, and in this process's own numbers, 0 if it has none
-   there. */
+/* The kernel says whose socket it is: of who began to listen, and in this process's own numbers, 0
+   if it has none there. */
 const char *rank_process_objection(const fanin_client *client, size_t peer, pid_t *pid)
 {
     const connection *c = client->peers[peer].control;

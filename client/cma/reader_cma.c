@@ -102,7 +102,8 @@ static fanin_status add_source(cma_reading *of, size_t i, const cma_detail *deta
     return FANIN_OK;
 }
 
-/* Threads to read with, the calling one included; where devices are filled, without the client's. */
+/* Threads to read with, the calling one included; where devices are filled, without the client's.
+   */
 static unsigned find_threads(cma_reading *of)
 {
     fanin_client *client = of->r->client;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The path cma: threads let the kernel copy from the ranks' host memory straight into place. */
+/** @file The path cma: threads let the kernel copy from the ranks' host memory straight into place.
+    */
 #ifndef READER_CMA_H
 #define READER_CMA_H
 

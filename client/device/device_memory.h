@@ -127,7 +127,8 @@ fanin_status device_memory_probe(device_memory *m, int device, device_probe **ou
                                  fanin_error *error);
 /** Lets go of what was read by those that have ended. NULL is fine. */
 void device_memory_end_probes(device_memory *m);
-/** Nothing may be under way on lanes but waits for a caller's stream. Those of devices that are not in
+/** Nothing may be under way on lanes but waits for a caller's stream. Those of devices that are not
+    in
     @p set go, once they are idle. */
 void device_memory_gather(device_memory *m, const gather_set *set);
 /** Lanes on @p device for chunks of @p chunk bytes; nothing may be under way on those of the device
@@ -138,8 +139,8 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  fanin_error *error);
 /** A device did not end a read: streams, lanes and probes are never freed, nor used again. */
 void device_memory_leave(device_memory *m);
-/** Waits for what is on the streams. False: it has not ended before @p at, and device_memory_leave()
-    was called. */
+/** Waits for what is on the streams. False: it has not ended before @p at, and
+    device_memory_leave() was called. */
 bool device_memory_drain(device_memory *m, deadline at);
 
 #endif

@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Nothing is under way; a stream may wait for one of the caller's that a pull gave up waiting for. */
+/* Nothing is under way; a stream may wait for one of the caller's that a pull gave up waiting for.
+   */
 #define DRAIN_MS 5000
 
 /* It needs a context, tables and staging on a device that is somebody else's, for a link more. */

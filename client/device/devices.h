@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What a client has of CUDA; each part is made by the first pull that needs it. One thread. */
+/** @file What a client has of CUDA; each part is made by the first pull that needs it. One thread.
+    */
 #ifndef DEVICES_H
 #define DEVICES_H
 

@@ -171,8 +171,8 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
 
 /* ------------------------------------------------------------------ opening */
 
-/* The length is the rank's word until the driver has said it, too: a kernel that reads beyond an allocation
-   costs the process its device. */
+/* The length is the rank's word until the driver has said it, too: a kernel that reads beyond an
+   allocation costs the process its device. */
 static fanin_status check_length(gpu *g, const identity *id, const void *base,
                                  fanin_error *error)
 {

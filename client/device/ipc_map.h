@@ -3,9 +3,10 @@
  * @file
  * CUDA memory of other processes, mapped for kernels of this one: each allocation once a device,
  * however many regions lie in it, and kept while some region table lists it. Opening costs 100 us
- * to a millisecond, so what is not used any more is closed by a sweep, not when it is let go: tables that
- * are replaced by newer ones mostly list the same allocations again. One thread may open while another one takes
- * and lets go; all else is that one's, and for when nothing is being opened.
+ * to a millisecond, so what is not used any more is closed by a sweep, not when it is let go:
+ * tables that
+ * are replaced by newer ones mostly list the same allocations again. One thread may open while
+ * another one takes and lets go; all else is that one's, and for when nothing is being opened.
  */
 #ifndef IPC_MAP_H
 #define IPC_MAP_H
@@ -25,19 +26,20 @@ void ipc_map_destroy(ipc_map **map);
 
 /**
  * The allocation that @p key names, of the process life @p incarnation, for kernels of
- * @p device; to be let go once per call. It is mapped by the next ipc_map_open(), unless it is mapped
- * already. What a dead process left is never found again, since its successor has another
+ * @p device; to be let go once per call. It is mapped by the next ipc_map_open(), unless it is
+ * mapped already. What a dead process left is never found again, since its successor has another
  * incarnation. FANIN_ERR_MEMORY.
  */
 fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error);
 /** Whether ipc_map_open() has anything to do. */
 bool ipc_map_is_behind(ipc_map *map);
-/** Whether @p more will be taken while ipc_map_open() runs, or is about to: as long as it is so, that waits for it. */
+/** Whether @p more will be taken while ipc_map_open() runs, or is about to: as long as it is so,
+    that waits for it. */
 void ipc_map_expect(ipc_map *map, bool more);
 /**
- * Maps what was taken and is not mapped, in that order, one after the other: the driver takes some 50 us to a
- * millisecond for each, and several threads at once wait for one another in it
+ * Maps what was taken and is not mapped, in that order, one after the other: the driver takes some
+ * 50 us to a millisecond for each, and several threads at once wait for one another in it
  * (tests/bench/bench_ipc_map.c). Sweeps if something cannot be mapped, and tries that again. How
  * each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT: @p stop; the rest is not opened. In any
  * thread, one at a time.

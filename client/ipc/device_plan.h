@@ -14,7 +14,8 @@
 #include "ipc/source_copies.h"
 #include "path/reader.h"
 
-/** A number that table entries use as their base: a region of a source, of which something is read. */
+/** A number that table entries use as their base: a region of a source, of which something is read.
+    */
 typedef struct device_base {
     size_t source;
     read_region region;

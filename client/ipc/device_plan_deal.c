@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Which device gathers which chunk. Each brings its chunks over its own link to the host, so all get
- * the same share of the bytes. Where shards lie in one stretch of the destination, the device that
- * holds them gathers them; where every chunk has some of all devices' it does not matter.
+ * Which device gathers which chunk. Each brings its chunks over its own link to the host, so all
+ * get the same share of the bytes. Where shards lie in one stretch of the destination, the device
+ * that holds them gathers them; where every chunk has some of all devices' it does not matter.
  */
 #include "ipc/device_plan_internal.h"
 

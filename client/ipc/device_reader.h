@@ -47,8 +47,8 @@ typedef struct device_reader device_reader;
 
 /** Begins; kernels are queued by the step that finds the work of r->after done. @p sources: one a
     source, those in the plan are filled in. All that is given outlives the reader. Errors of the
-    GPU; FANIN_ERR_MEMORY; FANIN_ERR_PROTOCOL: of a region or arena there is less than is read. On an
-    error *out may be there nevertheless: it is to be destroyed. */
+    GPU; FANIN_ERR_MEMORY; FANIN_ERR_PROTOCOL: of a region or arena there is less than is read. On
+    an error *out may be there nevertheless: it is to be destroyed. */
 fanin_status device_reader_start(const path_reading *r, const device_plan *plan,
                                  const device_source *sources, device_reader **out,
                                  fanin_error *error);

@@ -6,8 +6,8 @@
 #include "net/spans.h"
 #include <stdlib.h>
 
-/* A destination that leaves out more than one of so many parts of what ranks hold has nothing mapped ahead: which part is
-   known by the plan alone. */
+/* A destination that leaves out more than one of so many parts of what ranks hold has nothing
+   mapped ahead: which part is known by the plan alone. */
 #define LEFT_OUT 8
 
 /* ------------------------------------------------------------------- opener */

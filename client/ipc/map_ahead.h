@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Other processes' memory is mapped beside what else a first pull does: the driver maps one allocation after the
- * other, so a thread waits for it. It begins when ranks have announced a catalog whose tables are not here yet; their
- * regions are asked for before those.
+ * Other processes' memory is mapped beside what else a first pull does: the driver maps one
+ * allocation after the other, so a thread waits for it. It begins when ranks have announced a
+ * catalog whose tables are not here yet; their regions are asked for before those.
  */
 #ifndef MAP_AHEAD_H
 #define MAP_AHEAD_H
@@ -22,7 +22,8 @@ typedef struct map_opener {
 
 /** @p threads false: the caller does it in map_opener_finish(). False: no memory. */
 bool map_opener_start(map_opener *o, fanin_client *client, deadline at, bool threads);
-/** Nothing is taken any more; returns when all is opened, or was tried. FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED. */
+/** Nothing is taken any more; returns when all is opened, or was tried. FANIN_ERR_TIMEOUT,
+    FANIN_ERR_CANCELLED. */
 fanin_status map_opener_finish(map_opener *o, uint64_t *spent_ns, fanin_error *error);
 /** Stops it where it is. */
 void map_opener_close(map_opener *o);

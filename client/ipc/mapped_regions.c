@@ -132,8 +132,9 @@ static fanin_status need_view(const regions_use *r, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Which regions the plan reads, in any arena that a lease may name; NULL: no memory. Where boxes are known in part they
-   do not tell how many regions an arena has: of a second one it is half of the table. */
+/* Which regions the plan reads, in any arena that a lease may name; NULL: no memory. Where boxes
+   are known in part they do not tell how many regions an arena has: of a second one it is half of
+   the table. */
 static bool *find_needed(const regions_use *r)
 {
     uint32_t known = box_table_regions(r->round->publication->shards[r->index].boxes);

@@ -17,7 +17,8 @@ typedef struct regions_use {
 
 /** What is kept of the peer's regions; NULL: nothing yet. */
 ipc_regions *regions_kept(const path_round *r, size_t peer);
-/** Makes it from s->regions if need be. FANIN_ERR_UNSUPPORTED: some have no IPC handle; FANIN_ERR_PROTOCOL. */
+/** Makes it from s->regions if need be. FANIN_ERR_UNSUPPORTED: some have no IPC handle;
+    FANIN_ERR_PROTOCOL. */
 fanin_status regions_hold(path_state *s, uint32_t rank, fanin_error *error);
 
 /** Names what the round's plan reads. */

@@ -16,7 +16,8 @@
 /* How long it is waited for before cancel is looked at. */
 #define LOOK_MS 10
 
-/* FANIN_ERR_TIMEOUT and FANIN_ERR_CANCELLED: the pull is over, which says nothing about the path. */
+/* FANIN_ERR_TIMEOUT and FANIN_ERR_CANCELLED: the pull is over, which says nothing about the path.
+   */
 static fanin_status await_probe(const regions_use *r, device_probe *p,
                                 fanin_error *error)
 {
@@ -224,7 +225,8 @@ static uint64_t bytes_of_all(const path_round *r, const bool *mask)
     return bytes;
 }
 
-/* For host destinations: one device, and of those that hold some of it as many more as are worth it. */
+/* For host destinations: one device, and of those that hold some of it as many more as are worth
+   it. */
 static gather_set choose_gatherers(const path_round *r, const bool *mask)
 {
     gather_set set = {.n = 0};

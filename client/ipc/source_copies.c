@@ -39,8 +39,8 @@ static bool base_of(builder *b, const span *s, uint32_t *out)
     return true;
 }
 
-/* NULL: out of memory. A list has room for all that is there, so that it does not grow: what is not used
-   is not touched. */
+/* NULL: out of memory. A list has room for all that is there, so that it does not grow: what is not
+   used is not touched. */
 static device_copies *copies_for(builder *b, int device)
 {
     source_copies *c = b->copies;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What one source is read by, for kernels: its pieces as copy entries, device by device, and those for host memory. Made of
- * each source by itself, so that threads can; device_plan.h joins them.
+ * What one source is read by, for kernels: its pieces as copy entries, device by device, and those
+ * for host memory. Made of each source by itself, so that threads can; device_plan.h joins them.
  */
 #ifndef SOURCE_COPIES_H
 #define SOURCE_COPIES_H
@@ -54,8 +54,8 @@ typedef struct copies_target {
     size_t n_ranges;
 } copies_target;
 
-/** @p spans of a source with @p n_regions regions. Takes the spans' views, which stay theirs otherwise.
-    FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (stopped). Any thread. */
+/** @p spans of a source with @p n_regions regions. Takes the spans' views, which stay theirs
+    otherwise. FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (stopped). Any thread. */
 fanin_status source_copies_build(plan_spans *spans, uint32_t n_regions,
                                  const copies_target *target, work_stop *stop,
                                  source_copies **out, fanin_error *error);

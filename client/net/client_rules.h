@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The client's rules, each of which a test build can take out: one of consistency to prove that its test
- * notices, one of time where a busy machine would. Without FANIN_TEST_HOOKS a rule is the constant true.
+ * The client's rules, each of which a test build can take out: one of consistency to prove that its
+ * test notices, one of time where a busy machine would. Without FANIN_TEST_HOOKS a rule is the
+ * constant true.
  */
 #ifndef CLIENT_RULES_H
 #define CLIENT_RULES_H

@@ -314,7 +314,8 @@ static bool is_closed_there(int fd)
     return poll(&end, 1, 0) > 0;
 }
 
-/* On loopback whoever came first has the port. Root needs no port to alter what this process pulls. */
+/* On loopback whoever came first has the port. Root needs no port to alter what this process pulls.
+   */
 static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
 {
     uid_t uid;
@@ -340,7 +341,8 @@ static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
     return false;
 }
 
-/* A port and a name are free again while their rank ends, which still answers by the connections that it has. */
+/* A port and a name are free again while their rank ends, which still answers by the connections
+   that it has. */
 static bool is_same_process(const connection *c, int fd, secure_fault *why)
 {
     uid_t uid;
@@ -483,8 +485,8 @@ static bool take_frames(connection *c)
     return result == FRAMING_MORE;
 }
 
-/* A rank judges this end's certificate when this end believes hands shaken already. Whoever accepts and says nothing is a
-   forwarder in front of a dead rank. */
+/* A rank judges this end's certificate when this end believes hands shaken already. Whoever accepts
+   and says nothing is a forwarder in front of a dead rank. */
 static void fail_broken(connection *c, int sys_errno, const char *remedy,
                         const char *what)
 {
@@ -527,7 +529,8 @@ static void on_readable(connection *c)
     }
 }
 
-/* In the thread that sends late, too, which must not end the connection: what has not left wakes the loop. */
+/* In the thread that sends late, too, which must not end the connection: what has not left wakes
+   the loop. */
 static void send_out(connection *c)
 {
     int failed = outgoing_flush(&c->out, c->tls, c->source.fd);

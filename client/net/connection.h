@@ -100,8 +100,8 @@ uint64_t connection_next_request(connection *c);
     reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
-/** The same of a frame that nobody answers. @p late: the thread of connection_shared.late sends it, if there is
-    one, which the caller wakes by late_sends_go() when all are told. */
+/** The same of a frame that nobody answers. @p late: the thread of connection_shared.late sends it,
+    if there is one, which the caller wakes by late_sends_go() when all are told. */
 void connection_tell(connection *c, bool late);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
@@ -135,9 +135,10 @@ struct error_place connection_place(const connection *c, const char *phase);
     expects its answer. */
 void connection_encode_data_hello(const connection *c, buffer *out, framing *in);
 
-/** Whether a data connection without TLS, connected by @p fd, leads to who this one leads to, as far as the kernel tells:
-    by the Unix name to the same process, from when on it is connected; by TCP on loopback to a user that is trusted,
-    from when on it has answered. False: @p why says why not; FANIN_ERR_CLOSED: it may do so next time. */
+/** Whether a data connection without TLS, connected by @p fd, leads to who this one leads to, as
+    far as the kernel tells: by the Unix name to the same process, from when on it is connected; by
+    TCP on loopback to a user that is trusted, from when on it has answered. False: @p why says why
+    not; FANIN_ERR_CLOSED: it may do so next time. */
 bool connection_trusts(const connection *c, int fd, secure_fault *why);
 
 #endif

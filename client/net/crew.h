@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What a first pull computes for each rank, by several threads at once. They live as long as the work, so that
- * nothing of a client runs between calls; the calling thread does what none of them has taken.
+ * What a first pull computes for each rank, by several threads at once. They live as long as the
+ * work, so that nothing of a client runs between calls; the calling thread does what none of them
+ * has taken.
  */
 #ifndef CREW_H
 #define CREW_H
@@ -11,22 +12,24 @@
 
 typedef struct crew crew;
 
-/** One part, in whichever thread: parts share nothing that one of them writes. @p stop: the part's own; it stops
-    when the deadline has passed, the call is cancelled or the crew closed. */
+/** One part, in whichever thread: parts share nothing that one of them writes. @p stop: the part's
+    own; it stops when the deadline has passed, the call is cancelled or the crew closed. */
 typedef fanin_status (*crew_fn)(void *cookie, size_t part, work_stop *stop,
                                 fanin_error *error);
 
-/** For up to @p n parts of a call that has time until @p at. @p worth: whether there is work enough for threads,
-    which are as many as there are parts and CPUs beyond the caller's. NULL: out of memory. */
+/** For up to @p n parts of a call that has time until @p at. @p worth: whether there is work enough
+    for threads, which are as many as there are parts and CPUs beyond the caller's. NULL: out of
+    memory. */
 crew *crew_open(fanin_client *client, deadline at, size_t n, bool worth, crew_fn fn,
                 void *cookie);
 /** Lets a thread do the part, which is below n and begun once. Does not block. */
 void crew_begin(crew *c, size_t part);
-/** Does what no thread has taken, and waits for the others; all look at the deadline and at cancel. The first part, by its
-    number, that failed decides: its status and error, and *failed (may be NULL) is its number.
-    FANIN_ERR_CANCELLED if the call was cancelled. */
+/** Does what no thread has taken, and waits for the others; all look at the deadline and at cancel.
+    The first part, by its number, that failed decides: its status and error, and *failed (may be
+    NULL) is its number. FANIN_ERR_CANCELLED if the call was cancelled. */
 fanin_status crew_finish(crew *c, size_t *failed, fanin_error *error);
-/** Forgets what no thread has taken, stops and waits for the others, ends the threads. *c NULL is fine. */
+/** Forgets what no thread has taken, stops and waits for the others, ends the threads. *c NULL is
+    fine. */
 void crew_close(crew **c);
 
 #endif

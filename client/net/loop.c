@@ -10,7 +10,8 @@
 /* How long, and how often at most, loop_step_soon() looks. */
 #define LOOK_NS 50000
 #define LOOKS 256
-/* After so many times in vain (ranks of another host, CPUs that are all busy) it tries one in so many. */
+/* After so many times in vain (ranks of another host, CPUs that are all busy) it tries one in so
+   many. */
 #define VAIN_MOST 4
 #define TRY_AGAIN 64
 

@@ -39,8 +39,8 @@ void loop_remove(loop *l, loop_source *source);
 
 /** Waits for events until @p at and dispatches them once. */
 void loop_step(loop *l, deadline at);
-/** The same where an answer is due within moments: looks for it for up to 50 µs before it sleeps, which
-    costs more time than that; hardly ever while that finds nothing. */
+/** The same where an answer is due within moments: looks for it for up to 50 µs before it sleeps,
+    which costs more time than that; hardly ever while that finds nothing. */
 void loop_step_soon(loop *l, deadline at);
 
 #endif

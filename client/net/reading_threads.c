@@ -13,8 +13,9 @@
 /* One thread moves so much in the time that waking another one and telling of its end takes
    several times over. */
 #define BYTES_A_THREAD ((uint64_t)8 << 20)
-/* One connection's window does not fill a network, loopback's does. On one host there are more where a rank's bytes
-   need several threads, but no more: with two CPUs one. A rank that has CPUs to spare sends by as many threads. */
+/* One connection's window does not fill a network, loopback's does. On one host there are more
+   where a rank's bytes need several threads, but no more: with two CPUs one. A rank that has CPUs
+   to spare sends by as many threads. */
 #define CONNECTIONS 4
 #define WORKERS_BESIDE 8 /* of a host */
 
@@ -260,7 +261,8 @@ static int larger_first(const void *a, const void *b)
     return x->source < y->source ? -1 : x->source > y->source;
 }
 
-/* Parts of one source, of what @p share is a thread's share of. A quarter of it more is not worth another thread. */
+/* Parts of one source, of what @p share is a thread's share of. A quarter of it more is not worth
+   another thread. */
 static unsigned parts_of(uint64_t bytes, uint64_t share, unsigned most)
 {
     uint64_t parts = (bytes + share - share / 4 - 1) / share;

@@ -15,11 +15,12 @@
 
 typedef struct reading_threads reading_threads;
 
-/** What a thread does before its loop waits, again and again; false: it is through. *@p wake, UINT64_MAX: when to look again. */
+/** What a thread does before its loop waits, again and again; false: it is through. *@p wake,
+    UINT64_MAX: when to look again. */
 typedef bool (*reading_turn)(void *cookie, deadline *wake);
 
-/** None yet. @p owner is the calling thread's loop, which turns when a thread has something to tell.
-    NULL: no memory, no descriptor. */
+/** None yet. @p owner is the calling thread's loop, which turns when a thread has something to
+    tell. NULL: no memory, no descriptor. */
 reading_threads *reading_threads_create(loop *owner);
 /** Ends them; NULL and *threads == NULL are fine. None is at work. */
 void reading_threads_destroy(reading_threads **threads);
@@ -56,11 +57,13 @@ typedef struct reading_size {
 
 /** Threads for it, the calling one included: at least 1. */
 unsigned reading_threads_for(const reading_size *size);
-/** Connections to one rank that are worth it, at least 1. @p ciphered_here: those of a rank of this host by TLS. Up to
-    eight workers of a host may decipher at once, and its trainers need CPUs as well: each has an eighth of @p cpus. */
+/** Connections to one rank that are worth it, at least 1. @p ciphered_here: those of a rank of this
+    host by TLS. Up to eight workers of a host may decipher at once, and its trainers need CPUs as
+    well: each has an eighth of @p cpus. */
 unsigned reading_connections_for(unsigned cpus, bool ciphered_here);
-/** Which of @p threads read each of the sources, a bit each: as many bytes each as can be; the calling one, number 0, has
-    the least. A source of which a thread's share is but a part is read by several, up to @p most. False: no memory. */
+/** Which of @p threads read each of the sources, a bit each: as many bytes each as can be; the
+    calling one, number 0, has the least. A source of which a thread's share is but a part is read
+    by several, up to @p most. False: no memory. */
 bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
                            unsigned most, uint64_t *threads_of);
 

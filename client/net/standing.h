@@ -24,8 +24,8 @@ fanin_status standing_ask(fanin_client *client, const char *publication, deadlin
 
 /**
  * Writes who can't be read at @p step: first the ranks that are gone, then those that do not
- * answer, then those that are furthest behind, then those that are in an update. Returns the first peer that it names, n_peers if
- * there is none.
+ * answer, then those that are furthest behind, then those that are in an update. Returns the first
+ * peer that it names, n_peers if there is none.
  */
 size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,
                      char *text, size_t size);

@@ -249,8 +249,8 @@ static void admit(fanin_client *client)
 /* Whom to wait for: one rank, those that are not slow (once one is there), or all. */
 typedef enum eagerness { ONE, QUICK, ALL } eagerness;
 
-/* Threads beside this one for handshakes. Less than two, or little for each, are not worth their start. Half of the CPUs
-   are others', as for reading. */
+/* Threads beside this one for handshakes. Less than two, or little for each, are not worth their
+   start. Half of the CPUs are others', as for reading. */
 static unsigned handshake_threads(const fanin_client *client, eagerness whom)
 {
     bool enough;
@@ -301,8 +301,8 @@ static void start(fanin_client *client)
     }
 }
 
-/* What an earlier call began leads to who listened then. Where that was closed another may listen now; who merely did
-   not answer has had its time. */
+/* What an earlier call began leads to who listened then. Where that was closed another may listen
+   now; who merely did not answer has had its time. */
 static bool start_again(fanin_client *client)
 {
     bool any = false;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Which path each rank's regions are read on, why, and what that path keeps of them. It is made from
- * a connection and a catalog: what was made from others drops itself when it is looked at.
+ * Which path each rank's regions are read on, why, and what that path keeps of them. It is made
+ * from a connection and a catalog: what was made from others drops itself when it is looked at.
  */
 #ifndef PATH_STATE_H
 #define PATH_STATE_H
@@ -40,7 +40,8 @@ void path_states_free(fanin_client *client);
 
 /** The peer's state, as far as it still holds. */
 path_state *path_state_of(fanin_client *client, publication *p, size_t peer);
-/** The same for tables that are not here yet: of the catalog @p version of the present connection. */
+/** The same for tables that are not here yet: of the catalog @p version of the present connection.
+    */
 path_state *path_state_ahead(fanin_client *client, publication *p, size_t peer,
                              uint64_t version);
 /** The path that was taken last, and why; never NULL. */
@@ -56,12 +57,14 @@ void path_avoid(fanin_client *client, size_t peer, const char *why);
 /** Why the peer has to be read by stream; NULL: it need not be. */
 const char *path_avoided(fanin_client *client, size_t peer);
 
-/** Asks for the peer's regions by @p path, whose catalog is @p version; f->here and its cookie are the caller's. */
+/** Asks for the peer's regions by @p path, whose catalog is @p version; f->here and its cookie are
+    the caller's. */
 void path_regions_request(const publication *p, size_t peer, uint64_t version,
                           fanin_path path, fetch *f);
 
-/** Brings the region tables of peers with want[i] to @p path. @p refused, one a peer: a rank that is
-    there and gives none gets its error there, and the others go on. Errors as of tables_sync(). */
+/** Brings the region tables of peers with want[i] to @p path. @p refused, one a peer: a rank that
+    is there and gives none gets its error there, and the others go on. Errors as of tables_sync().
+    */
 fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
                                 fanin_path path, deadline at, fanin_error *refused,
                                 fanin_error *error);

@@ -57,8 +57,9 @@ typedef struct path_goal {
     gather_set gather; /**< out: that collect what cuda_ipc brings to host memory */
     uint64_t map_ns;   /**< out: spent on mapping other processes' memory */
     uint64_t table_ns; /**< out: spent on tables for kernels */
-    /** called once by a path that waits for its driver: what it will probably read those peers by may be made
-        meanwhile. FANIN_ERR_CANCELLED ends the pull, other failures are nothing. NULL: there is nothing to do */
+    /** called once by a path that waits for its driver: what it will probably read those peers by
+        may be made meanwhile. FANIN_ERR_CANCELLED ends the pull, other failures are nothing. NULL:
+        there is nothing to do */
     fanin_status (*meanwhile)(void *cookie, const path_reader *reader, const bool *mask,
                               fanin_error *error);
     void *cookie;
@@ -149,8 +150,8 @@ struct path_reader {
     uint32_t paths; /**< that it is: 1 << fanin_path each */
     bool asks; /**< asks for destination memory part by part, not for all at once */
     bool uses_sink; /**< brings to devices by way of a device_sink */
-    /** Begins what takes its time and needs no plan, and goes on beside all that is done until probe(). It fails
-        silently: then probe() has more to do. NULL: nothing is begun. */
+    /** Begins what takes its time and needs no plan, and goes on beside all that is done until
+        probe(). It fails silently: then probe() has more to do. NULL: nothing is begun. */
     void *(*begin_ahead)(fanin_client *client, publication *p,
                          const path_foresight *known, deadline at);
     void (*end_ahead)(void *ahead); /**< stops it where it is; NULL is fine */
@@ -162,7 +163,8 @@ struct path_reader {
     void (*unmap)(fanin_client *client, publication *p);
 
     const span_rule *span_rule; /**< of path_make_spans(); NULL: it is not used */
-    /** Makes what a source is read by. Several threads may, each of another source: nothing else changes. */
+    /** Makes what a source is read by. Several threads may, each of another source: nothing else
+        changes. */
     fanin_status (*plan)(const path_planning *how, size_t source, void **detail,
                          fanin_error *error);
     /** Brings what all sources are read by to the current round. May be NULL. */

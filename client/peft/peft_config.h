@@ -24,8 +24,8 @@ typedef struct peft_config {
  * With "peft_config" in the metadata that object is written back, whole if it is @p trusted, else
  * without what may load code (peft_trust.h); or the fields are derived. Other pairs that
  * bear the name of one of PEFT's fields fill what is not there and must not contradict what is.
- * FANIN_ERR_MISMATCH (names key or pair, and the remedy), FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (@p stop,
- * which may be NULL).
+ * FANIN_ERR_MISMATCH (names key or pair, and the remedy), FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (@p
+ * stop, which may be NULL).
  */
 fanin_status peft_config_make(const key_table *keys, const peft_names *names,
                               const char *publication, bool trusted, work_stop *stop,

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Which fields of a trainer's configuration may reach a reader of adapter_config.json. Pure. */
+/** @file Which fields of a trainer's configuration may reach a reader of adapter_config.json. Pure.
+    */
 #ifndef PEFT_TRUST_H
 #define PEFT_TRUST_H
 

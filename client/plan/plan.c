@@ -210,7 +210,8 @@ static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
     return true;
 }
 
-/* Whether so much is wanted of the box whose first template that is that several holders share it. */
+/* Whether so much is wanted of the box whose first template that is that several holders share it.
+   */
 static bool is_large(const builder *b, const fill *f, uint64_t first)
 {
     const piece *templates = b->fills.templates;

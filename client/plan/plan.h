@@ -141,8 +141,8 @@ typedef struct plan_index {
     plan_place *places; /**< of a group ascending by source and piece */
 } plan_index;
 
-/** @p n_groups: more than the largest group of @p plan. Linear in pieces. @p stop as in plan_build().
-    FANIN_ERR_MEMORY, FANIN_ERR_LIMIT: 2^32 pieces of one source. */
+/** @p n_groups: more than the largest group of @p plan. Linear in pieces. @p stop as in
+    plan_build(). FANIN_ERR_MEMORY, FANIN_ERR_LIMIT: 2^32 pieces of one source. */
 fanin_status plan_index_build(const plan *plan, size_t n_groups, work_stop *stop,
                               plan_index *out, fanin_error *error);
 void plan_index_free(plan_index *index);
@@ -156,7 +156,8 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
                               size_t count, work_stop *stop, plan **out,
                               fanin_error *error);
 void plan_slice_free(plan **slice);
-/** The piece's first byte in the destination, and the one after its last (as `to`: without a base). */
+/** The piece's first byte in the destination, and the one after its last (as `to`: without a base).
+    */
 void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high);
 
 /** Whether those sources with use[i] tile everything (the proof alone; of rules->keys); false also
@@ -223,8 +224,8 @@ typedef fanin_status (*need_fn)(void *cookie, uint64_t to, uint64_t length,
                                 fanin_error *error);
 /** So many bytes at @p to are in place. Likewise. */
 typedef void (*landed_fn)(void *cookie, uint64_t to, uint64_t length);
-/** DIGEST_PIECE bytes are final at @p to, a multiple of that: instead of landed_fn. Thread: the pulling
-    one. */
+/** DIGEST_PIECE bytes are final at @p to, a multiple of that: instead of landed_fn. Thread: the
+    pulling one. */
 typedef void (*digested_fn)(void *cookie, uint64_t to, const digest *known);
 
 /** Tells of every byte of a view whose first one is at @p to; neighbouring runs are told as

@@ -29,8 +29,8 @@ typedef struct intern {
     uint64_t mask, used;
 } intern;
 
-/** Numbers that were looked up last: neighbouring keys have few shapes in turn, and to compare a few of them
-    costs less than a hash. */
+/** Numbers that were looked up last: neighbouring keys have few shapes in turn, and to compare a
+    few of them costs less than a hash. */
 typedef struct recent {
     uint32_t ids[8];
     uint32_t n; /**< that there were */
@@ -229,8 +229,8 @@ fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
 
 /** The class of boxes that exactly these sources (ascending) hold. */
 bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *id_out);
-/** Shares out the classes' weights so that the sources' loads are level; of sources that are equally
-    loaded @p seed says who comes first. False: out of memory, or c->stop. */
+/** Shares out the classes' weights so that the sources' loads are level; of sources that are
+    equally loaded @p seed says who comes first. False: out of memory, or c->stop. */
 bool classes_balance(cover *c, uint64_t seed);
 /** Index among the class's sources of the one that serves @p key; keys ascend. @p split: of this
     key, too, some may be served by one and some by the next. */

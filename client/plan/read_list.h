@@ -25,7 +25,8 @@ typedef struct read_list {
     read_entry *entries;
 } read_list;
 
-/** Requests for the pieces of source @p index: neighbouring whole boxes become one entry. Linear. */
+/** Requests for the pieces of source @p index: neighbouring whole boxes become one entry. Linear.
+    */
 fanin_status read_list_build(const plan *plan, size_t index, const box_table *boxes,
                              const key_table *keys, work_stop *stop, read_list *out,
                              fanin_error *error);

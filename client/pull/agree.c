@@ -130,9 +130,9 @@ static void keep_used(agreement *g, bool agreed)
 
 /* ------------------------------------------------------------------ asking */
 
-/* A rank whose time is up is asked again as long as the pull has time: a rank is not given more than an hour
-   at once, and the clock of a host that stood still meanwhile is behind the rank's. Who does not wait at all
-   would be asked for ever. */
+/* A rank whose time is up is asked again as long as the pull has time: a rank is not given more
+   than an hour at once, and the clock of a host that stood still meanwhile is behind the rank's.
+   Who does not wait at all would be asked for ever. */
 static fanin_status take_timeout(asker *a, connection *c)
 {
     uint64_t waited_ms = (clock_ns() - a->asked_ns) / 1000000;
@@ -423,8 +423,8 @@ static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
     return agree_sufficient(g->client, g->publication, g->use, g->at, enough, error);
 }
 
-/* A rank is paused, which waiting does not mend: the marked ones suffice, or the pull is over. Those
-   that have not answered yet are given the time that replicas are given to catch up. */
+/* A rank is paused, which waiting does not mend: the marked ones suffice, or the pull is over.
+   Those that have not answered yet are given the time that replicas are given to catch up. */
 static fanin_status decide_without(agreement *g, const asker *paused, size_t marked,
                                    bool *agreed, fanin_error *error)
 {

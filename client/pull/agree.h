@@ -11,17 +11,18 @@
 
 /** What the caller is going to read. */
 typedef struct agree_need {
-    /** *@p vain: the ranks with @p use[i] can't serve it for want of one that is gone; returned is that
-        rank's error. Their tables are at hand. */
+    /** *@p vain: the ranks with @p use[i] can't serve it for want of one that is gone; returned is
+        that rank's error. Their tables are at hand. */
     fanin_status (*without)(void *cookie, const bool *use, bool *vain,
                             fanin_error *error);
-    /** Before tables are brought up to date or a plan is made: what is done with those at hand ends. NULL: nothing
-        is. */
+    /** Before tables are brought up to date or a plan is made: what is done with those at hand
+        ends. NULL: nothing is. */
     void (*let_go)(void *cookie);
     void *cookie;
 } agree_need;
 
-/** Leases that ranks are to grant together with their announcements, if they can announce at once. */
+/** Leases that ranks are to grant together with their announcements, if they can announce at once.
+    */
 typedef struct early_begin {
     const uint64_t
         *versions;        /**< one a peer: the catalog that is at hand; 0: no lease */
@@ -40,18 +41,18 @@ typedef struct early_begin {
  * reader that waits.
  *
  * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_PAUSED (by a rank without
- * which the others, as soon as they have answered, do not suffice), FANIN_ERR_TIMEOUT (names the ranks
- * that are gone, silent or behind, and their steps), FANIN_ERR_CANCELLED, connection errors if no
- * rank is left, or one is gone without which @p need (NULL: not asked) can't be met.
+ * which the others, as soon as they have answered, do not suffice), FANIN_ERR_TIMEOUT (names the
+ * ranks that are gone, silent or behind, and their steps), FANIN_ERR_CANCELLED, connection errors
+ * if no rank is left, or one is gone without which @p need (NULL: not asked) can't be met.
  */
 fanin_status agree(fanin_client *client, publication *p,
                    const fanin_pull_options *options, const agree_need *need,
                    early_begin *early, deadline at, announcement *announced, bool *use,
                    fanin_error *error);
 
-/** The rank to blame for what the ranks with @p use[i], whose tables are at hand, do not hold: one that
-    is gone and without which the others do not suffice, as far as the tables of those that are gone
-    are known. n_peers: none is gone. */
+/** The rank to blame for what the ranks with @p use[i], whose tables are at hand, do not hold: one
+    that is gone and without which the others do not suffice, as far as the tables of those that are
+    gone are known. n_peers: none is gone. */
 size_t agree_culprit(fanin_client *client, const publication *p, const bool *use,
                      deadline at);
 

@@ -259,7 +259,8 @@ static fanin_status agree_on_step(pull *p, uint64_t *clock, fanin_error *error)
     return status == FANIN_OK ? read_ahead_gone(p, error) : status;
 }
 
-/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that follows. */
+/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that
+   follows. */
 static void map_ahead(pull *p)
 {
     const destination *d = p->destination;
@@ -270,8 +271,9 @@ static void map_ahead(pull *p)
     path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
 }
 
-/* To the ranks that were read last, as far as that is known: what went with an attempt that an update has
-   overtaken is there when the next step is announced, and not only in the middle of its time. */
+/* To the ranks that were read last, as far as that is known: what went with an attempt that an
+   update has overtaken is there when the next step is announced, and not only in the middle of its
+   time. */
 static fanin_status connect_again(pull *p, fanin_error *error)
 {
     const path_plan *plan = &p->cache->whole.plan;

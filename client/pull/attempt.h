@@ -69,12 +69,13 @@ fanin_status attempt_end(pull *p, fanin_error *error);
 fanin_status pull_open(pull *p, fanin_error *error);
 /** Attempts until one is good or no other one would be. */
 fanin_status pull_until_good(pull *p, fanin_error *error);
-/** Of a pull or a session that ended with @p why, FANIN_ERR_STALE: the same, with what helps if reading
-    takes longer than a lease lasts, so that trying again would not. */
+/** Of a pull or a session that ended with @p why, FANIN_ERR_STALE: the same, with what helps if
+    reading takes longer than a lease lasts, so that trying again would not. */
 fanin_status pull_overtaken(pull *p, const fanin_error *why, fanin_error *error);
 /** Publishes, and fills the result. */
 fanin_status pull_complete(pull *p, fanin_error *error);
-/** Tells trace and log of the call, or of a session's begin: from started_ns until now. @p error: why it
+/** Tells trace and log of the call, or of a session's begin: from started_ns until now. @p error:
+    why it
     failed, may be NULL. */
 void pull_ended(pull *p, trace_name name, fanin_status status,
                 const fanin_error *error);

@@ -11,8 +11,8 @@ extern const path_reader *const path_readers[PATH_READERS];
 /** That carries @p path. */
 const path_reader *path_reader_of(fanin_path path);
 
-/** Begins what can be begun before there is a plan, if some rank's tables are not here; goal->ahead is to be ended,
-    after path_prepare() or instead of it. @p known is to outlive that. */
+/** Begins what can be begun before there is a plan, if some rank's tables are not here; goal->ahead
+    is to be ended, after path_prepare() or instead of it. @p known is to outlive that. */
 void path_begin_ahead(fanin_client *client, publication *p, const path_foresight *known,
                       path_goal *goal, deadline at);
 void path_end_ahead(path_goal *goal);
@@ -27,8 +27,8 @@ void path_end_ahead(path_goal *goal);
 fanin_status path_prepare(fanin_client *client, publication *p, const bool *want,
                           path_goal *goal, deadline at, fanin_error *error);
 
-/** The publication is paused or gone: unmaps its memory, which the trainer wants to free. No reading
-    is under way. */
+/** The publication is paused or gone: unmaps its memory, which the trainer wants to free. No
+    reading is under way. */
 void path_unmap(fanin_client *client, publication *p);
 /** Likewise of publications of which no pull has begun since @p since_ns: their owners may want to
     free it, and a removal is told only to who asks for it. */

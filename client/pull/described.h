@@ -40,12 +40,12 @@ fanin_status described_refuse(const fanin_tensor *t, const char *remedy,
                               fanin_error *error, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-/** Finds them; @p f's driver NULL: all is host memory. *@p out, zeroed, is to be cleared in any case.
-    FANIN_ERR_ARGUMENT: a box is elsewhere than its tensor says; FANIN_ERR_MEMORY. */
+/** Finds them; @p f's driver NULL: all is host memory. *@p out, zeroed, is to be cleared in any
+    case. FANIN_ERR_ARGUMENT: a box is elsewhere than its tensor says; FANIN_ERR_MEMORY. */
 fanin_status places_find(const described *d, gpu_finder *f, places *out,
                          fanin_error *error);
-/** Whether the allocations that they were found in are still there, so that finding them again would
-    find the same. */
+/** Whether the allocations that they were found in are still there, so that finding them again
+    would find the same. */
 bool places_stand(const places *p, gpu *g);
 void places_clear(places *p);
 

@@ -5,7 +5,8 @@
 #include "pull/lease_round.h"
 #include <string.h>
 
-/* A source of the cached plan: READY, its tables those that the plan was made from, its path known. */
+/* A source of the cached plan: READY, its tables those that the plan was made from, its path known.
+   */
 static bool at_hand(pull *p, size_t peer)
 {
     const shard_table *tables = &p->publication->shards[peer];

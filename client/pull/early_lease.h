@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Leases that come with the announcements, so that a pull which has everything at hand asks its ranks
- * once before it reads. What follows the agreement may then take no time: who would fetch tables, plan
- * or try paths under a lease would hold up the trainer for nothing.
+ * Leases that come with the announcements, so that a pull which has everything at hand asks its
+ * ranks once before it reads. What follows the agreement may then take no time: who would fetch
+ * tables, plan or try paths under a lease would hold up the trainer for nothing.
  */
 #ifndef EARLY_LEASE_H
 #define EARLY_LEASE_H

@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* To wake a thread costs about as much as to tell two ranks: from so many on another one tells them. */
+/* To wake a thread costs about as much as to tell two ranks: from so many on another one tells
+   them. */
 #define LATE_FROM 4
 
 /* One rank's part of a round. */
@@ -195,8 +196,8 @@ bool lease_has_word(const fanin_client *client, const publication *p, size_t pee
            rank_process_of(client, peer);
 }
 
-/* Looks at the words of all before anybody is told anything: whether all have confirmed. Who was cancelled, or is late,
-   hears so in the round. */
+/* Looks at the words of all before anybody is told anything: whether all have confirmed. Who was
+   cancelled, or is late, hears so in the round. */
 static bool look_at_words(fanin_client *client, const publication *p,
                           const reader_lease *leases, deadline at, turn *turns)
 {
@@ -212,7 +213,8 @@ static bool look_at_words(fanin_client *client, const publication *p,
     return all;
 }
 
-/* Whether a thread tells the ranks that the leases have ended, on which nothing of the result depends. */
+/* Whether a thread tells the ranks that the leases have ended, on which nothing of the result
+   depends. */
 static bool may_be_late(fanin_client *client, const reader_lease *leases)
 {
     size_t n = 0;

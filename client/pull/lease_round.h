@@ -6,8 +6,8 @@
 #include "path/reader.h"
 
 /**
- * Conditional begins (step, catalog version) on all peers with use[i] whose lease is not held yet; one
- * that is held of another peer is given back. FANIN_OK: all granted.
+ * Conditional begins (step, catalog version) on all peers with use[i] whose lease is not held yet;
+ * one that is held of another peer is given back. FANIN_OK: all granted.
  * FANIN_ERR_STALE: a rank has moved on (says which; not a stale read); what was granted stays
  * in @p leases and must be given back with lease_round_abandon().
  */
@@ -15,13 +15,14 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                const announcement *announced, const bool *use,
                                reader_lease *leases, deadline at, fanin_error *error);
 
-/** Ends all held leases, and tells each rank what of @p served, one a peer, it did not see. FANIN_ERR_STALE: a
-    rank's epoch has gone, the bytes must not be used. Ranks whose words show that theirs stand are told, and not
-    waited for. */
+/** Ends all held leases, and tells each rank what of @p served, one a peer, it did not see.
+    FANIN_ERR_STALE: a rank's epoch has gone, the bytes must not be used. Ranks whose words show
+    that theirs stand are told, and not waited for. */
 fanin_status lease_round_end(fanin_client *client, const publication *p,
                              const announcement *announced, reader_lease *leases,
                              const served *served, deadline at, fanin_error *error);
-/** Whether the peer's lease can be seen to stand, so that its end need not be waited for if it does. */
+/** Whether the peer's lease can be seen to stand, so that its end need not be waited for if it
+    does. */
 bool lease_has_word(const fanin_client *client, const publication *p, size_t peer,
                     const reader_lease *lease);
 

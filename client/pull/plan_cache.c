@@ -16,7 +16,8 @@
 
 /* ------------------------------------------------------------------ keeping */
 
-/* The memory's that was made for a destination of that layout, or the one that was used longest ago. */
+/* The memory's that was made for a destination of that layout, or the one that was used longest
+   ago. */
 static plan_cache *for_memory(plan_cache *plans, const digest *layout)
 {
     plan_cache *found = NULL, *oldest = plans;

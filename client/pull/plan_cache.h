@@ -27,7 +27,8 @@ typedef struct plan_cache {
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
-    /** of the last good pull, for the next one to read before it has leases (pull/read_ahead.h): each peer's; NULL:
+    /** of the last good pull, for the next one to read before it has leases (pull/read_ahead.h):
+        each peer's; NULL:
         not known */
     reader_lease *last;
     uint64_t last_step;
@@ -42,9 +43,9 @@ typedef struct plan_cache {
 } plan_cache;
 
 /**
- * The publication's for a destination: of a directory there is one, of memory that whose layout is the
- * destination's, if it is among those of the last three layouts; a plan that brings more than 4 GiB
- * stays only as long as no other is wanted. Valid until the next call. NULL: out of memory.
+ * The publication's for a destination: of a directory there is one, of memory that whose layout is
+ * the destination's, if it is among those of the last three layouts; a plan that brings more than 4
+ * GiB stays only as long as no other is wanted. Valid until the next call. NULL: out of memory.
  */
 plan_cache *plan_cache_of(publication *p, const destination *d);
 /** Drops the publication's plans. */
@@ -61,9 +62,10 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
 bool plan_cache_fits(const plan_cache *cache, const fanin_client *client,
                      const publication *p, const bool *use, const destination *d);
 /**
- * What fills the tensors [first, first + count) of the destination's @p total, whose ranges last: kept
- * with the plan, or made, which takes as long as what it holds (the first one: as all). Valid until the
- * next call. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_TIMEOUT (stopped).
+ * What fills the tensors [first, first + count) of the destination's @p total, whose ranges last:
+ * kept
+ * with the plan, or made, which takes as long as what it holds (the first one: as all). Valid until
+ * the next call. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_TIMEOUT (stopped).
  */
 fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
                              size_t total, work_stop *stop, plan_part **out,
@@ -73,7 +75,8 @@ fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,
                                fanin_error *error);
 
-/** Why the connection is not there, and that nobody else holds @p key ("": not known). Returns its status. */
+/** Why the connection is not there, and that nobody else holds @p key ("": not known). Returns its
+    status. */
 fanin_status pull_blame(const connection *c, const char *key, fanin_error *error);
 
 #endif

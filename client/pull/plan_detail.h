@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What the paths of a plan's sources read it by: made by several threads, kept with the plan. */
+/** @file What the paths of a plan's sources read it by: made by several threads, kept with the
+    plan. */
 #ifndef PLAN_DETAIL_H
 #define PLAN_DETAIL_H
 
@@ -12,8 +13,9 @@ void plan_detail_readers(const path_plan *plan, const publication *p);
 fanin_status plan_detail_make(plan_part *part, fanin_client *client, publication *p,
                               path_goal *goal, deadline at, fanin_error *error);
 /**
- * The same of the sources of peers with mask[peer], which @p reader will probably read: while it finds out. What else
- * comes of it than FANIN_OK says nothing about the pull, unless it is FANIN_ERR_CANCELLED.
+ * The same of the sources of peers with mask[peer], which @p reader will probably read: while it
+ * finds out. What else comes of it than FANIN_OK says nothing about the pull, unless it is
+ * FANIN_ERR_CANCELLED.
  */
 fanin_status plan_detail_ahead(plan_part *part, fanin_client *client, publication *p,
                                path_goal *goal, const path_reader *reader,

@@ -12,8 +12,8 @@
 #include <fanin/client.h>
 
 /**
- * The tensors, and where they are now: found again, by @p f, if an allocation has changed. Valid until
- * prepared_give(); several calls may have them at once. Thread: any. Errors of places_find().
+ * The tensors, and where they are now: found again, by @p f, if an allocation has changed. Valid
+ * until prepared_give(); several calls may have them at once. Thread: any. Errors of places_find().
  */
 fanin_status prepared_take(fanin_destination *d, gpu_finder *f, const described **all,
                            const places **where, fanin_error *error);

@@ -18,8 +18,8 @@
 #define ADVISE_AFTER 3
 /* Lost paths that a forced path may cost before the pull gives up. */
 #define MAX_TRANSPORT_FAILURES 3
-/* Each pause before another attempt is random, of a width that grows up to here: by 1 ms where the trainer was faster,
-   else twofold. */
+/* Each pause before another attempt is random, of a width that grows up to here: by 1 ms where the
+   trainer was faster, else twofold. */
 #define MAX_PAUSE_MS 8
 #define MAX_LONG_PAUSE_MS 512
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
@@ -183,8 +183,8 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
                      p->result->info.restarts, lost->message);
 }
 
-/* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short right
-   after something was lost: then nobody had the time to answer. */
+/* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short
+   right after something was lost: then nobody had the time to answer. */
 static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
 {
     bool at_once = clock_ns() - began < MAX_LONG_PAUSE_MS * UINT64_C(1000000);

@@ -14,8 +14,8 @@
 #include "plan/plan.h"
 #include "pull/result.h"
 
-/** Where the bytes go. All functions run in the pulling thread, but need and landed, which those that
-    read call (see need_fn). */
+/** Where the bytes go. All functions run in the pulling thread, but need and landed, which those
+    that read call (see need_fn). */
 typedef struct destination {
     void *cookie;
     bool directory; /**< not memory: its plan is kept apart */
@@ -49,7 +49,8 @@ typedef struct destination {
     void (*outline)(void *cookie, path_outline *out);
     bool lasting_ranges; /**< they follow from layout() alone */
     bool
-        quick; /**< agreed() takes no time and gives no base: leases may be had before it is called, and reads begun */
+        quick; /**< agreed() takes no time and gives no base: leases may be had before it is called,
+                    and reads begun */
     fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     uint64_t started_ns; /**< when the caller's call began; 0: now */

@@ -92,7 +92,8 @@ static fanin_status check(const fanin_session *s, fanin_error *error)
 
 /* ----------------------------------------------------------------------- reading */
 
-/* Whoever is needed at the end must have been there all the time: a lease goes with its connection. */
+/* Whoever is needed at the end must have been there all the time: a lease goes with its connection.
+   */
 static fanin_status look_at_ranks(fanin_session *s, fanin_error *error)
 {
     fanin_client *client = s->client;

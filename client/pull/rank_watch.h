@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Who has brought how much of a pull, and whom it waits for: told to the caller, and to the log. */
+/** @file Who has brought how much of a pull, and whom it waits for: told to the caller, and to the
+    log. */
 #ifndef RANK_WATCH_H
 #define RANK_WATCH_H
 

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where it was in vain n times, that many pulls less than 2^n do without: the words of a copy that was published
-   before, say, which stand beside the next one's. */
+/* Where it was in vain n times, that many pulls less than 2^n do without: the words of a copy that
+   was published before, say, which stand beside the next one's. */
 #define MOST_MISSES 6
 
 /* Whether bytes come from it. */

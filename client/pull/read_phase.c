@@ -8,7 +8,8 @@
 #include "pull/lease_round.h"
 #include <stdlib.h>
 
-/* Reads that take as long leave ranks asleep; before the end of one like the last they are woken. */
+/* Reads that take as long leave ranks asleep; before the end of one like the last they are woken.
+   */
 #define SLEEPY_NS UINT64_C(1000000)
 #define AHEAD_NS UINT64_C(200000)
 
@@ -101,8 +102,9 @@ static fanin_status check(const phase *w, bool *all, fanin_error *error)
     return FANIN_OK;
 }
 
-/* One-sided reads leave the ranks asleep, and who has slept for milliseconds wakes up slowly: a ping that is not
-   waited for has them awake when they are asked to end. Who is only told, and not waited for, may sleep on. */
+/* One-sided reads leave the ranks asleep, and who has slept for milliseconds wakes up slowly: a
+   ping that is not waited for has them awake when they are asked to end. Who is only told, and not
+   waited for, may sleep on. */
 static void wake_ranks(phase *w)
 {
     const path_reading *r = &w->reading;

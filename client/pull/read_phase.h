@@ -24,10 +24,11 @@ typedef struct read_phase {
     uint64_t first_ns, last_ns; /**< out: first read posted, last byte in place */
 } read_phase;
 
-/** Begins what goes on by itself, and waits for nothing. Then it is run or dropped; after an error nothing is under
-    way. */
+/** Begins what goes on by itself, and waits for nothing. Then it is run or dropped; after an error
+    nothing is under way. */
 fanin_status read_phase_begin(read_phase *r, fanin_error *error);
-/** Ends what was begun and not run, if there is anything: its bytes do not count. destination->leak as below. */
+/** Ends what was begun and not run, if there is anything: its bytes do not count. destination->leak
+    as below. */
 void read_phase_drop(read_phase *r);
 
 /**
@@ -39,9 +40,10 @@ void read_phase_drop(read_phase *r);
 fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error);
 
 /**
- * After read_phase_run() and before the leases end: every rank digests the boxes that it served, this
- * process what has landed. FANIN_OK: all are equal. FANIN_ERR_STALE: a lease has gone. Errors of a
- * lost rank as of read_phase_run(). Final, with r->final set: FANIN_ERR_TRANSPORT (unequal: names
+ * After read_phase_run() and before the leases end: every rank digests the boxes that it served,
+ * this process what has landed. FANIN_OK: all are equal. FANIN_ERR_STALE: a lease has gone. Errors
+ * of a lost rank as of read_phase_run(). Final, with r->final set: FANIN_ERR_TRANSPORT (unequal:
+ * names
  * rank and key), FANIN_ERR_UNSUPPORTED (a rank that cannot), FANIN_ERR_MEMORY.
  */
 fanin_status verify_run(read_phase *r, deadline at, fanin_error *error);

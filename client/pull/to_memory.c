@@ -35,8 +35,8 @@ static digest layout(void *cookie)
 
 /* ------------------------------------------------------------------ targets */
 
-/* The tensors' keys: looked up once a key table, as what a first pull fetches follows from them, and
-   then what it plans. */
+/* The tensors' keys: looked up once a key table, as what a first pull fetches follows from them,
+   and then what it plans. */
 static bool find_keys(memory_destination *m, const key_table *keys)
 {
     if (m->keys && digest_equal(&m->matched, &keys->id))

@@ -29,7 +29,8 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     return error_copy(error, connection_fault(w->client->peers[culprit].control));
 }
 
-/* Some may have agreed because the others are gone: then these must suffice, as a pull's plan would tell. */
+/* Some may have agreed because the others are gone: then these must suffice, as a pull's plan would
+   tell. */
 static fanin_status prove(waiter *w, const announcement *announced, const bool *use,
                           fanin_error *error)
 {

@@ -69,7 +69,8 @@ typedef struct stream_source {
     atomic_bool told;  /* of its end */
 } stream_source;
 
-/* What one thread reads: the calling one, number 0, in the client's loop; others in loops of theirs. */
+/* What one thread reads: the calling one, number 0, in the client's loop; others in loops of
+   theirs. */
 typedef struct reader_thread {
     stream_share share;
     struct stream_reading *of;
@@ -101,8 +102,8 @@ static bool is_for_devices(const path_reading *r)
     return is;
 }
 
-/* Threads cost more than they spare where little comes, and where the ranks and this one have all CPUs
-   already. Readers that are several check what they receive, as the CPU's caches have it. */
+/* Threads cost more than they spare where little comes, and where the ranks and this one have all
+   CPUs already. Readers that are several check what they receive, as the CPU's caches have it. */
 static void make_checks(stream_reading *s)
 {
     uint64_t sealed = 0;
@@ -115,7 +116,8 @@ static void make_checks(stream_reading *s)
         s->checks = seal_checks_create(&s->r->client->loop);
 }
 
-/* Connections that a rank has at most, as far as this client wants them. @p ciphered_here: by TLS, on this host. */
+/* Connections that a rank has at most, as far as this client wants them. @p ciphered_here: by TLS,
+   on this host. */
 static unsigned most_connections(const fanin_client *client, bool ciphered_here)
 {
     const fanin_client_config *config = &client->config;
@@ -146,7 +148,8 @@ static bool is_ciphered_here(const path_reading *r)
     return false;
 }
 
-/* What a source costs to read, as bytes: handshakes of connections that there are not yet are computed, too. */
+/* What a source costs to read, as bytes: handshakes of connections that there are not yet are
+   computed, too. */
 static uint64_t cost_of(const path_reading *r, size_t source)
 {
     size_t peer = r->plan->peer_of[source];
@@ -273,7 +276,8 @@ static bool is_done(const stream_source *s)
                    : w->made + w->given_up >= stream_link_count(s->link);
 }
 
-/* In a thread of its own: sends what its window has room for, tells of each source's end, the first who sees it. */
+/* In a thread of its own: sends what its window has room for, tells of each source's end, the first
+   who sees it. */
 static bool turn(void *cookie, deadline *wake)
 {
     reader_thread *t = cookie;

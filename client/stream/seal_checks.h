@@ -31,7 +31,8 @@ typedef struct sealed_body {
 /** NULL: there is no CPU to spare, or no memory; who receives then checks by itself. */
 seal_checks *seal_checks_create(loop *l);
 /** For the body that comes next, to be filled in. NULL: the threads do not keep up, or there is no
-    memory, or no @p c; who receives then sums the body up by itself, while caches hold the bytes. */
+    memory, or no @p c; who receives then sums the body up by itself, while caches hold the bytes.
+    */
 sealed_body *seal_checks_take(seal_checks *c);
 /** It has come whole: the verdict follows, unless there is an end before. */
 void seal_checks_submit(seal_checks *c, sealed_body *body);

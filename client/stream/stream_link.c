@@ -14,8 +14,8 @@
 /* Read from one connection before others get a turn. */
 #define TURN_BYTES ((size_t)4 << 20)
 /* By TCP on one host a reply more than the one that is coming: nothing has a way to go, and what
-   the kernel holds beyond that has left the CPU's caches when it is read. Over Unix sockets it holds
-   no more in any case. */
+   the kernel holds beyond that has left the CPU's caches when it is read. Over Unix sockets it
+   holds no more in any case. */
 #define LOCAL_READS 2
 
 static void on_ready(loop_source *source, uint32_t events);
@@ -324,7 +324,8 @@ static void flush(data_connection *d)
         data_want(d);
 }
 
-/* The next request that nobody has sent. False: there is none, or no room in the share's window for it. */
+/* The next request that nobody has sent. False: there is none, or no room in the share's window for
+   it. */
 static bool take_request(stream_work *w, stream_share *share, uint64_t *out)
 {
     uint64_t next = w->next_request, bytes;
@@ -801,8 +802,8 @@ static void on_readable(data_connection *d)
         data_want(d);
 }
 
-/* As the control connection was when this one was begun: that may be lost since. False: it goes on later, or the
-   connection is gone. */
+/* As the control connection was when this one was begun: that may be lost since. False: it goes on
+   later, or the connection is gone. */
 static bool is_secured(data_connection *d)
 {
     secure_fault why;

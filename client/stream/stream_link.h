@@ -25,8 +25,8 @@ typedef struct stream_share {
     uint64_t max_inflight;
 } stream_share;
 
-/** One rank's reading in one attempt, which several threads may share. Others may look at what is atomic, and at the
-    error once failed is set. */
+/** One rank's reading in one attempt, which several threads may share. Others may look at what is
+    atomic, and at the error once failed is set. */
 typedef struct stream_work {
     const plan *plan;
     const plan_rank *pieces;
@@ -61,7 +61,8 @@ void stream_work_fail(stream_work *work, const fanin_error *why);
 fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error);
 void stream_link_destroy(stream_link **link);
-/** More of them, until there are @p count; it has no work. On an error those that there are stay. */
+/** More of them, until there are @p count; it has no work. On an error those that there are stay.
+    */
 fanin_status stream_link_widen(stream_link *link, unsigned count, fanin_error *error);
 unsigned stream_link_count(const stream_link *link);
 /** None of its connections has been lost. */
@@ -69,15 +70,16 @@ bool stream_link_is_whole(const stream_link *link);
 /** One at least is made, so that reading begins at once. */
 bool stream_link_is_made(const stream_link *link);
 
-/** Connection number @p index is for the share's thread in the work that comes next. Neither its loop nor the client's
-    turns. On FANIN_ERR_LIMIT or FANIN_ERR_MEMORY the connection is lost. */
+/** Connection number @p index is for the share's thread in the work that comes next. Neither its
+    loop nor the client's turns. On FANIN_ERR_LIMIT or FANIN_ERR_MEMORY the connection is lost. */
 fanin_status stream_link_deal(stream_link *link, unsigned index, stream_share *share,
                               fanin_error *error);
-/** Gives the link its work and sends what the windows allow; the loops do the rest. @p share: of the connections that
-    were not dealt, in the client's loop. */
+/** Gives the link its work and sends what the windows allow; the loops do the rest. @p share: of
+    the connections that were not dealt, in the client's loop. */
 void stream_link_start(stream_link *link, stream_work *work, stream_share *share);
-/** Gives up those connections of the share that are not made within the client's connect_timeout_ms, which fails the work
-    if there is no other one. *@p wake becomes no later than when that may be so of another. */
+/** Gives up those connections of the share that are not made within the client's
+    connect_timeout_ms, which fails the work if there is no other one. *@p wake becomes no later
+    than when that may be so of another. */
 void stream_link_look(stream_link *link, const stream_share *share, deadline *wake);
 /** In the share's thread: sends more requests by its connections if its window has room again. */
 void stream_link_pump(stream_link *link, const stream_share *share);
@@ -91,17 +93,17 @@ bool stream_link_stop(stream_link *link);
 
 extern const path_reader stream_reader;
 
-/** The peer's data connections to its current incarnation: those that there are, and more, made without waiting, if
-    these are fewer than @p count. */
+/** The peer's data connections to its current incarnation: those that there are, and more, made
+    without waiting, if these are fewer than @p count. */
 fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
                          stream_link **out, fanin_error *error);
 /** Whether there are any of use, and one is made. */
 bool stream_at_hand(const fanin_client *client, size_t peer);
 /**
- * To all sources with pieces that stream reads, and to the others as well if @p all: data connections, one of
- * which is made when this returns. With nothing at hand it waits for the others, too, as long again as for the first
- * and a moment longer. Errors of lost ranks as of read_phase_run(). @p r needs no leases, and tells where the
- * bytes go by its ranges.
+ * To all sources with pieces that stream reads, and to the others as well if @p all: data
+ * connections, one of which is made when this returns. With nothing at hand it waits for the
+ * others, too, as long again as for the first and a moment longer. Errors of lost ranks as of
+ * read_phase_run(). @p r needs no leases, and tells where the bytes go by its ranges.
  */
 fanin_status stream_connect(const path_reading *r, bool all, deadline at,
                             fanin_error *error);

@@ -8,8 +8,8 @@
 #define THREADS_FROM ((uint64_t)16 << 20)
 #define MAX_THREADS 3
 
-/* A get costs about as much as copying this many bytes; measured where UCX let the kernel copy on one
-   host: a piece of its own was worth it from some tens of KiB on. */
+/* A get costs about as much as copying this many bytes; measured where UCX let the kernel copy on
+   one host: a piece of its own was worth it from some tens of KiB on. */
 static const span_rule span_rules = {
     .max_length = SPAN_MAX, .max_gap = 8192, .direct_from = 65536};
 

@@ -37,8 +37,8 @@ ucx_endpoint *ucx_end_to(fanin_client *client, size_t peer);
 bool ucx_end_drop(fanin_client *client, size_t peer, deadline at);
 /** How long reads that cannot be recalled may take to call back. */
 deadline ucx_end_drain_by(void);
-/** Closes all endpoints and the client; waits for reads that cannot be recalled, 10 s at most. False:
-    they could not be recalled even so; what they land in must never be freed. */
+/** Closes all endpoints and the client; waits for reads that cannot be recalled, 10 s at most.
+    False: they could not be recalled even so; what they land in must never be freed. */
 bool ucx_end_close(fanin_client *client);
 /** After that. */
 void ucx_end_free(fanin_client *client);

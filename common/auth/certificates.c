@@ -17,7 +17,8 @@
 #define LOOK_MS 1000
 /* After so long the log says that files do not answer. */
 #define SLOW_MS 1000
-/* How long the end of it all waits for a look: one at a file system that answers is over by then. */
+/* How long the end of it all waits for a look: one at a file system that answers is over by then.
+   */
 #define LEAVE_MS 500
 
 /* What tells that a file is another one than before. */
@@ -152,8 +153,9 @@ static void look(const certificates *c, stamp out[3])
         }
 }
 
-/* Keeps what was read, if it was. The files may be exchanged one after the other: what does not fit together yet is
-   read again. True: the log is to be told, which it is once a change. With the lock. */
+/* Keeps what was read, if it was. The files may be exchanged one after the other: what does not fit
+   together yet is read again. True: the log is to be told, which it is once a change. With the
+   lock. */
 static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
 {
     bool was_told = c->is_told;
@@ -166,7 +168,8 @@ static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
     return true;
 }
 
-/* Without the lock, for which connections would wait as long as the log does; the end waits for it. */
+/* Without the lock, for which connections would wait as long as the log does; the end waits for it.
+   */
 static void tell(certificates *c, bool is_read, const fanin_error *why)
 {
     c->tells = true;
@@ -181,7 +184,8 @@ static void tell(certificates *c, bool is_read, const fanin_error *why)
     c->tells = false;
 }
 
-/* Takes as long as the files' file system and the log do, without the lock, with which it is called and returns. */
+/* Takes as long as the files' file system and the log do, without the lock, with which it is called
+   and returns. */
 static void look_again(certificates *c)
 {
     stamp now[3];
@@ -216,8 +220,8 @@ static void wipe(certificates *c)
     free(c);
 }
 
-/* A thread of its own, for a file system that has gone away answers nobody, and cannot be waited for with a
-   deadline. It may so outlive the end, and uses nothing then that is not its own. */
+/* A thread of its own, for a file system that has gone away answers nobody, and cannot be waited
+   for with a deadline. It may so outlive the end, and uses nothing then that is not its own. */
 static void *watch(void *cookie)
 {
     certificates *c = cookie;
@@ -239,8 +243,9 @@ static void *watch(void *cookie)
     return NULL;
 }
 
-/* False: the thread is with the files for long, and ends it all when it comes back. One that is in the log is waited
-   for, as every thread that logs is: the owner's function must not run after the end. */
+/* False: the thread is with the files for long, and ends it all when it comes back. One that is in
+   the log is waited for, as every thread that logs is: the owner's function must not run after the
+   end. */
 static bool end_thread(certificates *c)
 {
     const pthread_t thread = c->thread; /* it may be the thread's to free below */

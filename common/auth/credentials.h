@@ -9,15 +9,16 @@
 #define KEY_ENV "FANIN_TLS_KEY"
 #define CA_ENV "FANIN_TLS_CA"
 
-/** As configurations have it: of each, NULL: what the environment names, "": none. What they name goes before the
-    environment's, of either kind. */
+/** As configurations have it: of each, NULL: what the environment names, "": none. What they name
+    goes before the environment's, of either kind. */
 typedef struct credentials {
     const char *secret;
     certificate_files tls;
 } credentials;
 
-/** A rank's end, *@p out NULL without credentials. tls_end_of_rank()'s errors, certificates_new()'s, and
-    FANIN_ERR_ARGUMENT: both kinds; a certificate without key or authorities. */
+/** A rank's end, *@p out NULL without credentials. tls_end_of_rank()'s errors,
+    certificates_new()'s, and FANIN_ERR_ARGUMENT: both kinds; a certificate without key or
+    authorities. */
 fanin_status credentials_of_rank(const credentials *configured,
                                  const uint8_t world_id[16], uint32_t rank,
                                  const logger *log, tls_end **out, fanin_error *error);

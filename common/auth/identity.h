@@ -32,8 +32,8 @@ typedef struct identity {
 bool identity_parse(const char *text, size_t size, identity *out);
 void identity_text(const identity *id, char out[IDENTITY_URI_MOST]);
 
-/** Whether who has @p has may act as @p wanted: the same, or any rank for a rank. AS_ANY_RANK wanted: whatever
-    rank it is. */
+/** Whether who has @p has may act as @p wanted: the same, or any rank for a rank. AS_ANY_RANK
+    wanted: whatever rank it is. */
 bool identity_suffices(const identity *has, const identity *wanted);
 
 #endif

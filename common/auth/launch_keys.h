@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Keys out of a launch's secret, by HKDF with SHA-256 (RFC 5869; PROTOCOL.md, "Secured connections"). Who
- * has a derived key learns nothing of the secret, nor of another key.
+ * Keys out of a launch's secret, by HKDF with SHA-256 (RFC 5869; PROTOCOL.md, "Secured
+ * connections"). Who has a derived key learns nothing of the secret, nor of another key.
  */
 #ifndef LAUNCH_KEYS_H
 #define LAUNCH_KEYS_H

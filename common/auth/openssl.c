@@ -101,7 +101,8 @@ void openssl_leave(void)
 #define FATAL 0x40000ul
 #define LIBRARIES 256ul /* of common reasons, those before say which library failed */
 
-/* A first reason that says no more than that a library, or all of it, failed: what it needs was there before. */
+/* A first reason that says no more than that a library, or all of it, failed: what it needs was
+   there before. */
 static bool is_unexplained(unsigned long code)
 {
     unsigned long reason = OPENSSL_REASON(code);
@@ -110,8 +111,8 @@ static bool is_unexplained(unsigned long code)
            code == CODE(LIBRARY_EVP, 190);   /* EVP_R_NOT_ABLE_TO_COPY_CTX */
 }
 
-/* Not every place in OpenSSL that has no memory says so. malloc() does, as long as no alert is sent: that clears
-   errno. */
+/* Not every place in OpenSSL that has no memory says so. malloc() does, as long as no alert is
+   sent: that clears errno. */
 static bool says_no_memory(const openssl *o, unsigned long *first_out)
 {
     bool no_memory = errno == ENOMEM;

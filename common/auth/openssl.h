@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * OpenSSL 3, loaded at run time. What is used of it is declared here, by its stable ABI: none of its
- * headers is needed to build, and no package depends on it that has no secret.
+ * OpenSSL 3, loaded at run time. What is used of it is declared here, by its stable ABI: none of
+ * its headers is needed to build, and no package depends on it that has no secret.
  */
 #ifndef OPENSSL_H
 #define OPENSSL_H
@@ -243,28 +243,32 @@ typedef struct openssl {
 } openssl;
 
 /**
- * The process's one OpenSSL: libssl.so.3, or what FANIN_OPENSSL_LIBRARY names. Loaded by the first call, and
- * never unloaded. *@p out is the process's. Thread: any.
- * FANIN_ERR_UNSUPPORTED: there is none that can be used; says why and what to install. FANIN_ERR_FORKED: the parent
- * was loading it, or a thread of its was between openssl_enter() and openssl_leave(). FANIN_ERR_MEMORY.
+ * The process's one OpenSSL: libssl.so.3, or what FANIN_OPENSSL_LIBRARY names. Loaded by the first
+ * call, and never unloaded. *@p out is the process's. Thread: any.
+ * FANIN_ERR_UNSUPPORTED: there is none that can be used; says why and what to install.
+ * FANIN_ERR_FORKED: the parent was loading it, or a thread of its was between openssl_enter() and
+ * openssl_leave(). FANIN_ERR_MEMORY.
  */
 fanin_status openssl_load(const openssl **out, fanin_error *error);
 /** The same for OpenSSL's callbacks: it has been loaded. */
 const openssl *openssl_of_callback(void);
 
-/** Around all that may take locks of OpenSSL's, which is all but sealing and opening records: a child that is forked
-    meanwhile has those for ever. Forgets what openssl_fault() is to tell of. Thread: any. */
+/** Around all that may take locks of OpenSSL's, which is all but sealing and opening records: a
+    child that is forked meanwhile has those for ever. Forgets what openssl_fault() is to tell of.
+    Thread: any. */
 void openssl_enter(const openssl *o);
 void openssl_leave(void);
 
 #define OPENSSL_REASON(code) ((code)&0x7fffff)
 /** ERR_R_MALLOC_FAILURE */
 #define OPENSSL_NO_MEMORY 0xc0100ul
-/** OpenSSL's number of why what this thread did in it has failed: the first one, for what comes then follows from it;
-    OPENSSL_NO_MEMORY if memory was lacking anywhere, whatever else OpenSSL makes of that, or it fails and does not
-    say why. 0: it says nothing. Asked once: it is forgotten. */
+/** OpenSSL's number of why what this thread did in it has failed: the first one, for what comes
+    then follows from it; OPENSSL_NO_MEMORY if memory was lacking anywhere, whatever else OpenSSL
+    makes of that, or it fails and does not say why. 0: it says nothing. Asked once: it is
+    forgotten. */
 unsigned long openssl_fault(const openssl *o);
-/** Whether OpenSSL or malloc() says that memory was lacking: of a failure that has a reason of its own. Asked once. */
+/** Whether OpenSSL or malloc() says that memory was lacking: of a failure that has a reason of its
+    own. Asked once. */
 bool openssl_lacks_memory(const openssl *o);
 
 #endif

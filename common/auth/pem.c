@@ -187,8 +187,8 @@ static fanin_status refuse(const openssl *o, const own_file_rules *rules,
     return own_file_refuse(rules, path, FANIN_ERR_ARGUMENT, why, rules->make, error);
 }
 
-/* Why there is no certificate number @p n, from 1 on. A file that ends before the first holds none; one that ends in the
-   midst of another was torn, and what follows is not known. */
+/* Why there is no certificate number @p n, from 1 on. A file that ends before the first holds none;
+   one that ends in the midst of another was torn, and what follows is not known. */
 static fanin_status settle_end(const openssl *o, const own_file_rules *rules,
                                const char *path, unsigned n, fanin_error *error)
 {

@@ -8,16 +8,17 @@
 #define SECRET_SIZE 32
 #define SECRET_ENV "FANIN_SECRET_FILE"
 
-/** What a configuration's secret_file means: NULL the environment's FANIN_SECRET_FILE, "" none. NULL:
-    there is no secret. */
+/** What a configuration's secret_file means: NULL the environment's FANIN_SECRET_FILE, "" none.
+    NULL: there is no secret. */
 const char *secret_file_of(const char *configured);
 
 /**
- * Reads 64 hexadecimal digits or 32 bytes, with at most one newline behind. The file, to which symbolic
- * links may lead, belongs to this process's user or to root; others may do nothing with it, and its group
- * may read it only if it is root's. Blocks as reading a file does, never on a pipe.
- * FANIN_ERR_NOT_FOUND: there is no such file. FANIN_ERR_AUTH: owner or mode. FANIN_ERR_ARGUMENT: it holds
- * something else, or one byte 32 times. FANIN_ERR_IO. All name the file and what to do; none tells anything of what it holds.
+ * Reads 64 hexadecimal digits or 32 bytes, with at most one newline behind. The file, to which
+ * symbolic links may lead, belongs to this process's user or to root; others may do nothing with
+ * it, and its group may read it only if it is root's. Blocks as reading a file does, never on a
+ * pipe. FANIN_ERR_NOT_FOUND: there is no such file. FANIN_ERR_AUTH: owner or mode.
+ * FANIN_ERR_ARGUMENT: it holds something else, or one byte 32 times. FANIN_ERR_IO. All name the
+ * file and what to do; none tells anything of what it holds.
  */
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
                               fanin_error *error);

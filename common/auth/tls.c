@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connections, up to the end of their handshake: OpenSSL shakes hands through two buffers, by which nothing of its
-   ever waits for the socket. What comes then is tls_data.c's. */
+/* Connections, up to the end of their handshake: OpenSSL shakes hands through two buffers, by which
+   nothing of its ever waits for the socket. What comes then is tls_data.c's. */
 #include "error_set.h"
 #include "tls_internal.h"
 
@@ -29,7 +29,8 @@
 
 /* ------------------------------------------------------- OpenSSL's bytes */
 
-/* Whether what comes first is TLS: a rank without a secret, or none that is this far, says why in a frame. */
+/* Whether what comes first is TLS: a rank without a secret, or none that is this far, says why in a
+   frame. */
 static bool is_tls(tls *t)
 {
     uint8_t first = t->in.data[t->in.used];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * TLS 1.3, by a key that both ends hold already or by certificates, on a non-blocking socket that stays its owner's. A
- * connection's code reads and writes by tls_receive() and tls_send(), which do for a NULL tls what the
- * socket does: so it is the same code with a secret and without one.
+ * TLS 1.3, by a key that both ends hold already or by certificates, on a non-blocking socket that
+ * stays its owner's. A connection's code reads and writes by tls_receive() and tls_send(), which do
+ * for a NULL tls what the socket does: so it is the same code with a secret and without one.
  *
  * A tls belongs to one thread at a time; an end is shared, and does not change once it is made.
  */
@@ -15,8 +15,8 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-/** Plain bytes that one tls_send() takes at most: what begin_update may have to wait for is encrypted
-    and sent in well under 1 ms. */
+/** Plain bytes that one tls_send() takes at most: what begin_update may have to wait for is
+    encrypted and sent in well under 1 ms. */
 #define TLS_SEND_MOST ((size_t)256 << 10)
 /** First byte of a ClientHello; no frame begins with it. */
 #define TLS_FIRST_BYTE 0x16
@@ -29,14 +29,15 @@ typedef struct tls_end tls_end;
 /** One connection. */
 typedef struct tls tls;
 
-/** The end of a rank: keeps the keys of readers and of this rank alone. @p file: as messages name it.
-    FANIN_ERR_UNSUPPORTED: no OpenSSL, or none that does TLS 1.3; openssl_load()'s; secret_file_read()'s;
-    FANIN_ERR_MEMORY. */
+/** The end of a rank: keeps the keys of readers and of this rank alone. @p file: as messages name
+    it. FANIN_ERR_UNSUPPORTED: no OpenSSL, or none that does TLS 1.3; openssl_load()'s;
+    secret_file_read()'s; FANIN_ERR_MEMORY. */
 fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
                              uint32_t rank, tls_end **out, fanin_error *error);
 /** The end of a reader: keeps what every rank's proof is checked with. The same errors. */
 fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error);
-/** An end of certificates, a rank's or a reader's as @p wanted says. certificates_new()'s errors. */
+/** An end of certificates, a rank's or a reader's as @p wanted says. certificates_new()'s errors.
+    */
 fanin_status tls_end_by_certificate(const certificate_files *files,
                                     const identity *wanted, const logger *log,
                                     tls_end **out, fanin_error *error);
@@ -78,14 +79,14 @@ typedef enum tls_fault {
     TLS_UNSHOWN, /**< the other shows no certificate, or takes none */
     TLS_UNTRUSTED, /**< the other's certificate, tls_found(), is not believed: tls_why() */
     TLS_OTHER_NAME, /**< it is believed, and for somebody else: tls_found() */
-    TLS_DISBELIEVED, /**< the other says that it does not believe this end's: tls_why(). A reader may be told
-                          once it is up: tls_receive() fails with EBADMSG */
+    TLS_DISBELIEVED, /**< the other says that it does not believe this end's: tls_why(). A reader
+                          may be told once it is up: tls_receive() fails with EBADMSG */
 } tls_fault;
 tls_fault tls_failed(const tls *t);
 const char *tls_file(const tls *t);         /**< tls_end_file() of its end */
 const identity *tls_identity(const tls *t); /**< tls_end_identity() of its end */
-/** Once it was up: why nothing goes by it any more although neither end closed it, mostly because what came is not
-    what was sent. NULL, and of NULL: that is not so. Static. */
+/** Once it was up: why nothing goes by it any more although neither end closed it, mostly because
+    what came is not what was sent. NULL, and of NULL: that is not so. Static. */
 const char *tls_broken(const tls *t);
 /** Whom the other's certificate is for, for people. Valid until the tls is freed. */
 const char *tls_found(const tls *t);
@@ -93,23 +94,24 @@ const char *tls_found(const tls *t);
 const char *tls_why(const tls *t);
 /** What has come instead of TLS. Valid until the tls is freed. */
 const uint8_t *tls_plain(const tls *t, size_t *size_out);
-/** What is still to be told to the other, encrypted or not: an alert. Valid until the tls is freed. */
+/** What is still to be told to the other, encrypted or not: an alert. Valid until the tls is freed.
+    */
 const uint8_t *tls_last_words(const tls *t, size_t *size_out);
 
-/** Like recv(MSG_DONTWAIT): bytes; 0: the other closed; -1 with EAGAIN, EINTR or why the connection is of no
-    use any more. EBADMSG: what came is not what was sent. */
+/** Like recv(MSG_DONTWAIT): bytes; 0: the other closed; -1 with EAGAIN, EINTR or why the connection
+    is of no use any more. EBADMSG: what came is not what was sent. */
 ssize_t tls_receive(tls *t, int fd, void *to, size_t room);
 /** The same into several places, like readv(). */
 ssize_t tls_receive_into(tls *t, int fd, struct iovec *iov, int n);
-/** Like sendmsg(MSG_DONTWAIT | MSG_NOSIGNAL): bytes that were taken, at most TLS_SEND_MOST. What is taken may
-    still be here: tls_unsent(). -1: EAGAIN (there is no room, or something is unsent), EINTR, or why the
-    connection is of no use any more. */
+/** Like sendmsg(MSG_DONTWAIT | MSG_NOSIGNAL): bytes that were taken, at most TLS_SEND_MOST. What is
+    taken may still be here: tls_unsent(). -1: EAGAIN (there is no room, or something is unsent),
+    EINTR, or why the connection is of no use any more. */
 ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n);
 /** Sends what is left of what was taken. 0, or the errno of a broken connection. */
 int tls_flush(tls *t);
 
-/** Bytes of what was taken that are still here: while there are any, the socket is to be waited for until it
-    is writable, to call tls_flush(). Of NULL: 0. */
+/** Bytes of what was taken that are still here: while there are any, the socket is to be waited for
+    until it is writable, to call tls_flush(). Of NULL: 0. */
 size_t tls_unsent(const tls *t);
 /** Whether tls_receive() has bytes of which the socket will not tell. Of NULL: no. */
 bool tls_pending(const tls *t);
@@ -117,11 +119,12 @@ bool tls_pending(const tls *t);
 size_t tls_memory(const tls *t);
 
 #define TLS_PROOF_SIZE 32
-/** A rank's: that it has its own rank's key, for this connection alone. False: no memory; and of NULL, and with
-    certificates. */
+/** A rank's: that it has its own rank's key, for this connection alone. False: no memory; and of
+    NULL, and with certificates. */
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
-/** A reader's: whether the proof is that of this rank of this world. With certificates there is no proof, and the
-    rank's own says which rank of the job it is, of whatever world. False with TLS_MEMORY: that is not known. */
+/** A reader's: whether the proof is that of this rank of this world. With certificates there is no
+    proof, and the rank's own says which rank of the job it is, of whatever world. False with
+    TLS_MEMORY: that is not known. */
 bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
                     const uint8_t *proof, size_t size);
 

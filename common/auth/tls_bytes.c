@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What has come from the socket and what is to go there: many records by one system call, and no signal. */
+/* What has come from the socket and what is to go there: many records by one system call, and no
+   signal. */
 #include "tls_internal.h"
 
 #include <errno.h>

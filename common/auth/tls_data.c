@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What goes after the handshake, and what may come beside it: alerts, new keys, and tickets that nobody uses. */
+/* What goes after the handshake, and what may come beside it: alerts, new keys, and tickets that
+   nobody uses. */
 #include "tls_internal.h"
 
 #include <errno.h>
@@ -11,7 +12,8 @@
 #define KEY_BYTES (UINT64_C(1) << 36)
 /* Records without data one after the other: who sends more wants this thread's time. */
 #define IDLE_MOST 32
-/* What is shorter is not opened where data goes: nothing but data is ever as long from those who do as we do. */
+/* What is shorter is not opened where data goes: nothing but data is ever as long from those who do
+   as we do. */
 #define SHORT ((size_t)1 << 10)
 
 #define FATAL 2
@@ -122,7 +124,8 @@ static int hear(tls *t, uint8_t type)
                : broken(t, ALERT_UNEXPECTED, "a record of a kind that is not expected");
 }
 
-/* The body of the record that comes next, as far as it is known: else 0, with EBADMSG if it is none. */
+/* The body of the record that comes next, as far as it is known: else 0, with EBADMSG if it is
+   none. */
 static size_t next_body(const tls *t, int *why)
 {
     bool is_known = tls_left(&t->in) >= RECORD_HEADER;
@@ -241,7 +244,8 @@ typedef struct place {
     size_t at; /* in the first */
 } place;
 
-/* The next bytes, at most a record's: where they lie, or copied together if they are in short runs. */
+/* The next bytes, at most a record's: where they lie, or copied together if they are in short runs.
+   */
 static const void *next_bytes(tls *t, place *from, size_t most, size_t *size_out)
 {
     most = most < RECORD_PLAIN ? most : RECORD_PLAIN;

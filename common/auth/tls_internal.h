@@ -55,7 +55,8 @@ struct tls {
 /* Index of the tls among an SSL's data. */
 #define TLS_DATA 0
 
-/** Settings that all connections have. NULL: OpenSSL does not do that, or there is no memory. Within OpenSSL. */
+/** Settings that all connections have. NULL: OpenSSL does not do that, or there is no memory.
+    Within OpenSSL. */
 SSL_CTX *tls_context_new(const openssl *o);
 /** The error of it, or of keys: what openssl_fault() says. */
 fanin_status tls_no_context(const openssl *o, fanin_error *error);
@@ -68,8 +69,8 @@ BIO_METHOD *tls_method_new(const openssl *o);
 /** Room for @p more bytes behind those that are there. False: no memory. */
 bool tls_reserve(tls_bytes *b, size_t more);
 size_t tls_left(const tls_bytes *b);
-/** Receives once, behind what is there, with room for @p need bytes in all at least: more than 0, 0 at the
-    end, -1 with t->sys_errno. */
+/** Receives once, behind what is there, with room for @p need bytes in all at least: more than 0, 0
+    at the end, -1 with t->sys_errno. */
 ssize_t tls_refill(tls *t, size_t need);
 
 /** OpenSSL's number of an alert's reason, less the alert's. */
@@ -78,7 +79,8 @@ ssize_t tls_refill(tls *t, size_t need);
 /** internal_error: who says it cannot go on. */
 #define TLS_ALERT_INTERNAL 80
 
-/** Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory: what else
+/** Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory:
+    what else
     went wrong may follow from that. */
 void tls_fail(tls *t, unsigned long code);
 /** There is no memory. -1, with ENOMEM. */
@@ -89,7 +91,8 @@ static inline int tls_lack_memory(tls *t)
     errno = ENOMEM;
     return -1;
 }
-/** From now on records are sealed and opened here, by the secrets that the handshake made. False: tls_failed(). */
+/** From now on records are sealed and opened here, by the secrets that the handshake made. False:
+    tls_failed(). */
 bool tls_records_begin(tls *t);
 
 #endif

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Records of TLS 1.3 (RFC 8446, 5) after the handshake, sealed and opened from and to where the bytes lie: OpenSSL's
- * own layer copies each byte once more at either end. The ciphers are OpenSSL's; so is the handshake, which says the
- * secrets.
+ * Records of TLS 1.3 (RFC 8446, 5) after the handshake, sealed and opened from and to where the
+ * bytes lie: OpenSSL's own layer copies each byte once more at either end. The ciphers are
+ * OpenSSL's; so is the handshake, which says the secrets.
  */
 #ifndef TLS_RECORDS_H
 #define TLS_RECORDS_H
@@ -34,16 +34,16 @@ typedef struct record_keys {
     uint64_t number; /**< of the next record */
 } record_keys;
 
-/** From a traffic secret of the suite TLS_AES_128_GCM_SHA256 or TLS_CHACHA20_POLY1305_SHA256; @p k has none yet.
-    False: another suite, or no memory; record_keys_wipe() all the same. */
+/** From a traffic secret of the suite TLS_AES_128_GCM_SHA256 or TLS_CHACHA20_POLY1305_SHA256; @p k
+    has none yet. False: another suite, or no memory; record_keys_wipe() all the same. */
 bool record_keys_set(record_keys *k, const openssl *o, bool seals, uint16_t suite,
                      const uint8_t secret[KEY_SIZE]);
 /** As after a KeyUpdate (RFC 8446, 7.2). False: no memory; the keys are of no use. */
 bool record_keys_next(record_keys *k);
 void record_keys_wipe(record_keys *k);
 
-/** Writes a record of @p size bytes, RECORD_PLAIN at most, to @p out, which has room for RECORD_HEADER and RECORD_ADDS
-    bytes more. Returns its size; 0: no memory. */
+/** Writes a record of @p size bytes, RECORD_PLAIN at most, to @p out, which has room for
+    RECORD_HEADER and RECORD_ADDS bytes more. Returns its size; 0: no memory. */
 size_t record_seal(record_keys *k, record_type type, const void *data, size_t size,
                    uint8_t *out);
 
@@ -57,9 +57,10 @@ typedef struct record_found {
     size_t here;  /**< bytes of it in @p to, the rest is in @p rest */
 } record_found;
 
-/** Opens a whole record, whose body is @p body bytes as record_body() says: as much as there is room for into @p to, and what is
-    left into @p rest, of @p body bytes. Up to @p room bytes of @p to may be written beyond the content. False: it is not what was
-    sealed, and @p to and @p rest hold zeros; or nothing but padding. */
+/** Opens a whole record, whose body is @p body bytes as record_body() says: as much as there is
+    room for into @p to, and what is left into @p rest, of @p body bytes. Up to @p room bytes of @p
+    to may be written beyond the content. False: it is not what was sealed, and @p to and @p rest
+    hold zeros; or nothing but padding. */
 bool record_open(record_keys *k, const uint8_t *record, size_t body, void *to,
                  size_t room, uint8_t *rest, record_found *out);
 

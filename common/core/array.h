@@ -7,13 +7,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/** Memory for @p count elements, like malloc()'s and for free(). From a huge page on it lies on whole huge pages, where the
-    kernel has some for who asks (madvise(2), MADV_HUGEPAGE): touching ordinary ones for the first time costs more than most
-    of what is done with them. NULL: no memory. */
+/** Memory for @p count elements, like malloc()'s and for free(). From a huge page on it lies on
+    whole huge pages, where the kernel has some for who asks (madvise(2), MADV_HUGEPAGE): touching
+    ordinary ones for the first time costs more than most of what is done with them. NULL: no
+    memory. */
 void *array_large(size_t count, size_t size);
 
 /** Makes room for @p need elements of @p size bytes, doubling; @p array is a pointer to the
-    array's pointer. The first room is array_large()'s. False: no memory, and nothing has changed. */
+    array's pointer. The first room is array_large()'s. False: no memory, and nothing has changed.
+    */
 bool array_reserve(void *array, size_t *capacity, size_t need, size_t size);
 /** Gives back what is behind @p count elements, as far as that is possible. */
 void array_shrink(void *array, size_t count, size_t size);

@@ -27,9 +27,9 @@ block block_chunk(uint32_t n_dims, const uint64_t *shape, uint32_t dim, uint32_t
                   uint32_t index);
 
 /**
- * The same, written where it is wanted: a copy of what has just been written by words is read in vectors, which
- * a processor holds back until the stores before are through, and tables have hundreds of thousands of
- * blocks. @p shape is not in @p out.
+ * The same, written where it is wanted: a copy of what has just been written by words is read in
+ * vectors, which a processor holds back until the stores before are through, and tables have
+ * hundreds of thousands of blocks. @p shape is not in @p out.
  */
 void block_set_chunk(block *out, uint32_t n_dims, const uint64_t *shape, uint32_t dim,
                      uint32_t world, uint32_t index);
@@ -69,8 +69,8 @@ void block_packed_strides(uint32_t n_dims, const uint64_t *extent, uint64_t unit
                           int64_t *stride_out);
 
 /**
- * Where the bytes of a strided block that is not empty lie, and the end of the last; @p first: its first element. False:
- * the addresses wrap, or are more than half of all.
+ * Where the bytes of a strided block that is not empty lie, and the end of the last; @p first: its
+ * first element. False: the addresses wrap, or are more than half of all.
  */
 bool block_range(uint32_t n_dims, const uint64_t *extent_units, const int64_t *stride,
                  uint64_t unit_bytes, const void *first, uint64_t *low_out,

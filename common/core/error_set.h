@@ -5,7 +5,8 @@
 
 #include <fanin/error.h>
 
-/** What a message is about; fields left 0/NULL are unknown. Without a remedy it is the usual one of the status. */
+/** What a message is about; fields left 0/NULL are unknown. Without a remedy it is the usual one of
+    the status. */
 typedef struct error_place {
     const char
         *phase; /**< "connect", "catalog", "plan", "wait", "begin", "read", ... */
@@ -26,12 +27,13 @@ fanin_status error_set(fanin_error *error, fanin_status status,
                        const error_place *place, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-/** What is to be done first where a descriptor (EMFILE, ENFILE) or memory (ENOMEM, ENOBUFS) is lacking; else
+/** What is to be done first where a descriptor (EMFILE, ENFILE) or memory (ENOMEM, ENOBUFS) is
+    lacking; else
     @p otherwise. */
 const char *error_remedy(int sys_errno, const char *otherwise);
 
-/** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno; without a remedy
-    it is error_remedy()'s, if that has one. */
+/** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno; without a
+    remedy it is error_remedy()'s, if that has one. */
 fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_errno,
                              const error_place *place, const char *format, ...)
     __attribute__((format(printf, 5, 6)));

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Libraries that are loaded at run time: tables of their functions; and staying loaded oneself. */
+/** @file Libraries that are loaded at run time: tables of their functions; and staying loaded
+    oneself. */
 #ifndef LIBRARY_TABLE_H
 #define LIBRARY_TABLE_H
 

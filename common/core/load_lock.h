@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Locks of what is loaded once a process, which takes long and is another library's work. A child that is forked
- * meanwhile has the lock, and half of the library, for ever: it is told, instead of waiting. So it is with what any thread
- * may hold for a moment, and a child can do without; and with a library that has locks of its own, while any thread is
- * within it.
+ * Locks of what is loaded once a process, which takes long and is another library's work. A child
+ * that is forked meanwhile has the lock, and half of the library, for ever: it is told, instead of
+ * waiting. So it is with what any thread may hold for a moment, and a child can do without; and
+ * with a library that has locks of its own, while any thread is within it.
  */
 #ifndef LOAD_LOCK_H
 #define LOAD_LOCK_H
@@ -26,12 +26,13 @@ typedef struct load_lock {
         .mutex = PTHREAD_MUTEX_INITIALIZER                                             \
     }
 
-/** False: this process was forked while its parent had it. It is not held then, and never will be. Thread: any. */
+/** False: this process was forked while its parent had it. It is not held then, and never will be.
+    Thread: any. */
 bool load_lock_take(load_lock *l);
 void load_lock_give(load_lock *l);
-/** A thread goes into what was loaded, and comes back: any number of them at once, also into each other. A fork waits
-    for them, 100 ms at most; what is forked meanwhile all the same does not get the lock either. The lock was taken
-    before. Thread: any; does not block. */
+/** A thread goes into what was loaded, and comes back: any number of them at once, also into each
+    other. A fork waits for them, 100 ms at most; what is forked meanwhile all the same does not get
+    the lock either. The lock was taken before. Thread: any; does not block. */
 void load_lock_enter(load_lock *l);
 void load_lock_leave(load_lock *l);
 /** FANIN_ERR_FORKED: why @p what, a library, cannot be had. */

@@ -91,7 +91,8 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     pthread_mutex_unlock(&ring->lock);
 }
 
-/* What found no room is told as a message of its own, where it is missing: also if none comes after it. */
+/* What found no room is told as a message of its own, where it is missing: also if none comes after
+   it. */
 static bool take_lost(fanin_log_ring *ring, fanin_log_line *out)
 {
     fanin_log_line *next = ring->used > 0 ? &ring->lines[ring->first] : NULL;

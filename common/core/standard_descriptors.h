@@ -4,9 +4,9 @@
 #define STANDARD_DESCRIPTORS_H
 
 /**
- * Takes those of the numbers 0 to 2 that are closed, for good. Else a connection or a file gets such a number, and
- * whoever writes to standard output or error writes into it. What holds them fails each read and write with EBADF, as a
- * closed descriptor does, and ends at exec.
+ * Takes those of the numbers 0 to 2 that are closed, for good. Else a connection or a file gets
+ * such a number, and whoever writes to standard output or error writes into it. What holds them
+ * fails each read and write with EBADF, as a closed descriptor does, and ends at exec.
  */
 void standard_descriptors_hold(void);
 

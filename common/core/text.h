@@ -25,8 +25,8 @@ bool text_add_whole(text *t, size_t spare, const char *format, ...)
 /** Appends a tensor's shape, "[4096, 16]". */
 void text_add_shape(text *t, const uint64_t *shape, uint32_t n_dims);
 
-/** Whether the environment variable of this name switches something on: "1", "true" or "yes", in any case. What it
-    switches takes less care, so that other words do not. */
+/** Whether the environment variable of this name switches something on: "1", "true" or "yes", in
+    any case. What it switches takes less care, so that other words do not. */
 bool text_switched_on(const char *variable);
 
 #endif

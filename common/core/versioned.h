@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Structs of the public interface whose first member, size_t struct_size, says how large the caller's
- * are: programs that were built with older or newer headers than this library can call it. Members
- * are only ever added at the end, and 0 or the default of a member means what was before it.
+ * Structs of the public interface whose first member, size_t struct_size, says how large the
+ * caller's are: programs that were built with older or newer headers than this library can call it.
+ * Members are only ever added at the end, and 0 or the default of a member means what was before
+ * it.
  */
 #ifndef VERSIONED_H
 #define VERSIONED_H
@@ -23,8 +24,8 @@ void versioned_init(void *to, size_t size, const void *defaults, size_t known);
     struct_size then. False: @p from is NULL or has less than @p least bytes. */
 bool versioned_read(void *to, size_t known, const void *from, size_t least);
 
-/** Fills in a caller's struct, but for struct_size, with what of @p from, which has @p known bytes, it
-    has room for. What is beyond stays as it is: nothing is written to what nobody knows. */
+/** Fills in a caller's struct, but for struct_size, with what of @p from, which has @p known bytes,
+    it has room for. What is beyond stays as it is: nothing is written to what nobody knows. */
 void versioned_write(void *to, const void *from, size_t known);
 
 /** Element @p index of a caller's array as versioned_read() over zeros. */

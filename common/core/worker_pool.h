@@ -2,7 +2,8 @@
 /**
  * @file
  * Threads that copy, check or digest what has come, while the pulling thread fetches the next
- * bytes, or compute what a first pull needs, or handshakes. They live for one pull at most, so that nothing of a client runs between calls.
+ * bytes, or compute what a first pull needs, or handshakes. They live for one pull at most, so that
+ * nothing of a client runs between calls.
  */
 #ifndef WORKER_POOL_H
 #define WORKER_POOL_H

@@ -50,8 +50,8 @@ template <typename T> struct plain {
 };
 
 /*
- * The lanes share all of the warp's elements, whatever run they are in: short runs keep them as busy
- * as long ones.
+ * The lanes share all of the warp's elements, whatever run they are in: short runs keep them as
+ * busy as long ones.
  */
 template <typename Element>
 static __device__ void copy_elements(const work &w, uint32_t lane)
@@ -153,8 +153,8 @@ static __device__ void copy_shifted(char *to, const char *from, uint32_t bits,
     }
 }
 
-/** One run: the edges byte by byte, whole vectors between them. Never touches a vector of the source
-    that is not all inside the run. */
+/** One run: the edges byte by byte, whole vectors between them. Never touches a vector of the
+    source that is not all inside the run. */
 static __device__ void copy_run(char *to, const char *from, uint32_t n, uint32_t lane)
 {
     uint32_t head = -reinterpret_cast<uintptr_t>(to) & 15;

@@ -21,8 +21,8 @@
 #define COPY_UNIT_RUNS 2048
 
 /**
- * The only parameter of the kernel, by value. For each of the `count` entries, in any order and with
- * no order between them, runs are copied as copy_entries_run() does: from
+ * The only parameter of the kernel, by value. For each of the `count` entries, in any order and
+ * with no order between them, runs are copied as copy_entries_run() does: from
  * bases[base] + from + from_add (+ i * from_step) to to + to_add (+ i * to_step).
  */
 typedef struct copy_parameters {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * XXH3-64 of pieces of 4 KiB, and XXH3-128 of pieces of 4 MiB, as the specification describes them for
- * inputs of more than 240 bytes with seed 0 and the default secret. A warp takes a piece, four blocks of
- * 16 stripes of 64 bytes at a time.
+ * XXH3-64 of pieces of 4 KiB, and XXH3-128 of pieces of 4 MiB, as the specification describes them
+ * for inputs of more than 240 bytes with seed 0 and the default secret. A warp takes a piece, four
+ * blocks of 16 stripes of 64 bytes at a time.
  * What the stripes of a block add to the eight accumulators does not depend on their order, so
  * lanes take stripes side by side and their sums are added; only the blocks come one after the
  * other, by what is done to the accumulators between two of them.
@@ -110,8 +110,8 @@ static __device__ pair first_value(uint32_t lane)
 }
 
 /*
- * BLOCKS blocks more. Lane l has of each block the vectors l and l + 32: column l % 4 of the stripes
- * l / 4 and l / 4 + 8. @p is_end: the last of them is the last of all.
+ * BLOCKS blocks more. Lane l has of each block the vectors l and l + 32: column l % 4 of the
+ * stripes l / 4 and l / 4 + 8. @p is_end: the last of them is the last of all.
  */
 static __device__ void take_blocks(pair &value, const uint4 *v, bool is_end,
                                    uint32_t lane)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The interface of the kernels that digest: their names and their one parameter each. Plain C, shared
- * by the kernels' source, their caller, and whatever else carries them out.
+ * The interface of the kernels that digest: their names and their one parameter each. Plain C,
+ * shared by the kernels' source, their caller, and whatever else carries them out.
  */
 #ifndef DIGEST_KERNEL_H
 #define DIGEST_KERNEL_H

@@ -179,7 +179,8 @@ fanin_status gpu_table_create(gpu *g, int device, const copy_entry *entries, uin
                               uint32_t n_bases, gpu_table **out, fanin_error *error);
 void gpu_table_destroy(gpu_table **table);
 uint64_t gpu_table_count(const gpu_table *table);
-/** From now on the entries that are run are taken as @p ways equal sections, one of each in turn: the
+/** From now on the entries that are run are taken as @p ways equal sections, one of each in turn:
+    the
     memory of several devices is then read at once, where entries lie device by device. */
 void gpu_table_take_in_turns(gpu_table *table, uint32_t ways);
 /** What entries' bases are from now on, in the stream's order; nothing is done if they are the

@@ -53,9 +53,9 @@ static _Thread_local struct {
     CUstreamCaptureMode before;
 } relaxed;
 
-/* From here to gpu_restore_capture(), calls of this thread do not invalidate what another thread captures into
-   a CUDA graph, as calls that allocate, wait or ask otherwise do (CUDA Driver API, cuStreamBeginCapture, mode
-   global, PyTorch's default). Pairs nest. */
+/* From here to gpu_restore_capture(), calls of this thread do not invalidate what another thread
+   captures into a CUDA graph, as calls that allocate, wait or ask otherwise do (CUDA Driver API,
+   cuStreamBeginCapture, mode global, PyTorch's default). Pairs nest. */
 static void relax_capture(const gpu *g)
 {
     if (relaxed.depth++ > 0)

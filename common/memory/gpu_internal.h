@@ -104,7 +104,8 @@ struct gpu_stream {
 fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
                        const char *format, ...) __attribute__((format(printf, 4, 5)));
 
-/** What gpu_context_leave() does, but for taking the context away: for who has taken it away already. */
+/** What gpu_context_leave() does, but for taking the context away: for who has taken it away
+    already. */
 void gpu_restore_capture(const gpu *g);
 
 /** The slot, NULL with FANIN_ERR_ARGUMENT in @p error: there is no such device. */

@@ -47,9 +47,9 @@ static fanin_status refuse_file(const char *file, int code, fanin_error *error)
                            "cannot append to FANIN_LOG's file %.200s", file);
 }
 
-/* Nothing is told to another user's file or pipe, nor where that one's link leads to. Terminals and /dev/null
-   belong to whom they may: the kernel says who writes there. A pipe that nobody reads is not waited for; once it is
-   open, who writes there is. */
+/* Nothing is told to another user's file or pipe, nor where that one's link leads to. Terminals and
+   /dev/null belong to whom they may: the kernel says who writes there. A pipe that nobody reads is
+   not waited for; once it is open, who writes there is. */
 static fanin_status open_file(const char *file, int *out, fanin_error *error)
 {
     const error_place place = {.phase = "log",
@@ -142,8 +142,8 @@ static bool is_same_file(int one, int other)
            a.st_ino == b.st_ino;
 }
 
-/* Whoever is first, for all: no lock, which a forked child could find held. The thread that writes stayed with the
-   parent, so that a child makes its own. */
+/* Whoever is first, for all: no lock, which a forked child could find held. The thread that writes
+   stayed with the parent, so that a child makes its own. */
 static fanin_status choose(const char *text, choice **out, fanin_error *error)
 {
     choice *now = atomic_load(&chosen), *made = NULL;

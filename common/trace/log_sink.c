@@ -26,8 +26,10 @@ struct log_sink {
     bool is_joined;
 };
 
-/* Every signal is blocked here: a reader that has gone kills nobody by SIGPIPE. One write a line: those of
-   processes that append to one file stay whole. A descriptor that somebody has made non-blocking is waited for. */
+/* Every signal is blocked here: a reader that has gone kills nobody by SIGPIPE. One write a line:
+   those of
+   processes that append to one file stay whole. A descriptor that somebody has made non-blocking is
+   waited for. */
 static void write_line(int fd, const char *text, size_t size)
 {
     struct pollfd room = {.fd = fd, .events = POLLOUT};

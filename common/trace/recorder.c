@@ -160,7 +160,8 @@ fanin_status recorder_new(const char *where, bool is_folder, pthread_mutex_t *lo
     r->users = 2;
     condition_init(&r->go);
     condition_init(&r->done);
-    pin_own_library(); /* the thread may still wait for a file system when the library is unloaded */
+    pin_own_library(); /* the thread may still wait for a file system when the library is unloaded
+                          */
     if (!worker_thread_start(&thread, work, r)) {
         r->users = 1;
         drop(r);

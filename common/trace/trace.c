@@ -11,7 +11,8 @@
 #define FLUSH_MS 1000
 
 static _Atomic uint32_t pulls;
-/* Held for the copy of a span, and across every fork; never while anything is written. Nothing is taken under it. */
+/* Held for the copy of a span, and across every fork; never while anything is written. Nothing is
+   taken under it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static recorder *current; /* NULL: none */

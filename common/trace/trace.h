@@ -62,21 +62,24 @@ static inline bool trace_on(void)
 
 /** A number for a pull, from 1. Thread: any. */
 uint32_t trace_next_pull(void);
-/** A span from @p began until now, of no rank, pull, step or bytes: those are the caller's to fill in. @p about may be
-    NULL. */
+/** A span from @p began until now, of no rank, pull, step or bytes: those are the caller's to fill
+    in. @p about may be NULL. */
 trace_span trace_span_of(trace_name name, uint64_t began, fanin_status outcome,
                          const char *about);
-/** In the place of a rank that has not said which it is: @p address has a row, too. The span's about is @p address. */
+/** In the place of a rank that has not said which it is: @p address has a row, too. The span's
+    about is @p address. */
 int32_t trace_unknown_rank(const char *address);
-/** Keeps a copy of @p span as the calling thread's, or counts it if there is no room. Never allocates
-    or writes; a lock is held for the copy. Thread: any. */
+/** Keeps a copy of @p span as the calling thread's, or counts it if there is no room. Never
+    allocates or writes; a lock is held for the copy. Thread: any. */
 void trace_add(const trace_span *span);
-/** To be called when a call has ended: what there is of one that failed is written now and not within a second. Waits
-    for nothing. */
+/** To be called when a call has ended: what there is of one that failed is written now and not
+    within a second. Waits for nothing. */
 void trace_settle(fanin_status outcome);
-/** To be called when a client or server ends: has written what there is, or has waited a second for it. */
+/** To be called when a client or server ends: has written what there is, or has waited a second for
+    it. */
 void trace_flush(void);
-/** Starts the trace of FANIN_TRACE, once a process, if there is none; failing is logged. Waits five seconds at most. */
+/** Starts the trace of FANIN_TRACE, once a process, if there is none; failing is logged. Waits five
+    seconds at most. */
 void trace_of_environment(const logger *log);
 
 #endif

@@ -210,8 +210,8 @@ static bool is_own(uid_t owner)
     return owner == 0 || owner == geteuid();
 }
 
-/* In a folder that is another user's, or where that one's link leads to, nothing is made. @p folder ends in no
-   slash, behind which the kernel would look at what a link leads to instead. */
+/* In a folder that is another user's, or where that one's link leads to, nothing is made. @p folder
+   ends in no slash, behind which the kernel would look at what a link leads to instead. */
 static fanin_status make_in(trace_file *f, const char *folder, fanin_error *error)
 {
     const error_place place = {.phase = "trace",

@@ -16,13 +16,14 @@ typedef struct trace_file {
 
 /** Makes @p path and writes what begins it. FANIN_ERR_IO. */
 fanin_status trace_file_make(trace_file *f, const char *path, fanin_error *error);
-/** Makes a file of this process in @p folder. FANIN_ERR_IO, FANIN_ERR_AUTH: the folder is another user's. */
+/** Makes a file of this process in @p folder. FANIN_ERR_IO, FANIN_ERR_AUTH: the folder is another
+    user's. */
 fanin_status trace_file_make_in(trace_file *f, const char *folder, fanin_error *error);
 /** Appends an object to the list of events. */
 void trace_file_add(trace_file *f, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
-/** The same, put together of pieces, of which none may be longer than is left of 1 KiB: formats cost more than all else
-    that a span does. */
+/** The same, put together of pieces, of which none may be longer than is left of 1 KiB: formats
+    cost more than all else that a span does. */
 void trace_file_begin(trace_file *f);
 void trace_file_text(trace_file *f, const char *text);
 void trace_file_number(trace_file *f, uint64_t number);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The rows of a trace's picture: a thread, or a rank that a thread pulls from. As many as there are in the file, of
-    whose size that is a small part. Used by one thread at a time. */
+/** @file The rows of a trace's picture: a thread, or a rank that a thread pulls from. As many as
+    there are in the file, of whose size that is a small part. Used by one thread at a time. */
 #ifndef TRACE_ROWS_H
 #define TRACE_ROWS_H
 
@@ -20,8 +20,8 @@ typedef struct trace_rows {
     uint32_t used;
 } trace_rows;
 
-/** The row of @p thread (not 0; no other thread of the trace has it, also once that has ended) and @p rank; valid until
-    the next call. @p is_new: this call has made it. NULL: no memory. */
+/** The row of @p thread (not 0; no other thread of the trace has it, also once that has ended) and
+    @p rank; valid until the next call. @p is_new: this call has made it. NULL: no memory. */
 const trace_row *trace_rows_find(trace_rows *rows, uint32_t thread, int32_t rank,
                                  bool *is_new);
 void trace_rows_free(trace_rows *rows);

@@ -25,7 +25,8 @@ static bool read_link(const char *path, char out[64])
     return length > 0;
 }
 
-/* Whether numbers in /proc are this process's own: it may have been mounted in a pid namespace above. */
+/* Whether numbers in /proc are this process's own: it may have been mounted in a pid namespace
+   above. */
 static bool proc_is_ours(void)
 {
     char self[64];

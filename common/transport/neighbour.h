@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Who is at the other end of a Unix socket: one user has processes in more than one container. */
+/** @file Who is at the other end of a Unix socket: one user has processes in more than one
+    container. */
 #ifndef NEIGHBOUR_H
 #define NEIGHBOUR_H
 
@@ -15,9 +16,9 @@ enum {
     NEIGHBOUR_MOUNT_SPACE = 32,
     NEIGHBOUR_NO_DESCRIPTOR = 64, /**< to see it takes one, and this process has none */
     NEIGHBOUR_NO_FILE = 128,      /**< the same of this host's open files */
-    /** What makes a stranger: a uid says nothing beyond its user namespace, and who lives in another
-        pid namespace was kept apart from this process. Who cannot be seen now may be none, but nothing
-        shows it (neighbour_lacks()). */
+    /** What makes a stranger: a uid says nothing beyond its user namespace, and who lives in
+        another pid namespace was kept apart from this process. Who cannot be seen now may be none,
+        but nothing shows it (neighbour_lacks()). */
     NEIGHBOUR_STRANGER = NEIGHBOUR_UID | NEIGHBOUR_UNSEEN | NEIGHBOUR_USER_SPACE |
                          NEIGHBOUR_PID_SPACE | NEIGHBOUR_NO_DESCRIPTOR |
                          NEIGHBOUR_NO_FILE,
@@ -25,15 +26,15 @@ enum {
 
 /**
  * Compares the process that connected, or that listens, with this one, as the kernel shows it: its
- * effective uid (SO_PEERCRED), and the namespaces of /proc/<pid>/ns. Since Linux 6.5 a process that was given the
- * number of one that died is not mistaken for it (SO_PEERPIDFD). 0: this process's own
- * user in its own namespaces. Thread: any. Does not block.
+ * effective uid (SO_PEERCRED), and the namespaces of /proc/<pid>/ns. Since Linux 6.5 a process that
+ * was given the number of one that died is not mistaken for it (SO_PEERPIDFD). 0: this process's
+ * own user in its own namespaces. Thread: any. Does not block.
  */
 unsigned neighbour_differs(int fd);
 
 /** Keeps a descriptor from now on, so that neighbour_differs() has one when the process may open no
-    more. Once for the process, which keeps it. What another thread takes from it for a moment, it takes
-    back as soon as there is one. Thread: any. */
+    more. Once for the process, which keeps it. What another thread takes from it for a moment, it
+    takes back as soon as there is one. Thread: any. */
 void neighbour_prepare(void);
 
 /** What it takes to say who the peer is, and is lacking now: EMFILE, ENFILE. 0: nothing. */

@@ -45,7 +45,8 @@ static unsigned address_port(const socket_address *a)
     return 0;
 }
 
-/* "%eth0": a link-local address is one of an interface; the interface's number if it has no name any more. */
+/* "%eth0": a link-local address is one of an interface; the interface's number if it has no name
+   any more. */
 static void write_scope(const socket_address *a, char out[IF_NAMESIZE + 1])
 {
     const struct sockaddr_in6 *in6 = (const void *)&a->storage;

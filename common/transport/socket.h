@@ -23,8 +23,9 @@ typedef struct socket_address {
 #define SOCKET_HOST 256 /**< bytes of a host's name */
 /** Splits "host:port" and "[v6]:port"; false: it has no such form. */
 bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_out);
-/** Addresses in numbers, and "localhost"; does not block. FANIN_ERR_ARGUMENT: it is no host:port, or
-    link-local ("[fe80::1%eth0]:6000") without an interface of this host; FANIN_ERR_NOT_FOUND: a name, which lookup.h asks for. */
+/** Addresses in numbers, and "localhost"; does not block. FANIN_ERR_ARGUMENT: it is no host:port,
+    or link-local ("[fe80::1%eth0]:6000") without an interface of this host; FANIN_ERR_NOT_FOUND: a
+    name, which lookup.h asks for. */
 fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error);
 /** The IP address as bytes: 4 of AF_INET, 16 of AF_INET6; an IPv4 address that is mapped into IPv6
@@ -45,8 +46,8 @@ void socket_unix_address(uid_t uid, const socket_address *tcp, socket_address *o
 /** Sets the port of an IP address, and its text. */
 void socket_set_port(socket_address *a, uint16_t port);
 
-/** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_LIMIT: of port 0, no port is free;
-    FANIN_ERR_ARGUMENT: no address of this host; FANIN_ERR_IO. */
+/** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_LIMIT: of port 0, no port is
+    free; FANIN_ERR_ARGUMENT: no address of this host; FANIN_ERR_IO. */
 fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,
                            fanin_error *error);
 uint16_t socket_port(int fd); /**< local TCP port, 0: none */
@@ -63,8 +64,8 @@ void socket_tune(int fd);
 bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out);
 /** The addresses of both ends, without texts; false: it is not connected. */
 bool socket_ends(int fd, socket_address *own_out, socket_address *peer_out);
-/** Both ends are on this host: a Unix socket, or TCP to a loopback address or to the address that it
-    comes from. */
+/** Both ends are on this host: a Unix socket, or TCP to a loopback address or to the address that
+    it comes from. */
 bool socket_stays_here(int fd);
 
 /* ---- networks of an allow-list ---- */

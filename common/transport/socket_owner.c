@@ -37,7 +37,8 @@ typedef struct question {
     struct inet_diag_req_v2 of;
 } question;
 
-/* Asks for the socket at the other end: what is its own is the peer's here. False: no such addresses. */
+/* Asks for the socket at the other end: what is its own is the peer's here. False: no such
+   addresses. */
 static bool ask_for(const ends *e, question *q)
 {
     int family, peer_family;

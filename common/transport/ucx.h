@@ -106,7 +106,8 @@ bool ucx_client_arm(ucx_client *c);
 
 /** Connects to a server's worker address (at most 4 KiB). Does not wait
     for the server; for RDMA the kernel may take seconds to find that nobody has an address.
-    With PEER error handling. FANIN_ERR_UNSUPPORTED: the path's transports do not reach the server. */
+    With PEER error handling. FANIN_ERR_UNSUPPORTED: the path's transports do not reach the server.
+    */
 fanin_status ucx_endpoint_create(ucx_client *c, const uint8_t *address, size_t size,
                                  ucx_endpoint **out, fanin_error *error);
 /** 0, or the ucs_status_t the endpoint failed with; text for messages. */

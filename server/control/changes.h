@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What has become of publications, copied out under the lock in one go, so that the parked waits and
- * watches of however many sessions are answered without it: the trainer's calls take the same lock.
+ * What has become of publications, copied out under the lock in one go, so that the parked waits
+ * and watches of however many sessions are answered without it: the trainer's calls take the same
+ * lock.
  */
 #ifndef CHANGES_H
 #define CHANGES_H
@@ -29,8 +30,8 @@ typedef struct changes {
 
 /** Lock held. @p p NULL: neither stable nor away. */
 void view_take(const publication *p, publication_view *out);
-/** Those that have changed since the last call, which only the control thread makes. Takes the lock.
-    True: there are more. */
+/** Those that have changed since the last call, which only the control thread makes. Takes the
+    lock. True: there are more. */
 bool changes_take(fanin_server *s, changes *out);
 /** NULL: it has not changed. */
 const publication_view *changes_find(const changes *c, const char *name);

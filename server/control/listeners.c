@@ -92,7 +92,8 @@ static void pause_all(struct control *c, int code)
     c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
 }
 
-/* The own user's perhaps: to refuse it as a stranger's would be final, and closed it comes again. */
+/* The own user's perhaps: to refuse it as a stranger's would be final, and closed it comes again.
+   */
 static void leave_unseen(struct control *c, int fd, const newcomer *who, bool admitted)
 {
     close(fd);
@@ -128,8 +129,8 @@ static bool has_had_share(const peer_share *of)
     return bucket_ready(&of->work, WORK_WINDOW_NS) > clock_ns();
 }
 
-/* Without a word, and nothing of the connection stays in the kernel: half of what accepting it costs. NULL: it may
-   stay. */
+/* Without a word, and nothing of the connection stays in the kernel: half of what accepting it
+   costs. NULL: it may stay. */
 static peer_share *turn_away(struct control *c, int fd, const socket_address *peer)
 {
     const struct linger at_once = {.l_onoff = 1};
@@ -150,8 +151,8 @@ static peer_share *turn_away(struct control *c, int fd, const socket_address *pe
     return from;
 }
 
-/* Whether accepting has taken what it may at once: then those go that are over their share. Who comes by the Unix
-   socket may be the own user, which is not seen so cheaply. */
+/* Whether accepting has taken what it may at once: then those go that are over their share. Who
+   comes by the Unix socket may be the own user, which is not seen so cheaply. */
 static bool is_pressed(const struct control *c, const listener *l)
 {
     return l == &c->tcp && c->server->peer_cpu > 0 &&
@@ -184,8 +185,9 @@ static uint64_t take_some(struct control *c, const listener *l)
     return all;
 }
 
-/* As much as one peer's requests, however many peers come. On the Unix socket those are other users of this host,
-   whom nobody but this process can turn away, and whose queue is the own user's too. */
+/* As much as one peer's requests, however many peers come. On the Unix socket those are other users
+   of this host, whom nobody but this process can turn away, and whose queue is the own user's too.
+   */
 void listener_accept(struct control *c, listener *l)
 {
     const fanin_server *s = c->server;

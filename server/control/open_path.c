@@ -9,8 +9,9 @@
 #include <sys/prctl.h>
 
 /* Differences that keep a peer from a path. cma: the kernel judges each read by itself, as it
-   judges ptrace. By rdma and cuda_ipc a peer reads and writes without asking it, so who sees other files, as
-   containers do, gets neither; who has another ipc namespace was not meant to map memory. */
+   judges ptrace. By rdma and cuda_ipc a peer reads and writes without asking it, so who sees other
+   files, as containers do, gets neither; who has another ipc namespace was not meant to map memory.
+   */
 #define NO_CMA (NEIGHBOUR_STRANGER)
 #define NO_RDMA (NEIGHBOUR_STRANGER | NEIGHBOUR_MOUNT_SPACE)
 #define NO_CUDA_IPC (NO_RDMA | NEIGHBOUR_IPC_SPACE)
@@ -55,8 +56,9 @@ static fanin_status may_open_cma(const session *s, fanin_error *error)
         "server's own user");
 }
 
-/* Over the network whoever has proven itself, if the trainer calls that network trusted: remote keys of verbs
-   write, and who is on the way could put an address of its own into a plain message. */
+/* Over the network whoever has proven itself, if the trainer calls that network trusted: remote
+   keys of verbs write, and who is on the way could put an address of its own into a plain message.
+   */
 static fanin_status may_have_keys(const session *s, fanin_error *error)
 {
     const fanin_server *server = s->control->server;

@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of max_memory what is kept for parts may have one, as chunks of pinned memory may: of what strangers
-   may have. */
+/* Of max_memory what is kept for parts may have one, as chunks of pinned memory may: of what
+   strangers may have. */
 #define PARTS_SHARE 4
 
 /* ------------------------------------------------------------------- list */
@@ -255,8 +255,8 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     return FANIN_OK;
 }
 
-/* What a reader says that it has read where this process saw nothing of it: no more, of any path that the
-   session may use, than there is. */
+/* What a reader says that it has read where this process saw nothing of it: no more, of any path
+   that the session may use, than there is. */
 static void count_one_sided(session *s, const lease *l, const msg_end *m)
 {
     fanin_server_stats *stats = &s->control->server->stats;

@@ -43,7 +43,8 @@ static bool is_behind(const session *s)
     return s->control->crowded && !s->from->has_proven;
 }
 
-/* Whose turn it is has the whole of it, be the share used up by what it takes to read the requests: a turn
+/* Whose turn it is has the whole of it, be the share used up by what it takes to read the requests:
+   a turn
    without an answer would be none. */
 bool must_rest(session *s)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Sessions whose peer has had its share of CPU time rest: nothing is read from them until it is
-    their turn. Everything here belongs to the control thread. */
+/** @file Sessions whose peer has had its share of CPU time rest: nothing is read from them until it
+    is their turn. Everything here belongs to the control thread. */
 #ifndef REST_H
 #define REST_H
 

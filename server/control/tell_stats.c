@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a rank is at, for whoever looks at a run: the counters of stats.c, its publications, and who holds
-   leases of them. */
+/* What a rank is at, for whoever looks at a run: the counters of stats.c, its publications, and who
+   holds leases of them. */
 #include "control/reply.h"
 #include "control/requests.h"
 #include "core/peer_work.h"

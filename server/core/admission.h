@@ -16,8 +16,8 @@ typedef enum admission_room {
     ROOM_NONE,
 } admission_room;
 
-/** Control sessions: one network peer gets at most half of all connections, but never less than two,
-    one for control and one for data, and half of these are for sessions. Lock held. */
+/** Control sessions: one network peer gets at most half of all connections, but never less than
+    two, one for control and one for data, and half of these are for sessions. Lock held. */
 admission_room sessions_left(const fanin_server *s, const peer_share *from);
 /** What makes room for more connections. */
 const char *sessions_remedy(const fanin_server *s);
@@ -36,8 +36,8 @@ fanin_status admit(fanin_server *s, int fd, const socket_address *peer, newcomer
 void dismiss(fanin_server *s, peer_share *from);
 /** A control session is open (1), or gone (-1). Lock held. */
 void count_session(fanin_server *s, peer_share *from, int change);
-/** Of max_memory, for all network peers and what is kept for all: three quarters where the own user has
-    a socket. */
+/** Of max_memory, for all network peers and what is kept for all: three quarters where the own user
+    has a socket. */
 uint64_t memory_of_network(const fanin_server *s);
 /** Counts @p now instead of *counted bytes; false: more than max_memory in all, than half of it for
     one network peer, or than memory_of_network(). @p of NULL: kept for all, and so counted with all

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A token bucket without a lock: all that it holds is when it is full again. What is taken moves that
- * time on; a bucket that will not be full within its window is empty. Zeroed: full. Any thread.
+ * A token bucket without a lock: all that it holds is when it is full again. What is taken moves
+ * that time on; a bucket that will not be full within its window is empty. Zeroed: full. Any
+ * thread.
  */
 #ifndef BUCKET_H
 #define BUCKET_H

@@ -11,8 +11,9 @@
 #define SESSIONS_DEFAULT 5120
 
 /**
- * Sets c->max_sessions, if it is 0, to as many as the hard limit of open files has room for, at most
- * SESSIONS_DEFAULT; then raises the soft limit, if need be, to what that takes. *limited_out: there
+ * Sets c->max_sessions, if it is 0, to as many as the hard limit of open files has room for, at
+ * most SESSIONS_DEFAULT; then raises the soft limit, if need be, to what that takes. *limited_out:
+ * there
  * was less room than that. FANIN_ERR_LIMIT: there is not room for c->max_sessions, or for 2.
  */
 fanin_status descriptors_allow(fanin_server_config *c, const logger *log,

@@ -61,7 +61,8 @@ static uint64_t remembered_until(const peer_share *p)
     return work > lines ? work : lines;
 }
 
-/* If there are too many, the one that has no connection, is of no session that is told why it is refused, and has least to be remembered makes room. */
+/* If there are too many, the one that has no connection, is of no session that is told why it is
+   refused, and has least to be remembered makes room. */
 static void make_room(fanin_server *s)
 {
     size_t found = s->n_peers;

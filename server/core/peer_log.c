@@ -12,8 +12,8 @@
 #define TELL_MS 1000 /* how often it is told what was left out */
 #define TELL_PEERS 8 /* of so many one by one */
 
-/* Lines a second, and how many seconds' worth may come at once. Many clients that come at once are told
-   of (information), faults are for a person. */
+/* Lines a second, and how many seconds' worth may come at once. Many clients that come at once are
+   told of (information), faults are for a person. */
 #define WINDOW (2 * SECOND)
 #define OF_PEER (SECOND / 5)
 #define OF_ALL (SECOND / 20)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Who waits for a share that is common to all strangers: connections, in the order of their peers. Each peer
- * has one turn, then the next peer has, so that many connections get no more than one. Everything of a queue
- * belongs to one thread.
+ * Who waits for a share that is common to all strangers: connections, in the order of their peers.
+ * Each peer has one turn, then the next peer has, so that many connections get no more than one.
+ * Everything of a queue belongs to one thread.
  */
 #ifndef PEER_TURNS_H
 #define PEER_TURNS_H
@@ -31,8 +31,8 @@ typedef struct peer_turns {
 void turns_append(peer_turns *q, peer_turn *t, void *of, const peer_share *from);
 /** Whoever @p t is of waits no longer. */
 void turns_leave(peer_turns *q, peer_turn *t);
-/** The first peer's first that may go on leaves the queue, and its peer goes behind all others; NULL: none may.
-    Of each peer only the first is asked. */
+/** The first peer's first that may go on leaves the queue, and its peer goes behind all others;
+    NULL: none may. Of each peer only the first is asked. */
 void *turns_next(peer_turns *q, bool (*may_go_on)(void *cookie, void *of),
                  void *cookie);
 

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The CPU time that strangers may take from the trainer. Their requests: a bucket for each peer, filled
- * by a small share of one CPU, and one for all of them. Tensors that are sent to them, or digested: a
- * tenth of the CPUs for all of them, half of it for one. Whoever has emptied a bucket is not refused:
- * it waits. Any thread.
+ * The CPU time that strangers may take from the trainer. Their requests: a bucket for each peer,
+ * filled by a small share of one CPU, and one for all of them. Tensors that are sent to them, or
+ * digested: a tenth of the CPUs for all of them, half of it for one. Whoever has emptied a bucket
+ * is not refused: it waits. Any thread.
  */
 #ifndef PEER_WORK_H
 #define PEER_WORK_H
 
 #include "core/peer.h"
 
-/** What was not taken for so long may be taken at once: with 50 of 1000 a whole second of a CPU, the
-    first pulls of hundreds of workers behind one address. */
+/** What was not taken for so long may be taken at once: with 50 of 1000 a whole second of a CPU,
+    the first pulls of hundreds of workers behind one address. */
 #define WORK_WINDOW_NS UINT64_C(20000000000)
 #define ALL_SHARES                                                                     \
     2              /**< of peer_cpu, that the requests of all strangers together take */

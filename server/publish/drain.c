@@ -25,7 +25,8 @@ uint64_t share_left(const bucket *b, uint64_t now, uint32_t share_ms, uint32_t l
     if (owed >= WINDOW_NS)
         return 0;
     uint64_t left = (WINDOW_NS - owed) / SHARE_WINDOW_MS * share_ms;
-    /* Crumbs would hold updates up and let nobody finish: whoever is waited for has a whole lease. */
+    /* Crumbs would hold updates up and let nobody finish: whoever is waited for has a whole lease.
+       */
     return left < least * 1000000 ? 0 : left;
 }
 
@@ -50,7 +51,8 @@ static uint32_t strangers_share(const fanin_server *s)
 
 /* ------------------------------------------------------------------- peers */
 
-/* A free slot, or the peer's. Its name's bits would be the attacker's choice, its address is not. */
+/* A free slot, or the peer's. Its name's bits would be the attacker's choice, its address is not.
+   */
 static drain_peer *slot_of(drain *d, peer_share *from)
 {
     if (from->is_own)

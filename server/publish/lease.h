@@ -66,7 +66,8 @@ lease *lease_find_begun(reader *r, uint64_t begin);
 /** The publication of a lease that was taken away, NULL: there was none (lately). */
 publication *lease_find_void(reader *r, const uint8_t token[16]);
 void lease_drop(fanin_server *s, lease *l);
-/** Takes a lease away, if it is there, as what it is for cannot be read: its end will not be good. */
+/** Takes a lease away, if it is there, as what it is for cannot be read: its end will not be good.
+    */
 void lease_fail(fanin_server *s, reader *r, const uint8_t token[16],
                 const fanin_error *why);
 /** Why a lease was taken away by lease_fail() (lately), else NULL. */

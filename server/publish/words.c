@@ -14,8 +14,9 @@ static void store(epoch_words *w, unsigned which, uint64_t number)
     atomic_store_explicit(&w->at[which], number, memory_order_relaxed);
 }
 
-/* What is written after this comes after the words for everybody who reads in the other order: the writer's side of a
-   seqlock. A store with release order would hold back what came before it only. */
+/* What is written after this comes after the words for everybody who reads in the other order: the
+   writer's side of a seqlock. A store with release order would hold back what came before it only.
+   */
 static void before_writes(void)
 {
     __sync_synchronize();

@@ -440,8 +440,9 @@ static void tell_failed(stream_tools *t, const connection *c, const fanin_error 
              why->message, why->remedy);
 }
 
-/* Bytes of the reply will not come. If nothing of it has left, the reply is that error; else its rest is padding, and the
-   lease is taken away: the reader's end, or its next read, gets the error. */
+/* Bytes of the reply will not come. If nothing of it has left, the reply is that error; else its
+   rest is padding, and the lease is taken away: the reader's end, or its next read, gets the error.
+   */
 static void give_up(stream_tools *t, connection *c, const fanin_error *why)
 {
     fanin_server *s = t->server;
@@ -692,8 +693,8 @@ static progress progress_once(stream_tools *t, connection *c)
 
 /* ---------------------------------------------------------------- CPU time */
 
-/* Who waits for a chunk, or has one, is in the midst of its turn: it would keep the chunk from others,
-   or have it filled again and again and never send it. */
+/* Who waits for a chunk, or has one, is in the midst of its turn: it would keep the chunk from
+   others, or have it filled again and again and never send it. */
 static bool must_rest(const stream_tools *t, const connection *c)
 {
     return turn_is_over(t, c) && !stage_serves(&c->staged);

@@ -119,7 +119,8 @@ static bool gather_runs(gather *g)
     return gather_add(g, to, got) && !g->failed;
 }
 
-/* Puts a run off until some can be copied together; one that follows the last in memory extends it. */
+/* Puts a run off until some can be copied together; one that follows the last in memory extends it.
+   */
 static bool gather_copy(gather *g, const uint8_t *data, size_t size)
 {
     size_t room = g->most - g->bytes - g->run_bytes;

@@ -66,8 +66,8 @@ void job_free(fanin_server *s, job *j);
 
 /** False: full. Bytes that follow the last ones in memory extend its iovec. */
 bool gather_add(gather *g, const void *data, size_t size);
-/** Adds as much of the reply as fits, up to the first byte that cannot be read: then failed is set, unless nothing is
-    copied but short runs and those before it fill the gather. */
+/** Adds as much of the reply as fits, up to the first byte that cannot be read: then failed is set,
+    unless nothing is copied but short runs and those before it fill the gather. */
 void job_gather(const job *j, gather *g);
 /** Adds zeros for the rest of the reply. */
 void job_gather_zeros(const job *j, gather *g);
@@ -89,7 +89,8 @@ static inline uint64_t smaller(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-/** Of a box's packed bytes those that come next: whole runs at equal distances, or a part of one. */
+/** Of a box's packed bytes those that come next: whole runs at equal distances, or a part of one.
+    */
 typedef struct stretch {
     int64_t at; /**< from the box's first byte */
     uint64_t size, runs;

@@ -3,20 +3,20 @@
  * @file
  * Device memory on its way to data connections: a copy kernel gathers the next bytes of a reply
  * into a chunk of pinned host memory, from which they are sent. For a reply of digests another
- * kernel writes those of pieces into a chunk, if the device has that kernel. A connection has two chunks at
- * most, so that one fills while the other is sent; all connections of a data thread share a bounded pool. While
- * none is free connections wait: those of the own user and all others take turns, and these peer by
- * peer. Those that cannot send what they have give it back and gather it again later: who does not
- * take its bytes keeps nobody waiting.
+ * kernel writes those of pieces into a chunk, if the device has that kernel. A connection has two
+ * chunks at most, so that one fills while the other is sent; all connections of a data thread share
+ * a bounded pool. While none is free connections wait: those of the own user and all others take
+ * turns, and these peer by peer. Those that cannot send what they have give it back and gather it
+ * again later: who does not take its bytes keeps nobody waiting.
  *
  * Memory is read only inside a bracket that begin_update waits for (bracket_enter() ..
  * publication_read_leave()): from the launch of a copy until it has completed, failed, or run for
  * longer than STALL_MS.
  *
- * All of it belongs to one data thread, which has a stage of its own; only copies end in threads of CUDA's driver, which tell it by
- * an eventfd. Nothing blocks that thread but what is made once: a stream for each device, and the
- * pinned memory of a chunk (some 100 us each) as long as the pool grows. The kernels are there since
- * the commit.
+ * All of it belongs to one data thread, which has a stage of its own; only copies end in threads of
+ * CUDA's driver, which tell it by an eventfd. Nothing blocks that thread but what is made once: a
+ * stream for each device, and the pinned memory of a chunk (some 100 us each) as long as the pool
+ * grows. The kernels are there since the commit.
  */
 #ifndef STAGE_H
 #define STAGE_H

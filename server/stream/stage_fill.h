@@ -5,7 +5,8 @@
 
 #include "stream/stage.h"
 
-/** Copies of device memory stand at the front of the chunk's entries, of host memory at their end. */
+/** Copies of device memory stand at the front of the chunk's entries, of host memory at their end.
+    */
 typedef struct filling {
     chunk *to;
     size_t n_device, n_host;
@@ -15,9 +16,9 @@ typedef struct filling {
 } filling;
 
 /**
- * By way of @p through takes as much of the reply, from where the job is, as the empty chunk has room for: memory of one
- * device and of the host. The host's is copied, the device's (n_device entries) remains to be.
- * Inside a bracket.
+ * By way of @p through takes as much of the reply, from where the job is, as the empty chunk has
+ * room for: memory of one device and of the host. The host's is copied, the device's (n_device
+ * entries) remains to be. Inside a bracket.
  */
 filling filling_gather(chunk *to, const job *j, const guarded *through);
 

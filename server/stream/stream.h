@@ -10,8 +10,8 @@
 
 #define DATA_THREAD_MEMORY ((uint64_t)8 << 20) /**< the least of max_memory for each */
 
-/** How many data threads a server has at most that nobody has told: others of the host's ranks and the
-    trainer itself need CPUs, too. */
+/** How many data threads a server has at most that nobody has told: others of the host's ranks and
+    the trainer itself need CPUs, too. */
 unsigned stream_threads_for(unsigned cpus, uint64_t max_memory);
 
 /** Starts the first; others are started when connections come, as many as the server may have. */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Checksums of what is sent, made by a thread of their own while sendmsg copies the same bytes: both
+ * Checksums of what is sent, made by a thread of their own while sendmsg copies the same bytes:
+ * both
  * have ended before begin_update goes on.
  */
 #ifndef STREAM_SUM_H

@@ -3,8 +3,8 @@
  * The copy kernel on real GPUs, beside the driver's own copies of the same bytes: from another
  * process's memory on device 0 to device 1 (or the same device if there is one only), in pieces as
  * LoRA adapters have them. With two GPUs also both at once: each reads a half of what it gets from
- * its own memory and a half from the other's, in rows and in columns of rows, as two tensor-parallel
- * workers do. Prints medians. Exit status 77 without a GPU.
+ * its own memory and a half from the other's, in rows and in columns of rows, as two
+ * tensor-parallel workers do. Prints medians. Exit status 77 without a GPU.
  *
  *     bench_copy_kernel [both]    both: nothing but that
  */
@@ -89,7 +89,8 @@ static double run_table(gpu_table *table, gpu_stream *s, uint64_t n)
     return (double)(clock_ns() - begin) / 1e6;
 }
 
-/* Pieces of @p piece bytes from all bases to a packed destination, in a shuffled order of places. */
+/* Pieces of @p piece bytes from all bases to a packed destination, in a shuffled order of places.
+   */
 static void measure(gpu *g, gpu_stream *s, int device, const uint64_t *bases,
                     uint8_t *to, uint64_t piece, uint64_t shift, uint32_t convert,
                     const char *what)

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * How long it takes to map other processes' allocations, by how many threads at a time: what a first
- * pull by cuda_ipc waits for, and why it does that in one thread. Exporters allocate on device 0; device 1 maps (or the same, if there is
- * one only); then the same for both devices, one after the other and by a thread each.
+ * How long it takes to map other processes' allocations, by how many threads at a time: what a
+ * first pull by cuda_ipc waits for, and why it does that in one thread. Exporters allocate on
+ * device 0; device 1 maps (or the same, if there is one only); then the same for both devices, one
+ * after the other and by a thread each.
  *
  *     bench_ipc_map [EXPORTERS [ALLOCATIONS [MIB]]]      8 processes of 100 times 20 MiB
  *

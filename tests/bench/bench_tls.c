@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What TLS costs a connection over 127.0.0.1: CPU time of each end a gigabyte, with and without it; how long one
- * send of a rank takes, which is what begin_update may have to wait for; and a handshake.
+ * What TLS costs a connection over 127.0.0.1: CPU time of each end a gigabyte, with and without it;
+ * how long one send of a rank takes, which is what begin_update may have to wait for; and a
+ * handshake.
  *
  *     bench_tls [GIGABYTES]    of each kind (4)
  */

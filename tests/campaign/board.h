@@ -39,8 +39,8 @@ typedef struct board {
     board_reader readers[BOARD_READERS];
 } board;
 
-/** Maps the file at @p path, which has a board's size. Ends the process if it cannot, and from then on
-    with the process that has started it. */
+/** Maps the file at @p path, which has a board's size. Ends the process if it cannot, and from then
+    on with the process that has started it. */
 board *board_open(const char *path);
 
 /** Nanoseconds of CLOCK_MONOTONIC. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * By the driver that FANIN_CUDA_LIBRARY names, a real one or the stand-in. The CPU has a copy of each
- * allocation. What is written beyond a destination shows in bands of known bytes around it; the stand-in
- * ends a process whose kernels touch anything else besides.
+ * By the driver that FANIN_CUDA_LIBRARY names, a real one or the stand-in. The CPU has a copy of
+ * each allocation. What is written beyond a destination shows in bands of known bytes around it;
+ * the stand-in ends a process whose kernels touch anything else besides.
  */
 #include "memory.h"
 
@@ -14,15 +14,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What touches is read by one copy, which the stand-in takes for one that leaves its allocation; on a
-   device it is none. */
+/* What touches is read by one copy, which the stand-in takes for one that leaves its allocation; on
+   a device it is none. */
 #define APART 64
 #define BAND 4096
 #define BAND_BYTE 0xb5
 #define MOST 64
 #define PATIENCE_NS UINT64_C(120000000000)
-/* Of the stand-in's count, one a device: for uploads, which stays for the process's life, and for what is
-   copied here. */
+/* Of the stand-in's count, one a device: for uploads, which stays for the process's life, and for
+   what is copied here. */
 #define KEPT_STREAMS 4
 
 typedef struct allocation {

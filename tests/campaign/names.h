@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A name server that can be silent: the process's getaddrinfo() answers names that end in ".campaign"
- * with 127.0.0.1, and not before the board says that the name server speaks.
+ * A name server that can be silent: the process's getaddrinfo() answers names that end in
+ * ".campaign" with 127.0.0.1, and not before the board says that the name server speaks.
  */
 #ifndef CAMPAIGN_NAMES_H
 #define CAMPAIGN_NAMES_H

@@ -7,7 +7,8 @@
 #include <stdint.h>
 
 /** Now and then puts something at @p directory that is no adapter, or takes rights out of what the
-    process will make: a FIFO, a FIFO within a directory, a file, a link to nowhere, a umask. True: it did. */
+    process will make: a FIFO, a FIFO within a directory, a file, a link to nowhere, a umask. True:
+    it did. */
 bool obstacles_put(const char *directory, uint64_t *random);
 /** Removes whatever stands there, and sets the umask back. */
 void obstacles_clear(const char *directory);

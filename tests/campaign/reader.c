@@ -8,19 +8,19 @@
  *
  *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
- * VERDICT: good; failed (an error, which is allowed); wrong (bytes, a step that was not asked for, a
- * launch that had ended, or an adapter that a failed call has left); written (memory changed after a
- * failed call had returned). DISTURBED: 1 if this process was stopped or limited meanwhile, whose
- * time means nothing.
+ * VERDICT: good; failed (an error, which is allowed); wrong (bytes, a step that was not asked for,
+ * a launch that had ended, or an adapter that a failed call has left); written (memory changed
+ * after a failed call had returned). DISTURBED: 1 if this process was stopped or limited meanwhile,
+ * whose time means nothing.
  *
  * Now and then something stands in the way of its adapters (obstacles.h).
  *
- * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each eighth; "write"
- * changes memory after a failed one; "stale" goes on with the weights of its first launch; "wedge"
- * fails for ever; "starve" as long as the trainer trains.
+ * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each eighth;
+ * "write" changes memory after a failed one; "stale" goes on with the weights of its first launch;
+ * "wedge" fails for ever; "starve" as long as the trainer trains.
  *
- * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end, which
- * the campaign must notice.
+ * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end,
+ * which the campaign must notice.
  */
 #include "board.h"
 #include "memory.h"
@@ -434,9 +434,9 @@ static unsigned sockets_open(bool told)
     return n;
 }
 
-/* Threads; by name on standard error, if told to. A driver begins some when it likes, of devices and of
-   peers: those that it names begin with "cuda", and the others have the program's name. The library's
-   threads have names of their own. */
+/* Threads; by name on standard error, if told to. A driver begins some when it likes, of devices
+   and of peers: those that it names begin with "cuda", and the others have the program's name. The
+   library's threads have names of their own. */
 static unsigned threads_running(bool told)
 {
     unsigned n = 0;

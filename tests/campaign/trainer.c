@@ -6,7 +6,8 @@
  * reference or snapshot. Now and then it does what a trainer may do and readers must survive: an
  * update is taken back over scribbled memory, the run is removed and put again, shards move and
  * their old memory is unmapped, the run is paused and scribbled on. PORT: of rank 0. LIFE: the
- * world id, in hexadecimal. Without arguments: exit status 77 if it cannot run here, for want of devices.
+ * world id, in hexadecimal. Without arguments: exit status 77 if it cannot run here, for want of
+ * devices.
  *
  * Mutants (mutant.h): "liar" serves bytes of no launch; "byte" has one wrong byte in each fiftieth
  * step; "late" begins updates too late; "leak-rank" leaves a descriptor open in each.
@@ -26,8 +27,8 @@
 #define CREATE_NS (10 * 1000 * MS) /* a rank that was killed may still have the port */
 #define GRACE_NS (1000 * MS)       /* what a busy machine may add to a wait */
 #define ACTS_PERCENT 12
-/* All readers, and the handshakes that bad links break, come from one address; and a sanitizer makes
-   them cost ten times as much. */
+/* All readers, and the handshakes that bad links break, come from one address; and a sanitizer
+   makes them cost ten times as much. */
 #define PEER_CPU 500
 
 typedef struct rank {

@@ -33,7 +33,8 @@ uint64_t weights_life(const uint8_t world_id[FANIN_WORLD_ID_SIZE])
     return life;
 }
 
-/* The finaliser of splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+/* The finaliser of splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+   generators",
    2014. */
 static uint64_t mix(uint64_t x)
 {

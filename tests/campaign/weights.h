@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What a campaign's trainer publishes, and how it is known again: every 8 bytes say of which launch,
- * step, tensor and place they are, so that a reader needs nothing but its own result to judge.
+ * What a campaign's trainer publishes, and how it is known again: every 8 bytes say of which
+ * launch, step, tensor and place they are, so that a reader needs nothing but its own result to
+ * judge.
  */
 #ifndef CAMPAIGN_WEIGHTS_H
 #define CAMPAIGN_WEIGHTS_H
@@ -23,14 +24,16 @@ typedef struct tensor_shape {
 tensor_shape weights_shape(size_t tensor);
 uint64_t weights_bytes(size_t tensor);
 
-/** The first half of a world id, which the campaign draws for each launch: greater than those before. */
+/** The first half of a world id, which the campaign draws for each launch: greater than those
+    before. */
 uint64_t weights_life(const uint8_t world_id[FANIN_WORLD_ID_SIZE]);
 
 /** Rows [first, end) of @p tensor as they are at @p step. @p words: packed. */
 void weights_fill(uint64_t life, uint64_t step, size_t tensor, uint64_t first,
                   uint64_t end, uint64_t *words);
 
-/** Whether the whole tensor is that of @p step; else says in @p why where and what it is instead. */
+/** Whether the whole tensor is that of @p step; else says in @p why where and what it is instead.
+    */
 bool weights_check(uint64_t life, uint64_t step, size_t tensor, const void *bytes,
                    char why[160]);
 

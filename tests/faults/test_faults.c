@@ -59,7 +59,8 @@ static void strike(void *cookie)
     lab_signal(&f->lab, VICTIM, f->number);
 }
 
-/* Words that confirm an end are of tests/integration/test_words.c: here all ranks are asked, by cma too. */
+/* Words that confirm an end are of tests/integration/test_words.c: here all ranks are asked, by cma
+   too. */
 bool __wrap_cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch);
 bool __wrap_cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Looking at ranks one of which is stopped, killed, or accepts and says nothing: the others are
- * judged by what they say, within the one time that the call was given, wherever the odd one stands.
+ * judged by what they say, within the one time that the call was given, wherever the odd one
+ * stands.
  */
 #include "ends.h"
 #include "lab.h"

@@ -218,7 +218,8 @@ static void test_secured_link_cut(void **state)
     cut_in_read();
 }
 
-/* What this side has said is on its way, and nothing comes back: on the first control connection. */
+/* What this side has said is on its way, and nothing comes back: on the first control connection.
+   */
 static void test_link_cut_in_handshake(void **state)
 {
     if (!separate || !has_openssl)

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * What lying_link.h does to frames (or TLS records), as bytes. An edit has six bytes, and as many behind them as it says:
+ * What lying_link.h does to frames (or TLS records), as bytes. An edit has six bytes, and as many
+ * behind them as it says:
  *
- *   0     bit 0: of a frame to the rank or to the reader; the others: of which one in that direction
+ *   0     bit 0: of a frame to the rank or to the reader; the others: of which one in that
+ *   direction
  *   1     bits 0-3: what is done (edit_kind), the others: how many bytes follow, or are meant
  *   2, 3  where in the frame's body, little-endian; modulo its size
  *   4, 5  a number

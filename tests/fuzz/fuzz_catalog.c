@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* First byte: which table; 3: a set of keys, behind the number that there are (two bytes, little-endian); 4: what maps a
-   region of CUDA memory, behind its length (eight). A box table's key table goes before it, its length first (two).
-   All are canonical: what decodes has just these bytes. */
+/* First byte: which table; 3: a set of keys, behind the number that there are (two bytes,
+   little-endian); 4: what maps a region of CUDA memory, behind its length (eight). A box table's
+   key table goes before it, its length first (two). All are canonical: what decodes has just these
+   bytes. */
 #include "fuzz.h"
 #include "ipc_key.h"
 #include "key_set.h"

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Frames of a hostile peer: those that come in pieces are those that come at once. First byte: bit
-   0: sealed, bit 1: no bytes behind a frame are received with it; the others: size of the pieces. */
+   0: sealed, bit 1: no bytes behind a frame are received with it; the others: size of the pieces.
+   */
 #include "checksum.h"
 #include "framing.h"
 #include "fuzz.h"

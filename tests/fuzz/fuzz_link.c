@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A reader of two ranks, and a link that alters what it and the first rank say to each other, while their trainer
-   acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader asks for; 3: with checksums; 4: the
-   second rank is read by cma where that works; 5: by TLS, with a secret; 6: and the link does not know it, so that it
-   alters TLS records; 7: the first rank is on the Unix socket, and by cma, as the second. Second byte: bit 0:
-   the reader has two threads; 1: it waits in vain for a step first; 2: the link stays as it is afterwards, but alters
-   nothing more, instead of closing what it has altered; then it does not know checksums either; 3: the ranks' memory
-   is a CUDA device's, and read by cuda_ipc instead of cma; 4: the reader's is. Whatever comes of it, calls end, with
-   a reason if they fail; they write where they were told to; what they bring is one step unless the link lied and
-   knew how to be believed; nothing of that reader stays with the ranks; another reader gets what they hold, and so
-   does this one once the link is honest; no device reads or writes what is not there. */
+/* A reader of two ranks, and a link that alters what it and the first rank say to each other, while
+   their trainer acts and the reader is cancelled (edits.h). First byte: bits 0-2: what the reader
+   asks for; 3: with checksums; 4: the second rank is read by cma where that works; 5: by TLS, with
+   a secret; 6: and the link does not know it, so that it alters TLS records; 7: the first rank is
+   on the Unix socket, and by cma, as the second. Second byte: bit 0: the reader has two threads; 1:
+   it waits in vain for a step first; 2: the link stays as it is afterwards, but alters
+   nothing more, instead of closing what it has altered; then it does not know checksums either; 3:
+   the ranks' memory
+   is a CUDA device's, and read by cuda_ipc instead of cma; 4: the reader's is. Whatever comes of
+   it, calls end, with a reason if they fail; they write where they were told to; what they bring is
+   one step unless the link lied and knew how to be believed; nothing of that reader stays with the
+   ranks; another reader gets what they hold, and so does this one once the link is honest; no
+   device reads or writes what is not there. */
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
@@ -21,7 +24,8 @@
 
 #define CALL_MS 5000
 #define VAIN_MS 10
-/* Where the link stays: what it has altered may cost a pull, and whoever waits for what never comes. */
+/* Where the link stays: what it has altered may cost a pull, and whoever waits for what never
+   comes. */
 #define SHORT_MS 1000
 #define LOST_MS 250
 #define HEAD 2 /* bytes before the edits */
@@ -238,7 +242,8 @@ static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
     landing to = {.on_device = s->lands_on_device};
     lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP, false);
     fanin_status status = pull_again(s, reader, CALL_MS, &to);
-    /* It was cancelled when the call before had ended, and what had come until then is read first. */
+    /* It was cancelled when the call before had ended, and what had come until then is read first.
+       */
     for (int i = 0; i < 2 && status != FANIN_OK; i++)
         status = pull_again(s, reader, CALL_MS, &to);
     check(status == FANIN_OK && to.step == step);
@@ -340,7 +345,8 @@ static bool play(const char *file, tls_end *played[2])
     return good;
 }
 
-/* With a secret, or the one without where OpenSSL is missing; on a device, or the host's where there is none. */
+/* With a secret, or the one without where OpenSSL is missing; on a device, or the host's where
+   there is none. */
 static scene *scene_of(bool secured, bool on_device)
 {
     static scene scenes[2][2];

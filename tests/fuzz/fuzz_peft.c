@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Tensor names and metadata of a hostile trainer. Input: lines. "=KEY VALUE" is a metadata
- * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration, of an adapter and of a model, or a reason.
+ * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration, of an adapter and of
+ * a model, or a reason.
  */
 #include "adapter/model_config.h"
 #include "fuzz.h"

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What comes before and inside TLS. First byte: bit 0: to the rank or to the reader; bit 1: bytes that
-   nobody checked instead of the other end, or an honest one behind a link that alters bytes; bit 2: a secret
-   or certificates (which the command openssl makes, once). The rest: those bytes; or edits of four bytes: where, in the order in which bytes go (two), what with, and how
-   (bit 0: to which end; bit 1: a byte is left out, not altered). */
+/* What comes before and inside TLS. First byte: bit 0: to the rank or to the reader; bit 1: bytes
+   that nobody checked instead of the other end, or an honest one behind a link that alters bytes;
+   bit 2: a secret or certificates (which the command openssl makes, once). The rest: those bytes;
+   or edits of four bytes: where, in the order in which bytes go (two), what with, and how (bit 0:
+   to which end; bit 1: a byte is left out, not altered). */
 #include "fuzz.h"
 #include "secrets.h"
 #include "tls.h"

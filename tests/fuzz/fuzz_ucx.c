@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a peer sends for UCX, which believes every length of it: a remote key, or, if bit 0 of the first byte is set, a
-   worker address, before which this end's own comes, its size first (two bytes). What passes ends where it says. */
+/* What a peer sends for UCX, which believes every length of it: a remote key, or, if bit 0 of the
+   first byte is set, a worker address, before which this end's own comes, its size first (two
+   bytes). What passes ends where it says. */
 #include "fuzz.h"
 #include "ucx_address.h"
 

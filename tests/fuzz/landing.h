@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file A reader's memory for the tensors of two_ranks.h, on the host or on a device, and a pull into it. */
+/** @file A reader's memory for the tensors of two_ranks.h, on the host or on a device, and a pull
+    into it. */
 #ifndef LANDING_H
 #define LANDING_H
 
@@ -22,7 +23,8 @@ typedef struct landing {
 
 /** Describes and overwrites it; what is said of the device stays. */
 void landing_prepare(landing *to);
-/** Nothing beside the boxes has been written; takes the step of @p result, and frees it. NULL: it failed. */
+/** Nothing beside the boxes has been written; takes the step of @p result, and frees it. NULL: it
+    failed. */
 void landing_end(landing *to, fanin_result *result);
 /** It is the step that was said. */
 void landing_check(const landing *to);

@@ -35,8 +35,8 @@ static void greet(link_pair *p, int to, const frame *f, const uint8_t *whole)
     }
 }
 
-/* Says of the link what the rank says of itself: its address, where that counts, and that it has its key, which is for
-   one connection alone. */
+/* Says of the link what the rank says of itself: its address, where that counts, and that it has
+   its key, which is for one connection alone. */
 static void play_rank(const link_pair *p, const frame *f, buffer *answer)
 {
     msg_hello_ok m;

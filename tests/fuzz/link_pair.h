@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A connection of a reader's and the one to its rank. What passes is taken apart, altered by the edits, and put
- * together again: whole frames, also inside TLS if it has both ends' keys, or TLS records, if it has none.
+ * A connection of a reader's and the one to its rank. What passes is taken apart, altered by the
+ * edits, and put together again: whole frames, also inside TLS if it has both ends' keys, or TLS
+ * records, if it has none.
  */
 #ifndef LINK_PAIR_H
 #define LINK_PAIR_H
@@ -38,12 +39,14 @@ typedef struct link_pair {
 } link_pair;
 
 void link_pair_clear(link_pair *p); /**< of what never was one */
-/** Takes both sockets, which do not block. @p ends: by the end that they lead to; NULL: without TLS, or records. */
+/** Takes both sockets, which do not block. @p ends: by the end that they lead to; NULL: without
+    TLS, or records. */
 void link_pair_open(link_pair *p, const int fds[2], const tls_end *const ends[2],
                     const char *address);
 /** Passes on what has come to this end for the other one. False: the pair is to be closed. */
 bool link_pair_pass(link_pair *p, int from, link_talk *talk);
-/** @p at_once: without the minute that the kernel keeps the port of a connection for; what is under way is lost. */
+/** @p at_once: without the minute that the kernel keeps the port of a connection for; what is under
+    way is lost. */
 void link_pair_close(link_pair *p, bool at_once);
 
 #endif

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A link between readers and one rank that alters what passes (link_pair.h). It has a thread of its own.
+ * A link between readers and one rank that alters what passes (link_pair.h). It has a thread of its
+ * own.
  */
 #ifndef LYING_LINK_H
 #define LYING_LINK_H
@@ -33,8 +34,8 @@ typedef struct lying_link {
     link_pair pairs[LINK_PAIRS];
 } lying_link;
 
-/** A link to 127.0.0.1:@p rank, for the rest of the process; @p act is called in its thread. @p played: as the rank,
-    and as a reader, when it speaks TLS; both outlive it. NULL: it does not. */
+/** A link to 127.0.0.1:@p rank, for the rest of the process; @p act is called in its thread. @p
+    played: as the rank, and as a reader, when it speaks TLS; both outlive it. NULL: it does not. */
 void lying_link_start(lying_link *l, uint16_t rank, tls_end *const played[2],
                       void (*act)(void *cookie, uint16_t number), void *cookie);
 /** What readers find. */
@@ -45,9 +46,10 @@ typedef enum link_kind {
     LINK_NOISY,   /**< by TCP: checksums are not those of what it has altered */
 } link_kind;
 
-/** What @p reader and the rank say, counted over all its connections, is altered by these edits, which
-    stay the caller's. Whenever nothing has gone either way for some milliseconds its call is cancelled and, unless
-    the link @p stays, all are closed and no more accepted; not if there are no edits. */
+/** What @p reader and the rank say, counted over all its connections, is altered by these edits,
+    which stay the caller's. Whenever nothing has gone either way for some milliseconds its call is
+    cancelled and, unless the link @p stays, all are closed and no more accepted; not if there are
+    no edits. */
 void lying_link_serve(lying_link *l, fanin_client *reader, edits edits, link_kind kind,
                       bool stays);
 /** A link that stays alters nothing more. What it has done to its connections it has done. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writes the seeds of fuzz_framing, fuzz_messages, fuzz_scan and fuzz_catalog below the folder named. */
+/* Writes the seeds of fuzz_framing, fuzz_messages, fuzz_scan and fuzz_catalog below the folder
+   named. */
 #include "frame.h"
 #include "samples.h"
 #include <stdio.h>

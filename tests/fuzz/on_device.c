@@ -23,7 +23,8 @@ static int number_of(device_of whose)
     return whose == DEVICE_OF_READERS && gpu_count(driver) > 1 ? 1 : 0;
 }
 
-/* Who names no driver gets the stand-in. Devices are left out where an empty name says so, never unnoticed. */
+/* Who names no driver gets the stand-in. Devices are left out where an empty name says so, never
+   unnoticed. */
 static void load(void)
 {
     static const logger quiet;

@@ -20,8 +20,8 @@ void result(bool good, const char *what, const char *detail);
 bool copy(int device, void *stream, void *to, const void *from, size_t bytes,
           fanin_error *error);
 
-/** Forks @p serve(), which writes the @p size bytes that come to @p greeting, and whose result is its
-    exit status. 0, or the exit status of this program. */
+/** Forks @p serve(), which writes the @p size bytes that come to @p greeting, and whose result is
+    its exit status. 0, or the exit status of this program. */
 int publisher_start(publisher *p, int (*serve)(int in, int out), void *greeting,
                     size_t size);
 /** It ends as its pipe does. Exit status of this program. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The session of docs/how-to/c-session.md as a program: a trainer of one rank, two layers, one step. */
+/* The session of docs/how-to/c-session.md as a program: a trainer of one rank, two layers, one
+   step. */
 #include <fanin/fanin.h>
 #include <stdio.h>
 #include <string.h>

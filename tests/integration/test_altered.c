@@ -98,7 +98,8 @@ static uint64_t greeting_bytes(unsigned connection, flip_way way)
     return sizes[connection][way];
 }
 
-/* Whether bytes that are wrong, if any, are asked for again at this place: then the pull succeeds. */
+/* Whether bytes that are wrong, if any, are asked for again at this place: then the pull succeeds.
+   */
 static bool is_mended(unsigned connection, flip_way way, uint64_t at)
 {
     return at >= greeting_bytes(connection, way);
@@ -189,8 +190,9 @@ static void without_checksums_it_arrives(void **state)
     fanin_server_destroy(&server, 0);
 }
 
-/* Of an answer to a data connection's hello that says it is longer than it is the rest never comes. It is not waited for
-   as long as there is time; and where another connection reads all, nothing begins again for it. */
+/* Of an answer to a data connection's hello that says it is longer than it is the rest never comes.
+   It is not waited for as long as there is time; and where another connection reads all, nothing
+   begins again for it. */
 static void never_end(unsigned threads, unsigned connection)
 {
     fanin_server *server = start_server();

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Certificates between a rank and readers over TCP: who has one of the job and the role reads or is read, and
-   everybody else is refused by a sentence that says which file, which identity, and what to do. */
+/* Certificates between a rank and readers over TCP: who has one of the job and the role reads or is
+   read, and everybody else is refused by a sentence that says which file, which identity, and what
+   to do. */
 #include "certificates.h"
 #include "ends.h"
 #include "own_file.h"
@@ -38,8 +39,8 @@ fanin_status __wrap_certificates_new(const openssl *o, const certificate_files *
     return __real_certificates_new(o, files, claims ? claims : wanted, log, out, e);
 }
 
-/* A file system that does not answer: whoever reads this file stays there until it is let go. A log that does not
-   either has a word of the message instead. */
+/* A file system that does not answer: whoever reads this file stays there until it is let go. A log
+   that does not either has a word of the message instead. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t turn;
@@ -403,7 +404,8 @@ static void one_kind_is_given(void **state)
     config.tls_key = "";
     assert_int_equal(fanin_client_create(&config, &client, &error), FANIN_ERR_ARGUMENT);
     assert_says(error.message, "without its key");
-    /* What is configured goes before the environment's of the other kind; that of both is refused. */
+    /* What is configured goes before the environment's of the other kind; that of both is refused.
+       */
     config = reader_of(&f);
     config.secret_file = NULL;
     setenv("FANIN_SECRET_FILE", "/nowhere", 1);
@@ -470,7 +472,8 @@ static void join_files(const char *name, const char *a, const char *b, long with
     assert_int_equal(system(command), 0); /* NOLINT(cert-env33-c): its own folder */
 }
 
-/* A file that was being written, or copied to a full disk. What cannot be read is not left out without a word. */
+/* A file that was being written, or copied to a full disk. What cannot be read is not left out
+   without a word. */
 static void torn_files_are_refused(void **state)
 {
     fanin_server *server = NULL;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A client's allocations fail, the first, the second, ... of a call, and all behind it: the call says
- * that this process has no memory and blames nobody else, and the next call of the same client works.
- * Linked with --wrap; under AddressSanitizer nothing leaks either.
+ * A client's allocations fail, the first, the second, ... of a call, and all behind it: the call
+ * says that this process has no memory and blames nobody else, and the next call of the same client
+ * works. Linked with --wrap; under AddressSanitizer nothing leaks either.
  */
 #include "ends.h"
 #include "failing_memory.h"

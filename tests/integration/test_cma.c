@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Pulls by cma: what comes, however little the kernel brings at a time, what it refuses, and that
- * nothing counts that another process than the rank's was read for. The kernel's call is the test's.
+ * nothing counts that another process than the rank's was read for. The kernel's call is the
+ * test's.
  */
 #include "ends.h"
 #include "local_world.h"

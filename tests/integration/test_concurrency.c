@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Trainers that rewrite their weights in place while workers pull without pause. Each test
- * needs a process of its own: give its name and the path ("stream", "cma") as arguments, how many data
- * threads a rank has, if more than one, and how many threads of the client read, if not the default.
+ * needs a process of its own: give its name and the path ("stream", "cma") as arguments, how many
+ * data threads a rank has, if more than one, and how many threads of the client read, if not the
+ * default.
  */
 #include "ends.h"
 #include "local_world.h"
@@ -249,8 +250,8 @@ static void *pull_some(void *cookie)
     return NULL;
 }
 
-/* However many readers come, updates go on: whoever reads is waited for, and who comes meanwhile waits.
-   The lease is one that no busy machine outlasts. */
+/* However many readers come, updates go on: whoever reads is waited for, and who comes meanwhile
+   waits. The lease is one that no busy machine outlasts. */
 static void test_many(void **state)
 {
     if (cannot_run())

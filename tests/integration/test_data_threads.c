@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Many readers of one rank that has several data threads, while its trainer rewrites the weights, pauses
-   and goes on: what is pulled is of one step, and nobody holds up the trainer for longer than the lease. */
+/* Many readers of one rank that has several data threads, while its trainer rewrites the weights,
+   pauses and goes on: what is pulled is of one step, and nobody holds up the trainer for longer
+   than the lease. */
 #include "clock.h"
 #include "ends.h"
 #include "testing.h"
@@ -99,7 +100,8 @@ static void *read_on(void *cookie)
     return NULL;
 }
 
-/* The trainer's memory is its own meanwhile: under ThreadSanitizer a thread that still reads is a race. */
+/* The trainer's memory is its own meanwhile: under ThreadSanitizer a thread that still reads is a
+   race. */
 static void rewrite(scene *s, uint64_t step, uint64_t *longest_ns)
 {
     fanin_error error = FANIN_ERROR_INIT;

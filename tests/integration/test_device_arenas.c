@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A snapshot lies in one arena or the other, each with a region for every device of its rank. A worker that knows a
- * part of the catalog maps what it reads of both. The trainer is a process, forked before the driver is used.
+ * A snapshot lies in one arena or the other, each with a region for every device of its rank. A
+ * worker that knows a part of the catalog maps what it reads of both. The trainer is a process,
+ * forked before the driver is used.
  */
 #include "ends.h"
 #include "fake_cuda.h"

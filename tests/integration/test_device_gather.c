@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Directories that several devices gather, each over its own link: what they bring, and what becomes
- * of a pull when one of them does not take part, stands still or fails. With a driver that needs no
- * GPU.
+ * Directories that several devices gather, each over its own link: what they bring, and what
+ * becomes of a pull when one of them does not take part, stands still or fails. With a driver that
+ * needs no GPU.
  */
 #include "device/devices.h"
 #include "ends.h"

@@ -755,7 +755,8 @@ static int map_ahead_well(void)
     return end(&w);
 }
 
-/* What is mapped when the catalog turns out bad, or the pull is cancelled, is used by the next pull. */
+/* What is mapped when the catalog turns out bad, or the pull is cancelled, is used by the next
+   pull. */
 static int map_ahead_in_vain(void)
 {
     static const struct {

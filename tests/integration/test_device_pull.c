@@ -682,8 +682,8 @@ static uint64_t count_opens(void)
     return counts.opens;
 }
 
-/* Host memory is looked at by the stretch, managed memory may be called the host's; each mapping is asked for
-   its length. */
+/* Host memory is looked at by the stretch, managed memory may be called the host's; each mapping is
+   asked for its length. */
 static void test_host_destinations(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
@@ -766,8 +766,8 @@ static void pull_slowly(const target *t, uint64_t ms)
     assert_ok(p.outcome.status, p.outcome.error);
 }
 
-/* Who reads for milliseconds, as before, speaks to its ranks shortly before the end. On a busy machine what was read ahead
-   may be dropped, and waits for the kernel first: then once more. */
+/* Who reads for milliseconds, as before, speaks to its ranks shortly before the end. On a busy
+   machine what was read ahead may be dropped, and waits for the kernel first: then once more. */
 static void test_ranks_are_woken(void **state)
 {
     target t;

@@ -265,8 +265,8 @@ static void test_small_pages(void **state)
     believe(HONEST_SMALL_PAGES);
 }
 
-/* A pull asks again, as what the rank is short of becomes free; a session, whose first read may be in
-   use, says so. */
+/* A pull asks again, as what the rank is short of becomes free; a session, whose first read may be
+   in use, says so. */
 static void test_at_limit(void **state)
 {
     fanin_error error = FANIN_ERROR_INIT;

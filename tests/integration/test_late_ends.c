@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that another thread tells of a pull's end: whatever the caller does next, no lease stays, and nothing is out of order. */
+/* Ranks that another thread tells of a pull's end: whatever the caller does next, no lease stays,
+   and nothing is out of order. */
 #include "ends.h"
 #include "local_world.h"
 #include "testing.h"

@@ -242,8 +242,8 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     expect_step(FANIN_STEP_NEWEST, 0, 3);
 }
 
-/* The connection that a call has just begun leads to a process that is gone by the next one, and another
-   listens there: that one is asked in the same call. */
+/* The connection that a call has just begun leads to a process that is gone by the next one, and
+   another listens there: that one is asked in the same call. */
 static void a_connection_left_half_made_is_made_again(void **state)
 {
     begin_with_client(2, CUT_CHUNK0, 3);
@@ -258,7 +258,8 @@ static void a_connection_left_half_made_is_made_again(void **state)
     expect_step(FANIN_STEP_NEWEST, 0, 3);
 }
 
-/* One that is left half made, and that nobody answers, has its time over both calls, and is not made again. */
+/* One that is left half made, and that nobody answers, has its time over both calls, and is not
+   made again. */
 static void who_does_not_answer_has_one_time(void **state)
 {
     begin(2, CUT_CHUNK0, 3);
@@ -283,8 +284,8 @@ static void *say_nonsense(void *cookie)
     return (void *)(intptr_t)fd;
 }
 
-/* Between a connection that was taken while nobody answered and the rank that has come since, from when on the
-   client says that it waits for it. */
+/* Between a connection that was taken while nobody answered and the rank that has come since, from
+   when on the client says that it waits for it. */
 typedef struct late_way {
     int fds[2];
     pthread_t thread;
@@ -317,7 +318,8 @@ static void *pass_on(void *cookie)
     return NULL;
 }
 
-/* A rank is lost by what it says, another one takes long to come, and is not waited for at first: that the one
+/* A rank is lost by what it says, another one takes long to come, and is not waited for at first:
+   that the one
    before was no rank is no reason to fail. */
 static void who_comes_late_is_waited_for_whatever_was_there_before(void **state)
 {
@@ -403,7 +405,8 @@ static void hold(void *gate)
     sem_wait(gate);
 }
 
-/* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more. */
+/* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more.
+   */
 static void a_rank_that_stops_is_named_first(void **state)
 {
     rank_proxy proxy;

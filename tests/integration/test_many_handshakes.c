@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Many ranks with a secret: threads share the handshakes with them, and what is refused is told as without threads. */
+/* Many ranks with a secret: threads share the handshakes with them, and what is refused is told as
+   without threads. */
 #include "clock.h"
 #include "ends.h"
 #include "local_world.h"
@@ -23,7 +24,8 @@ static fanin_client *client;
 static fanin_error error;
 static int silent = -1; /* a listener that nobody accepts from */
 
-/* Handshakes of this thread, and of others that a client started; a rank's are its control thread's. */
+/* Handshakes of this thread, and of others that a client started; a rank's are its control
+   thread's. */
 static pthread_t caller;
 static atomic_uint by_caller, by_threads;
 static unsigned cancel_after; /* so many of threads; 0: never */

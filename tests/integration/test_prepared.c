@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Destinations that are described once: what they outlive, who may use them, and what is refused. */
+/* Destinations that are described once: what they outlive, who may use them, and what is refused.
+   */
 #include "testing.h"
 #include "call.h"
 #include "ends.h"
@@ -290,7 +291,8 @@ static void test_no_address(void **state)
     memory[0] = first;
 }
 
-/* Strides that lead around the end of the addresses are found before anything is written: in both ways of describing. */
+/* Strides that lead around the end of the addresses are found before anything is written: in both
+   ways of describing. */
 static void test_strides_that_wrap(void **state)
 {
     static const int64_t wide[] = {INT64_MIN, INT64_MAX, INT64_MIN / 9, INT64_MAX / 8};

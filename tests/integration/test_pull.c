@@ -319,8 +319,8 @@ static void test_columns(void **state)
     }
 }
 
-/* Enough of them over TCP that threads check the checksums: runs that are received in place, with room
-   between them. */
+/* Enough of them over TCP that threads check the checksums: runs that are received in place, with
+   room between them. */
 static void test_columns_tcp(void **state)
 {
     enum { ROWS = 3000, COLUMNS = 8192, FIRST = 4000, WIDTH = 4001, PITCH = 4100 };

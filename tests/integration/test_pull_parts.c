@@ -97,7 +97,8 @@ static bool count_entry(void *cookie, const fanin_entry *entry)
     return true;
 }
 
-/* Who lists a catalog sees all of it, also after parts; and replicas stand in for a lost rank by parts. */
+/* Who lists a catalog sees all of it, also after parts; and replicas stand in for a lost rank by
+   parts. */
 static void parts_hide_nothing(void **state)
 {
     size_t n = 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Reading before there is a lease: two ranks, processes of their own, whose tensors lie in device memory. What happens
- * between the look at their words and the moment they are asked is the test's: the bytes are there already then.
+ * Reading before there is a lease: two ranks, processes of their own, whose tensors lie in device
+ * memory. What happens between the look at their words and the moment they are asked is the test's:
+ * the bytes are there already then.
  */
 #include "call.h"
 #include "ends.h"
@@ -25,7 +26,8 @@
 #define MOST_CASES 16
 #define OLD OVERWRITTEN /* what lay in the destination before */
 
-/* Until the first word nothing is set up: CUDA in a process that was forked from one that uses it would not work. */
+/* Until the first word nothing is set up: CUDA in a process that was forked from one that uses it
+   would not work. */
 static void live(obedience *o)
 {
     char word;
@@ -332,7 +334,8 @@ static void what_was_replaced_is_read_anew(void **state)
     expect_step(2);
 }
 
-/* Its words say that all stands, and it grants nothing. The same client goes on when the rank does. */
+/* Its words say that all stands, and it grants nothing. The same client goes on when the rank does.
+   */
 static void a_rank_that_stops_is_told_and_read_again(void **state)
 {
     warm_up();

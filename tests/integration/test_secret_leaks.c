@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is made of a launch's secret stays where it belongs: none of it is logged, and none of what is good for other connections
-   is left in the memory of a process that has closed what had it. (OpenSSL gives the memory of a connection back with that one's
-   traffic secrets in it.) What is looked for is kept here as its complement alone. */
+/* What is made of a launch's secret stays where it belongs: none of it is logged, and none of what
+   is good for other connections is left in the memory of a process that has closed what had it.
+   (OpenSSL gives the memory of a connection back with that one's traffic secrets in it.) What is
+   looked for is kept here as its complement alone. */
 #include "ends.h"
 #include "secrets.h"
 #include "testing.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A launch's secret between a rank and readers over TCP: who has it pulls, and nobody else gets anything, in
-   bounded time and with a sentence that says why. */
+/* A launch's secret between a rank and readers over TCP: who has it pulls, and nobody else gets
+   anything, in bounded time and with a sentence that says why. */
 #include "ends.h"
 #include "log_catcher.h"
 #include "open_files.h"
@@ -22,7 +22,8 @@
 
 static uint32_t published[ROWS * COLUMNS], landed[ROWS * COLUMNS];
 
-/* Proofs from this one on, counted from 0, are another rank's; -1: none. For one there is no memory. */
+/* Proofs from this one on, counted from 0, are another rank's; -1: none. For one there is no
+   memory. */
 static int proofs, false_from = -1, lacking = -1;
 bool __real_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
 bool __wrap_tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
@@ -207,7 +208,8 @@ static bool on_change(void *cookie, const fanin_watch_event *event)
     return true;
 }
 
-/* A bit of what goes this way once all is up: both ends say that it is the way, and where to look. */
+/* A bit of what goes this way once all is up: both ends say that it is the way, and where to look.
+   */
 static void altered(flip_way way, const char *words_of_reader,
                     const char *words_of_rank)
 {
@@ -246,8 +248,8 @@ static void who_alters_is_told_of(void **state)
             "cannot go on by TLS: sslv3 alert bad record mac");
 }
 
-/* Where each connection breaks, for as long as the pull may take: its end says what it was, and the rank has not shaken
-   hands as fast as it can all the while. */
+/* Where each connection breaks, for as long as the pull may take: its end says what it was, and the
+   rank has not shaken hands as fast as it can all the while. */
 static void a_way_that_alters_is_tried_with_pauses(void **state)
 {
     char address[32];
@@ -294,7 +296,8 @@ static peer speak(fanin_server *server, const tls_end *end, role as,
     return p;
 }
 
-/* Each has the launch's key, and none attaches to another's session or reads by another's lease: the id of a
+/* Each has the launch's key, and none attaches to another's session or reads by another's lease:
+   the id of a
    session is told to its own control connection alone, and no connection without TLS is heard. */
 static void sessions_are_their_own(void **state)
 {

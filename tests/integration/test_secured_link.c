@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Data connections over TLS whose control connection is lost before they have shaken hands: they are
-   secured as they were begun, and the rank says to them what it would have said before. */
+/* Data connections over TLS whose control connection is lost before they have shaken hands: they
+   are secured as they were begun, and the rank says to them what it would have said before. */
 #include "ends.h"
 #include "error_set.h"
 #include "net/client_state.h"

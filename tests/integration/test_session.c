@@ -228,7 +228,8 @@ static void test_snapshot_committed_meanwhile(void **state)
     assert_int_equal(info.step, 1);
 }
 
-/* ... until the arena is needed again: the commit after the next waits for the lease time, no longer. */
+/* ... until the arena is needed again: the commit after the next waits for the lease time, no
+   longer. */
 static void test_snapshot_overtaken(void **state)
 {
     w.snapshots = true;

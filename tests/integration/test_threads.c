@@ -212,7 +212,8 @@ static unsigned data_connections(void)
     return (unsigned)stats.sessions - 1;
 }
 
-/* Where there are fewer ranks than threads, threads read connections of one rank, as many as there are. */
+/* Where there are fewer ranks than threads, threads read connections of one rank, as many as there
+   are. */
 static void a_rank_is_read_by_several(void **state)
 {
     static const struct {
@@ -393,8 +394,9 @@ static void the_slowest_is_named(void **state)
     assert_true(told > 0);
 }
 
-/* One bit of what a rank sends over its data connection. Two thirds of the bytes are this rank's, so
-   that a thread reads them, and goes on when the calling one is through. How long the pull took. */
+/* One bit of what a rank sends over its data connection. Two thirds of the bytes are this rank's,
+   so that a thread reads them, and goes on when the calling one is through. How long the pull took.
+   */
 static uint64_t pull_altered(void)
 {
     static const world_tensor lopsided[] = {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A trainer takes memory away that it has published: whatever the path, the pull fails in short and names the tensor, the
- * log says so, and the trainer, which is this process, lives.
+ * A trainer takes memory away that it has published: whatever the path, the pull fails in short and
+ * names the tensor, the log says so, and the trainer, which is this process, lives.
  */
 #include "clock.h"
 #include "ends.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Ends that nobody waits for: between a pull's last byte and its end the rank, a process of its own, updates, takes its
- * memory away, dies or becomes another. Nothing counts then; and a rank that merely does not answer is not asked.
+ * Ends that nobody waits for: between a pull's last byte and its end the rank, a process of its
+ * own, updates, takes its memory away, dies or becomes another. Nothing counts then; and a rank
+ * that merely does not answer is not asked.
  */
 #include "cma/cma_process.h"
 #include "ends.h"

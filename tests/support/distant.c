@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* It shares the table of descriptors with its parent, so that its connection is the parent's too. */
+/* It shares the table of descriptors with its parent, so that its connection is the parent's too.
+   */
 #include "distant.h"
 
 #include "neighbour.h"

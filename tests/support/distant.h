@@ -12,8 +12,8 @@ typedef struct distant {
 } distant;
 
 /**
- * Starts it in new namespaces (CLONE_NEW..., 0: in this process's) and lets it connect to @p to. It stays
- * until distant_end() or this process ends. False: the kernel gives no such namespace.
+ * Starts it in new namespaces (CLONE_NEW..., 0: in this process's) and lets it connect to @p to. It
+ * stays until distant_end() or this process ends. False: the kernel gives no such namespace.
  */
 bool distant_connect(distant *d, int namespaces, const socket_address *to);
 /** Kills it and waits for that; its connection stays. */

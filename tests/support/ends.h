@@ -27,8 +27,8 @@ fanin_client *connect_client(const fanin_client_config *config,
 /** A matrix, a vector if @p columns is 0, all of which is packed at @p memory. */
 fanin_tensor make_tensor(const char *name, fanin_dtype dtype, uint64_t rows,
                          uint64_t columns, fanin_box *box, void *memory);
-/** Fills @p memory with numbers that all differ and commits them as step 41 of lora:0: one matrix of U32,
-    named "matrix". */
+/** Fills @p memory with numbers that all differ and commits them as step 41 of lora:0: one matrix
+    of U32, named "matrix". */
 void publish_matrix(fanin_server *server, uint32_t *memory, uint32_t rows,
                     uint32_t columns);
 /** Of lora:0, by this rule, in 20 s. */

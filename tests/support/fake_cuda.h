@@ -31,8 +31,8 @@
  *
  * Environment, read by cuInit(): FAKE_CUDA_DEVICES (2; 0: no device), FAKE_CUDA_VERSION
  * (13000), FAKE_CUDA_MEMORY (bytes of a device for each process, 16 GiB), FAKE_CUDA_NO_PEER
- * (1: no device can reach another), FAKE_CUDA_OWN_IPC (1: a process maps its own memory, too, for tests
- * that have both ends in one), FAKE_CUDA_KIND (what cuMemAlloc() really gives: malloc,
+ * (1: no device can reach another), FAKE_CUDA_OWN_IPC (1: a process maps its own memory, too, for
+ * tests that have both ends in one), FAKE_CUDA_KIND (what cuMemAlloc() really gives: malloc,
  * virtual, pool or managed), CUDA_VISIBLE_DEVICES (numbers, as in CUDA), and
  * FAKE_CUDA_FAIL (FUNCTION=ERROR[@AFTER], separated by commas: the call after AFTER good ones
  * and all later ones fail).
@@ -88,8 +88,9 @@ FAKE_CUDA_API uint64_t fake_cuda_calls(const char *function);
     from then on). CUDA_SUCCESS: withdraws it. */
 FAKE_CUDA_API void fake_cuda_fail(const char *function, int result, unsigned after,
                                   unsigned times);
-/** A capture into a graph, in mode global, begins, of which nothing is known but that calls that are unsafe then
-    fail in all threads that have not asked for the mode relaxed, and invalidate it. False: it was invalidated. */
+/** A capture into a graph, in mode global, begins, of which nothing is known but that calls that
+    are unsafe then fail in all threads that have not asked for the mode relaxed, and invalidate it.
+    False: it was invalidated. */
 FAKE_CUDA_API void fake_cuda_begin_capture(void);
 FAKE_CUDA_API bool fake_cuda_end_capture(void);
 /** The device fails: what is queued on it is lost, and everything that has to do with it returns

@@ -225,8 +225,8 @@ static bool is_free(uint16_t port)
     return bound;
 }
 
-/* Ports below those that the kernel gives away, of which each process that runs tests beside others has its own: a name is
-   bound for them, until it and its children have ended. */
+/* Ports below those that the kernel gives away, of which each process that runs tests beside others
+   has its own: a name is bound for them, until it and its children have ended. */
 #define FIRST_PORT 20000
 #define BLOCK 64
 #define BLOCKS 180

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A rank in a process of its own that does what it is told by letters, each of which it says again when it has done so:
+ * A rank in a process of its own that does what it is told by letters, each of which it says again
+ * when it has done so:
  *
  *   u  an update begins, and its memory is overwritten
  *   e  that ends: the next step is published
@@ -9,8 +10,9 @@
  *   r  the publication is removed
  *   a  it is there again, and the next step published
  *
- * Other letters are the test's own, or end it, as does whatever goes wrong there. It holds a part of the tensor "a" of
- * lora:0, each byte of which is the step's number. On the test's side what fails fails the test. Thread: one at a time.
+ * Other letters are the test's own, or end it, as does whatever goes wrong there. It holds a part
+ * of the tensor "a" of lora:0, each byte of which is the step's number. On the test's side what
+ * fails fails the test. Thread: one at a time.
  */
 #ifndef OBEDIENT_RANK_H
 #define OBEDIENT_RANK_H

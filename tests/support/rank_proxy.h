@@ -53,12 +53,13 @@ void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
                       void (*trigger)(void *), void *cookie);
 /** The link that alters what @p f, which outlives it, says. */
 void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f);
-/** Lets @p call connect by such a link again and again: once with nothing altered, and then with a bit of each of some
-    bytes of both ways of the first two connections, of as many as there were the first time. */
+/** Lets @p call connect by such a link again and again: once with nothing altered, and then with a
+    bit of each of some bytes of both ways of the first two connections, of as many as there were
+    the first time. */
 void rank_proxy_flip_all(uint16_t target,
                          void (*call)(const char *address, bool altered));
-/** Connections that come from now on wait until rank_proxy_let_go(): their clients have them, and nobody
-    hears what they say. */
+/** Connections that come from now on wait until rank_proxy_let_go(): their clients have them, and
+    nobody hears what they say. */
 void rank_proxy_hold(rank_proxy *p);
 void rank_proxy_let_go(rank_proxy *p);
 /** Closes the connection over TCP that has come as number @p connection, from 0, soon. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Memory for a publication's tensors, or for parts of them laid out as an engine has them, and
-    what a pull needs to fill it. */
+/** @file Memory for a publication's tensors, or for parts of them laid out as an engine has them,
+    and what a pull needs to fill it. */
 #ifndef ARENA_H
 #define ARENA_H
 

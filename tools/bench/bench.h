@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss, files. */
+/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss, files.
+    */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -65,11 +66,11 @@ void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
     bytes of them. */
 void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
                     const arena *a, uint64_t most, uint32_t threads);
-/** As many bytes as @p a has by TCP over 127.0.0.1 into its memory: so many connections, each with a
-    thread that sends, from memory of its own, and one that receives. */
+/** As many bytes as @p a has by TCP over 127.0.0.1 into its memory: so many connections, each with
+    a thread that sends, from memory of its own, and one that receives. */
 void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads);
-/** What OpenSSL takes to encrypt, or to decrypt, so many bytes with the cipher of TLS in records of 16 KiB that the CPU's caches
-    hold, by so many threads; nothing else of TLS. */
+/** What OpenSSL takes to encrypt, or to decrypt, so many bytes with the cipher of TLS in records of
+    16 KiB that the CPU's caches hold, by so many threads; nothing else of TLS. */
 void bench_cipher(bench_limits *limits, uint64_t bytes, uint32_t threads);
 /** memcpy of as many bytes as @p a has, by one thread. */
 void bench_memcpy(bench_limits *limits, const arena *a);
@@ -167,9 +168,11 @@ void bench_pull_options(const bench *b, fanin_pull_options *out);
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error);
 
-/** Memory and a client for each further rank of the engine. 0, or an exit status after a message. */
+/** Memory and a client for each further rank of the engine. 0, or an exit status after a message.
+    */
 int bench_open_workers(bench *b);
-/** Whose part it is: of b->arena for rank 0, else of b->others[rank - 1]. Errors as arena_make(). */
+/** Whose part it is: of b->arena for rank 0, else of b->others[rank - 1]. Errors as arena_make().
+    */
 fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
                               arena *out, fanin_error *error);
 void bench_close_workers(bench *b);
@@ -193,8 +196,8 @@ void bench_readers_free(bench_readers **all_inout);
 
 /** Checks --readers, --pairs and --phase. 0, or an exit status after a message. */
 int bench_trainer_resolve(bench *b);
-/** Phases with and without readers while ranks work, to fill b->losses: 0, or an exit status after a
-    message. */
+/** Phases with and without readers while ranks work, to fill b->losses: 0, or an exit status after
+    a message. */
 int bench_trainer(bench *b);
 
 /** All that was measured, on stdout. */
@@ -204,8 +207,8 @@ void bench_tell_text(const bench *b);
 void bench_tell_csv(const bench *b, FILE *out);
 void bench_tell_html(const bench *b, FILE *out);
 
-/** Tells how the result in file B differs from that in A. 0: B is as fast or faster; 1: it is slower
-    beyond noise; 2: they cannot be compared, after a message; or another exit status. */
+/** Tells how the result in file B differs from that in A. 0: B is as fast or faster; 1: it is
+    slower beyond noise; 2: they cannot be compared, after a message; or another exit status. */
 int bench_compare(const char *path_a, const char *path_b, bool json);
 
 #endif

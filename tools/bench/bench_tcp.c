@@ -11,7 +11,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* Of what is unsent more than ROOM (doubled by the kernel) has left the CPU's caches before it is read. */
+/* Of what is unsent more than ROOM (doubled by the kernel) has left the CPU's caches before it is
+   read. */
 enum { PIECE = 1 << 20, ROOM = 512 << 10, ROUNDS = 5, MAX_LANES = 64, DEADLINE_S = 60 };
 
 /* A connection from 127.0.0.1 to itself, and the part of the memory that goes over it. */

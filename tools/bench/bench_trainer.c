@@ -116,8 +116,8 @@ static bool all_counted(const bench *b, uint32_t phase)
     return true;
 }
 
-/* As long as --phase says, and until each rank that works has had a whole step: what one has to do was fixed by
-   its first step, and clocks may have been higher then. */
+/* As long as --phase says, and until each rank that works has had a whole step: what one has to do
+   was fixed by its first step, and clocks may have been higher then. */
 static int wait_phase(const bench *b, uint32_t phase)
 {
     uint64_t end = progress_in_ms((uint64_t)b->phase_ms);

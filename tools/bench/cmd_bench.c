@@ -85,8 +85,8 @@ static uint32_t stream_threads(const bench *b, uint32_t processors)
     return lesser(threads, b->rank_options.world_size * streams);
 }
 
-/* Raw reads, and TCP and TLS's cipher where pulls take them: by one thread, by as many as read streams, and reads by
-   all CPUs. */
+/* Raw reads, and TCP and TLS's cipher where pulls take them: by one thread, by as many as read
+   streams, and reads by all CPUs. */
 static void measure_links(bench *b, uint64_t most)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);

@@ -53,13 +53,13 @@ void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size
 
 /**
  * The parameters of rank @p rank, as vLLM and SGLang have them of models with Hugging Face's names:
- * q, k and v one under the other, gate and up likewise, experts as [E, 2I, H] and [E, H, I]; rows of
- * these, of q_b, kv_b, embedding and lm_head cut over tp, columns of o and down; with ep > 1 whole
- * experts shared out instead; all else whole. Where tp is larger than the heads of k and v several ranks
- * have the same one; rows of embedding and lm_head are padded to a multiple of 64 before they are
- * cut. Stages have consecutive layers, as many each, what remains of the division by the later
- * ones but the last; the first has the embedding, the last one what comes behind the layers, and the
- * embedding too if that is the lm_head. Rank r is the one of stage r / max(tp, ep).
+ * q, k and v one under the other, gate and up likewise, experts as [E, 2I, H] and [E, H, I]; rows
+ * of these, of q_b, kv_b, embedding and lm_head cut over tp, columns of o and down; with ep > 1
+ * whole experts shared out instead; all else whole. Where tp is larger than the heads of k and v
+ * several ranks have the same one; rows of embedding and lm_head are padded to a multiple of 64
+ * before they are cut. Stages have consecutive layers, as many each, what remains of the division
+ * by the later ones but the last; the first has the embedding, the last one what comes behind the
+ * layers, and the embedding too if that is the lm_head. Rank r is the one of stage r / max(tp, ep).
  */
 void engine_layout_make(const fanin_tensor *tensors, size_t count, engine_shape shape,
                         engine_model model, uint32_t rank, engine_layout *out);

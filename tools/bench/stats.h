@@ -21,8 +21,9 @@ typedef struct stats_ratio {
 
 enum { STATS_LEAST_SAMPLES = 5 };
 
-/** By resampling blocks of neighbours, as pulls that follow each other are alike; the same each time.
-    Each has STATS_LEAST_SAMPLES or more, no medians are 0. In the order in which they were taken. */
+/** By resampling blocks of neighbours, as pulls that follow each other are alike; the same each
+    time. Each has STATS_LEAST_SAMPLES or more, no medians are 0. In the order in which they were
+    taken. */
 stats_ratio stats_compare(const uint64_t *a, uint32_t n_a, const uint64_t *b,
                           uint32_t n_b);
 

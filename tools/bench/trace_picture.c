@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A pull as a picture that needs no browser: a row for the call, one for each rank, what trainers did. */
+/* A pull as a picture that needs no browser: a row for the call, one for each rank, what trainers
+   did. */
 #include "bench/trace_events.h"
 #include "fetch/output.h"
 #include "fetch/xml.h"

@@ -93,8 +93,8 @@ typedef struct doctor_ranks {
     unsigned addresses, answered, silent, refused, barred;
     unsigned foreign, others; /**< other programs listen there; other releases */
     char silent_address[272], refused_address[272];
-    /** Of the first that does not admit this reader, or is not believed; that is another program; that is
-        of another release */
+    /** Of the first that does not admit this reader, or is not believed; that is another program;
+        that is of another release */
     char barred_why[512], foreign_why[512], others_why[512];
     char software[64], ucx_version[32]; /**< of the first rank that answered */
     int ucx_rank; /**< the first whose UCX does not fit, -1: none */
@@ -119,7 +119,8 @@ typedef struct doctor_ranks {
 /** An update that takes longer is told of: readers wait for it, and drains end with the lease. */
 enum { DOCTOR_STUCK_MS = 30000 };
 
-/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. @p publication: the one that
+/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. @p publication:
+    the one that
     is wanted, "": any. */
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
                         const char *publication, uint32_t timeout_ms, doctor_ranks *out,

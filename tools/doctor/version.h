@@ -6,7 +6,8 @@
 /** The commit that this was built from, or "unknown". */
 extern const char *const version_revision;
 
-/** Prints versions of the tool, the library, the protocol, and of what was found of UCX and CUDA. */
+/** Prints versions of the tool, the library, the protocol, and of what was found of UCX and CUDA.
+    */
 void version_print(void);
 
 #endif

@@ -79,8 +79,8 @@ static void step(change *c, piece *p, fanin_dtype dtype, size_t i)
     c->largest = size > c->largest ? size : c->largest;
 }
 
-/* What is not finite counts, and is no part of norms: becomes 0. Of elements of two numbers, or of integers
-   of 64 bits. */
+/* What is not finite counts, and is no part of norms: becomes 0. Of elements of two numbers, or of
+   integers of 64 bits. */
 static void compare_slowly(change *c, piece *p, fanin_dtype dtype)
 {
     for (size_t i = 0; i < p->count; i++) {

@@ -9,8 +9,9 @@
 
 enum { CHANGE_PIECE = 1024 }; /**< elements, the most that one call takes */
 
-/** Index 0 is of the old tensor, 1 of the new. Norms are Euclidean, of what is finite (of the change: of
-    elements that are finite in both); infinite themselves if they are too large for a double. */
+/** Index 0 is of the old tensor, 1 of the new. Norms are Euclidean, of what is finite (of the
+    change: of elements that are finite in both); infinite themselves if they are too large for a
+    double. */
 typedef struct change {
     uint64_t elements;
     uint64_t changed; /**< with other bits; of other dtypes: with another value */
@@ -25,8 +26,8 @@ typedef struct change {
 void change_add(change *c, const fanin_dtype dtypes[2], const uint8_t *const bytes[2],
                 size_t count);
 
-/** Norm of the change by the old norm: 0 if nothing has changed; infinite: from zero, or no longer finite
-    where it was, or finite where it was not. */
+/** Norm of the change by the old norm: 0 if nothing has changed; infinite: from zero, or no longer
+    finite where it was, or finite where it was not. */
 double change_relative(const change *c);
 
 #endif

@@ -19,8 +19,8 @@ typedef struct child {
 
 enum { CHILD_ABSENT = 127 }; /**< exit status where there is no such program */
 
-/** Runs @p program of the PATH (NULL: this one) with WORDS (its name first, NULL at the end) to its end,
-    or kills it after @p limit_ms, or when interrupt_requested(). Ends with this process.
+/** Runs @p program of the PATH (NULL: this one) with WORDS (its name first, NULL at the end) to its
+    end, or kills it after @p limit_ms, or when interrupt_requested(). Ends with this process.
     child_free() in any case. */
 void child_run(const char *program, const char *const *words, uint32_t limit_ms,
                child *out);

@@ -83,7 +83,8 @@ static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
     return true;
 }
 
-/* @p notes: what was written below the table. @p error: what is wrong with ranks that answer, if @p status says so. */
+/* @p notes: what was written below the table. @p error: what is wrong with ranks that answer, if @p
+   status says so. */
 static int finish(const report *r, const char *notes, fanin_status status,
                   fanin_error *error)
 {

@@ -107,8 +107,8 @@ static void on_progress(void *cookie, const fanin_pull_progress *p)
     progress_update(&t->bar, p->bytes_done, p->bytes_total, p->slowest);
 }
 
-/* Ranks that do not answer have to do with it, or are worth knowing of. They may be about to, where the call
-   itself was wrong, or this host. */
+/* Ranks that do not answer have to do with it, or are worth knowing of. They may be about to, where
+   the call itself was wrong, or this host. */
 static bool is_of_ranks(fanin_status status)
 {
     return status == FANIN_OK ||

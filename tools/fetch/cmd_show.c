@@ -121,7 +121,8 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-/* "lora:<run>:<name>", "full:<run>:<name>" or a name alone; fills @p run_out if the key says one. */
+/* "lora:<run>:<name>", "full:<run>:<name>" or a name alone; fills @p run_out if the key says one.
+   */
 static const char *split_key(const char *key, char run_out[OPTIONS_PUBLICATION])
 {
     run_out[0] = '\0';

@@ -31,8 +31,8 @@ typedef struct diff_report {
 /** Whether both sides have the same tensors, byte for byte. */
 bool diff_report_equal(const diff_report *r);
 
-/** Orders the rows: the largest relative change first, then dtypes, shapes, what one side has, and at last
-    what is the same. */
+/** Orders the rows: the largest relative change first, then dtypes, shapes, what one side has, and
+    at last what is the same. */
 void diff_report_sort(diff_report *r);
 
 /** At most @p limit rows; 0: in text the first 20, in JSON all. Rows must be sorted. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file One side of a comparison: a directory's tensors, or a step of what ranks publish, pulled to memory. */
+/** @file One side of a comparison: a directory's tensors, or a step of what ranks publish, pulled
+    to memory. */
 #ifndef DIFF_SIDE_H
 #define DIFF_SIDE_H
 
@@ -36,12 +37,13 @@ bool diff_side_is_directory(const char *path);
 fanin_status diff_side_open(diff_side *side, const char *path,
                             const diff_request *request, fanin_error *error);
 
-/** Pulls what the session's ranks publish. Errors are those of fanin_client_catalog() and fanin_client_pull();
-    FANIN_ERR_LIMIT: more than the request allows. */
+/** Pulls what the session's ranks publish. Errors are those of fanin_client_catalog() and
+    fanin_client_pull(); FANIN_ERR_LIMIT: more than the request allows. */
 fanin_status diff_side_pull(diff_side *side, session *s, const diff_request *request,
                             fanin_error *error);
 
-/** Bytes [@p at, @p at + @p size) of a tensor: where they are, or read into @p room. NULL after filling
+/** Bytes [@p at, @p at + @p size) of a tensor: where they are, or read into @p room. NULL after
+    filling
     @p error: FANIN_ERR_IO. */
 const uint8_t *diff_side_bytes(const diff_side *side, const whole_tensor *t,
                                uint64_t at, size_t size, uint8_t *room,

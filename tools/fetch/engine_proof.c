@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Digests of what an engine holds are its workers' to make, in Python; so the comparison is there. */
+/* Digests of what an engine holds are its workers' to make, in Python; so the comparison is there.
+   */
 #include "fetch/engine_proof.h"
 #include "fetch/child.h"
 #include "fetch/failure.h"

@@ -22,8 +22,8 @@ int exit_code_of(fanin_status status);
 /** Installs the handlers; @p client is cancelled by them. Called again: another client. */
 void interrupt_install(fanin_client *client);
 
-/** From now on a reader of standard output that goes away ends the call as Ctrl-C does, instead of the
-    process: what the call has half made goes with it. */
+/** From now on a reader of standard output that goes away ends the call as Ctrl-C does, instead of
+    the process: what the call has half made goes with it. */
 void interrupt_with_output(void);
 
 /** The client is about to be destroyed; signals are still noted. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file One look at a run: what every rank says of a publication, asked at once, and what is wrong. */
+/** @file One look at a run: what every rank says of a publication, asked at once, and what is
+    wrong. */
 #ifndef LOOK_H
 #define LOOK_H
 
@@ -29,8 +30,9 @@ typedef struct look {
     uint64_t newest;       /**< the furthest rank's step */
 } look;
 
-/** Asks all ranks; who says nothing in @p timeout_ms is told as such. Errors are those that make the ranks
-    none of one run (WORLD), or of this process; not that nobody answers. look_free() in either case. */
+/** Asks all ranks; who says nothing in @p timeout_ms is told as such. Errors are those that make
+    the ranks none of one run (WORLD), or of this process; not that nobody answers. look_free() in
+    either case. */
 fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
                        fanin_error *error);
 void look_free(look *l);
@@ -54,8 +56,10 @@ typedef struct problems {
 
 struct look_rates;
 
-/** Finds them, the worst first. @p rates: how @p l differs from the look before, as far as that is known.
-    @p max_age_ms: commits may be as old, whatever the ranks are at; 0: all must publish one step now. */
+/** Finds them, the worst first. @p rates: how @p l differs from the look before, as far as that is
+    known.
+    @p max_age_ms: commits may be as old, whatever the ranks are at; 0: all must publish one step
+    now. */
 void problems_find(const look *l, const struct look_rates *rates, uint64_t max_age_ms,
                    problems *out);
 /** Whether only another look tells if a rank is slow. */
@@ -77,7 +81,8 @@ typedef struct look_read {
     uint64_t bytes;
 } look_read;
 
-/** By stream and tls as the rank sent them, by the others as readers have told. In the same order always. */
+/** By stream and tls as the rank sent them, by the others as readers have told. In the same order
+    always. */
 void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS]);
 
 /** The bound of drain_waits[@p i + 1], that of [@p i] being @p bound; of the first 100 us. */

@@ -5,8 +5,8 @@
 
 #include "fetch/look.h"
 
-/** Text exposition format 0.0.4, to be freed. What a rank that does not answer would say is left out, but for
-    fanin_rank_up. */
+/** Text exposition format 0.0.4, to be freed. What a rank that does not answer would say is left
+    out, but for fanin_rank_up. */
 char *look_metrics(const session *s, const look *l, const problems *p);
 
 #endif

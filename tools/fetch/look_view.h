@@ -15,9 +15,9 @@ typedef struct look_view {
 } look_view;
 
 /**
- * What is wrong on top, the worst first, then a row a rank, those with whom something is wrong first. Where
- * there is no room for all, each kind of problem keeps its first ones, and a line says how many more there are;
- * columns that matter less are left out. To be freed.
+ * What is wrong on top, the worst first, then a row a rank, those with whom something is wrong
+ * first. Where there is no room for all, each kind of problem keeps its first ones, and a line says
+ * how many more there are; columns that matter less are left out. To be freed.
  */
 char *look_view_text(const look_view *v);
 

@@ -67,7 +67,8 @@ const char *options_given_other(const arguments *parsed, const char *names);
     letter ("" if it has none), by tabs. */
 void options_list_only(FILE *stream);
 
-/** Failures are told as JSON if one of the words from the second on asks for that, whatever the others are. */
+/** Failures are told as JSON if one of the words from the second on asks for that, whatever the
+    others are. */
 void options_expect_json(int argc, const char *const *argv);
 
 /**

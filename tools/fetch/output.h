@@ -11,8 +11,8 @@
 /** @p memory; NULL ends the program with a message. */
 void *output_require(void *memory);
 
-/** @p items, an array of @p count, with room for one more: moved if *@p capacity was reached. Memory
-    failures end the program with a message (as all of this file does). */
+/** @p items, an array of @p count, with room for one more: moved if *@p capacity was reached.
+    Memory failures end the program with a message (as all of this file does). */
 void *output_room(void *items, size_t count, size_t *capacity, size_t item_size);
 
 /** A table of the columns that @p names lists: "RUN^ STATE STEP>", where '>' is for numbers, and

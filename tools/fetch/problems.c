@@ -193,8 +193,8 @@ static void judge_leases(problems *p, const look_rank *r)
     }
 }
 
-/* A reader has all leases until the last rank has sent all: the one that still sends is the cause, or is only the
-   last of a pull. The ranks' number; l->count: none. */
+/* A reader has all leases until the last rank has sent all: the one that still sends is the cause,
+   or is only the last of a pull. The ranks' number; l->count: none. */
 static uint32_t find_last(const look *l, uint32_t *through_out)
 {
     uint32_t last = l->count, sending = 0, through = 0;

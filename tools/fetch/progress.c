@@ -55,8 +55,8 @@ static void append_waited_for(const fanin_rank_progress *r, bool all, char *out,
                   r->quiet_ms / 1000);
 }
 
-/* " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it; while a rank is waited for
-   that one instead of rate and time. */
+/* " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it; while a rank is waited
+   for that one instead of rate and time. */
 static void progress_text(const progress_state *at, progress_parts parts, char *out,
                           size_t size)
 {

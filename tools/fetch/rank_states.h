@@ -9,8 +9,8 @@
 /** "stable"; static. */
 const char *state_name(int32_t state);
 
-/** Ranks in the same state at the same step are told together. What does not fit in @p size is "...", never a part
-    of a number. */
+/** Ranks in the same state at the same step are told together. What does not fit in @p size is
+    "...", never a part of a number. */
 void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
                       size_t size);
 

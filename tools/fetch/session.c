@@ -256,8 +256,8 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
     return true;
 }
 
-/* Whether no rank would be left out if there were but @p size addresses. If those that answer are of several
-   launches, @p error becomes that. */
+/* Whether no rank would be left out if there were but @p size addresses. If those that answer are
+   of several launches, @p error becomes that. */
 static bool would_take_all(const session *s, unsigned size, fanin_error *error)
 {
     const char *const *addresses = (const char *const *)s->target.addresses;

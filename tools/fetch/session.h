@@ -25,8 +25,8 @@ typedef struct session {
 void session_log(void *verbose, fanin_log_level level, const char *event,
                  const char *message);
 
-/** Where a command's client or ranks log: session_log; nowhere with --quiet; NULL, which is where FANIN_LOG
-    says, unless --verbose is given. */
+/** Where a command's client or ranks log: session_log; nowhere with --quiet; NULL, which is where
+    FANIN_LOG says, unless --verbose is given. */
 fanin_log_fn session_log_of(const common_options *common);
 
 /** Whether its connections by TCP are TLS: it has a secret or a certificate. Once it was opened. */
@@ -59,7 +59,8 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
                    struct poptOption *table, int *status_out);
 
 /** Takes the first word that is a publication's name from those that were parsed, as --run.
-    *@p at_out: where it stood, -1: there is none. False after a message: --run names another one. */
+    *@p at_out: where it stood, -1: there is none. False after a message: --run names another one.
+    **/
 bool session_take_run(const command *self, invocation *line, int *at_out);
 
 /** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
@@ -73,14 +74,15 @@ const char *session_default_target(void);
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
 
-/** A whole model takes its time: with neither --timeout nor NIXL_FETCH_TIMEOUT a command about one has
-    an hour from now on. */
+/** A whole model takes its time: with neither --timeout nor NIXL_FETCH_TIMEOUT a command about one
+    has an hour from now on. */
 void session_be_patient(session *s, const invocation *line);
 
 /** Chooses another run. 0, or the exit status after a message. */
 int session_choose_run(session *s, const char *run);
 
-/** Whether the command has a run: 0. The target file may name several, and the command line none: the
+/** Whether the command has a run: 0. The target file may name several, and the command line none:
+    the
     exit status after a message. */
 int session_need_run(const session *s);
 

@@ -67,7 +67,8 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Elements of dimensions from @p d on that a box holds: slab by slab, between two edges of boxes. */
+/* Elements of dimensions from @p d on that a box holds: slab by slab, between two edges of boxes.
+   */
 static uint64_t elements_in(const fanin_entry *e, uint32_t d,
                             const fanin_owner *const *boxes, size_t count)
 {

@@ -33,9 +33,10 @@ typedef struct shard_style {
 shard_style shard_style_of(bool no_color);
 
 /**
- * Draws the first dimension downwards and the second to the right (of a vector: its only one to the right); of
- * further ones the middle. A cell shows who holds its middle: '0' to '9', 'a' to 'z', 'A' to 'Z', '#' for further
- * ones; the first of several; '.' (in UTF-8 a middle dot): nobody. Below it who is who.
+ * Draws the first dimension downwards and the second to the right (of a vector: its only one to the
+ * right); of further ones the middle. A cell shows who holds its middle: '0' to '9', 'a' to 'z',
+ * 'A' to 'Z', '#' for further ones; the first of several; '.' (in UTF-8 a middle dot): nobody.
+ * Below it who is who.
  */
 void shard_map_draw(FILE *stream, const fanin_entry *e, const shard_style *style);
 

@@ -109,7 +109,8 @@ static bool looks_random(words word)
            (digits > 0 || (capitals > 0 && capitals + 1 < letters));
 }
 
-/* Whether the word behind a name is its value. Keys are also tensors' names, with a run before them. */
+/* Whether the word behind a name is its value. Keys are also tensors' names, with a run before
+   them. */
 static bool is_value(words name, words word)
 {
     bool tensor = has(name, "key") && memchr(word.at, ':', word.size) != NULL;
@@ -199,7 +200,8 @@ static bool is_row(words line, size_t least)
     return end - from >= least && skip(line, end, " \t\r") == line.size;
 }
 
-/* Whether a block goes on behind the line: its first row, or nothing, stands behind "BEGIN ...-----". */
+/* Whether a block goes on behind the line: its first row, or nothing, stands behind "BEGIN
+   ...-----". */
 static bool begins_block(words line, const char *begin)
 {
     static const char dashes[] = "-----";

@@ -15,10 +15,13 @@ typedef struct striking {
 
 /**
  * Writes a line without its end; what would steer a terminal is escaped. "***" stands instead of
- * - the rest of a line behind the first name with SECRET, KEY, TOKEN, PASSWORD, PASSWD, CREDENTIAL, AUTHORIZATION or
- *   COOKIE in it, in any case, that '=' or ':' follows, perhaps after a quote or blanks, or that is an option with a value;
+ * - the rest of a line behind the first name with SECRET, KEY, TOKEN, PASSWORD, PASSWD, CREDENTIAL,
+ * AUTHORIZATION or
+ *   COOKIE in it, in any case, that '=' or ':' follows, perhaps after a quote or blanks, or that is
+ *   an option with a value;
  *   behind BEARER; behind "://" of a URL with a user;
- * - the word behind such a name, of which no sentence about secrets is made: any behind PASSWORD, PASSWD and CREDENTIAL,
+ * - the word behind such a name, of which no sentence about secrets is made: any behind PASSWORD,
+ * PASSWD and CREDENTIAL,
  *   else one with a digit or of mixed case, but no path;
  * - a block of PEM, and lines that are nothing but base64 or hexadecimal digits.
  */

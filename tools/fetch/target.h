@@ -34,8 +34,8 @@ enum { TARGET_MAX_RANKS = 65536 };
  * R is a list of ranks, or a number of ranks that follow those of the entries before.
  * Rank r listens on base_port + r of its host. "publications" (["lora:0", "full:0"]) and "run_idx"
  * (a number or a string) are what commands use by default, see target_choose(); "world_id" (32
- * hexadecimal digits, not all zero) and "server_name" are what the ranks must announce, "secret_file" names a file; other fields
- * and publications of other kinds are ignored.
+ * hexadecimal digits, not all zero) and "server_name" are what the ranks must announce,
+ * "secret_file" names a file; other fields and publications of other kinds are ignored.
  *
  * FANIN_ERR_ARGUMENT: not understood; FANIN_ERR_NOT_FOUND: no such file; FANIN_ERR_IO: it
  * cannot be read; FANIN_ERR_MEMORY. On failure @p out is empty.
@@ -47,9 +47,9 @@ void target_free(target *t);
 
 enum { TARGET_CHOICES = 512 };
 /**
- * The publication that is meant where none is given: of those that the file names the one of run_idx,
- * else the only one; of a file that names none that of run_idx; else that of run "0". NULL: there are
- * several, which @p choices then lists. The text lives as long as @p t.
+ * The publication that is meant where none is given: of those that the file names the one of
+ * run_idx, else the only one; of a file that names none that of run_idx; else that of run "0".
+ * NULL: there are several, which @p choices then lists. The text lives as long as @p t.
  */
 const char *target_choose(const target *t, char choices[TARGET_CHOICES]);
 

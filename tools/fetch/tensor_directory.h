@@ -28,7 +28,8 @@ typedef struct tensor_directory {
  * Opens the files. @p model: model.safetensors, beside which no others and no index may lie, else
  * those that the index names, whose tensors must be the index's and no others; otherwise the
  * adapter's. FANIN_ERR_NOT_FOUND (there is none of these files), FANIN_ERR_MISMATCH (what is there
- * is not what the format says, or more), FANIN_ERR_IO, FANIN_ERR_MEMORY. On failure @p out is empty.
+ * is not what the format says, or more), FANIN_ERR_IO, FANIN_ERR_MEMORY. On failure @p out is
+ * empty.
  */
 fanin_status tensor_directory_open(const char *directory, bool model,
                                    tensor_directory *out, fanin_error *error);

@@ -7,13 +7,14 @@
 #include <stddef.h>
 
 /**
- * Makes @p path, mode 0600, whole or not at all, and on the disk: never over what is there, nor through a link.
- * FANIN_ERR_EXISTS, FANIN_ERR_IO.
+ * Makes @p path, mode 0600, whole or not at all, and on the disk: never over what is there, nor
+ * through a link. FANIN_ERR_EXISTS, FANIN_ERR_IO.
  */
 fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
                               fanin_error *error);
 
-/** The file @p hidden gets the name @p path, if nothing has it. 0 or errno: EEXIST; @p hidden may be there still. */
+/** The file @p hidden gets the name @p path, if nothing has it. 0 or errno: EEXIST; @p hidden may
+    be there still. */
 int whole_file_name(const char *hidden, const char *path);
 
 #endif

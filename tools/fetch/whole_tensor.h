@@ -14,7 +14,8 @@ typedef struct whole_tensor {
     uint64_t bytes, offset; /**< in the file, or in the memory */
 } whole_tensor;
 
-/** Pulls @p list to @p memory, one tensor right behind the other. Errors are fanin_client_pull()'s. */
+/** Pulls @p list to @p memory, one tensor right behind the other. Errors are fanin_client_pull()'s.
+    */
 fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *options,
                                 const whole_tensor *list, size_t count, uint8_t *memory,
                                 fanin_result **result_out, fanin_error *error);

@@ -5,8 +5,8 @@
 
 #include <stdio.h>
 
-/** Writes UTF-8 as the content of an element or the value of an attribute; characters that XML cannot have
-    become blanks. */
+/** Writes UTF-8 as the content of an element or the value of an attribute; characters that XML
+    cannot have become blanks. */
 void xml_put(FILE *stream, const char *text);
 
 #endif

@@ -86,7 +86,8 @@ static int tell_ready(const serve_options *o, const rank_options *options,
     return 0;
 }
 
-/* Where the ranks have their secret from. Links stay: where secrets are mounted they lead elsewhere soon. */
+/* Where the ranks have their secret from. Links stay: where secrets are mounted they lead elsewhere
+   soon. */
 static void tell_secret(json_t *object, const rank_options *options)
 {
     char folder[PATH_MAX] = "";

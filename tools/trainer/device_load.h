@@ -17,15 +17,16 @@ typedef enum device_load_kind {
                             of floats, 192 by 192, which stay in its caches */
     DEVICE_LOAD_SWEEP, /**< reading and writing memory: 1 GiB in, 0.5 GiB out; on the host an
                             eighth of it */
-    DEVICE_LOAD_INTEGER, /**< of the host only: a chain of integer operations in registers, by a thread that
-                            stays on one CPU. Its time varies by what takes that CPU, and by little else */
+    DEVICE_LOAD_INTEGER, /**< of the host only: a chain of integer operations in registers, by a
+                            thread that stays on one CPU. Its time varies by what takes that CPU,
+                            and by little else */
 } device_load_kind;
 
 typedef struct device_load device_load;
 
-/** Allocates (1.1 GiB at most) and measures how many units make a batch of about 20 ms (of the host:
-    5 ms). @p device may be DEVICE_HOST. Blocks for that. Errors are device_driver.h's; *out is to be
-    freed also then. */
+/** Allocates (1.1 GiB at most) and measures how many units make a batch of about 20 ms (of the
+    host: 5 ms). @p device may be DEVICE_HOST. Blocks for that. Errors are device_driver.h's; *out
+    is to be freed also then. */
 fanin_status device_load_make(int device, device_load_kind kind, device_load **out,
                               fanin_error *error);
 /** NULL and *load == NULL are fine. */

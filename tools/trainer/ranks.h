@@ -69,8 +69,9 @@ typedef struct rank_extent {
 
 enum { RANK_COMMITS = 64, RANK_PHASES = 1024 };
 
-/** Whole steps of a rank that lay in a phase, each with its update; how long they waited for leases,
-    what CPU all threads used but the one that works, and how long the work between updates took. */
+/** Whole steps of a rank that lay in a phase, each with its update; how long they waited for
+    leases, what CPU all threads used but the one that works, and how long the work between updates
+    took. */
 typedef struct rank_work {
     uint64_t steps, units, ns, wait_ns, cpu_ns, load_ns;
 } rank_work;

@@ -28,7 +28,8 @@ extern const size_t n_whole_models;
 /** NULL if unknown. */
 const whole_model *whole_model_find(const char *name);
 
-/** For small machines: the first @p layers (0: all), and every width, the vocabulary too, divided by
+/** For small machines: the first @p layers (0: all), and every width, the vocabulary too, divided
+    by
     @p shrink, but never to nothing. */
 whole_model whole_model_scale(const whole_model *m, uint32_t layers, uint32_t shrink);
 

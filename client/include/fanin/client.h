@@ -5,8 +5,8 @@
  * puts it together in the caller's memory or as a directory, a PEFT adapter's or a model's.
  *
  * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
- * signal handler. Callbacks come in the calling thread, but the log's; what they call of their client is
- * fanin_client_cancel() and nothing else. The calling thread does
+ * signal handler. Callbacks come in the calling thread, but the log's; what they call of their
+ * client is fanin_client_cancel() and nothing else. The calling thread does
  * the work, with helper threads that end before the call returns. Four kinds of thread do not:
  * one that asks for a host's name, which getaddrinfo() does not give back; and, until the client is
  * disconnected or destroyed, one that makes the spare file, if pull options ask for that, those
@@ -24,7 +24,8 @@
  *   set. Fix the call.
  * - FANIN_ERR_STATE: there are no addresses yet. Call fanin_client_connect() first. Or a pull
  *   session of the client is open: end it first.
- * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails so
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails
+ * so
  *   too if another thread of the parent was loading UCX or OpenSSL, or within OpenSSL, at the fork.
  * - FANIN_ERR_MEMORY: out of memory.
  * - FANIN_ERR_CANCELLED: fanin_client_cancel() was called.
@@ -75,8 +76,9 @@ typedef struct fanin_client_config {
     /** bytes asked for and not yet here, all ranks together, default 64 MiB */
     uint64_t max_inflight;
     uint64_t max_catalog; /**< bytes of catalog accepted a rank, default 256 MiB */
-    /** data connections; 0 (default): 4 to another host; on this one 1, or one for each thread that reads the rank, 4 at
-        most, by TLS no more than an eighth of the CPUs unless `threads` is set; at most 16 */
+    /** data connections; 0 (default): 4 to another host; on this one 1, or one for each thread that
+        reads the rank, 4 at most, by TLS no more than an eighth of the CPUs unless `threads` is
+        set; at most 16 */
     uint32_t streams_per_rank;
     fanin_path path;  /**< default FANIN_PATH_AUTO */
     bool no_unix;     /**< TCP even on one host */
@@ -91,38 +93,39 @@ typedef struct fanin_client_config {
         succeeds only if they hold everything */
     bool partial;
     /** threads that read at once into host memory on the paths stream and cma, the calling one
-        included: 0 (default): half of the CPUs that the process may use (affinity, quota), and fewer
-        of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told, never
-        more than there are data connections, nor than max_inflight has 4 MiB: where they are more than the
-        ranks, several read one rank. Those that read shake hands, by TLS, over the data connections that are
-        theirs; over the control connections of eight ranks and more as many threads do, while they are made */
+        included: 0 (default): half of the CPUs that the process may use (affinity, quota), and
+        fewer of little; 1: the calling thread alone; at most 64. By stream at most 8 unless told,
+        never more than there are data connections, nor than max_inflight has 4 MiB: where they are
+        more than the ranks, several read one rank. Those that read shake hands, by TLS, over the
+        data connections that are theirs; over the control connections of eight ranks and more as
+        many threads do, while they are made */
     uint32_t threads;
     /** a rank that listens on its Unix socket with this process's uid is believed and read there,
         whatever container it lives in. Default: not in another user or pid namespace, nor where the
         kernel does not show its process; those are asked over TCP, which the log tells once (event
-        "unix-stranger"). FANIN_TRUST_CONTAINERS=1 in the environment sets it as well. One-sided paths
-        need FANIN_SERVER_TRUST_CONTAINERS too */
+        "unix-stranger"). FANIN_TRUST_CONTAINERS=1 in the environment sets it as well. One-sided
+        paths need FANIN_SERVER_TRUST_CONTAINERS too */
     bool trust_containers;
     /** a rank on a loopback address may be any user's, and one whose user the kernel does not tell.
         Default: this process's own or root's, else FANIN_ERR_AUTH. FANIN_TRUST_OTHER_USERS=1 in the
         environment sets it as well */
     bool trust_other_users;
-    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by TLS 1.3
-        then, to ranks that have the same secret and prove which rank they are; others are
+    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by
+        TLS 1.3 then, to ranks that have the same secret and prove which rank they are; others are
         FANIN_ERR_AUTH. Unix sockets stay as they are. NULL (default): what the environment's
-        FANIN_SECRET_FILE names, if anything; "": none. The file, to which symbolic links may lead, belongs
-        to the process's user or to root, and others may not use it; its group may read one of root's. It is
-        read once. Needs OpenSSL 3 when the client is created */
+        FANIN_SECRET_FILE names, if anything; "": none. The file, to which symbolic links may lead,
+        belongs to the process's user or to root, and others may not use it; its group may read one
+        of root's. It is read once. Needs OpenSSL 3 when the client is created */
     const char *secret_file;
     /** instead of a secret: PEM files of this process's certificate (and what leads from it to an
-        authority behind it), its key, and the authorities that the ranks' certificates are from. TCP
-        connections are by TLS 1.3 then, both ends show a certificate, and this one's
-        names "fanin://JOB/reader" among its subject's alternative names, the rank's "fanin://JOB/rank/N", or
-        with a star for N any rank, of the same job; others are FANIN_ERR_AUTH.
-        NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
-        secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
-        read the key, nor write any. A thread looks at them once a second, and new connections use what it
-        has read (event "certificates") */
+        authority behind it), its key, and the authorities that the ranks' certificates are from.
+        TCP connections are by TLS 1.3 then, both ends show a certificate, and this one's
+        names "fanin://JOB/reader" among its subject's alternative names, the rank's
+        "fanin://JOB/rank/N", or with a star for N any rank, of the same job; others are
+        FANIN_ERR_AUTH. NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and
+        FANIN_TLS_CA name, unless secret_file is given; "": none. All three or none. Owned as the
+        secret's file is; others may not read the key, nor write any. A thread looks at them once a
+        second, and new connections use what it has read (event "certificates") */
     const char *tls_cert;
     const char *tls_key; /**< see tls_cert */
     const char *tls_ca;  /**< see tls_cert */
@@ -139,11 +142,12 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  * Errors:
  * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank or 64 threads, a time of
  *   0. Fix @p config.
- * - FANIN_ERR_LIMIT: no descriptor left, or, with certificates, no thread. Raise `ulimit -n`, or `ulimit -u`.
+ * - FANIN_ERR_LIMIT: no descriptor left, or, with certificates, no thread. Raise `ulimit -n`, or
+ * `ulimit -u`.
  * - FANIN_ERR_IO: the kernel gives no random bytes.
- * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
- * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
- * all are given; FANIN_ERR_IO, it cannot be read;
+ * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its
+ * owner or mode, a certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds
+ * something else, both or not all are given; FANIN_ERR_IO, it cannot be read;
  * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3, or none that does TLS 1.3;
  * FANIN_ERR_MEMORY. All say what to do. Of FANIN_LOG: see fanin/log.h.
  */
@@ -231,8 +235,8 @@ enum {
     FANIN_STEP_AT_LEAST = 2, /**< this step or a later one */
 };
 
-/** How far a pull is; called in the pulling thread while it reads, some 20 times a second, also when
-    nothing comes. */
+/** How far a pull is; called in the pulling thread while it reads, some 20 times a second, also
+    when nothing comes. */
 typedef void (*fanin_progress_fn)(void *cookie, uint64_t bytes_done,
                                   uint64_t bytes_total);
 
@@ -242,8 +246,8 @@ typedef struct fanin_rank_progress {
     int32_t rank;
     fanin_path path;
     const char *address;
-    /** of what this pull reads from it, of all reads of a session; on cuda_ipc, where one kernel reads
-        all ranks, its share of what all have brought */
+    /** of what this pull reads from it, of all reads of a session; on cuda_ipc, where one kernel
+        reads all ranks, its share of what all have brought */
     uint64_t bytes_done, bytes_total;
     /** for how long it has owed bytes that it was asked for, and brought none; 0: it owes none */
     uint64_t quiet_ms;
@@ -255,7 +259,8 @@ typedef struct fanin_pull_progress {
     uint64_t bytes_done, bytes_total;
     const fanin_rank_progress *const *ranks; /**< those that it reads from */
     size_t n_ranks;
-    /** of them the one that it waits for: quiet for longest, and for a second at least; NULL: none */
+    /** of them the one that it waits for: quiet for longest, and for a second at least; NULL: none
+        */
     const fanin_rank_progress *slowest;
 } fanin_pull_progress;
 
@@ -297,21 +302,21 @@ typedef struct fanin_pull_options {
         to load; default: they are left out, and told in the same way */
     bool trust_config;
     /** FANIN_ERR_LIMIT, before anything is read or made, if the pull would bring more bytes: the
-        tensors' that are wanted, or of the directory's files of tensors. 0: into the caller's memory
-        as many as its boxes hold; of an adapter a quarter of the size of the directory's file system
-        (of the size, not of what is free: adapters that are there already do not lower it); of a
-        model as many as there is room for */
+        tensors' that are wanted, or of the directory's files of tensors. 0: into the caller's
+        memory as many as its boxes hold; of an adapter a quarter of the size of the directory's
+        file system (of the size, not of what is free: adapters that are there already do not lower
+        it); of a model as many as there is room for */
     uint64_t max_bytes;
-    /** compare before the leases end: every rank digests the boxes that it served, this process what
-        has landed, on every path. Unequal: FANIN_ERR_TRANSPORT, naming rank and key, and nothing is
-        published. Reads everything once more on both ends, and needs ranks of this release
-        (FANIN_ERR_UNSUPPORTED). A directory that is there already is not compared */
+    /** compare before the leases end: every rank digests the boxes that it served, this process
+        what has landed, on every path. Unequal: FANIN_ERR_TRANSPORT, naming rank and key, and
+        nothing is published. Reads everything once more on both ends, and needs ranks of this
+        release (FANIN_ERR_UNSUPPORTED). A directory that is there already is not compared */
     bool verify;
-    /** fanin_client_pull_model(): bytes of tensors in one of its files, what save_pretrained() calls
-        max_shard_size; a larger tensor gets a file of its own. 0 (default): 5 GB (5e9) */
+    /** fanin_client_pull_model(): bytes of tensors in one of its files, what save_pretrained()
+        calls max_shard_size; a larger tensor gets a file of its own. 0 (default): 5 GB (5e9) */
     uint64_t max_file_bytes;
-    /** besides or instead of progress, with its cookie. Without it a rank that brings nothing for 5 s,
-        10 s, 20 s and so on is named in the log (warning, "slow-rank") */
+    /** besides or instead of progress, with its cookie. Without it a rank that brings nothing for 5
+        s, 10 s, 20 s and so on is named in the log (warning, "slow-rank") */
     fanin_rank_progress_fn rank_progress;
 } fanin_pull_options;
 
@@ -326,10 +331,10 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
  * unless the tensor says them). @p count 0 is an error; tensors that are not named are not
  * read.
  *
- * On success all boxes hold the bytes of one step. On failure their content is undefined, also if no step was agreed
- * upon: a pull whose ranks hold something that will probably do may begin to read before they have said so.
- * Nothing writes them after the return. The memory stays the caller's. *@p result_out (may be
- * NULL) is to be freed with fanin_result_free().
+ * On success all boxes hold the bytes of one step. On failure their content is undefined, also if
+ * no step was agreed upon: a pull whose ranks hold something that will probably do may begin to
+ * read before they have said so. Nothing writes them after the return. The memory stays the
+ * caller's. *@p result_out (may be NULL) is to be freed with fanin_result_free().
  *
  * Blocks at most options->timeout_ms. But one-sided reads and copies of a device that are
  * under way and cannot be recalled are waited for, at most a minute; only what a fabric or a
@@ -387,10 +392,10 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
  * still to be ended. Sessions of other clients are no matter.
  *
  * Between the calls nothing runs: no thread of the library's (some sleep), no question to a rank.
- * Ranks do not mind: they ask nothing either, and hold a lease for as long as their weights stand. But the
- * trainer's updates wait for it only until its lease time is over (`lease_ms`, fanin/server.h); one
- * that comes later makes the session stale, also if it was idle then. A rank closes connections
- * that were silent for its idle_ms (5 minutes), and the session is over then.
+ * Ranks do not mind: they ask nothing either, and hold a lease for as long as their weights stand.
+ * But the trainer's updates wait for it only until its lease time is over (`lease_ms`,
+ * fanin/server.h); one that comes later makes the session stale, also if it was idle then. A rank
+ * closes connections that were silent for its idle_ms (5 minutes), and the session is over then.
  *
  * Blocks at most options->timeout_ms. Errors: those of fanin_client_pull() but for what is found
  * while reading.
@@ -419,7 +424,8 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin(
  * - FANIN_ERR_STALE: a rank has rewritten its weights since the session began. Told here only by
  *   paths that ask the rank (stream); else by the end. Begin again.
  * - FANIN_ERR_CLOSED, FANIN_ERR_UNREACHABLE: a rank that the session needs is gone, or its
- *   connection was lost: a lease goes with its connection, so nothing is connected anew. Begin again.
+ *   connection was lost: a lease goes with its connection, so nothing is connected anew. Begin
+ *   again.
  * - FANIN_ERR_TRANSPORT: a path failed, a device has, or what landed is not what a rank verifies.
  *   Begin again: it goes by another path where there is one.
  * - FANIN_ERR_UNSUPPORTED: to verify, and a rank of an older release.
@@ -461,13 +467,14 @@ FANIN_API void fanin_session_abandon(fanin_session **session);
 
 /**
  * Describes a destination once, for pulls that are repeated: copies what @p tensors, as of
- * fanin_client_pull(), point to but for the boxes' memory, checks it, and finds out where that memory
- * is. A pull by fanin_client_pull_into() then looks at no description while plan and catalogs
- * stand: of a large adapter that is most of what it costs besides reading. @p tensors may go or
- * change when this returns; the destination stays what it was.
+ * fanin_client_pull(), point to but for the boxes' memory, checks it, and finds out where that
+ * memory is. A pull by fanin_client_pull_into() then looks at no description while plan and
+ * catalogs stand: of a large adapter that is most of what it costs besides reading. @p tensors may
+ * go or change when this returns; the destination stays what it was.
  *
- * It belongs to no client: any number of them, in any threads, may pull into it (into the same memory
- * one after the other). It stands through new steps, catalogs, connections and trainers: what does
+ * It belongs to no client: any number of them, in any threads, may pull into it (into the same
+ * memory one after the other). It stands through new steps, catalogs, connections and trainers:
+ * what does
  * not fit is found by the pull. CUDA memory that was freed and allocated again at the same address
  * is found anew, which takes as long as a pull without; host memory must be there for as long as
  * the destination is used.
@@ -606,19 +613,20 @@ typedef struct fanin_result_info {
     bool reused;             /**< the directory was there already; no rank was read */
     fanin_path path;         /**< of most bytes */
     const char *path_reason; /**< why this path */
-    /* nanoseconds; total is the whole call. Where a warm pull by cuda_ipc reads ahead of its leases: beginning that is
-       begin's, and read is what is left of it when they are held */
+    /* nanoseconds; total is the whole call. Where a warm pull by cuda_ipc reads ahead of its
+       leases: beginning that is begin's, and read is what is left of it when they are held */
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
-    /** array: rank, address, path, reason, bytes, reads, read_ns (from the first read posted to this
-        rank's last byte in place; on cuda_ipc one kernel reads all ranks), connections, checksums
-        (true, false, or "local") */
+    /** array: rank, address, path, reason, bytes, reads, read_ns (from the first read posted to
+        this rank's last byte in place; on cuda_ipc one kernel reads all ranks), connections,
+        checksums (true, false, or "local") */
     const char *ranks_json;
-    /** opening other processes' CUDA memory, in a thread: beside catalog and plan of a first pull, else part of
-        connect_ns */
+    /** opening other processes' CUDA memory, in a thread: beside catalog and plan of a first pull,
+        else part of connect_ns */
     uint64_t map_ns;
-    /** making copy tables on devices; part of connect_ns where memory is mapped meanwhile, else of plan_ns */
+    /** making copy tables on devices; part of connect_ns where memory is mapped meanwhile, else of
+        plan_ns */
     uint64_t table_ns;
     fanin_checksums transport_checksums; /**< of what was read; reused: NONE */
     bool verified;      /**< the ranks' digests are those of what has landed */
@@ -655,8 +663,8 @@ typedef struct fanin_publication_info {
     uint64_t epoch, catalog_version;
     uint64_t tensors, bytes; /**< bytes held by this rank */
     uint8_t key_digest[16];
-    /** Milliseconds since it has this state, or since the commit that renewed it, and since the last
-        commit, as the rank answered; 0: not known (an older rank, nothing committed) */
+    /** Milliseconds since it has this state, or since the commit that renewed it, and since the
+        last commit, as the rank answered; 0: not known (an older rank, nothing committed) */
     uint64_t state_age_ms, commit_age_ms;
 } fanin_publication_info;
 enum {
@@ -744,8 +752,8 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
 /**
  * What fanin_client_pull_adapter() would write into adapter_config.json: @p fn gets the file's
  * name and its text, once. Of a "full:<run>" it is config.json of fanin_client_pull_model(), and
- * @p fn is not called if the publication has none. Of @p options only publication, timeout_ms and trust_config count.
- * Blocks at most options->timeout_ms.
+ * @p fn is not called if the publication has none. Of @p options only publication, timeout_ms and
+ * trust_config count. Blocks at most options->timeout_ms.
  *
  * Errors: those of fanin_client_catalog(), and
  * - FANIN_ERR_MISMATCH: tensors and metadata make no configuration: names what is missing.
@@ -824,7 +832,8 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
                    fanin_watch_fn fn, void *cookie, fanin_error *error);
 
-/** What a rank says of one publication. Ages in milliseconds as the rank answered, rounded up; 0: there is
+/** What a rank says of one publication. Ages in milliseconds as the rank answered, rounded up; 0:
+    there is
     none, or it is not known. */
 typedef struct fanin_publication_stats {
     size_t struct_size;
@@ -880,9 +889,10 @@ typedef bool (*fanin_stats_fn)(void *cookie, const fanin_rank_info *rank,
                                const fanin_rank_stats *stats);
 
 /**
- * Asks every rank at once what it is at, of one publication (@p publication) or of all (NULL): @p fn once
- * for each address, until it returns false. Takes no lease, and costs a rank some microseconds. Each
- * rank is judged by itself: who gave no answer until @p timeout_ms had passed, or refused, is told with a NULL.
+ * Asks every rank at once what it is at, of one publication (@p publication) or of all (NULL): @p
+ * fn once for each address, until it returns false. Takes no lease, and costs a rank some
+ * microseconds. Each rank is judged by itself: who gave no answer until @p timeout_ms had passed,
+ * or refused, is told with a NULL.
  *
  * Blocks at most @p timeout_ms. FANIN_OK if one rank answered.
  *

@@ -23,7 +23,8 @@
  * it. Each call lists its own. These two can come of every call that returns a status and are
  * not repeated:
  * - FANIN_ERR_ARGUMENT: the handle is NULL, or the publication's name is none. Fix the call.
- * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails so
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child; that fails
+ * so
  *   too if another thread of the parent was loading UCX or OpenSSL, or within OpenSSL, at the fork.
  */
 #ifndef FANIN_SERVER_H
@@ -41,21 +42,21 @@ enum {
     /** Listen on a network address. Needs bind (no wildcard), allow and a secret; serves networks
         by the stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
     FANIN_SERVER_OPEN = 1,
-    /** Whoever is in the allowed networks is no stranger, whose time is counted, and, having proven itself by
-        the launch's secret or a certificate, is offered RDMA, with which it may also write registered
-        memory: remote keys of verbs are writable whatever is asked for. */
+    /** Whoever is in the allowed networks is no stranger, whose time is counted, and, having proven
+        itself by the launch's secret or a certificate, is offered RDMA, with which it may also
+        write registered memory: remote keys of verbs are writable whatever is asked for. */
     FANIN_SERVER_TRUSTED_NETWORK = 2,
     /** Never load UCX: no rdma. */
     FANIN_SERVER_NO_UCX = 4,
     /** Who comes over the Unix socket with the server's uid is its own user, whatever container
-        it lives in. Without it a process in another user or pid namespace, or one that the kernel does not
-        show, is a stranger, which gets no one-sided path, and one in another mount namespace (ipc:
-        for cuda_ipc) gets neither rdma nor cuda_ipc. FANIN_TRUST_CONTAINERS=1 in the environment
-        sets it as well */
+        it lives in. Without it a process in another user or pid namespace, or one that the kernel
+        does not show, is a stranger, which gets no one-sided path, and one in another mount
+        namespace (ipc: for cuda_ipc) gets neither rdma nor cuda_ipc. FANIN_TRUST_CONTAINERS=1 in
+        the environment sets it as well */
     FANIN_SERVER_TRUST_CONTAINERS = 8,
-    /** An open server may do without the launch's secret, and allow networks that are wider than any
-        private one (IPv4 /8, IPv6 /7): everybody in them reads the weights, and whoever is on the way
-        alters them. FANIN_INSECURE=1 in the environment sets it as well */
+    /** An open server may do without the launch's secret, and allow networks that are wider than
+        any private one (IPv4 /8, IPv6 /7): everybody in them reads the weights, and whoever is on
+        the way alters them. FANIN_INSECURE=1 in the environment sets it as well */
     FANIN_SERVER_INSECURE = 16,
 };
 
@@ -74,62 +75,65 @@ typedef struct fanin_server_config {
     /** the most that readers can delay begin_update; default 1000;
         0: begin_update never waits */
     uint32_t lease_ms;
-    /** control and data connections, at least 2; half of them at most are for control, so that every
-        client that connects can also pull, and half for one peer (an IPv4 address, a /64 of IPv6, this
-        host without its own user's Unix socket). Default 0: as many as the hard
+    /** control and data connections, at least 2; half of them at most are for control, so that
+        every client that connects can also pull, and half for one peer (an IPv4 address, a /64 of
+        IPv6, this host without its own user's Unix socket). Default 0: as many as the hard
         limit of open files has room for, at most 5120, which is twice what 512 workers take */
     uint32_t max_sessions;
-    /** bytes for all sessions together, default 256 MiB; one network peer has half of it at most, and
-        all of them three quarters where the own user has a Unix socket, together with what is kept for
-        all: chunks of pinned memory, and what parts of catalogs are made from */
+    /** bytes for all sessions together, default 256 MiB; one network peer has half of it at most,
+        and all of them three quarters where the own user has a Unix socket, together with what is
+        kept for all: chunks of pinned memory, and what parts of catalogs are made from */
     uint64_t max_memory;
     uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log; /**< default none, or what FANIN_LOG says (fanin/log.h) */
     void *log_cookie;
-    /** threads that send tensors to readers, at most 16: how many readers, or connections of one, a rank
-        serves at the same time. Default 0: a quarter of the CPUs that the process may use, at least 1 and
-        at most 4. Each is started when a connection comes that the others would have to share, and sleeps
-        while its connections ask for nothing. They share max_memory, of which each needs 8 MiB */
+    /** threads that send tensors to readers, at most 16: how many readers, or connections of one, a
+        rank serves at the same time. Default 0: a quarter of the CPUs that the process may use, at
+        least 1 and at most 4. Each is started when a connection comes that the others would have to
+        share, and sleeps while its connections ask for nothing. They share max_memory, of which
+        each needs 8 MiB */
     uint32_t data_threads;
-    /** thousandths of one CPU that the requests of one peer (see max_sessions) may take, at most 1000.
-        What it did not take for 20 s it may take at once; beyond that its requests wait. All peers
-        together have twice as much. Sending tensors is counted apart (stranger_cpu); the own user by its
-        Unix socket and who has proven the launch's secret are not counted. Default 50; 0: no limit */
+    /** thousandths of one CPU that the requests of one peer (see max_sessions) may take, at most
+        1000. What it did not take for 20 s it may take at once; beyond that its requests wait. All
+        peers together have twice as much. Sending tensors is counted apart (stranger_cpu); the own
+        user by its Unix socket and who has proven the launch's secret are not counted. Default 50;
+        0: no limit */
     uint32_t peer_cpu;
-    /** of each minute, how many ms one network peer's leases may hold begin_update, commit and pause up;
-        default 2000. All together have two and a half times as much. A peer is an address (all of 127/8
-        and ::1 one, of IPv6 a /64), without those of a trusted network and those that know the secret.
-        When less than lease_ms (or, of a small share, half of it) is left, the peer's leases are not
-        waited for until as much is back: what it reads then ends stale when an update begins first.
-        60000: nobody has a share, only lease_ms counts */
+    /** of each minute, how many ms one network peer's leases may hold begin_update, commit and
+        pause up; default 2000. All together have two and a half times as much. A peer is an address
+        (all of 127/8 and ::1 one, of IPv6 a /64), without those of a trusted network and those that
+        know the secret. When less than lease_ms (or, of a small share, half of it) is left, the
+        peer's leases are not waited for until as much is back: what it reads then ends stale when
+        an update begins first. 60000: nobody has a share, only lease_ms counts */
     uint32_t stranger_share_ms;
     /** the same for the server's own user on this host, for each address of a trusted network, and,
         with a secret, for everybody; default 60000 */
     uint32_t own_share_ms;
     /** added to the nice value that the creating thread has, for the library's threads that serve
-        readers, -20..19; default 0. Below 0 it takes a privilege (CAP_SYS_NICE); without it the value
-        stays, and the log says so (event "nice") */
+        readers, -20..19; default 0. Below 0 it takes a privilege (CAP_SYS_NICE); without it the
+        value stays, and the log says so (event "nice") */
     int32_t nice;
-    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by TLS 1.3
-        then, of readers that have the same secret, and others are refused; the Unix socket stays as it is.
-        NULL (default): what the environment's FANIN_SECRET_FILE names, if anything; "": none. The file, to
-        which symbolic links may lead, belongs to the process's user or to root, and others may not use it;
-        its group may read one of root's. It is read once. Needs OpenSSL 3 when the server is created */
+    /** the file with the launch's secret, 64 hexadecimal digits or 32 bytes: TCP connections are by
+        TLS 1.3 then, of readers that have the same secret, and others are refused; the Unix socket
+        stays as it is. NULL (default): what the environment's FANIN_SECRET_FILE names, if anything;
+        "": none. The file, to which symbolic links may lead, belongs to the process's user or to
+        root, and others may not use it; its group may read one of root's. It is read once. Needs
+        OpenSSL 3 when the server is created */
     const char *secret_file;
-    /** thousandths of one CPU that sending tensors to strangers, and making digests for them, may take,
-        all together, at most 16000; half of it for one peer. Strangers are as for stranger_share_ms. What
-        was not taken for 20 s may be taken at once; beyond that they are sent more slowly. Default 0: a
-        tenth of the CPUs that the process may use */
+    /** thousandths of one CPU that sending tensors to strangers, and making digests for them, may
+        take, all together, at most 16000; half of it for one peer. Strangers are as for
+        stranger_share_ms. What was not taken for 20 s may be taken at once; beyond that they are
+        sent more slowly. Default 0: a tenth of the CPUs that the process may use */
     uint32_t stranger_cpu;
     /** instead of a secret: PEM files of this process's certificate (and what leads from it to an
-        authority behind it), its key, and the authorities that the readers' certificates are from. TCP
-        connections are by TLS 1.3 then, both ends show a certificate, and this rank's
-        names "fanin://JOB/rank/N" among its subject's alternative names, or with a star for N any rank, a
-        reader's "fanin://JOB/reader" of the same job; others are refused.
-        NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name, unless
-        secret_file is given; "": none. All three or none. Owned as the secret's file is; others may not
-        read the key, nor write any. A thread looks at them once a second, and new connections use what it
-        has read (event "certificates") */
+        authority behind it), its key, and the authorities that the readers' certificates are from.
+        TCP connections are by TLS 1.3 then, both ends show a certificate, and this rank's
+        names "fanin://JOB/rank/N" among its subject's alternative names, or with a star for N any
+        rank, a reader's "fanin://JOB/reader" of the same job; others are refused.
+        NULL (default): what the environment's FANIN_TLS_CERT, FANIN_TLS_KEY and FANIN_TLS_CA name,
+        unless secret_file is given; "": none. All three or none. Owned as the secret's file is;
+        others may not read the key, nor write any. A thread looks at them once a second, and new
+        connections use what it has read (event "certificates") */
     const char *tls_cert;
     const char *tls_key; /**< see tls_cert */
     const char *tls_ca;  /**< see tls_cert */
@@ -144,8 +148,8 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * takes as long as loading UCX does.
  *
  * May raise the process's soft limit of open files (event "descriptor-limit").
- * Takes those of the descriptors 0 to 2 that are closed, for good, so that no connection and no file gets such a number.
- * Reads and writes of them go on failing with EBADF.
+ * Takes those of the descriptors 0 to 2 that are closed, for good, so that no connection and no
+ * file gets such a number. Reads and writes of them go on failing with EBADF.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: rank, world size, world id, name, a number or a flag is out of range;
@@ -160,9 +164,9 @@ FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size
  * - FANIN_ERR_IO: the kernel refuses a socket, an epoll set or random bytes; sys_errno says
  *   why.
  * - FANIN_ERR_MEMORY: out of memory.
- * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its owner or mode, a
- * certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds something else, both or not
- * all are given; FANIN_ERR_IO, it cannot be read;
+ * Of a secret or certificates: FANIN_ERR_NOT_FOUND, there is no such file; FANIN_ERR_AUTH, its
+ * owner or mode, a certificate that is somebody else's or has expired; FANIN_ERR_ARGUMENT, it holds
+ * something else, both or not all are given; FANIN_ERR_IO, it cannot be read;
  * FANIN_ERR_UNSUPPORTED, there is no OpenSSL 3, or none that does TLS 1.3. All say what to do.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_create(
@@ -183,9 +187,9 @@ FANIN_API uint16_t fanin_server_port(const fanin_server *server);
  * next commit.
  *
  * Of one publication every rank puts every name, with the same dtype and shape: a rank that holds
- * nothing of a tensor puts it without boxes. Readers refuse ranks that differ (FANIN_ERR_MISMATCH), but only ranks
- * that answer: names that nobody but a dead rank has put are unknown to a reader that never
- * heard of them, and it takes what the others have for all.
+ * nothing of a tensor puts it without boxes. Readers refuse ranks that differ (FANIN_ERR_MISMATCH),
+ * but only ranks that answer: names that nobody but a dead rank has put are unknown to a reader
+ * that never heard of them, and it takes what the others have for all.
  *
  * @p replace false: a name that is there already is an error. @p replace true: an existing
  * shard is exchanged if pointer, allocation, dtype, shape, boxes or strides differ, and
@@ -470,7 +474,8 @@ typedef struct fanin_server_stats {
     uint64_t publications_paused; /**< now */
     uint64_t sessions_evicted;    /**< that were idle, and closed for others */
     uint64_t
-        requests_delayed; /**< times that a connection's requests waited for its peer's share of CPU time */
+        requests_delayed; /**< times that a connection's requests waited for its peer's share of CPU
+                               time */
     uint64_t
         log_lines_left_out; /**< that peers caused, told of by their number alone */
     uint64_t
@@ -483,9 +488,9 @@ typedef struct fanin_server_stats {
     /** data connections now with bytes to send that the peer, or the network, does not take yet */
     uint64_t sends_waiting;
     uint64_t bytes_tls; /**< of bytes_streamed, those inside TLS */
-    /** read by one-sided paths, which this process does not see: as readers told when their pulls had ended
-        good, with gaps that were read along, at most the rank's whole publication for each; older releases
-        do not tell */
+    /** read by one-sided paths, which this process does not see: as readers told when their pulls
+        had ended good, with gaps that were read along, at most the rank's whole publication for
+        each; older releases do not tell */
     uint64_t bytes_cma, bytes_rdma, bytes_cuda_ipc;
     /** CPU time of the thread that serves control connections, and of those that send tensors */
     uint64_t control_cpu_ns, data_cpu_ns;

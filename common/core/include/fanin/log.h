@@ -4,18 +4,21 @@
  * Log messages. The library calls the caller's function, or keeps the messages in a ring that one
  * thread of the caller reads, and writes to no descriptor.
  *
- * But without a function FANIN_LOG in the environment counts: "debug", "info" or "warn" (what is at least as
- * grave) has servers and clients write lines to standard error, "info,FILE" append them to FILE, which
- * is made (mode 0600) if need be and is neither a link nor another user's file or pipe. A thread of the process
- * writes them, so that nobody waits for a full pipe or a slow disk: what more than 1024 lines wait for is dropped, and
- * how much is told when it goes on (event "log-lost"). A line that cannot be written is lost, and raises no SIGPIPE. What
- * waits yet at the process's exit has half a second; _exit() and death by a signal lose it. It is read with the first
- * server or client of the process; what is wrong with it, fanin_log_choice()'s errors, fails its creation.
+ * But without a function FANIN_LOG in the environment counts: "debug", "info" or "warn" (what is at
+ * least as grave) has servers and clients write lines to standard error, "info,FILE" append them to
+ * FILE, which is made (mode 0600) if need be and is neither a link nor another user's file or pipe.
+ * A thread of the process writes them, so that nobody waits for a full pipe or a slow disk: what
+ * more than 1024 lines wait for is dropped, and how much is told when it goes on (event
+ * "log-lost"). A line that cannot be written is lost, and raises no SIGPIPE. What waits yet at the
+ * process's exit has half a second; _exit() and death by a signal lose it. It is read with the
+ * first server or client of the process; what is wrong with it, fanin_log_choice()'s errors, fails
+ * its creation.
  *
  * A client tells each pull in one line (information, event "pull", at most ten a second): trace id
- * and number of the pull, publication, step, ranks, tensors, bytes, path, milliseconds by phase, restarts,
- * stale attempts, and what it failed of. The server's lines of its connection (events "session-open",
- * "session-close") name the same trace id. Phases have lines of their own (debug, event "phase").
+ * and number of the pull, publication, step, ranks, tensors, bytes, path, milliseconds by phase,
+ * restarts, stale attempts, and what it failed of. The server's lines of its connection (events
+ * "session-open", "session-close") name the same trace id. Phases have lines of their own (debug,
+ * event "phase").
  */
 #ifndef FANIN_LOG_H
 #define FANIN_LOG_H
@@ -46,9 +49,9 @@ typedef void (*fanin_log_fn)(void *cookie, fanin_log_level level, const char *ev
                              const char *message);
 
 /**
- * What FANIN_LOG asks for, for callers that log elsewhere by the same rule. @p text: its value, such as "info,FILE". Sets
- * *level, and *descriptor to that of the file, opened to append, which the caller closes; -1: standard error. Thread:
- * any. Blocks for as long as opening the file does.
+ * What FANIN_LOG asks for, for callers that log elsewhere by the same rule. @p text: its value,
+ * such as "info,FILE". Sets *level, and *descriptor to that of the file, opened to append, which
+ * the caller closes; -1: standard error. Thread: any. Blocks for as long as opening the file does.
  *
  * Errors (*level and *descriptor stay as they are):
  * - FANIN_ERR_ARGUMENT: @p text says something else, or an argument is NULL.
@@ -96,8 +99,8 @@ FANIN_API fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level lev
 
 /**
  * A fanin_log_fn whose cookie is the ring (NULL: the message is dropped). Does not wait for
- * the reader: a full ring drops the new message, and the reader gets in its place a warning that says how
- * many (event "log-lost"). Thread: any, several at once. Dropped too: everything after
+ * the reader: a full ring drops the new message, and the reader gets in its place a warning that
+ * says how many (event "log-lost"). Thread: any, several at once. Dropped too: everything after
  * fanin_log_ring_close(), and in a forked child.
  */
 FANIN_API void fanin_log_ring_write(void *ring, fanin_log_level level,

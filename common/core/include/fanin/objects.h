@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Tensors of other libraries, described all at once: for bindings of languages whose own loops would
- * take longer than a pull. The objects are read by the function that their library gives out for
- * that, dltensor_from_py_object_no_sync of the exchange API of DLPack 1.3.
+ * Tensors of other libraries, described all at once: for bindings of languages whose own loops
+ * would take longer than a pull. The objects are read by the function that their library gives out
+ * for that, dltensor_from_py_object_no_sync of the exchange API of DLPack 1.3.
  */
 #ifndef FANIN_OBJECTS_H
 #define FANIN_OBJECTS_H
@@ -37,11 +37,11 @@ typedef struct fanin_objects {
     uint32_t *doubtful;
     size_t n_doubtful; /**< out */
     uint64_t devices;  /**< out: bit n: some are on CUDA device n */
-    /** out: of dtypes, shapes, strides, places and addresses. Equal: fanin_describe_objects() writes
-        the same again */
+    /** out: of dtypes, shapes, strides, places and addresses. Equal: fanin_describe_objects()
+        writes the same again */
     uint8_t digest[16];
-    /** NULL, as where struct_size ends before it: none. Asked of each object right before it is read,
-        with nothing in between: so what is found of an object lies in what its owner keeps */
+    /** NULL, as where struct_size ends before it: none. Asked of each object right before it is
+        read, with nothing in between: so what is found of an object lies in what its owner keeps */
     fanin_owner_fn owner;
     void *how;          /**< for owner */
     fanin_keep_fn keep; /**< is given what owner returned; not NULL unless owner is */
@@ -49,13 +49,14 @@ typedef struct fanin_objects {
 } fanin_objects;
 
 /**
- * Reads all objects; if @p tensors is not NULL, fills as many of them, each whole and of one box (none
- * if it is empty), in @p boxes, as many. @p names: the tensors' names, one behind the other, each
- * with its NUL; must outlive @p tensors, as @p boxes must; not looked at without @p tensors.
+ * Reads all objects; if @p tensors is not NULL, fills as many of them, each whole and of one box
+ * (none if it is empty), in @p boxes, as many. @p names: the tensors' names, one behind the other,
+ * each with its NUL; must outlive @p tensors, as @p boxes must; not looked at without @p tensors.
  *
- * False: an object cannot be read or described so (a dtype that safetensors lacks or that is complex,
- * more than FANIN_MAX_DIMS dimensions, elements that share memory, memory that is neither the
- * host's nor a CUDA device's below 64), its owner cannot be told or kept, or an argument is wrong.
+ * False: an object cannot be read or described so (a dtype that safetensors lacks or that is
+ * complex, more than FANIN_MAX_DIMS dimensions, elements that share memory, memory that is neither
+ * the host's nor a CUDA device's below 64), its owner cannot be told or kept, or an argument is
+ * wrong.
  *
  * Calls @p objects->item, ->owner, ->keep and ->read in this thread, so it wants of its caller what
  * those do (the GIL). Blocks as long as they do. Thread: any.

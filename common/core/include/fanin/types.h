@@ -116,8 +116,8 @@ typedef struct fanin_tensor {
 } fanin_tensor;
 
 /**
- * Counts of updates by how long they waited for readers: the first of at most 100 us, then 300 us, 1 ms,
- * 3 ms, 10 ms and so on up to 30 s, the last of more.
+ * Counts of updates by how long they waited for readers: the first of at most 100 us, then 300 us,
+ * 1 ms, 3 ms, 10 ms and so on up to 30 s, the last of more.
  */
 #define FANIN_DRAIN_BUCKETS 13
 

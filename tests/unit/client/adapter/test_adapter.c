@@ -1041,7 +1041,8 @@ static void sizes_have_a_limit(void **state)
     assert_non_null(strstr(told.message, "(max_bytes)"));
 }
 
-/* In a child: a limit cannot be raised again. Neither writing a file nor making its space ends it. */
+/* In a child: a limit cannot be raised again. Neither writing a file nor making its space ends it.
+   */
 static void limit_of_file_sizes(bool mappings, rlim_t bytes)
 {
     pid_t child = fork();
@@ -1071,7 +1072,8 @@ static void a_limit_of_file_sizes_is_an_error(void **state)
     limit_of_file_sizes(false, 1 << 20);
 }
 
-/* From now on no descriptor can be had, nor any again that is closed; *before is for give_back(). */
+/* From now on no descriptor can be had, nor any again that is closed; *before is for give_back().
+   */
 static void use_up_descriptors(struct rlimit *before)
 {
     assert_int_equal(getrlimit(RLIMIT_NOFILE, before), 0);

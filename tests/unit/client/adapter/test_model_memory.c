@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Each allocation of a model's directory fails once, from its lock to its publication:
-   FANIN_ERR_MEMORY, nothing is left behind, nothing leaks (run under AddressSanitizer or valgrind for
-   that). Linked with --wrap. */
+   FANIN_ERR_MEMORY, nothing is left behind, nothing leaks (run under AddressSanitizer or valgrind
+   for that). Linked with --wrap. */
 #include "adapter/adapter.h"
 #include "failing_memory.h"
 #include "testing.h"

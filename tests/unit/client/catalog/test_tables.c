@@ -506,7 +506,8 @@ static void boxes_lie_in_regions(void **state)
 
 /* -------------------------------------------------------------------- parts */
 
-/* Many tensors of two bytes, a byte a rank; each rank's first is split from the rule if @p explicit. */
+/* Many tensors of two bytes, a byte a rank; each rank's first is split from the rule if @p
+   explicit. */
 static void publish_many(bool explicit)
 {
     key_entry *entries = calloc(MANY, sizeof *entries);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Threads that shake hands: all are handed back in the loop's thread, also those that nobody came to. */
+/* Threads that shake hands: all are handed back in the loop's thread, also those that nobody came
+   to. */
 #include "clock.h"
 #include "net/handshakes.h"
 #include "testing.h"

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a thread sends behind the caller's back: all of it, in order, once, or not if it was taken back. */
+/* What a thread sends behind the caller's back: all of it, in order, once, or not if it was taken
+   back. */
 #include "net/late_sends.h"
 #include "testing.h"
 #include "thread.h"

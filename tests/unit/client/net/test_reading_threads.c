@@ -112,7 +112,8 @@ static void bytes_are_shared_evenly(void **state)
     share(uneven, 0, 4, of);
 }
 
-/* Where there are fewer sources than threads, or one has far more than the others, several read it. */
+/* Where there are fewer sources than threads, or one has far more than the others, several read it.
+   */
 static void a_large_source_is_cut(void **state)
 {
     static const uint64_t one[] = {80}, two[] = {90, 10}, three[] = {40, 40, 40};

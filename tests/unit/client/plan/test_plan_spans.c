@@ -278,8 +278,8 @@ static void gaps_inside_of_boxes_obey_the_rule(void **state)
     end(&w, &l, &p, &spans);
 }
 
-/* Columns of rows: a get a row where the gaps are wide, one view for who walks it; and where rows have
-   room between them, too. */
+/* Columns of rows: a get a row where the gaps are wide, one view for who walks it; and where rows
+   have room between them, too. */
 static void columns_are_cut_as_the_reader_wants(void **state)
 {
     const span_rule walker = {.max_length = 1 << 20, .walks_views = true};

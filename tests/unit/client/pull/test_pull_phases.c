@@ -272,7 +272,8 @@ static void ranks_that_know_no_early_leases_are_begun(void **state)
     assert_int_equal(odd.ended, RANKS);
 }
 
-/* New tables are fetched without a lease: rank 0, whose catalog is the same, gets its lease back. */
+/* New tables are fetched without a lease: rank 0, whose catalog is the same, gets its lease back.
+   */
 static void no_table_is_fetched_under_a_lease(void **state)
 {
     begin(false);
@@ -315,8 +316,8 @@ static void no_connection_is_made_under_a_lease(void **state)
     assert_int_equal(odd.late, 0);
 }
 
-/* An attempt that begins anew has its connections when the next step is announced: made after that, they would be
-   what the next update meets, again and again. */
+/* An attempt that begins anew has its connections when the next step is announced: made after that,
+   they would be what the next update meets, again and again. */
 static void connections_are_made_again_before_a_step_is_agreed(void **state)
 {
     begin(false);

@@ -344,7 +344,8 @@ static void a_link_is_widened(void **state)
     assert_int_equal(s.world.ranks[0].asked[MSG_HELLO], 4);
 }
 
-/* Whoever a connection was dealt to reads it, in a loop and a window of his own, until all are gathered. */
+/* Whoever a connection was dealt to reads it, in a loop and a window of his own, until all are
+   gathered. */
 static void connections_are_dealt(void **state)
 {
     loop other;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The path rdma without an adapter: both ends are given UCX's transports of one host instead. Pulls,
- * and the first one-sided read of a rank when it is not answered in time: it may still call back
- * while it is recalled, or even later. Time and UCX's turns are the test's.
+ * The path rdma without an adapter: both ends are given UCX's transports of one host instead.
+ * Pulls, and the first one-sided read of a rank when it is not answered in time: it may still call
+ * back while it is recalled, or even later. Time and UCX's turns are the test's.
  */
 #include "local_world.h"
 #include "path/reader.h"
@@ -241,7 +241,8 @@ static void every_cut_comes(void **state)
     }
 }
 
-/* A pull by rdma over TCP from a network that the trainer calls trusted; "" for secret: there is none. */
+/* A pull by rdma over TCP from a network that the trainer calls trusted; "" for secret: there is
+   none. */
 static fanin_status pull_over_tcp(const char *secret, fanin_error *error)
 {
     fixture f = {.world.flags = FANIN_SERVER_TRUSTED_NETWORK};

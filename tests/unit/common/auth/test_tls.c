@@ -131,7 +131,8 @@ static void what_is_left_is_told(void **state)
     stop(&p);
 }
 
-/* What begin_update may wait for is one slice, however much there is to be sent and whatever room there is. */
+/* What begin_update may wait for is one slice, however much there is to be sent and whatever room
+   there is. */
 static void a_send_is_a_slice(void **state)
 {
     pair p;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* OpenSSL without memory, allocation by allocation: the end that lacks it says so, and nobody is taken for a stranger. */
+/* OpenSSL without memory, allocation by allocation: the end that lacks it says so, and nobody is
+   taken for a stranger. */
 #include "secrets.h"
 #include "testing.h"
 #include "tls.h"
@@ -130,7 +131,8 @@ static void good_pair(pair *p)
     assert_true(tls_is_up(p->t[0]) && tls_is_up(p->t[1]));
 }
 
-/* Handshakes in need; those of which OpenSSL tells a reason that could be another one as well, and is nobody's. */
+/* Handshakes in need; those of which OpenSSL tells a reason that could be another one as well, and
+   is nobody's. */
 static unsigned tries, unexplained;
 
 /* The other end waits, hears that nothing goes on, or did not notice. */

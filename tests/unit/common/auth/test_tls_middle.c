@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Somebody between two ends of TLS, who alters, cuts off, leaves out, repeats or reorders what goes by: with a
-   launch's secret, and with certificates. Nothing but what was said is ever taken, and once. */
+/* Somebody between two ends of TLS, who alters, cuts off, leaves out, repeats or reorders what goes
+   by: with a launch's secret, and with certificates. Nothing but what was said is ever taken, and
+   once. */
 #include "secrets.h"
 #include "testing.h"
 #include "tls.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Records of TLS after the handshake. The other end is OpenSSL's own record layer, or somebody who has the keys and
-   does what is not done. */
+/* Records of TLS after the handshake. The other end is OpenSSL's own record layer, or somebody who
+   has the keys and does what is not done. */
 #include "secrets.h"
 #include "testing.h"
 #include "tls_internal.h"
@@ -96,7 +96,8 @@ static void hear(pair *p, int to, size_t size, size_t room)
     assert_false(tls_pending(p->t[to]));
 }
 
-/* Of both ends one has its own layer, the other OpenSSL's, whose numbers of records so stay each other's. */
+/* Of both ends one has its own layer, the other OpenSSL's, whose numbers of records so stay each
+   other's. */
 static void with_openssl(const char *suites, uint16_t suite)
 {
     static const size_t sizes[] = {1,     1006,  1007,  1023, 1024,

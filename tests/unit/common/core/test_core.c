@@ -45,7 +45,8 @@ static void log_messages_are_one_line(void **state)
     assert_int_equal(s.level, FANIN_LOG_WARNING);
     assert_string_equal(s.event, "peer-odd");
     assert_string_equal(s.message, "rank 3 says \"a b [\"");
-    /* NEL, CSI, a line's end, a turn of direction; and what is none, also where the message ends. */
+    /* NEL, CSI, a line's end, a turn of direction; and what is none, also where the message ends.
+       */
     log_write(&to, FANIN_LOG_INFO, "steers", "%s",
               "a\xc2\x85"
               "b\xc2\x9b"

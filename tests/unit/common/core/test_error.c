@@ -48,7 +48,8 @@ static void every_code_has_a_name_and_a_text(void **state)
     assert_string_equal(fanin_status_name(FANIN_ERR_STALE), "FANIN_ERR_STALE");
 }
 
-/* Whoever returns an error without saying what to do says the usual thing, also for a code of a later version. */
+/* Whoever returns an error without saying what to do says the usual thing, also for a code of a
+   later version. */
 static void every_error_has_a_remedy(void **state)
 {
     static const fanin_status later[] = {-199, -299, -399, -499, -599, -699};
@@ -67,7 +68,8 @@ static void every_error_has_a_remedy(void **state)
     }
 }
 
-/* What a peer is called may end lines or not be seen; a key stays what it is, so that it can be looked up. */
+/* What a peer is called may end lines or not be seen; a key stays what it is, so that it can be
+   looked up. */
 static void a_message_is_one_line(void **state)
 {
     fanin_error error = FANIN_ERROR_INIT;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Programs that were built with older or newer headers than the library: every public struct that has a
-   struct_size, as a shorter and as a longer one. */
+/* Programs that were built with older or newer headers than the library: every public struct that
+   has a struct_size, as a shorter and as a longer one. */
 #include "testing.h"
 #include "versioned.h"
 #include <fanin/fanin.h>

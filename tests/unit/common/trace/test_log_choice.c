@@ -32,7 +32,8 @@ static int tear_down(void **state)
     return rmdir(folder);
 }
 
-/* Runs @p what in a child, which alone reads the pipe and has the default for SIGPIPE; it returns true. */
+/* Runs @p what in a child, which alone reads the pipe and has the default for SIGPIPE; it returns
+   true. */
 static void expect_in_child(bool (*what)(void))
 {
     int status;
@@ -90,7 +91,8 @@ static bool write_to_nobody(void)
     return came;
 }
 
-/* The thread that writes stays with the parent: a child has its own, and so does a child's child. */
+/* The thread that writes stays with the parent: a child has its own, and so does a child's child.
+   */
 static bool write_in_children(void)
 {
     logger log;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A log whose reader has stopped: nobody who logs waits for it, and what is missing is told when it goes on. */
+/* A log whose reader has stopped: nobody who logs waits for it, and what is missing is told when it
+   goes on. */
 #include "clock.h"
 #include "log_sink.h"
 #include "testing.h"
@@ -45,8 +46,8 @@ static void write_lines(log_sink *sink)
     }
 }
 
-/* Who read, until the pipe's other end was closed: lines that came, in order and whole, and how many were told to be
-   missing. */
+/* Who read, until the pipe's other end was closed: lines that came, in order and whole, and how
+   many were told to be missing. */
 typedef struct reading {
     long came, lost;
     bool wrong;

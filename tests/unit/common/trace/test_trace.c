@@ -208,7 +208,8 @@ static void a_file_system_that_does_not_answer_is_left(void **state)
         assert_false(deadline_passed(until));
 }
 
-/* A file that has been given up is closed, and its number is somebody else's: children leave that alone. */
+/* A file that has been given up is closed, and its number is somebody else's: children leave that
+   alone. */
 static void a_child_closes_no_number_of_others(void **state)
 {
     fanin_error error = FANIN_ERROR_INIT;

@@ -134,7 +134,8 @@ static void containers_differ_in_several(void **state)
            NEIGHBOUR_UNSEEN);
 }
 
-/* From within, who has no uid there is as much "nobody" as the process itself, and shows nothing. */
+/* From within, who has no uid there is as much "nobody" as the process itself, and shows nothing.
+   */
 static void user_namespaces_are_told(void **state)
 {
     expect(*state, CLONE_NEWUSER, NEIGHBOUR_USER_SPACE, NEIGHBOUR_UNSEEN);

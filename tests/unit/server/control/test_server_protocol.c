@@ -266,7 +266,8 @@ static void parts_count_as_memory(void **state)
     }
 }
 
-/* Who asks first has no room; the own user has, and keeps to its answer as the others do to theirs. */
+/* Who asks first has no room; the own user has, and keeps to its answer as the others do to theirs.
+   */
 static void strangers_take_no_parts_away(void **state)
 {
     fanin_server *s = start_with_many((uint64_t)256 << 20);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connections that a rank cannot take for want of descriptors or memory: its log says so, once a second. */
+/* Connections that a rank cannot take for want of descriptors or memory: its log says so, once a
+   second. */
 #include "core/admission.h"
 #include "log_catcher.h"
 #include "server_peer.h"

@@ -117,8 +117,8 @@ static bool readers_cannot_hold_up(void)
     grant g = peer_lease(&p);
     call u;
     call_start(&u, server_begin_run, s);
-    /* A new lease before the last one is over: for four lease times, or if that is to end it, for as
-       long as it takes. */
+    /* A new lease before the last one is over: for four lease times, or if that is to end it, for
+       as long as it takes. */
     unsigned both = RULE_REFUSAL | RULE_DRAIN_DEADLINE;
     bool endless = (atomic_load(&server_rules_off) & both) == both;
     deadline end = deadline_in_ms(endless ? 4 * HOLD_UP_LEASE_MS : 30000);
@@ -408,8 +408,8 @@ static void sessions_end_on_every_thread(void **state)
         peer_expect_closed(&data[i]);
 }
 
-/* Reads of four other epochs are still under way, so no more can be announced: the reply is padding,
-   and no end says that it was good. */
+/* Reads of four other epochs are still under way, so no more can be announced: the reply is
+   padding, and no end says that it was good. */
 static void unannounced_reads_void_the_lease(void **state)
 {
     memset(memory, 1, BIG);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words: who is told them, and that a word holds its lease's epoch exactly as long as an end would be good. The test
-   is in the server's process, so that a word is read as any memory. */
+/* Words: who is told them, and that a word holds its lease's epoch exactly as long as an end would
+   be good. The test is in the server's process, so that a word is read as any memory. */
 #include "core/rules.h"
 #include "publish/words.h"
 #include "server_peer.h"

@@ -328,8 +328,8 @@ static void who_still_maps_is_told(void **state)
     log_expect(3, "3145728 bytes");
 }
 
-/* The last reader of a snapshot is a reply that is still being copied: its end frees the arena, which
-   the session has mapped. */
+/* The last reader of a snapshot is a reply that is still being copied: its end frees the arena,
+   which the session has mapped. */
 static void freed_arenas_are_told(void **state)
 {
     uint8_t *a = device_alloc(0, MIB, FAKE_CUDA_MALLOC),

@@ -46,7 +46,8 @@ static void kernels_are_loaded_by_commits(void **state)
     log_expect(0, "");
 }
 
-/* Whose first read makes streams and pinned memory, and whose whole way is gone by ranks that end. */
+/* Whose first read makes streams and pinned memory, and whose whole way is gone by ranks that end.
+   */
 static void a_graph_that_the_trainer_captures_stays_valid(void **state)
 {
     static uint8_t got[4096];
@@ -158,7 +159,8 @@ static void reads_are_pipelined(void **state)
                      12);
 }
 
-/* More connections than chunks: they wait for each other, and memory stays bounded over all threads. */
+/* More connections than chunks: they wait for each other, and memory stays bounded over all
+   threads. */
 static void share_chunks(uint32_t threads, uint64_t most)
 {
     uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
@@ -208,8 +210,8 @@ enum {
     MANY = 200
 }; /* more turns than one look at a queue has */
 
-/* One tensor on each device, and strangers who have both chunks there are, whose copies stand still,
-   and wait for one more. */
+/* One tensor on each device, and strangers who have both chunks there are, whose copies stand
+   still, and wait for one more. */
 typedef struct queue_scene {
     puller own, strangers[STRANGERS];
 } queue_scene;
@@ -271,8 +273,8 @@ static void the_own_user_waits_for_one_stranger(void **state)
     expect_small(&q.strangers[2]);
 }
 
-/* What strangers may have of CPU time is gone meanwhile: a chunk that they have, or get, they do not
-   keep. */
+/* What strangers may have of CPU time is gone meanwhile: a chunk that they have, or get, they do
+   not keep. */
 static void who_has_to_rest_keeps_no_chunk(void **state)
 {
     peer_share others = {.is_own = false};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank that still sends when the others have sent all: slow, or the last of a pull that goes well. */
+/* A rank that still sends when the others have sent all: slow, or the last of a pull that goes
+   well. */
 #include "fetch/look_rates.h"
 #include "testing.h"
 

@@ -156,7 +156,8 @@ static void info_files_name_the_run(void **state)
     target_free(&t);
 }
 
-/* What is chosen of a file with this run and these publications; "": none, the choices are in @p all. */
+/* What is chosen of a file with this run and these publications; "": none, the choices are in @p
+   all. */
 static void chooses(const char *fields, const char *wanted, const char *all)
 {
     char text[512], choices[TARGET_CHOICES];
