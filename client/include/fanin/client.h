@@ -4,14 +4,18 @@
  * The client of inference workers: connects to every trainer rank, pulls a publication and
  * puts it together in the caller's memory or as a directory, a PEFT adapter's or a model's.
  *
- * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
- * signal handler. Callbacks come in the calling thread, but the log's; what they call of their
- * client is fanin_client_cancel() and nothing else. The calling thread does
- * the work, with helper threads that end before the call returns. Four kinds of thread do not:
- * one that asks for a host's name, which getaddrinfo() does not give back; and, until the client is
- * disconnected or destroyed, one that makes the spare file, if pull options ask for that, those
- * that read beside the calling one (fanin_client_config.threads), which sleep between calls, and
- * one that tells four ranks or more that a pull by cma or cuda_ipc is over, which sleeps then.
+ * Threads: one thread at a time uses a client; fanin_client_cancel() may come from any, also from a
+ * signal handler. Callbacks come in the calling thread, but the log's. Of their client they may
+ * call fanin_client_cancel() and nothing else. The calling thread does the work, with helper
+ * threads that end before the call returns. Four kinds of thread do not:
+ *
+ * - one that asks for a host's name, which getaddrinfo() does not give back;
+ * - one that makes the spare file, if pull options ask for that;
+ * - those that read beside the calling one (fanin_client_config.threads), which sleep between
+ * calls;
+ * - one that tells four ranks or more that a pull by cma or cuda_ipc is over, and then sleeps.
+ *
+ * The last three end when the client is disconnected or destroyed.
  *
  * Fork: a handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
  *
@@ -286,13 +290,13 @@ typedef struct fanin_pull_options {
         when the call is made. The writes have ended when the call returns: no stream has to wait
         for them */
     fanin_stream stream;
-    /** fanin_client_pull_adapter(): once a pull of a size has succeeded, keep a file of that
-        size ready beside the directory (hidden, its pages allocated by a thread between
-        calls, registered with CUDA if the client uses it), so that the next pull into the same
-        parent directory finds its memory made. Costs the adapter's size once more, until the
-        client is destroyed or disconnected, or until a pull finds that another process has made
-        its directory; where less than as much again would be free, none is kept. A file that was
-        published is never used again */
+    /** fanin_client_pull_adapter(): once a pull of a size has succeeded, keep a hidden file of that
+        size ready beside the directory. The next pull into the same parent directory finds its
+        memory made. A thread allocates the file's pages between calls, and registers them with CUDA
+        if the client uses it. Costs the adapter's size once more, until the client is destroyed or
+        disconnected, or until a pull finds that another process has made its directory. Where less
+        than as much again would be free, none is kept. A file that was published is never used
+        again */
     bool spare_file;
     /** fanin_client_pull_adapter(): adapter_config.json keeps every field of the trainer's
         configuration. Default: of a LoRA configuration only the fields of PEFT that can load no
@@ -518,11 +522,12 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin_into(
  * of the ranks, and the result says "reused". Another content is FANIN_ERR_EXISTS, and so is
  * what another user could have put there: links, a directory, file or lock that is not ours or
  * that others may write to. A parent that others may write to and that is not sticky, or that
- * belongs to another user but root, is FANIN_ERR_EXISTS before anything is made, and so is a name
- * that after all does not bear the directory that was filled. The
- * directory appears whole, by rename, or not at all, and nobody else may write to it; two
- * processes of one user that ask for one directory at once pull once. What killed pulls have
- * left in the parent directory is removed: fanin_sweep_adapter_directory().
+ * belongs to another user but root, is FANIN_ERR_EXISTS before anything is made. So is a name that
+ * after all does not bear the directory that was filled.
+ *
+ * The directory appears whole, by rename, or not at all, and nobody else may write to it. Two
+ * processes of one user that ask for one directory at once pull once. The pull removes what killed
+ * pulls have left in the parent directory: fanin_sweep_adapter_directory().
  *
  * Blocks at most options->timeout_ms, plus what fsync takes and what fanin_client_pull() says.
  *

@@ -201,9 +201,9 @@ FANIN_API uint16_t fanin_server_port(const fanin_server *server);
  * the shards that is under way has ended, at most 60 s.
  *
  * Errors:
- * - FANIN_ERR_ARGUMENT: a bad name, a name twice in the call, an unknown dtype, a box outside
- *   the global shape, boxes that overlap, NULL as address of a box that is not empty, a box
- *   that reaches beyond its CUDA allocation, memory of another kind or device than the tensor
+ * - FANIN_ERR_ARGUMENT: a bad name, a name twice in the call, an unknown dtype; a box outside
+ *   the global shape, or boxes that overlap; NULL as address of a box that is not empty; a box
+ *   that reaches beyond its CUDA allocation; memory of another kind or device than the tensor
  *   says. Fix the tensor that it names.
  * - FANIN_ERR_EXISTS: the shard is there and @p replace is false. Replace or remove it.
  * - FANIN_ERR_LIMIT: more than 2^20 tensors or 2^22 boxes a publication, 4096 publications, or
@@ -267,13 +267,16 @@ fanin_server_set_metadata(fanin_server *server, const char *publication,
                           const fanin_pair *pairs, size_t count, fanin_error *error);
 
 /**
- * Announces that the trainer is about to write @p publication in place. New readers are told
- * to wait; blocks until the running ones are done, at most lease_ms from this call, and for those
- * of one peer at most what it has left of its share (stranger_share_ms, own_share_ms), then voids
- * their tokens, and until what is just being sent has left: one copy into a socket, or out of
- * a CUDA device, which is given up after 10 s. Creates the publication if it is not there.
- * Called again during an update it takes a new epoch and returns at once. Of a snapshot
- * publication it returns at once too: readers go on.
+ * Announces that the trainer is about to write @p publication in place. The server tells new
+ * readers to wait.
+ *
+ * Blocks until the running readers are done, at most lease_ms from this call. For readers of one
+ * peer it blocks at most for what the peer has left of its share (stranger_share_ms, own_share_ms).
+ * Then it voids their tokens. It also waits for what is just being sent: one copy into a socket, or
+ * out of a CUDA device, which it gives up after 10 s.
+ *
+ * Creates the publication if it is not there. Called again during an update it takes a new epoch
+ * and returns at once. Of a snapshot publication it returns at once too: readers go on.
  *
  * Errors:
  * - FANIN_ERR_STATE: another thread is in begin_update of the same publication, or it is
@@ -388,12 +391,13 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_withdraw(fanin_server *serv
 /**
  * Announces that the trainer is about to take the shards' memory away (offload, an engine's
  * sleep, a checkpoint that is loaded over it). Acts as begin_update: blocks until the running
- * readers are done, at most lease_ms, then voids their tokens; a commit that is pending on a
- * stream is waited for first (at most 60 s). From then until fanin_server_resume() no thread
- * of the library touches the shards' memory, none of it is registered for one-sided reads
- * (workers of this host may still map CUDA memory, see fanin_server_remove()), and every pull,
- * also one that waits already, fails at once with FANIN_ERR_PAUSED, "... is paused: <reason>".
- * Steps stay what they are.
+ * readers are done, at most lease_ms, then voids their tokens. Before that it waits for a commit
+ * that is pending on a stream, at most 60 s.
+ *
+ * From then until fanin_server_resume() no thread of the library touches the shards' memory, and
+ * none of it is registered for one-sided reads. Workers of this host may still map CUDA memory, see
+ * fanin_server_remove(). Every pull, also one that waits already, fails at once with
+ * FANIN_ERR_PAUSED, "... is paused: <reason>". Steps stay what they are.
  *
  * Of a snapshot publication the last snapshot, which is memory of the server, stays readable;
  * only the shards are left alone.
@@ -525,10 +529,9 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *se
  * returns the library does not touch the shards' memory. In a forked child it frees nothing.
  * No other call of this handle may be under way, nor come after it.
  *
- * Blocks at most drain_ms and a little; CUDA devices that do not finish copies out of the
- * shards (of snapshots on a stream, of reads) are waited for at most 70 s more, then the
- * copies are left alone, and what they write to stays allocated (events "commit-stuck",
- * "device-stalled").
+ * Blocks at most drain_ms and a little. Where a CUDA device does not finish copies out of the
+ * shards (of snapshots on a stream, of reads) it waits for at most 70 s more. Then it leaves the
+ * copies alone, and what they write to stays allocated (events "commit-stuck", "device-stalled").
  */
 FANIN_API void fanin_server_destroy(fanin_server **server, uint32_t drain_ms);
 

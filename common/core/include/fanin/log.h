@@ -4,15 +4,17 @@
  * Log messages. The library calls the caller's function, or keeps the messages in a ring that one
  * thread of the caller reads, and writes to no descriptor.
  *
- * But without a function FANIN_LOG in the environment counts: "debug", "info" or "warn" (what is at
- * least as grave) has servers and clients write lines to standard error, "info,FILE" append them to
- * FILE, which is made (mode 0600) if need be and is neither a link nor another user's file or pipe.
- * A thread of the process writes them, so that nobody waits for a full pipe or a slow disk: what
- * more than 1024 lines wait for is dropped, and how much is told when it goes on (event
+ * Without a function FANIN_LOG in the environment counts. "debug", "info" or "warn" has servers and
+ * clients write lines of that gravity and above to standard error; "info,FILE" appends them to
+ * FILE. The file is made (mode 0600) if need be. It may be neither a link nor another user's file
+ * or pipe.
+ *
+ * A thread of the process writes the lines, so that nobody waits for a full pipe or a slow disk.
+ * What more than 1024 lines wait for is dropped; when it goes on, a line says how much (event
  * "log-lost"). A line that cannot be written is lost, and raises no SIGPIPE. What waits yet at the
- * process's exit has half a second; _exit() and death by a signal lose it. It is read with the
- * first server or client of the process; what is wrong with it, fanin_log_choice()'s errors, fails
- * its creation.
+ * process's exit has half a second; _exit() and death by a signal lose it. The library reads
+ * FANIN_LOG with the first server or client of the process. What is wrong with it,
+ * fanin_log_choice()'s errors, fails the creation of that one.
  *
  * A client tells each pull in one line (information, event "pull", at most ten a second): trace id
  * and number of the pull, publication, step, ranks, tensors, bytes, path, milliseconds by phase,

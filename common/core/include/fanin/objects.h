@@ -53,10 +53,10 @@ typedef struct fanin_objects {
  * (none if it is empty), in @p boxes, as many. @p names: the tensors' names, one behind the other,
  * each with its NUL; must outlive @p tensors, as @p boxes must; not looked at without @p tensors.
  *
- * False: an object cannot be read or described so (a dtype that safetensors lacks or that is
- * complex, more than FANIN_MAX_DIMS dimensions, elements that share memory, memory that is neither
- * the host's nor a CUDA device's below 64), its owner cannot be told or kept, or an argument is
- * wrong.
+ * False: an object cannot be read or described so, its owner cannot be told or kept, or an argument
+ * is wrong. Not described are: a dtype that safetensors lacks or that is complex; more than
+ * FANIN_MAX_DIMS dimensions; elements that share memory; memory that is neither the host's nor a
+ * CUDA device's below 64.
  *
  * Calls @p objects->item, ->owner, ->keep and ->read in this thread, so it wants of its caller what
  * those do (the GIL). Blocks as long as they do. Thread: any.
