@@ -395,8 +395,8 @@ static void the_slowest_is_named(void **state)
 }
 
 /* One bit of what a rank sends over its data connection. Two thirds of the bytes are this rank's,
-   so that a thread reads them, and goes on when the calling one is through. How long the pull took.
-   */
+   so that a thread reads them, and goes on when the calling one is through. Returns the time that
+   the pull took. */
 static uint64_t pull_altered(void)
 {
     static const world_tensor lopsided[] = {

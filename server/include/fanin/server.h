@@ -42,8 +42,8 @@ enum {
     /** Listen on a network address. Needs bind (no wildcard), allow and a secret; serves networks
         by the stream path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
     FANIN_SERVER_OPEN = 1,
-    /** Whoever is in the allowed networks is no stranger, whose time is counted, and, having proven
-        itself by the launch's secret or a certificate, is offered RDMA, with which it may also
+    /** Peers in the allowed networks have no CPU budget; other peers do. A peer there that has
+        proven itself by the launch's secret or a certificate is offered RDMA. With RDMA it may also
         write registered memory: remote keys of verbs are writable whatever is asked for. */
     FANIN_SERVER_TRUSTED_NETWORK = 2,
     /** Never load UCX: no rdma. */
@@ -55,8 +55,8 @@ enum {
         the environment sets it as well */
     FANIN_SERVER_TRUST_CONTAINERS = 8,
     /** An open server may do without the launch's secret, and allow networks that are wider than
-        any private one (IPv4 /8, IPv6 /7): everybody in them reads the weights, and whoever is on
-        the way alters them. FANIN_INSECURE=1 in the environment sets it as well */
+        any private one (IPv4 /8, IPv6 /7). Everybody in them can read the weights, and anyone on
+        the way can alter them. FANIN_INSECURE=1 in the environment sets it as well */
     FANIN_SERVER_INSECURE = 16,
 };
 
@@ -529,9 +529,10 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *se
  * returns the library does not touch the shards' memory. In a forked child it frees nothing.
  * No other call of this handle may be under way, nor come after it.
  *
- * Blocks at most drain_ms and a little. Where a CUDA device does not finish copies out of the
- * shards (of snapshots on a stream, of reads) it waits for at most 70 s more. Then it leaves the
- * copies alone, and what they write to stays allocated (events "commit-stuck", "device-stalled").
+ * Blocks at most drain_ms and a little. If CUDA devices do not finish copies out of the shards (of
+ * snapshots on a stream, of reads), the call waits at most 70 s more, for all of them together.
+ * Then it leaves the copies alone, and what they write to stays allocated (events "commit-stuck",
+ * "device-stalled").
  */
 FANIN_API void fanin_server_destroy(fanin_server **server, uint32_t drain_ms);
 
