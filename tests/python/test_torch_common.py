@@ -160,6 +160,17 @@ def test_memory_that_moves_is_no_change(store):
     assert ranks[0].common._replicas is before
 
 
+def test_a_shape_that_changes_one_ranks_part_only(monkeypatch, store):
+    monkeypatch.setattr(_replicas, "_WAIT", 10.0)
+    monkeypatch.setattr(_replicas, "_GRACE", 1.0)
+    first = Rank(store, 0, (0, 1), [shard("x", (0, 1), all_rows=1), shard("b", ALL)])
+    second = Rank(store, 1, (0, 1), [Shard("x", "F32", (1, 4), (), -1), shard("b", ALL)])
+    assert publish([first, second], 0) == [None, None]
+    first.tell([shard("x", (0, 1), all_rows=2)])
+    second.tell([shard("x", (1, 2), all_rows=2)])
+    assert publish([first, second], 1) == [None, None]
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_adds_the_run(monkeypatch, store, absent):
     monkeypatch.setattr(_replicas, "_WAIT", 0.3)

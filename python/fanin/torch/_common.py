@@ -45,7 +45,7 @@ class Common:
         """This rank publishes *shards*, some of them anew, and *removed* no more."""
         for shard in shards:
             known, now = self._table.get(shard.name), entry_of(shard)
-            if known is None or known.parts != now.parts:
+            if known is None or known[1:] != now[1:]:  # also where this rank's part stays
                 self._replicas = None
             self._table[shard.name] = now
         for name in removed:
