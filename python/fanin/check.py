@@ -10,11 +10,11 @@
     python -m fanin.check http://engine:8000 /shared/run              # served() as a command
 
 :func:`served` compares digests of what the engine, vLLM or SGLang, holds with those of what is
-trained. :func:`weights`, of vLLM, compares bytes with what is published: each worker makes rubbish
-of everything that a pull fills, pulls the step, reads it once more beside its model (proven by
-digests that the trainer's ranks make of their own memory), and compares all bytes. So a tensor that
-no pull fills is found as well as one that is filled wrongly. Nothing may generate meanwhile: pause
-the engine first, as for an update.
+trained. :func:`weights`, of vLLM, compares bytes with what is published. Each worker overwrites all
+that a pull fills with invalid data, pulls the step, and reads it once more beside its model.
+Digests that the trainer's ranks make of their own memory prove that reading. Then it compares all
+bytes. So it finds a tensor that no pull fills as well as one that is filled wrongly. Nothing may
+generate meanwhile: pause the engine first, as for an update.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
     Args:
         engine: a ``vllm.LLM``, or the URL of a server.
         step: this very step of the trainer, which must not go on meanwhile.
-        poison: make rubbish of the weights before the pull; False: compare what is there.
+        poison: overwrite the weights before the pull; False: compare what is there.
         timeout: seconds for the answer of a server.
 
     Returns:

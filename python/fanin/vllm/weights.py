@@ -298,7 +298,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check(self, step: int, poison: bool = True) -> dict[str, Any]:
         """Whether the model holds *step* as it is published; see :mod:`fanin.check`.
 
-        With *poison* everything that a pull fills is made rubbish of first, and pulled. Raises
+        With *poison* everything that a pull fills is overwritten first, and pulled. Raises
         StateError during an update, before init, and in mode "loader".
         """
         check_step(step)

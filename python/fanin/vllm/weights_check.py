@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model holds what is published: rubbish first, then a pull, then every byte compared.
+"""Whether a model holds what is published: overwrite it, pull, then compare every byte.
 
 The expected bytes are read once more, beside the model, and proven by digests that the trainer's
 ranks make of their own memory. What processing hides from tensors (a packed copy on the CPU) is
@@ -43,7 +43,7 @@ class Comparison:
 
 
 def poison(landing: MappedLanding) -> None:
-    """Makes rubbish of everything that a pull fills. What the engine has of its own stays."""
+    """Overwrites everything that a pull fills. What the engine has of its own stays."""
     for path, leaf in sorted(landing.filled):
         tensor = reload.Skeleton(path, landing.module(path)).live(leaf)
         if tensor is not None and tensor.numel():
