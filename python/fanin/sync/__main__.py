@@ -17,6 +17,12 @@ from fanin.sync import Registry, Service, SyncServer
 
 _LOOK = 0.1  # seconds
 _THREE: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+_THREE_WAYS = {
+    "--prefetch": "have engines read a step beside their model before they are paused (auto: those"
+    " that can)",
+    "--verify-served": "compare what engines serve with what is trained (auto: in the first update"
+    " after an init, a restart, a sleep or a reload)",
+}
 
 # Of this process, for asking the trainer.
 _CREDENTIALS = {
@@ -48,20 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bind", default="127.0.0.1", help="numeric address (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8700, help="0: any (8700)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a sync (300)")
-    parser.add_argument(
-        "--prefetch",
-        choices=["auto", "yes", "no"],
-        default="auto",
-        help="have engines read a step beside their model before they are paused (auto: those that"
-        " can)",
-    )
-    parser.add_argument(
-        "--verify-served",
-        choices=["auto", "yes", "no"],
-        default="auto",
-        help="compare what engines serve with what is trained (auto: in the first update after an"
-        " init, a restart, a sleep or a reload)",
-    )
+    for name, told in _THREE_WAYS.items():
+        parser.add_argument(name, choices=list(_THREE), default="auto", help=told)
     parser.add_argument("--server-name", help="demand this job's ranks")
     for name, told in _CREDENTIALS.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
