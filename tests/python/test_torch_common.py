@@ -12,15 +12,12 @@ from fanin._tensors import Box, Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.torch import _replicas
 from fanin.torch._common import Common
-from test_torch_replicas import Store, Tensor
+from test_torch_replicas import Store, Tensor, numpys_digests
 
 
 @pytest.fixture(autouse=True)
 def numpy_digests(monkeypatch):
-    def digests(boxes):
-        return [hash(values.array.tobytes()) % 2**64 for values, _ in boxes]
-
-    monkeypatch.setattr(_replicas, "box_digests", digests)
+    monkeypatch.setattr(_replicas, "box_digests", numpys_digests)
     monkeypatch.setattr(_replicas, "_TICK", 0.05)
 
 

@@ -59,12 +59,14 @@ class Tensor:
         return Tensor(self.array[rows])
 
 
+def numpys_digests(boxes):
+    """Stands for box_digests()."""
+    return [hash(values.array.tobytes()) % 2**64 for values, _ in boxes]
+
+
 @pytest.fixture(autouse=True)
 def numpy_digests(monkeypatch):
-    def digests(boxes):
-        return [hash(values.array.tobytes()) % 2**64 for values, _ in boxes]
-
-    monkeypatch.setattr(_replicas, "box_digests", digests)
+    monkeypatch.setattr(_replicas, "box_digests", numpys_digests)
     monkeypatch.setattr(_replicas, "_UNIT", 64)
     monkeypatch.setattr(_replicas, "_TICK", 0.05)
 
