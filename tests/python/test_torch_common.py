@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ class Rank:
     """One rank's run and the values that it holds."""
 
     def __init__(self, store, rank, ranks, shards):
+        self.number = rank
         self.common = Common(store, "fanin/world", "lora:0", rank, ranks)
         self.values = {}
         self.tries = Counter()
@@ -53,8 +57,8 @@ class Rank:
         self.tries[step] += 1
         try:
             self.common.check(at, lambda name, part: Tensor(self.values[(name, *part)]))
-        except FaninError as error:
-            self.common.fail(str(error), at)
+        except (FaninError, KeyboardInterrupt) as error:
+            self.common.fail(f"{type(error).__name__}: {error}", at)
             return error
 
 
@@ -74,6 +78,7 @@ def publish(ranks, step):
 
 
 ALL = (0, 8)
+ASKS = "fanin/world/lora:0/asks"
 WHOLE = [shard("a", ALL), shard("b", ALL)]
 
 
@@ -101,7 +106,7 @@ def test_ranks_find_what_they_have_in_common(store):
     assert publish(ranks, 7) == [None] * 4
     assert met(ranks[0]) == {(0, 1): ["a"], (0, 2): ["b"]}
     assert met(ranks[3]) == {(1, 3): ["b"]}
-    assert store.held == {}
+    assert store.held.keys() == {ASKS}
     ranks[2].values["b", (0, 0), (4, 4)][3, 3] = 1
     error = publish(ranks, 8)[0]
     assert isinstance(error, RequestError) and error.key == "b" and error.rank == 2
@@ -181,7 +186,7 @@ def test_a_rank_that_never_adds_the_run(monkeypatch, store, absent):
     (error,) = publish([late], 4)  # nor does it wait for who has given up
     assert f"rank {1 - absent} does not publish step 4" in str(error)
     assert publish([here, late], 4) == [None, None]
-    assert store.held == {}
+    assert store.held.keys() == {ASKS}
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -210,6 +215,63 @@ def test_a_run_that_is_removed_and_added_again(store):
     ranks = two(store, [shard("c", ALL)])
     assert publish(ranks, 9) == [None, None]
     assert met(ranks[1]) == {(0, 1): ["c"]}
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_alone_removes_and_adds_a_run(store, alone):
+    """At once, and while the other one waits to compare."""
+    ranks = two(store)
+    assert publish(ranks, 0) == [None, None]
+    ranks[alone].common.close()
+    ranks[alone] = Rank(store, alone, (0, 1), WHOLE)
+    assert publish(ranks, 1) == [None, None]
+    waiting = ranks[1 - alone]
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(waiting.publish, 2)
+        while not any(key.endswith(f"/{waiting.number}") for key in store.held):
+            time.sleep(0.001)
+        ranks[alone].common.close()
+        ranks[alone] = Rank(store, alone, (0, 1), WHOLE)
+        assert ranks[alone].publish(2) is None
+        assert found.result(30) is None
+    assert met(ranks[0]) == met(ranks[1]) == {(0, 1): ["a", "b"]}
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_first_publish_that_is_interrupted_on_one_rank(monkeypatch, store, alone):
+    """Both ranks have told, and one of them does not hear the answer."""
+    ranks = two(store)
+
+    def interrupted(mailbox, word):
+        if mailbox._rank == alone:
+            raise KeyboardInterrupt
+        return heard(mailbox, word)
+
+    heard = _replicas.Mailbox.verdict
+    with monkeypatch.context() as patch:
+        patch.setattr(_replicas.Mailbox, "verdict", interrupted)
+        errors = publish(ranks, 0)
+    assert isinstance(errors[alone], KeyboardInterrupt)
+    assert f"rank {alone} does not publish step 0" in str(errors[1 - alone])
+    assert "KeyboardInterrupt" in str(errors[1 - alone])
+    assert publish(ranks, 0) == [None, None]
+
+
+def test_a_rank_that_is_ahead_does_not_disturb_who_still_compares(store):
+    """Rank 1 has step 1 and adds a tensor, while rank 0 waits for rank 2."""
+    held = [[shard("a", ALL), shard("b", ALL)], [shard("a", ALL)], [shard("b", ALL)]]
+    ranks = [Rank(store, rank, (0, 1, 2), one) for rank, one in enumerate(held)]
+    assert publish(ranks, 0) == [None] * 3
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ranks[0].publish, 1)
+        assert ranks[1].publish(1) is None
+        ranks[1].tell([shard("c", ALL)])
+        with pytest.raises(FutureTimeout):
+            first.result(4 * _replicas._TICK)
+        assert ranks[2].publish(1) is None and first.result(30) is None
+    ranks[0].tell([shard("c", ALL)])
+    assert publish(ranks, 2) == [None] * 3
+    assert met(ranks[0]) == {(0, 1): ["a", "c"], (0, 2): ["b"]}
 
 
 def test_the_log_names_who_is_waited_for(monkeypatch, store, caplog):

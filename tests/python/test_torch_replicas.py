@@ -266,3 +266,19 @@ def test_a_part_that_its_rank_takes_back_is_not_waited_for():
     second.leave(b"text", (0, 0))
     third.fail("no memory", (0, 0))
     first.judge(lambda texts: b"equal 1")
+
+
+def test_a_part_that_is_taken_back_is_not_judged():
+    """All have come; then a rank that wants to tell anew takes its part back."""
+
+    class Racing(Store):
+        def wait(self, keys, timeout):
+            super().wait(keys, timeout)
+            if len(keys) > 1:
+                del self.held[keys[1]]
+
+    store = Racing()
+    mailboxes = [_replicas.Mailbox(store, "p", rank, (0, 1), "full:0") for rank in (0, 1)]
+    word, _ = [one.leave(b"text", (0, 0)) for one in mailboxes]
+    mailboxes[0].judge(lambda texts: b"equal 1")
+    assert mailboxes[0].verdict(word) == b"absent [1]"

@@ -3,12 +3,15 @@
 
 Each rank adds and removes an adapter's runs by itself, so no rank knows from the start which ranks
 hold a run. The ranks tell each other through torch.distributed's store: at the run's first publish
-and when the boxes have changed.
+and when a rank asks for it. A rank asks when its boxes have changed, when it removes the run, and
+when it comes to tell. An ask holds from a step on, so that a rank that is ahead by a publish does
+not disturb those that still compare the step before.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import secrets
 import zlib
@@ -18,7 +21,7 @@ from typing import Any
 from fanin._cover import Parts
 from fanin._tensors import Shard
 from fanin.errors import StateError
-from fanin.torch._replicas import At, Mailbox, Replicas, Values, refusal
+from fanin.torch._replicas import At, Mailbox, Outdated, Replicas, Values, peek, refusal
 from fanin.torch._union import Replicated, Table, Told, compress, entry_of, ranks_text, replicated
 
 
@@ -37,64 +40,117 @@ class Common:
         self._mailbox = Mailbox(
             store, f"{prefix}/{publication}", rank, ranks, f"agree on the tensors of {publication}"
         )
+        self._asks = f"{prefix}/{publication}/asks"
         self._table: Table = {}
         self._replicas: Replicas | None = None
         """None: the ranks have to tell each other."""
+        self._token = ""
+        """Of the last ask before the ranks told each other."""
+        self._step = -1
+        """The last that this rank came to publish."""
 
     def tell(self, shards: Iterable[Shard], removed: Iterable[str] = ()) -> None:
         """This rank publishes *shards*, some of them anew, and *removed* no more."""
         for shard in shards:
             known, now = self._table.get(shard.name), entry_of(shard)
             if known is None or known[1:] != now[1:]:  # also where this rank's part stays
-                self._replicas = None
+                self._change()
             self._table[shard.name] = now
         for name in removed:
             del self._table[name]
-            self._replicas = None
+            self._change()
 
     def check(self, at: At, values: Values, whole: bool = False) -> None:
-        """As :meth:`Replicas.check`; at the first publish, and when the boxes have changed, it
-        waits for all ranks that publish runs."""
+        """As :meth:`Replicas.check`; at the first publish, and when a rank asks for it, it waits
+        for all ranks that publish runs."""
+        self._step = at[0]
         self._mailbox.take_back()
-        if self._replicas is None:
-            self._replicas = self._met(at)
-        self._replicas.check(at, values, whole)
+        with self._mailbox.answering():
+            if self._is_outdated(at[0]):
+                self._replicas = None
+        while True:
+            try:
+                if self._replicas is None:
+                    self._replicas = self._met(at)
+                self._replicas.check(at, values, whole)
+                return
+            except Outdated:
+                self._replicas = None
 
     def fail(self, message: str, at: At) -> None:
         """As :meth:`Replicas.fail`."""
         if self._replicas is not None:
             self._replicas.fail(message, at)
         self._mailbox.fail(message, at)
+        if self._replicas is None:  # the others may have met, and wait elsewhere
+            self._ask(at[0])
 
     def close(self) -> None:
         """The run is removed on this rank."""
         self._mailbox.take_back()
+        self._change()
+
+    def _change(self) -> None:
+        if self._replicas is not None:
+            self._replicas = None
+            self._ask(self._step + 1)
+
+    def _ask(self, step: int) -> str:
+        """Has the ranks tell each other again when they publish this step, or a later one."""
+        token = secrets.token_hex(8)
+        with contextlib.suppress(RuntimeError):  # a store that is gone: the next publish says so
+            self._store.set(self._asks, f"{token} {step}")
+        return token
+
+    def _asked(self) -> tuple[str, int]:
+        """The last ask and its step."""
+        token, _, step = peek(self._store, self._asks).decode().partition(" ")
+        return token, int(step or 0)
+
+    def _is_outdated(self, step: int) -> bool:
+        token, since = self._asked()
+        return token != self._token and step >= since
 
     def _met(self, at: At) -> Replicas:
         told, text = compress(self._table)
-        found = [told.digest.hex(), told.geometries, base64.b85encode(text).decode()]
-        verdict = self._mailbox.exchange(json.dumps(found).encode(), at, _united)
+        token = self._ask(at[0])
+        found = [token, told.digest.hex(), told.geometries, base64.b85encode(text).decode()]
+        verdict = self._mailbox.exchange(
+            json.dumps(found).encode(), at, lambda texts: _united(texts, self._asked()[0])
+        )
         kind, _, answer = verdict.partition(b" ")
         if kind == b"absent":
             absent = json.loads(answer)
             error = _absent(absent, self._publication, at[0])
             self._mailbox.fail(error.message, at, absent)
             raise error
+        if kind == b"outdated":
+            raise Outdated
         if kind != b"told":
             raise refusal(kind, json.loads(answer), self._publication, at[0])
-        token, boxes = _replicated(answer, self._rank)
-        return Replicas(self._store, f"fanin/{token}", self._publication, self._rank, boxes)
+        self._token, boxes = _replicated(answer, self._rank)
+        prefix = f"fanin/{self._token}"
+        return Replicas(
+            self._store, prefix, self._publication, self._rank, boxes, self._is_outdated
+        )
 
 
-def _united(texts: dict[int, bytes]) -> bytes:
-    """What every rank told, the tensors of those that hold alike once; and a new token."""
+def _united(texts: dict[int, bytes], token: str) -> bytes:
+    """What every rank told, the tensors of those that hold alike once; and the last ask's token.
+
+    Or ``outdated``: a rank has told, did not hear the answer, and has asked again.
+    """
     tables: dict[str, str] = {}
     everyone = []
+    asks = set()
     for rank, one in texts.items():
-        digest, geometries, text = json.loads(one)
+        ask, digest, geometries, text = json.loads(one)
+        asks.add(ask)
         tables[digest] = text
         everyone.append((rank, digest, geometries))
-    told = json.dumps([secrets.token_hex(8), everyone, tables], separators=(",", ":"))
+    if token not in asks:
+        return b"outdated"
+    told = json.dumps([token, everyone, tables], separators=(",", ":"))
     return b"told " + zlib.compress(told.encode(), 1)
 
 

@@ -96,14 +96,28 @@ class Told:
         return cls(step, cursor, count, wanted, tuple(digests))
 
 
+class Outdated(Exception):
+    """A rank that is waited for wants to tell anew what it holds."""
+
+
 class Mailbox:
     """What the ranks of a group leave for each other in torch.distributed's store."""
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, ranks: tuple[int, ...], purpose: str
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        purpose: str,
+        is_outdated: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """purpose: what the ranks are to do, for the log."""
+        """purpose: what the ranks are to do, for the log.
+
+        is_outdated: whether the group is another one at this step; asked while this rank waits.
+        """
         self._store = store
+        self._is_outdated = is_outdated
         self._purpose = purpose
         self._prefix = f"{prefix}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
         self._rank = rank
@@ -114,13 +128,20 @@ class Mailbox:
     def exchange(self, text: bytes, at: At, verdict: Callable[[dict[int, bytes]], bytes]) -> bytes:
         """The verdict of what all ranks leave, which the first of them makes.
 
-        Or ``absent`` and the ranks that have not come, or ``failed``, the rank and its message.
+        Or ``absent`` and the ranks that have not come, or ``failed``, the rank and its message, or
+        ``outdated``.
         """
-        try:
+        with self.answering():
             word = self.leave(text, at)
             if self._ranks[0] == self._rank:
                 self.judge(verdict)
             return self.verdict(word)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """StateError: the store does not answer."""
+        try:
+            yield
         except RuntimeError as error:
             raise StateError.make(
                 f"torch.distributed's store does not answer: {error}. The ranks must "
@@ -137,8 +158,9 @@ class Mailbox:
         return word
 
     def fail(self, message: str, at: At, ranks: Sequence[int] = ()) -> None:
-        """Tells the others, or these, that this rank publishes nothing now."""
+        """Tells the others, or these, that this rank publishes nothing now; takes its part back."""
         text = json.dumps([self._rank, message, at])
+        self._remove(self._part(self._rank))
         with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
             for rank in ranks or self._ranks:
                 if rank != self._rank:
@@ -160,10 +182,11 @@ class Mailbox:
         keys = [self._part(rank) for rank in self._ranks]
         found = self._wait(keys, _WAIT, self._ranks)
         texts = {r: text for r in self._ranks if (text := self._peek(self._part(r)))}
-        if not found:
+        absent = [rank for rank in self._ranks if rank not in texts]
+        if found == b"absent" or (absent and not found):  # one has taken its part back
+            found = b"absent " + json.dumps(absent).encode()
+        elif not found:
             found = verdict({rank: text[16:] for rank, text in texts.items()})
-        elif found == b"absent":
-            found += b" " + json.dumps([r for r in self._ranks if r not in texts]).encode()
         for rank in texts:  # before anybody is told, who then may leave the next one
             self._remove(self._part(rank))
         for text in texts.values():
@@ -188,16 +211,14 @@ class Mailbox:
         return f"{self._prefix}/failed/{rank}"
 
     def _peek(self, key: str) -> bytes:
-        """What is there now, or nothing: get() waits where another rank has removed the key."""
-        found = bytes(self._store.compare_set(key, _NOTHING, _NOTHING))
-        return b"" if found == _NOTHING.encode() else found
+        return peek(self._store, key)
 
     def _remove(self, key: str) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
             self._store.delete_key(key)
 
     def _wait(self, keys: list[str], seconds: float, ranks: Sequence[int]) -> bytes:
-        """Why the keys are not all there: ``failed`` and who has, or ``absent``.
+        """Why the keys are not all there: ``failed`` and who has, ``outdated``, or ``absent``.
 
         ranks: those without which they are not, for the log.
         """
@@ -212,6 +233,8 @@ class Mailbox:
             if text and tuple(json.loads(text)[2]) >= self._at:
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
+            if self._is_outdated(self._at[0]):
+                return b"outdated"
             if is_quiet and time.monotonic() > began + _QUIET:
                 is_quiet = False
                 self._log_absent(ranks)
@@ -223,6 +246,12 @@ class Mailbox:
                 "fanin: rank %d waits for %s to %s, %.0f s more at most",
                 *(self._rank, ranks_text(absent), self._purpose, _WAIT - _QUIET),
             )
+
+
+def peek(store: Any, key: str) -> bytes:
+    """What is there now, or nothing: get() waits where another rank has removed the key."""
+    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return b"" if found == _NOTHING.encode() else found
 
 
 class Group:
@@ -262,14 +291,24 @@ class Replicas:
     """Compares one run's boxes with those of other ranks, before each publish."""
 
     def __init__(
-        self, store: Any, prefix: str, publication: str, rank: int, boxes: Sequence[Replicated]
+        self,
+        store: Any,
+        prefix: str,
+        publication: str,
+        rank: int,
+        boxes: Sequence[Replicated],
+        is_outdated: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """store: of torch.distributed; prefix: the same on all ranks, and no other run's."""
+        """store: of torch.distributed; prefix: the same on all ranks, and no other run's.
+
+        is_outdated: whether the ranks hold other boxes at this step.
+        """
         self._publication = publication
         self._rank = rank
         purpose = f"publish {publication}"
         self._groups = [
-            Group(one, Mailbox(store, prefix, rank, one.ranks, purpose)) for one in boxes
+            Group(one, Mailbox(store, prefix, rank, one.ranks, purpose, is_outdated))
+            for one in boxes
         ]
         self._waiting = list(self._groups)
         """The groups that have no verdict of the publish that is under way, or comes next."""
@@ -283,7 +322,8 @@ class Replicas:
         whole: look at everything, and have the other ranks do so.
 
         RequestError: they hold something else. StateError: they publish another step, or have not
-        come. Then none of them publishes the step, and the next check looks at everything.
+        come. Outdated: one of them wants to tell what it holds. Then none of them publishes the
+        step, and the next check looks at everything.
         """
         if not self._groups:
             return
@@ -340,6 +380,8 @@ class Replicas:
         if kind == b"equal":
             group.go_on(int(text))
             return
+        if kind == b"outdated":
+            raise Outdated
         details = json.loads(text or b"[]")
         if kind == b"odd":
             raise _odd_error(details, self._publication, group, sample, step)

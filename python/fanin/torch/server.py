@@ -78,7 +78,8 @@ class AdapterServer(Publisher):
     error that names it.
 
     All ranks publish the same runs and steps. All ranks wait for each other at a run's first
-    publish, and when its tensors have other names or shapes. They then tell which boxes they hold.
+    publish, and when a rank has removed it or changed its tensors' names or shapes. They then tell
+    which boxes they hold.
     At every publish the ranks that hold the same box compare it as those of
     :class:`fanin.torch.WeightServer` do. Where replicas differ, RequestError names the tensor and
     two ranks, and none of them publishes. After ten seconds of such a wait the log names the
