@@ -7,7 +7,7 @@ The files are those of the RL trainer; this module reads their section ``[weight
     # trainer.toml                      # orchestrator.toml           # inference.toml
     [weight_broadcast]                  [weight_broadcast]            [weight_broadcast]
     type = "nixl"                       type = "nixl"                 type = "nixl"
-    port = 6000                         timeout = 60.0                trainer = "/run/job/weights"
+    port = 6000                         timeout = 60.0                trainer = "/shared/run"
     server_name = "lora_param_server"   engines = ["http://h:8000"]   keep = 2
 
     [model.lora]                        [model.lora]

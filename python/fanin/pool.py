@@ -4,7 +4,7 @@
 ::
 
     pool = EnginePool(["http://10.0.0.7:8000", "http://10.0.0.8:8000"], lora_alpha=32.0)
-    result = pool.update_weights("/run/job/weights/step_120", "policy", step=120)
+    result = pool.update_weights("/shared/run", "policy", step=120)
     # ask the engines for model=result.lora_name from now on
 
 Steps may pass while engines pull: a trainer that serves its parameters by reference has only the

@@ -3,7 +3,7 @@
 
 ::
 
-    engine = SGLangEngine("http://127.0.0.1:30000", trainer="/run/job/weights")
+    engine = SGLangEngine("http://127.0.0.1:30000", trainer="/shared/run")
     adapter = engine.load(run=0, step=120)       # POST /load_lora_adapter with a path
     ...                                          # requests with lora_path=adapter.name
     engine.unload(adapter.name)                  # POST /unload_lora_adapter, then deletes

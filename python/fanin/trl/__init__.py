@@ -5,7 +5,7 @@ A trainer that only trains (SFT, DPO, Hugging Face's own) gets a callback::
 
     from fanin.trl import PublishCallback
 
-    trainer = SFTTrainer(..., callbacks=[PublishCallback(base_port=6000, info="/run/job/weights")])
+    trainer = SFTTrainer(..., callbacks=[PublishCallback(base_port=6000, info="/shared/run")])
 
 One that generates with a vLLM server (GRPO, RLOO, distillation, and the experimental trainers that
 make TRL's VLLMGeneration) gets a mixin, in place of TRL's own transfer of weights::
