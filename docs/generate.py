@@ -85,6 +85,10 @@ variable overrides its key. `fanin.config` reads them: `trainer_config(path)`,
 `orchestrator_config(path)` and `inference_config()`, which reads the file that `FANIN_CONFIG`
 names. Unknown keys, wrong kinds and contradictions are a `ConfigError` that names the place and the
 remedy.
+
+Engines with fanin's plugin read theirs by themselves. A trainer does not: hand them on by
+`WeightServer(model, **trainer_config().server_arguments())`. Without that a server reads the
+variables of its secret or certificates only, and `FANIN_INSECURE`, `FANIN_TRUST_CONTAINERS`.
 """
     for title, keys, kind in groups:
         text += f"\n## {title}\n\n{settings(keys, kind)}"
