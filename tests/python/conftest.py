@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import fanin
 import pytest
@@ -27,6 +28,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
     return True
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test enters in it is closed when the test is over."""
+    with ExitStack() as result:
+        yield result
 
 
 @pytest.fixture

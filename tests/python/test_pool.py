@@ -32,12 +32,6 @@ HERE = TrainerInfo(("10.0.0.1:6000", "[fd00::1]:6001"), run="3")
 
 
 @pytest.fixture
-def stack() -> Any:
-    with ExitStack() as result:
-        yield result
-
-
-@pytest.fixture
 def hang(stack: ExitStack) -> Answers:
     """An engine that answers when the test is over."""
     release = threading.Event()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,12 +44,6 @@ SGLANG_WAY = [
     "/update_weight_version",
     "/continue_generation",
 ]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as result:
-        yield result
 
 
 def fleet(stack: ExitStack, count: int = 2) -> list[FakeVLLM]:

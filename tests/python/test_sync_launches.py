@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,12 +13,6 @@ from fanin.sync import EndpointResult, Registry, SyncError
 from fleet import FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
 
 UPDATE, STATE = "/update_weights", "/collective_rpc"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as result:
-        yield result
 
 
 @pytest.fixture

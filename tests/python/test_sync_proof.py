@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,12 +16,6 @@ from fanin.sync import EndpointResult, Registry, Service, SyncClient, SyncError,
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 
 FINISH, RESUME = "/finish_weight_update", "/resume"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as result:
-        yield result
 
 
 @pytest.fixture

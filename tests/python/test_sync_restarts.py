@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,12 +18,6 @@ from local_world import until
 
 TRAINER = "10.0.0.1:6000"
 UPDATE = "/update_weights"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as result:
-        yield result
 
 
 def registry_of(*engines: Any, **more: Any) -> Registry:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,12 +17,6 @@ from http_engine import Engine
 
 SOON = 20.0
 OK = b"HTTP/1.1 200 OK\r\n"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as result:
-        yield result
 
 
 def registry_of(*urls: str, **more: Any) -> Registry:
