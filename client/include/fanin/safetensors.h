@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Reads safetensors files, strictly: what a careless writer got wrong is refused with a
- * sentence, not guessed. For tools that serve or check an adapter directory.
+ * Reads safetensors files, strictly. The library refuses an invalid file and says what is wrong; it
+ * does not guess. For tools that serve or check an adapter directory.
  */
 #ifndef FANIN_SAFETENSORS_H
 #define FANIN_SAFETENSORS_H
@@ -28,19 +28,21 @@ typedef struct fanin_safetensors_entry {
 } fanin_safetensors_entry;
 
 /**
- * Opens @p path and parses its header. The tensors must tile the file's data without holes or
- * overlaps and agree with their dtypes and shapes; keys are unique; the header begins with a
- * brace, without blanks before it; at most FANIN_MAX_DIMS dimensions, 2^20 tensors and 100 MB
- * of header. Tensors need neither be sorted nor aligned.
+ * Opens @p path and parses its header. Tensors need not be sorted or aligned. These rules hold:
+ * - The tensors tile the file's data without holes or overlaps.
+ * - The tensors' sizes agree with their dtypes and shapes.
+ * - Keys are unique.
+ * - The header begins with a brace, without blanks before it.
+ * - The limits are FANIN_MAX_DIMS dimensions, 2^20 tensors and 100 MB of header.
  *
- * The caller owns *@p out and ends it with fanin_safetensors_close(). Blocks as long as
- * reading the header takes. Thread: any.
+ * The caller owns *@p out and ends it with fanin_safetensors_close(). Blocks as long as reading the
+ * header takes. Thread: any.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: @p path or @p out is NULL.
- * - FANIN_ERR_NOT_FOUND: no such file.
- * - FANIN_ERR_IO: it cannot be read, or is no regular file; sys_errno says why.
- * - FANIN_ERR_MISMATCH: not a valid file: says what is wrong.
+ * - FANIN_ERR_NOT_FOUND: the file is missing.
+ * - FANIN_ERR_IO: the file cannot be read, or is no regular file; sys_errno says why.
+ * - FANIN_ERR_MISMATCH: the file is invalid; the message says what is wrong.
  * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_safetensors_open(const char *path,
@@ -54,12 +56,13 @@ FANIN_API void fanin_safetensors_close(fanin_safetensors **file);
 FANIN_API size_t fanin_safetensors_count(const fanin_safetensors *file);
 
 /**
- * Tensor @p index, in order of offsets, up to entry->struct_size. False: no such index.
+ * Fills @p entry with tensor @p index, in order of offsets, up to entry->struct_size. Returns false
+ * if there is no such index.
  */
 FANIN_API bool fanin_safetensors_get(const fanin_safetensors *file, size_t index,
                                      fanin_safetensors_entry *entry);
 
-/** Index of the tensor @p name, -1: none. Binary search. */
+/** Index of the tensor @p name, by binary search; -1: there is none. */
 FANIN_API int64_t fanin_safetensors_find(const fanin_safetensors *file,
                                          const char *name);
 

@@ -3,8 +3,8 @@
  * @file
  * Status codes and the optional description of a failure.
  *
- * Codes are grouped by what the caller has to replace before trying again; a code that
- * this version does not know is to be treated as the first of its hundred.
+ * The hundred of a code says what the caller has to replace before trying again. Treat a code that
+ * this version does not know as the first code of its hundred.
  */
 #ifndef FANIN_ERROR_H
 #define FANIN_ERROR_H
@@ -69,8 +69,8 @@ enum {
 };
 
 /**
- * Why a call failed. The caller owns it, sets struct_size to sizeof(fanin_error) and may
- * always pass NULL instead. Written only on failure; needs no clean-up; safe to copy.
+ * Why a call failed. The caller owns it and sets struct_size to sizeof(fanin_error). Every call
+ * takes NULL instead. A call writes it only on failure. It needs no clean-up and is safe to copy.
  */
 typedef struct fanin_error {
     size_t struct_size;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Tensors of other libraries, described all at once: for bindings of languages whose own loops
- * would take longer than a pull. The objects are read by the function that their library gives out
- * for that, dltensor_from_py_object_no_sync of the exchange API of DLPack 1.3.
+ * Describes tensors of other libraries, all in one call. It is for bindings of languages whose own
+ * loops would take longer than a pull. The objects' library provides the function that reads them:
+ * dltensor_from_py_object_no_sync of DLPack 1.3's exchange API.
  */
 #ifndef FANIN_OBJECTS_H
 #define FANIN_OBJECTS_H
@@ -14,15 +14,19 @@
 extern "C" {
 #endif
 
-/** The object of that number, not NULL; PyList_GetItem() is one. */
+/** Returns object number @p index of @p list, never NULL. PyList_GetItem() is one. */
 typedef void *(*fanin_item_fn)(void *list, ptrdiff_t index);
-/** Fills the DLTensor at @p tensor_out; anything but 0: it cannot. */
+/** Fills the DLTensor at @p tensor_out. A result other than 0: it cannot. */
 typedef int (*fanin_dltensor_fn)(void *object, void *tensor_out);
-/** What the memory of @p object is kept by, as a reference that the caller of this owns; NULL: it
-    cannot tell. PyObject_CallOneArg() is one, with a method as @p how. */
+/**
+ * Returns the object that keeps the memory of @p object alive, as a reference that the caller owns.
+ * NULL: it cannot tell. PyObject_CallOneArg() is one, with a method as @p how.
+ */
 typedef void *(*fanin_owner_fn)(void *how, void *object);
-/** Takes a reference to @p owner over, also when it fails; anything but 0: it has failed.
-    PyList_SetItem() is one. */
+/**
+ * Takes over the caller's reference to @p owner, also when it fails. A result other than 0: it has
+ * failed. PyList_SetItem() is one.
+ */
 typedef int (*fanin_keep_fn)(void *kept, ptrdiff_t index, void *owner);
 
 /** Objects, and what was found of them. */
@@ -32,34 +36,39 @@ typedef struct fanin_objects {
     size_t count;
     fanin_item_fn item;
     fanin_dltensor_fn read;
-    /** out: numbers of tensors that could be views of complex ones, of which DLTensor does not tell
-        whether they are negated when they are read; room for count */
+    /** out: numbers of tensors that could be views of complex ones. DLTensor does not tell
+        whether such a view is negated when it is read. Has room for count */
     uint32_t *doubtful;
     size_t n_doubtful; /**< out */
-    uint64_t devices;  /**< out: bit n: some are on CUDA device n */
-    /** out: of dtypes, shapes, strides, places and addresses. Equal: fanin_describe_objects()
-        writes the same again */
+    uint64_t devices;  /**< out: bit n: some objects are on CUDA device n */
+    /** out: digest of dtypes, shapes, strides, places and addresses. If it is the same,
+        fanin_describe_objects() writes the same descriptions again */
     uint8_t digest[16];
-    /** NULL, as where struct_size ends before it: none. Asked of each object right before it is
-        read, with nothing in between: so what is found of an object lies in what its owner keeps */
+    /** asked of each object right before the object is read, with nothing in between. So the
+        memory that is found lies in what the owner keeps. NULL, or a struct_size that ends
+        before this field: not asked */
     fanin_owner_fn owner;
     void *how;          /**< for owner */
-    fanin_keep_fn keep; /**< is given what owner returned; not NULL unless owner is */
+    fanin_keep_fn keep; /**< gets what owner returned; not NULL if owner is given */
     void *kept;         /**< for keep */
 } fanin_objects;
 
 /**
- * Reads all objects; if @p tensors is not NULL, fills as many of them, each whole and of one box
- * (none if it is empty), in @p boxes, as many. @p names: the tensors' names, one behind the other,
- * each with its NUL; must outlive @p tensors, as @p boxes must; not looked at without @p tensors.
+ * Reads all objects. If @p tensors is not NULL, the function also fills count tensors and count
+ * boxes. Each tensor is whole and has one box in @p boxes, or none if it is empty.
  *
- * False: an object cannot be read or described so, its owner cannot be told or kept, or an argument
- * is wrong. Not described are: a dtype that safetensors lacks or that is complex; more than
- * FANIN_MAX_DIMS dimensions; elements that share memory; memory that is neither the host's nor a
- * CUDA device's below 64.
+ * @p names holds the tensors' names one behind the other, each with its NUL. Without @p tensors the
+ * function ignores it. @p names and @p boxes must outlive @p tensors.
  *
- * Calls @p objects->item, ->owner, ->keep and ->read in this thread, so it wants of its caller what
- * those do (the GIL). Blocks as long as they do. Thread: any.
+ * Returns false if an object cannot be read or described, if its owner cannot be told or kept, or
+ * if an argument is wrong. These objects cannot be described:
+ * - a dtype that safetensors lacks, or a complex one;
+ * - more than FANIN_MAX_DIMS dimensions;
+ * - elements that share memory;
+ * - memory that is neither the host's nor that of a CUDA device below 64.
+ *
+ * Calls @p objects->item, ->owner, ->keep and ->read in this thread, so the caller holds what they
+ * need (the GIL). Blocks as long as they do. Thread: any.
  */
 FANIN_API bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
                                       fanin_box *boxes, const char *names);

@@ -1,21 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Traces: what each pull and each update of this process did when, as a file that
- * ui.perfetto.dev and chrome://tracing open (the trace event format, JSON). A row a thread, and one
- * a rank that the thread pulls from.
+ * Traces: what each pull and each update of this process did, and when. A trace is a file that
+ * ui.perfetto.dev and chrome://tracing open (the trace event format, JSON). Each thread has a row,
+ * and so has each rank that the thread pulls from.
  *
- * One trace a process. Its memory is taken when it starts (less than 1 MiB, and as it grows 24
- * bytes for each row of the picture); what finds no room is counted (an event "lost"). A thread of
- * its own writes the file, so that calls wait for no file system: it is whole JSON after each
- * write, within a second after a call, at once for one that failed, and when a client or server is
- * destroyed, which waits a second for it at most. It ends at 64 MiB.
+ * A process has one trace. The trace takes less than 1 MiB of memory when it starts, and 24 bytes
+ * for each further row. It counts events that find no room (an event "lost"). The file ends at 64
+ * MiB.
  *
- * With FANIN_TRACE=DIR in the environment the first client or server of a process starts one in a
- * new file DIR/fanin-PID-TIME.json, mode 0600; if it cannot, a log line says why (event "trace").
- * DIR belongs to this process's user or to root, and so does a symbolic link in its place.
+ * A thread of its own writes the file, so calls do not wait for a file system. The file is whole
+ * JSON after each write. The thread writes within a second after a call, and at once after a call
+ * that failed. It also writes when a client or server is destroyed, and that call waits at most a
+ * second for the write.
  *
- * Fork: a child has no trace; with FANIN_TRACE its first client or server starts one of its own.
+ * With FANIN_TRACE=DIR in the environment the first client or server of a process starts a trace.
+ * Its file is a new one, DIR/fanin-PID-TIME.json, mode 0600. If that fails, a log line says why
+ * (event "trace"). DIR belongs to this process's user or to root, and so does a symbolic link in
+ * its place.
+ *
+ * Fork: a child has no trace. With FANIN_TRACE its first client or server starts a trace of the
+ * child's own.
  */
 #ifndef FANIN_TRACE_H
 #define FANIN_TRACE_H
@@ -27,32 +32,31 @@ extern "C" {
 #endif
 
 /**
- * Starts the trace in @p file, which is made, mode 0600, and must not be there. Calls that are
- * under way are not in it, or in part. Thread: any. Blocks for as long as making a file does, 5 s
- * at most.
+ * Starts the trace in @p file. The function makes the file, mode 0600, and the file must not exist
+ * yet. Calls that are under way are missing in the trace, or are there in part. Thread: any. Blocks
+ * as long as making a file takes, at most 5 s.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: @p file is NULL or "".
  * - FANIN_ERR_STATE: this process has a trace already, perhaps by FANIN_TRACE. Stop it first.
- * - FANIN_ERR_EXISTS: the file is there already. FANIN_ERR_IO: it cannot be made; sys_errno says
- * why (ETIMEDOUT: the file
- *   system has not answered).
- * - FANIN_ERR_LIMIT: no thread can be had.
+ * - FANIN_ERR_EXISTS: the file is there already.
+ * - FANIN_ERR_IO: the file cannot be made. sys_errno says why; ETIMEDOUT: the file system has not
+ *   answered.
+ * - FANIN_ERR_LIMIT: the process cannot start a thread.
  * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API fanin_status fanin_trace_start(const char *file,
                                          fanin_error *error) FANIN_MUST_CHECK;
 
 /**
- * Writes what is left and ends the trace; without one it does nothing. At the process's exit the
- * library does so itself. Thread: any. Blocks for as long as writing less than 2 MiB does, 5 s at
- * most.
+ * Writes what is left and ends the trace. Without a trace it does nothing. At the process's exit
+ * the library does so itself. Thread: any. Blocks as long as writing less than 2 MiB takes, at most
+ * 5 s.
  *
  * Errors:
- * - FANIN_ERR_IO: not all could be written, now or before (sys_errno says why; ETIMEDOUT: not yet,
- * what is missing
- *   comes when the file system answers again), or the file has reached its limit of 64 MiB (EFBIG).
- *   What was written before is whole.
+ * - FANIN_ERR_IO: some events were not written, now or before. sys_errno says why. ETIMEDOUT: the
+ *   library writes them when the file system answers again. EFBIG: the file has reached its limit
+ *   of 64 MiB. The part that was written before is whole.
  */
 FANIN_API fanin_status fanin_trace_stop(fanin_error *error);
 
