@@ -1,5 +1,49 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What server and client have in common: version, dtypes, boxes, tensors, pairs. */
+/**
+ * @file
+ * What server and client have in common: version, dtypes, boxes, tensors, pairs, and these rules.
+ *
+ * Environment: create servers and clients before other threads use getenv(). While fanin loads UCX,
+ * it sets UCX_MEM_EVENTS, UCX_HANDLE_ERRORS and UCX_DEBUG_SIGNO where they are unset. It removes
+ * them after dlopen().
+ *
+ * Fork: a call with a parent's handle gives FANIN_ERR_FORKED in the child, and touches nothing.
+ * Create a new handle in the child. That fails with FANIN_ERR_FORKED too, if another thread of the
+ * parent was loading UCX or OpenSSL, or ran inside OpenSSL, at the fork.
+ *
+ * Secret and certificates: both ends use the launch's secret, or both use certificates. TCP
+ * connections then use TLS 1.3. Unix sockets stay as they are. Creation of the server or client
+ * needs OpenSSL 3. The configurations of both have these fields:
+ * - secret_file: a file with the launch's secret, 64 hexadecimal digits or 32 bytes. Each end
+ *   proves that it has the same secret, and a rank proves its number. The library reads the file
+ *   once. NULL (default): the file that FANIN_SECRET_FILE in the environment names, if it is set.
+ *   "": no secret.
+ * - tls_cert: a PEM file with this process's certificate, and behind it the certificates that lead
+ *   to an authority. NULL (default) for all three: the files that FANIN_TLS_CERT, FANIN_TLS_KEY and
+ *   FANIN_TLS_CA in the environment name, unless secret_file is given. "": no certificates. Give
+ *   all three files or none.
+ * - tls_key: a PEM file with the key of tls_cert.
+ * - tls_ca: a PEM file with the authorities that sign the other end's certificates.
+ *
+ * Both ends show a certificate. A rank's names "fanin://JOB/rank/N" among its subject's alternative
+ * names, with a star for N any rank. A reader's names "fanin://JOB/reader", with the same JOB. A
+ * thread looks at the three files once a second. New connections use what it has read (event
+ * "certificates").
+ *
+ * Each file belongs to the process's user or to root. Symbolic links may lead to it. Others may not
+ * use the secret, read the key or write any of the files. The group may read a secret or key that
+ * is root's.
+ *
+ * Creation fails with these errors. Each message names the file and the remedy:
+ * - FANIN_ERR_NOT_FOUND: the file is missing.
+ * - FANIN_ERR_AUTH: the file has another owner or too wide a mode, or the certificate has expired
+ *   or is for somebody else.
+ * - FANIN_ERR_ARGUMENT: the file holds something else, or secret and certificates are both given,
+ *   or not all three files are.
+ * - FANIN_ERR_IO: the file cannot be read.
+ * - FANIN_ERR_UNSUPPORTED: OpenSSL 3 is missing, or does not support TLS 1.3.
+ * - FANIN_ERR_MEMORY: out of memory.
+ */
 #ifndef FANIN_TYPES_H
 #define FANIN_TYPES_H
 
@@ -27,9 +71,9 @@ FANIN_API const char *fanin_version(void);
 #define FANIN_WORLD_ID_SIZE 16   /**< bytes of a world id */
 
 /**
- * Element types: those of the safetensors format, in that format's order (README of
- * safetensors, "Format"). F4 and F6 elements are packed; an extent and an offset in the
- * last dimension must then fall on whole bytes (multiples of 2 and of 4 elements).
+ * Element types: those of the safetensors format, in that format's order (README of safetensors,
+ * "Format"). F4 and F6 elements are packed. Extents and offsets in the last dimension then fall
+ * on whole bytes: multiples of 2 elements of F4, and of 4 elements of F6.
  */
 typedef int32_t fanin_dtype;
 enum {
@@ -79,7 +123,7 @@ enum {
 
 /** A CUDA stream of the caller's. */
 typedef struct fanin_stream {
-    /** cudaStream_t or CUstream. NULL: none is given; the default streams are (void *)1
+    /** cudaStream_t or CUstream. NULL: no stream is given. The default streams are (void *)1
         (cudaStreamLegacy) and (void *)2 (cudaStreamPerThread), not 0 */
     void *handle;
     int32_t device; /**< CUDA device of the stream */
@@ -97,7 +141,7 @@ typedef struct fanin_box {
 } fanin_box;
 
 enum {
-    /** A shard of F32 that a commit's cast leaves as it is; the same on all ranks. */
+    /** A shard of F32 that a commit's cast leaves as it is. All ranks give it alike. */
     FANIN_TENSOR_KEEP = 1,
 };
 
@@ -116,8 +160,8 @@ typedef struct fanin_tensor {
 } fanin_tensor;
 
 /**
- * Counts of updates by how long they waited for readers: the first of at most 100 us, then 300 us,
- * 1 ms, 3 ms, 10 ms and so on up to 30 s, the last of more.
+ * Counts of updates by how long they waited for readers. The upper limits are 100 us, 300 us, 1 ms,
+ * 3 ms, 10 ms and so on up to 30 s. The last count is of longer waits.
  */
 #define FANIN_DRAIN_BUCKETS 13
 
