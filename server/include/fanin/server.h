@@ -310,7 +310,7 @@ FANIN_API void fanin_commit_options_init(fanin_commit_options *options, size_t s
  *
  * With a stream, the commit takes effect when the work that is on the stream now is done. The call
  * does not wait for that. Some calls withdraw a commit that has not taken effect: abort_update,
- * withdraw, remove, a put that replaces a shard, and destroy. begin_update does too, except for
+ * withdraw, remove, a put that replaces a shard, and destroy. So does begin_update, except for
  * snapshots. The step is then never published. The log (event "commit-withdrawn") and the
  * statistics tell so. If the stream's device fails, the commit never takes effect (event
  * "commit-failed").
@@ -321,8 +321,8 @@ FANIN_API void fanin_commit_options_init(fanin_commit_options *options, size_t s
  * abort, readers go on with the last snapshot.
  *
  * A snapshot without a stream is complete when the call returns. So is a snapshot with host memory:
- * this thread and a few helpers copy it once the stream's work is done. put and remove of shards
- * that are being copied wait for the stream.
+ * this thread and a few helpers copy it once the stream's work is done. While the copy is pending,
+ * put and remove of its shards wait for the stream.
  *
  * Blocks: by reference not at all, except for a predecessor. A commit whose predecessor has not
  * taken effect waits for it. A snapshot waits at most lease_ms for readers of the arena that it
