@@ -135,17 +135,18 @@ def _path(directory: str | os.PathLike[str]) -> bytes:
 class Client(ClosableHandle):
     """Connects to every rank of a trainer, and pulls what it publishes.
 
-    Used by one thread at a time: a call while another one is under way raises
+    One thread at a time uses a client: a call while another one is under way raises
     :class:`StateError`. Only :meth:`cancel` and :meth:`close` may be called from any thread at any
-    time. All calls release the GIL; every blocking call has a timeout. For the main thread a
-    helper thread makes the call, so that KeyboardInterrupt, and what else a signal's handler
-    raises, cancels it and is raised when it has ended, within a moment; callbacks then run in
-    that helper. In any other thread the call is made directly.
+    time. All calls release the GIL. Every blocking call has a timeout.
 
-    What a callback raises cancels the call and is raised by it.
+    For the main thread a helper thread makes the call, and callbacks run in that helper. An
+    exception of a signal's handler, such as KeyboardInterrupt, cancels the call. It is raised when
+    the call has ended, within a moment. In any other thread the call is made directly.
 
-    Closed by :meth:`close`, at the end of a ``with`` block, or when the interpreter exits. In a
-    forked child every method raises :class:`ProcessError` and touches nothing.
+    An exception of a callback cancels the call, and the call raises it.
+
+    A client closes at :meth:`close`, at the end of a ``with`` block, or when the interpreter exits.
+    In a forked child every method raises :class:`ProcessError` and touches nothing.
 
     Args:
         addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
@@ -153,32 +154,35 @@ class Client(ClosableHandle):
         world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None: any.
         connect_timeout: seconds, for one rank, and for each data connection to it.
         lost: a rank that owes an answer and is silent for so many seconds is lost.
-        max_inflight: bytes asked for and not yet here, all ranks together.
+        max_inflight: bytes that are requested and not yet here, of all ranks together.
         max_catalog: bytes of catalog accepted from a rank.
-        streams_per_rank: data connections; 0: 4 to another host, on this one 1 or one for each
-            thread that reads the rank, 4 at most, by TLS no more than an eighth of the CPUs unless
-            *threads* is set; at most 16.
-        threads: that read at once into host memory on the paths "stream" and "cma", at most 64; 0:
-            half of the CPUs that the process may use, and fewer of little; 1: none beside the
-            calling one. By "stream" at most one a data connection, and 8 unless told.
+        streams_per_rank: data connections to each rank, at most 16. 0: 4 to a rank on another host.
+            To a rank on this host: one for each thread that reads the rank, at most 4. There, by
+            TLS and unless *threads* is set, at most an eighth of the CPUs.
+        threads: that read at the same time into host memory on the paths "stream" and "cma", at
+            most 64. 0: half of the CPUs that the process may use, and fewer for little data. 1: the
+            calling thread alone. By "stream" at most one a data connection, and with 0 at most 8.
         path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
         use_unix: False: TCP even on one host.
         use_ucx: False: never load UCX, which the path "rdma" needs.
-        trust_containers: a rank of this uid is asked over its Unix socket, and by one-sided paths
-            if its server was told the same, whatever container of this network it lives in; also
+        trust_containers: ask a rank of this uid over its Unix socket, in whatever container of this
+            network. One-sided paths also need the server's *trust_containers*. Also
             ``FANIN_TRUST_CONTAINERS=1``.
-        trust_other_users: a rank on a loopback address may be any user's, not this process's own or
-            root's alone; also ``FANIN_TRUST_OTHER_USERS=1``.
-        checksums: False: no checksums over TCP, where the network itself tells altered bytes.
-        secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, to
-            ranks that have the same secret and prove which rank they are. Unix sockets stay as they
-            are. None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
-        tls_cert: instead of a secret: PEM file of this process's certificate, for
-            "fanin://JOB/reader", and what leads from it to an authority.
-        tls_key: its key, which nobody else may read.
-        tls_ca: the authorities of the ranks' certificates, each for "fanin://JOB/rank/N" (or a star
-            for N) of the same job. TLS 1.3 over TCP, both ends show one. None: what FANIN_TLS_CERT,
-            FANIN_TLS_KEY and FANIN_TLS_CA name; "": none. Read anew when they change.
+        trust_other_users: a rank on a loopback address may be any user's. False: only this
+            process's user's, or root's. Also ``FANIN_TRUST_OTHER_USERS=1``.
+        checksums: False: no checksums over TCP, where the network itself detects altered bytes.
+        secret_file: a file with the launch's secret, 64 hexadecimal digits or 32 bytes. TCP then
+            uses TLS 1.3, to ranks that have the same secret and prove which rank they are. Unix
+            sockets stay as they are. None: the file that FANIN_SECRET_FILE in the environment
+            names, if any. "": no secret.
+        tls_cert: instead of a secret: a PEM file with this process's certificate, for
+            "fanin://JOB/reader". Behind it are the certificates that lead to an authority. TCP then
+            uses TLS 1.3, and both ends show a certificate. None: the files that FANIN_TLS_CERT,
+            FANIN_TLS_KEY and FANIN_TLS_CA name, if any. "": no certificates. The files are read
+            again when they change.
+        tls_key: the certificate's key, which no other user may read.
+        tls_ca: the authorities of the ranks' certificates, which are for "fanin://JOB/rank/N" (or a
+            star for N) of the same job.
 
     Raises:
         RequestError: an argument is wrong.
@@ -334,11 +338,12 @@ class Client(ClosableHandle):
     ) -> PullResult:
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
 
-        adapter_model.safetensors, adapter_config.json and fanin.json. *directory* must not exist,
-        be empty, or hold the same adapter of the same step and world: then its files are compared
-        with their digests, and the result says *reused*. What another user could have put there is
-        not used. Two processes that ask for one directory at once pull once. Half-made adapters of
-        pulls that were killed are removed beside it (:func:`fanin.sweep_adapter_directory`).
+        The files are adapter_model.safetensors, adapter_config.json and fanin.json. *directory*
+        does not exist, is empty, or holds the same adapter of the same step and world. Of the same
+        adapter the call compares the files with their digests, and the result says *reused*. It
+        uses nothing that another user could have put there. Two processes that ask for one
+        directory at once pull once. The call removes half-made adapters of killed pulls beside it
+        (:func:`fanin.sweep_adapter_directory`).
 
         Args:
             run: ``0``, ``"0"`` or ``"lora:0"``.
@@ -348,15 +353,16 @@ class Client(ClosableHandle):
             max_attempts: give up after so many attempts that updates overtook; 0: by time only.
             dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
             spare_file: keep a file of the adapter's size ready for the next pull into the same
-                parent directory. Costs that much memory there once more, until :meth:`disconnect`
-                or until a pull finds its directory made by somebody else; none is kept where less
-                than as much again would be free.
+                parent directory. It costs the adapter's size once more, until :meth:`disconnect` or
+                until a pull finds that another process has made its directory. The client keeps
+                none where less than the same size again would stay free.
             trust_config: keep every field of the trainer's PEFT configuration. Otherwise those that
                 can load code, name files or are not known are left out, and logged.
-            max_bytes: refuse a larger adapter before anything is made; None: one that is larger
-                than a quarter of the file system's size.
-            verify: compare what has landed with digests that the ranks make under their leases;
-                unequal: :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is published.
+            max_bytes: refuse a larger adapter before anything is made. None: a quarter of the file
+                system's size.
+            verify: compare the bytes that landed with digests that the ranks make under their
+                leases. A difference is :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is
+                published.
             progress: called with (bytes done, bytes in all) while it reads, some 20 times a second.
             rank_progress: likewise with what each rank has brought, and which one it waits for.
                 Without it a rank that brings nothing for 5 s, 10 s, 20 s and so on is told in the

@@ -877,11 +877,14 @@ def validate_together(
     orchestrator: OrchestratorConfig | None = None,
     inference: InferenceConfig | None = None,
 ) -> None:
-    """Whether the parts of one job fit; parts that are None are not looked at.
+    """Checks whether the parts of one job fit together; ignores parts that are None.
 
-    Raises ConfigError naming the key, the values and whose they are, if server names, LoRA alphas
-    or adapters' names differ, if one has a secret and another one a certificate, or if the engines
-    are told an address that the trainer does not listen on. Does not block; any thread.
+    Does not block; any thread.
+
+    Raises:
+        ConfigError: server names, LoRA alphas or adapters' names differ. Or one part has a secret
+            and another one a certificate. Or the engines are told an address that the trainer does
+            not listen on. The error names the key, the values and the parts that have them.
     """
     _same(
         "server_name",

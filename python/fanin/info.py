@@ -119,14 +119,17 @@ def is_path(text: str) -> bool:
 def addresses_of(target: Target) -> tuple[str, ...]:
     """The addresses of *target*, ``"host:port"`` or ``"[v6]:port"``, one a rank, rank by rank.
 
-    Blocks as long as reading the file takes, and does not wait for it; any thread. Raises
-    RequestError if it is not understood, NotFoundError or HostError if the file is not there or
-    cannot be read.
+    Blocks as long as reading the file takes, and does not wait for it; any thread.
 
     Args:
-        target: a nixl_info.json or the directory that holds one (a pathlib.Path, or a text with a
-            ``/``, ending in ``.json`` or without a ``:``), ``"host:port,host:port"``, a list of
-            ``"host:port"`` or of ``[host, port]`` pairs, or a TrainerInfo.
+        target: a nixl_info.json or the directory that holds one: a pathlib.Path, or a text with a
+            ``/``, ending in ``.json`` or without a ``:``. Or ``"host:port,host:port"``, a list of
+            ``"host:port"`` or of ``[host, port]`` pairs. Or a TrainerInfo.
+
+    Raises:
+        RequestError: *target* is not understood.
+        NotFoundError: the file is missing.
+        HostError: the file cannot be read.
     """
     if isinstance(target, TrainerInfo):
         return target.addresses
@@ -495,8 +498,12 @@ def read_info(path: str | os.PathLike[str]) -> TrainerInfo:
     """Reads a nixl_info.json; *path* is the file or the directory that holds it.
 
     Does not look for the marker: see :func:`wait_stable`. Blocks as long as reading takes; any
-    thread. Raises NotFoundError if there is no such file, HostError if it cannot be read,
-    RequestError, naming file and field, if it is cut off or contradicts itself.
+    thread.
+
+    Raises:
+        NotFoundError: there is no such file.
+        HostError: the file cannot be read.
+        RequestError: the file is cut off or contradicts itself; names file and field.
     """
     file = Path(path)
     try:

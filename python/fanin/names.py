@@ -67,15 +67,17 @@ def check_step(step: int) -> int:
 class AdapterName:
     """The name of one step of one run's adapter; ``str()`` gives its text. Immutable.
 
-    Raises RequestError if a part is malformed, and if the text would be read back as another
-    prefix or run (run ``"1-run2"`` under prefix ``"a"`` cannot be told from run ``"2"`` under
-    ``"a-run1"``): every name that can be made means one thing.
+    Every name that can be made means one thing. Run ``"1-run2"`` under prefix ``"a"`` is refused,
+    for its text is also that of run ``"2"`` under ``"a-run1"``.
 
     Args:
         prefix: what comes before ``-run``: 1 to 256 characters, no blanks or control characters (of
             the job, the policy, the base model; may itself contain ``-run``).
         run: 1 to 64 of ``A-Z a-z 0-9 . _ -``; a number is converted.
         step: 0 to 2**64 - 1.
+
+    Raises:
+        RequestError: a part is malformed, or the text would be read back as another prefix or run.
     """
 
     prefix: str

@@ -60,21 +60,23 @@ def _torch() -> Any:
 class ParameterClient:
     """Fetches tensors by key from one parameter server.
 
-    ``catalog`` maps keys to :class:`TensorInfo` as of the last refresh; ``steps`` maps
-    publications to the step that was fetched last. One operation at a time; others wait.
-
-    Raises PullTimeoutError (a TimeoutError) if the server is not there in time, PeerError if it has
-    another name or is one rank of a larger world (use fanin.Client with all addresses for that).
+    ``catalog`` maps keys to :class:`TensorInfo` as of the last refresh. ``steps`` maps publications
+    to the step that was fetched last. One operation runs at a time; others wait.
 
     Args:
         name: of this client, for logs.
         server_name, server_ip, server_port: the server's.
         device: of the tensors that are made, such as "cpu" or "cuda:0".
-        timeout: seconds for connecting, during which the server may still be starting, and for each
-            operation.
+        timeout: seconds for each operation, and for connecting. The server may still be starting
+            meanwhile.
         tcp_only: plain TCP only.
         more: what else :class:`fanin.Client` takes, such as secret_file, tls_cert, tls_key and
             tls_ca.
+
+    Raises:
+        PullTimeoutError: a TimeoutError; the server does not answer in time.
+        PeerError: the server has another name, or is one rank of a larger world. For a larger world
+            use fanin.Client with all addresses.
     """
 
     def __init__(
@@ -216,14 +218,17 @@ class ParameterClient:
     def get(self, key: str, out: Any = None, timeout: float | None = None) -> Any:
         """Fetches one tensor; None if there is none of that key.
 
-        Blocks at most *timeout*. Raises ValueError if *out* does not fit, and what
-        fanin.Client.pull_into raises.
+        Blocks at most *timeout*.
 
         Args:
-            out: where to, of the right shape and dtype. None: a new PyTorch tensor on the client's
-                device, or, where PyTorch is not installed, a NumPy array (of unsigned integers with
-                the same bits for dtypes that NumPy lacks).
-            timeout: seconds, None: the client's.
+            out: the destination, of the right shape and dtype. None: a new PyTorch tensor on the
+                client's device. Without PyTorch: a NumPy array. For dtypes that NumPy lacks it has
+                unsigned integers with the same bits.
+            timeout: seconds; None: the client's.
+
+        Raises:
+            ValueError: *out* does not fit.
+            FaninError: as fanin.Client.pull_into.
         """
         return self._in_turn(timeout, lambda deadline: self._get(key, out, deadline))
 

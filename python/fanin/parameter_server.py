@@ -140,9 +140,7 @@ def _refuse_offloaded(tensor: Any) -> None:
 class ParameterServer:
     """Serves tensors by key.
 
-    Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
-    allow), HostError (no libfanin), ConfigError (a malformed variable), TypeError (an argument
-    that neither this class nor fanin.Server takes).
+    Any thread may call any method.
 
     Args:
         name: of the server; clients must give the same.
@@ -152,13 +150,19 @@ class ParameterServer:
         allow: networks whose clients may connect, None: FANIN_ALLOW.
         trusted_network: let them read by RDMA.
         lease: seconds that readers may delay a change.
-        data_threads: that tensors are sent with, 1 to 16, None: FANIN_DATA_THREADS or by the CPUs.
-            FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE hold as well, see
+        data_threads: threads that send tensors, 1 to 16. None: FANIN_DATA_THREADS, or by the CPUs.
+            FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE count too, see
             :class:`fanin.Server`.
-        snapshot: serve copies, which readers never delay, made when an update ends; costs twice the
-            memory.
+        snapshot: serve copies, made when an update ends. Readers then never delay an update. Costs
+            twice the memory.
         more: what else :class:`fanin.Server` takes, such as secret_file, tls_cert, tls_key, tls_ca,
             insecure and peer_cpu.
+
+    Raises:
+        RequestError: the port is in use, or bind needs allow.
+        HostError: libfanin is missing.
+        ConfigError: a variable is malformed.
+        TypeError: an argument that neither this class nor fanin.Server takes.
     """
 
     def __init__(
@@ -267,10 +271,14 @@ class ParameterServer:
     def update(self, key: str, tensor: Any) -> None:
         """Puts *tensor* in the place of the key's, which may be the same, and publishes it.
 
-        To change a registered tensor's values use :meth:`updating`: writing first and calling this
-        afterwards lets readers in between, and is a StateError where PyTorch counts the writes.
-        Blocks at most the lease. Raises KeyError if the key is not there, RequestError if the
-        memory cannot be served.
+        To change a registered tensor's values use :meth:`updating`. A write before this call lets
+        readers in between. Where PyTorch counts the writes, it is a StateError. Blocks at most the
+        lease.
+
+        Raises:
+            KeyError: the key does not exist.
+            RequestError: the memory cannot be served.
+            StateError: PyTorch has written the tensor outside of :meth:`updating`.
         """
         with self._lock:
             self._alive()
@@ -374,21 +382,26 @@ class ParameterServer:
     def updating(self, step: int | None = None) -> Iterator[None]:
         """In this block registered tensors may be written; its end publishes them as one step.
 
-        They may also be given other memory (``p.data = ...``, ``module.to()``): the end registers
-        what a tensor has then, and raises StateError with its key if that cannot be served. Another
-        tensor object in its place is to be given to ``update``.
+        A tensor may also get other memory (``p.data = ...``, ``module.to()``). The end registers
+        the memory that the tensor has then. Give another tensor object in its place to ``update``.
 
-        Readers that are at work are waited for at first, at most the lease; new ones wait until the
-        block ends, and until the current streams, on which CUDA tensors are to be written, have got
-        there. ``put``, ``update`` and ``remove`` inside belong to the same step. Other threads'
-        changes wait. If the block raises, the tensors may be half-written: nobody can read the
-        publications until a later updating() has ended well. Blocks do not nest (RuntimeError).
-        Raises before the block: ValueError for a step that is not above the last one, StateError
-        for tensors that PyTorch has written outside of such a block, which nobody can read then
-        until the next one has ended well.
+        The call first waits for running readers, at most the lease. New readers wait until the
+        block has ended, and until the work on the current streams is done. CUDA tensors are written
+        on these streams. ``put``, ``update`` and ``remove`` inside belong to the same step. Other
+        threads' changes wait. Blocks do not nest.
+
+        If the block raises, the tensors may be half-written. Readers then see nothing until a later
+        updating() has ended well.
 
         Args:
             step: of all publications, above their last; None: each one's next.
+
+        Raises:
+            ValueError: before the block: *step* is not above the last one.
+            StateError: before the block: PyTorch has written tensors outside of such a block.
+                Readers see nothing until the next block has ended well. At the end: memory of the
+                named key cannot be served.
+            RuntimeError: the calling thread is in such a block already.
         """
         with self._lock:
             self._alive()

@@ -162,17 +162,21 @@ def newest_step(
 ) -> int:
     """The newest step of *run* that every rank of *trainer* has committed.
 
-    Blocks at most *timeout*; any thread. Raises PullTimeoutError saying how far the ranks are,
-    TypeError naming an argument that fanin.Client does not take, and what fanin.Client.connect
-    raises that does not pass by itself.
+    Blocks at most *timeout*; any thread.
 
     Args:
         beyond: wait for one above this.
         timeout: seconds.
-        world_id: 32 hex digits, None: any.
-        stop: once it is set, the wait ends with CancelledError.
-        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca;
-            without a secret or certificate the secret that *trainer*'s nixl_info.json names.
+        world_id: 32 hex digits; None: any.
+        stop: once it is set, the wait ends.
+        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca.
+            Without a secret or certificate: the secret that *trainer*'s nixl_info.json names.
+
+    Raises:
+        PullTimeoutError: says how far the ranks are.
+        CancelledError: *stop* is set.
+        TypeError: names an argument that fanin.Client does not take.
+        FaninError: errors of fanin.Client.connect that do not pass by themselves.
     """
     from fanin.client import Client
 
@@ -388,28 +392,31 @@ class EnginePool:
     ) -> UpdateResult:
         """Makes every engine load *step* of the adapter, or the newest step if it has passed.
 
-        Posts to all engines at once. One that cannot be reached or is not ready is asked again
-        until the timeout; one that refuses is not. If one says that the step is superseded, the
-        newest step that all ranks have committed is posted to all of them, under its own name, as
-        often as need be.
+        Posts to all engines at once. Asks an engine that cannot be reached or is not ready again,
+        until the timeout. Does not ask one again that refuses. If an engine says that the step is
+        superseded, all engines get the newest step that all ranks have committed, under its own
+        name. That repeats as often as needed.
 
-        stragglers: seconds from when the first engine has the step until the others are not waited
-        for any longer, so that a dead engine does not cost the whole timeout. Then, and also if
-        engines refuse, the result names those that failed in ``failures`` instead of an error, as
-        long as one engine has the step. None: all are waited for.
-
-        Blocks at most *timeout* and a little; any thread. Raises PoolError naming every engine
-        that failed and why (the others have the adapter: ``error.loaded``), all of them if they
-        have the step of different launches of the trainer; PullTimeoutError if
-        the marker does not come, RequestError for names that contradict, and the
-        errors of fanin.info.read_info.
+        Blocks at most *timeout* and a little; any thread.
 
         Args:
             weight_dir: the step's directory: waits for its marker STABLE, then reads
-                nixl_info.json; or addresses, as fanin.info.addresses_of takes them.
+                nixl_info.json. Or addresses, as fanin.info.addresses_of takes them.
             lora_name: either the whole name ``<prefix>-run<r>-step<s>``, whose step must be *step*,
                 or the prefix.
-            timeout: seconds, None: the pool's.
+            timeout: seconds; None: the pool's.
+            stragglers: seconds to wait for the other engines after the first one has the step, so
+                that a dead engine does not cost the whole timeout. With it, if one engine has the
+                step, the result names engines that failed or refuse in ``failures`` instead of an
+                error. None: wait for all.
+
+        Raises:
+            PoolError: names every engine that failed and why. The others have the adapter:
+                ``error.loaded``. It names all engines if they have the step of different launches
+                of the trainer.
+            PullTimeoutError: the marker does not come.
+            RequestError: names contradict each other.
+            FaninError: as fanin.info.read_info.
         """
         stop = threading.Event()
         try:
@@ -428,9 +435,8 @@ class EnginePool:
     ) -> UpdateResult:
         """:meth:`update_weights` for asyncio: runs in a thread, does not block the loop.
 
-        When the task is cancelled, no further request is made, also where the marker was still
-        waited for; those under way are left to themselves, so engines may or may not have the
-        adapter.
+        A cancelled task makes no further request, also while it waits for the marker. Requests that
+        are under way go on, so engines may or may not have the adapter.
         """
         stop = threading.Event()
         try:
@@ -447,8 +453,8 @@ class EnginePool:
         failed.
 
         Args:
-            trainer: as fanin.info.addresses_of takes it. A path is passed on as a path and read by
-                the engines at each pull, so it must mean the same file on their hosts.
+            trainer: as fanin.info.addresses_of takes it. The pool passes a path on as a path, and
+                the engines read it at each pull. It must mean the same file on their hosts.
             timeout: seconds, None: the pool's. Retries as :meth:`update_weights`.
         """
         body: dict[str, Any]

@@ -98,15 +98,21 @@ def _c_publication(run: Run) -> bytes:
 class Server(ClosableHandle):
     """Lends one trainer rank's shards to readers, between two updates of the weights.
 
-    Shards are registered by reference: nothing is copied, and the server keeps a reference to
-    each shard's owner until the shard is replaced or removed, or the server is closed. Weights are
+    The server registers shards by reference and copies nothing. It keeps a reference to each
+    shard's owner until the shard is replaced or removed, or the server is closed. Weights are
     written in place between :meth:`begin_update` and :meth:`commit`.
 
-    All methods may be called from any thread, several at once, and release the GIL. The library's
-    own threads need no Python. None blocks for more than a minute or so, and signals are handled
-    when the call has ended. A server is closed by :meth:`close`, at the end of a ``with`` block,
-    or when the interpreter exits. In a forked child every method raises :class:`ProcessError` and
-    touches nothing.
+    Any thread may call any method, several at once. All methods release the GIL. The library's own
+    threads need no Python. No method blocks for more than a minute or so. Python handles signals
+    when the call has ended. A server closes at :meth:`close`, at the end of a ``with`` block, or
+    when the interpreter exits.
+
+    Peers and strangers: a peer is one place that readers connect from: an IPv4 address, a /64 of
+    IPv6 or this host. The own user is a peer of its own, by the Unix socket. A stranger is any
+    other peer of a server that has no secret and no certificates. With *trusted_network* no peer is
+    a stranger.
+
+    In a forked child every method raises :class:`ProcessError` and touches nothing.
 
     Args:
         world_id: 16 bytes (or 32 hexadecimal digits), not all zero: random, the same on all ranks,
@@ -118,42 +124,41 @@ class Server(ClosableHandle):
         allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
         base_port: listens on base_port + rank; 0: on a port that the system chooses.
         open: listen on a network address, and serve networks by streams only.
-        trusted_network: the allowed networks are no strangers. A reader there that has the launch's
-            secret or a certificate may read by RDMA, and can then write registered memory.
+        trusted_network: peers in the allowed networks are no strangers. A reader there that has the
+            launch's secret or a certificate may read by RDMA. It can then also write registered
+            memory.
         use_ucx: False: never load UCX, which the path "rdma" needs.
         insecure: an open server may do without the launch's secret and allow networks that are
             wider than any private one; also ``FANIN_INSECURE=1``.
-        trust_containers: processes of this uid in other containers that share this network are
-            offered what this one's own are; also ``FANIN_TRUST_CONTAINERS=1``.
-        lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
+        trust_containers: processes of this uid in other containers that share this network count as
+            the own user; also ``FANIN_TRUST_CONTAINERS=1``.
+        lease: most seconds that readers can delay :meth:`begin_update`; 0: not at all.
         max_sessions: connections, control and data, at least 2; 0: as many as the hard limit of
             open files has room for, at most 5120. A worker takes up to 5, one address half of all.
         max_memory: bytes for all sessions together.
         idle: seconds after which a silent session is closed.
-        data_threads: threads that send tensors to readers, 1 to 16, so many readers, or connections
-            of one, at the same time; None: a quarter of the CPUs that the process may use, at most
-            4. They are started when connections come, and sleep while nobody reads.
+        data_threads: threads that send tensors to readers, 1 to 16: the number of connections that
+            a rank serves at the same time. None: a quarter of the CPUs that the process may use, at
+            most 4. The server starts them when connections come. They sleep while nothing is read.
         peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
-            limit. A peer is an IPv4 address, a /64 of IPv6, or this host but for the own user. All
-            peers together may take twice as much.
-        stranger_cpu: CPU seconds a second that sending tensors to strangers may take, all together,
-            up to 16; half of it for one peer. None: a tenth of the process's CPUs.
-        stranger_share: seconds of each minute that the leases of one network peer (an address, all
-            of 127.x one, of IPv6 a /64) may hold updates up, 0 to 60; all together two and a half
-            times as much. Who has less than a lease's time of it left is not waited for until that
-            is back, and pulls that an update overtakes begin anew. 60: no such limit.
-        own_share: the same for this user on this host, and for each address of a trusted network.
-        nice: added to the nice value of the calling thread for the threads that serve readers, -20
-            to 19; below 0 it takes a privilege.
-        secret_file: the launch's secret, 64 hexadecimal digits or 32 bytes: TLS 1.3 over TCP, and
-            only readers that have the same secret. The Unix socket of one host stays as it is.
-            None: what FANIN_SECRET_FILE in the environment names, if anything; "": none.
-        tls_cert: instead of a secret: PEM file of this process's certificate, for
-            "fanin://JOB/rank/N" (or a star for N), and what leads from it to an authority.
-        tls_key: its key, which nobody else may read.
-        tls_ca: the authorities of the readers' certificates, each for "fanin://JOB/reader" of the
-            same job. TLS 1.3 over TCP, both ends show one. None: what FANIN_TLS_CERT, FANIN_TLS_KEY
-            and FANIN_TLS_CA name; "": none. Read anew when they change.
+            limit. All peers together may take twice as much. The own user, and readers that have
+            proven the secret or a certificate, have no limit.
+        stranger_cpu: CPU seconds a second that sending tensors to all strangers may take, up to 16.
+            One stranger has half of it. None: a tenth of the process's CPUs.
+        stranger_share: seconds of each minute for which one stranger's leases may hold up updates,
+            0 to 60. All strangers together have two and a half times as much. An update waits for
+            the stranger's leases only if *lease* of this is left, or half of it if that is less.
+            Pulls that an update overtakes begin again. 60: no such limit.
+        own_share: the same for each peer that is no stranger.
+        nice: added to the calling thread's nice value, for the threads that serve readers; -20 to
+            19. A value below 0 needs a privilege.
+        secret_file: the launch's secret, as of :class:`fanin.Client`. Only readers that have the
+            same secret may connect over TCP.
+        tls_cert: instead of a secret, as of :class:`fanin.Client`: a certificate for
+            "fanin://JOB/rank/N", or with a star for N any rank.
+        tls_key: the certificate's key, as of :class:`fanin.Client`.
+        tls_ca: the authorities of the readers' certificates, which are for "fanin://JOB/reader" of
+            the same job.
 
     Raises:
         RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
@@ -302,15 +307,15 @@ class Server(ClosableHandle):
         """Registers this rank's shards of *run*, all or none.
 
         The memory is lent, not copied; each shard's owner is kept until the shard is replaced or
-        removed. Inside an update the change belongs to it; outside, new shards become visible with
-        the next commit. Of one publication every rank puts every name: a rank that holds nothing
-        of a tensor puts a shard without boxes. Names that only a dead rank has put are unknown to
-        readers, which take what the others have for all.
+        removed. Inside an update the change belongs to it. Otherwise new shards become visible with
+        the next commit. All ranks put all names of a publication. A rank that holds nothing of a
+        tensor puts a shard without boxes. If only a dead rank has put a name, new readers do not
+        know the name. They take the other ranks' names for all.
 
         Args:
-            replace: exchange shards that are there already. Outside an update that acts as
-                :meth:`begin_update` first if anything differs (blocks at most the lease, and the
-                publication is unreadable until the next commit), and does nothing if all is equal.
+            replace: exchange shards that exist. If all is equal, nothing happens. Otherwise the
+                call acts as :meth:`begin_update` first, outside an update. It then blocks at most
+                the lease, and the publication is unreadable until the next commit.
 
         Raises:
             RequestError: a shard is wrong (overlapping boxes, a box outside of the shape, a name
@@ -468,12 +473,12 @@ class Server(ClosableHandle):
     def withdraw(self, run: Run) -> None:
         """Takes a published step back at once: its bytes were written outside of an update.
 
-        Pulls that are reading start again, and the publication is unreadable until a later
-        commit. Waits for no reader.
+        Pulls that are reading start again, and the publication is unreadable until a later commit.
+        Waits for no reader.
 
         Raises:
-            StateError: nothing of it is readable by reference now (an update is open, it is paused
-                or was never committed), or it is a snapshot, which nobody can write.
+            StateError: nothing of it is readable by reference now. An update is open, or it is
+                paused or was never committed. Or it is a snapshot, which the trainer cannot write.
             NotFoundError: there is no such publication.
         """
         self._call(self._library.fanin_server_withdraw, _c_publication(run))
@@ -481,14 +486,14 @@ class Server(ClosableHandle):
     def pause(self, run: Run, reason: str = "trainer memory offloaded") -> None:
         """Announces that the shards' memory is about to be taken away: offload, sleep, a load.
 
-        Blocks until running readers are done, at most the lease, and for a commit that is pending
-        on a stream, at most 60 s. Until :meth:`resume` the library does not touch the shards'
-        memory, and every pull fails at once with :class:`PausedError`, which says *reason*. Of a
+        Blocks until running readers are done, at most the lease. A commit that is pending on a
+        stream takes at most 60 s more. Until :meth:`resume` the library does not touch the shards'
+        memory. Every pull fails at once with :class:`PausedError`, which says *reason*. Of a
         snapshot publication the last snapshot stays readable.
 
-        While it is paused, shards can be put and removed, which waits for nobody, and metadata be
-        set; :meth:`abort_update` gives the published step up, for a caller that brings other
-        values back. Paused again: only the reason changes.
+        While it is paused, shards can be put and removed without a wait, and metadata can be set.
+        :meth:`abort_update` withdraws the published step, for a caller that brings other values
+        back. Paused again: only the reason changes.
 
         Args:
             reason: one sentence for readers, cut to 255 bytes.
@@ -570,11 +575,10 @@ class Server(ClosableHandle):
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> MetricsPage:
         """Answers ``GET /metrics`` with :meth:`prometheus`, until the server or the page is closed.
 
-        A thread of its own sleeps but for scrapes, of which each has another and those within a
-        second get the same page; a scraper that is slow or says nothing holds nobody up, and is
-        dropped after 5 s.
-        Everybody who can reach *host* may ask: there is no secret in it, but names of runs and the
-        address of whoever held an update up.
+        A thread of its own waits for scrapes, and each scrape has another. Scrapes within a second
+        get the same page. A slow or silent scraper delays no other one, and is dropped after 5 s.
+        Everybody who can reach *host* may ask. The page has no secret, but names of runs and the
+        address that held an update up.
 
         Args:
             host: numeric address to listen on.

@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 class PullSession(ClosableHandle):
     """A pull that fills memory in several calls, all of one step.
 
-    What :meth:`read` has filled counts only when :meth:`end` has returned: until then it may be
-    torn. In a ``with`` block a session that was not ended is abandoned::
+    Bytes that :meth:`read` has filled count only when :meth:`end` has returned. Until then they may
+    be torn. In a ``with`` block a session that was not ended is abandoned::
 
         with client.begin("full:0", packed, at_least=7) as session:
             for layer in layers:
@@ -34,9 +34,9 @@ class PullSession(ClosableHandle):
                 install(layer)
             session.end()
 
-    Until it is ended or abandoned, other calls of its client raise :class:`StateError`, but for
-    :meth:`Client.cancel`, which ends a read, and :meth:`Client.close` and
-    :meth:`Client.disconnect`, which abandon it. Used by one thread at a time, as the client is.
+    Until it is ended or abandoned, other calls of its client raise :class:`StateError`.
+    :meth:`Client.cancel` still ends a read. :meth:`Client.close` and :meth:`Client.disconnect`
+    abandon the session. One thread at a time uses it, as the client.
 
     Between the calls nothing runs. The trainer's updates wait for a session as for any reader, at
     most their lease time; an update that comes later makes it stale.
