@@ -60,14 +60,24 @@ class Answer:
 class HttpServer:
     """Answers requests on a port by *answering*, in threads, until :meth:`close`.
 
-    answering: any thread, several at once; what it raises closes the connection and is logged.
-    It is asked only when all of a request has come; a body in chunks is refused (411).
-    host: numeric address. port: 0: one that the system chooses. most: connections at a time; for
-    one more, the one makes room that has been silent longest, and if all wait for answers the new
-    one is closed. seconds: that a request may take to come, and its answer to be taken. keep: a
-    connection may ask again. largest: bytes of a request's body. rate: connections a second that
-    are taken, after twice as many at once; the others wait. Raises OSError, and OverflowError
-    for what is no port. A forked child has none of its sockets.
+    A forked child has none of its sockets.
+
+    Args:
+        answering: called from any thread, several at once. The server calls it only when all of a
+            request has come. An exception of it closes the connection and is logged. The server
+            refuses a body in chunks (411).
+        host: numeric address.
+        port: 0: one that the system chooses.
+        most: connections at a time. For one more the server closes the connection that has been
+            silent longest. If all wait for answers, it closes the new one.
+        seconds: that a request may take to come, and its answer to be taken.
+        keep: a connection may ask again.
+        largest: bytes of a request's body.
+        rate: connections a second that the server takes, after twice as many at once. Others wait.
+
+    Raises:
+        OSError: the server cannot listen there.
+        OverflowError: *port* is no port.
     """
 
     def __init__(

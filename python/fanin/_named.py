@@ -92,7 +92,7 @@ class NamedTensors(Described):
         self._buffers = ()  # a pull that reads them would still be the client's only one
 
     def seen_with(self, storages: list[Any]) -> None:
-        """These are what the tensors lie in. Whoever pulls once does not pay for others."""
+        """These are what the tensors lie in. A client that pulls once does not pay for others."""
         buffers = self._buffers
         if self.used and buffers and self.anchors is None:
             boxes = memoryview(buffers[_BOXES]).cast("Q")

@@ -35,7 +35,7 @@ class Prepared:
 
 
 def prepare(library: Any, described: Described) -> Prepared | None:
-    """For a pull. None the first time: whoever pulls once does not pay for others.
+    """For a pull. None the first time: a client that pulls once does not pay for others.
 
     Only in the call that the client makes: what is let go for it, another one could be reading.
     """

@@ -47,23 +47,27 @@ Ranks = list[tuple[list[_served.Layout], list[_served.Held]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What all workers of an engine found. Paths are ``"worker 0: model.layers.1.mlp..."``.
+    """The findings of all workers of an engine. Paths are ``"worker 0: model.layers.1.mlp..."``.
 
-    Of a server's replicas vLLM hands on the answer of one: *modules* and *bytes* are then its own,
-    and of the others it is known that nothing differs.
+    Of a server's replicas vLLM hands on one answer. *modules* and *bytes* are then of that replica.
+    The others hold nothing different.
+
+    Args:
+        step: the step that was compared.
+        workers: that were asked.
+        modules: that hold what is published, of all workers together.
+        bytes: that were read and compared.
+        different: parameters and buffers that hold something else.
+        unseen: modules of which nothing shows what their kernels use.
+        kept: parameters that no update fills, because init named them in ``keep``.
     """
 
     step: int
     workers: int
-    #: Modules that hold what is published, of all workers together.
     modules: int
-    #: Read and compared.
     bytes: int
-    #: Parameters and buffers that hold something else.
     different: tuple[str, ...]
-    #: Modules of which nothing shows what their kernels use.
     unseen: tuple[str, ...]
-    #: Parameters that no update fills, because init named them in ``keep``.
     kept: tuple[str, ...] = ()
 
 

@@ -364,7 +364,7 @@ class _Checker:
         return found
 
     def refusals(self) -> list[Refusal]:
-        """All that is wrong, what no loader mends first. To be called once."""
+        """All that is wrong; first, what no loader can repair. To be called once."""
         for number, copy in enumerate(self._r.copies):
             self._copied(number, copy)
         for fill in self._r.fills:

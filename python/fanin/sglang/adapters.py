@@ -73,9 +73,11 @@ class LoadedAdapter:
 
     Args:
         name: as requests say it.
-        directory: of the pulled files; stays until it is unloaded.
-        pull: what the pull did.
-        load_seconds: what the engine took to load it.
+        run: the run that it is of.
+        step: of the run.
+        directory: of the pulled files. It stays until the adapter is unloaded.
+        pull: the result of the pull.
+        load_seconds: that the engine took to load it.
     """
 
     name: str

@@ -49,10 +49,13 @@ _NO_STEP = (
 class Standing:
     """How the weights of this process stand. One thread, the scheduler's.
 
-    heard: whether an update is under way whose answer says what came of it. failure: why that
-    failed. pulled: what the last pull that ended well did. loaded: whether one has since the update
-    began. stays: what of the old weights' KV no end of an update drops. served: whether an update
-    has ended well since the process began.
+    Args:
+        heard: an update is under way whose answer will tell its outcome.
+        failure: why that update failed.
+        pulled: what the last pull that ended well did.
+        loaded: a pull has ended well since the update began.
+        stays: KV of the old weights that no end of an update drops.
+        served: an update has ended well since the process began.
     """
 
     heard: bool = False

@@ -41,11 +41,16 @@ _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 class Request:
     """One request. Immutable.
 
-    trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step: this one exactly.
-    timeout: seconds for the pull. server_name: demand this job's ranks. unused: patterns of
-    published names that the model does not have. keep: patterns of the model's parameters that
-    nobody publishes. config: "check" that trainer and engine have one, or "ignore". external_kv:
-    "drop", or "keep", what was computed with the old weights and lies outside of the engine.
+    Args:
+        trainer: a path, or the ranks' addresses.
+        run: of ``full:<run>``.
+        step: this one exactly.
+        timeout: seconds for the pull.
+        server_name: demand this job's ranks.
+        unused: patterns of published names that the model does not have.
+        keep: patterns of the model's parameters that no rank publishes.
+        config: "check" that trainer and engine have one, or "ignore".
+        external_kv: "drop", or "keep", KV of the old weights that lies outside of the engine.
     """
 
     trainer: str | Sequence[str] = ()

@@ -21,11 +21,19 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
-    one, reading. how: the path, and where to. worlds: the launches of the trainer that the weights
-    are of, none: it does not tell. workers: that told, None: not known. external: whether some of
-    what the engine computes lies outside of it. drafts: whether it has a draft model. basis:
-    another text after each init, sleep and reload; "": it does not tell."""
+    """What an engine says that an update did.
+
+    Args:
+        bytes: of all its workers.
+        seconds: of the slowest worker, reading.
+        how: the path, and where the bytes were read to.
+        worlds: the launches of the trainer that the weights are of. Empty: the engine does not
+            tell.
+        workers: that told; None: not known.
+        external: some of what the engine computes lies outside of it.
+        drafts: the engine has a draft model.
+        basis: another text after each init, sleep and reload. "": the engine does not tell.
+    """
 
     step: int
     bytes: int
@@ -106,7 +114,9 @@ class Driver(ABC):
         raise NotImplementedError
 
     def disown(self, why: str, deadline: float) -> None:
-        """Has the engine answer nobody, whoever resumes it. One that cannot stays paused."""
+        """Has the engine refuse all requests, also once it is resumed. One that cannot stays
+        paused.
+        """
         del why, deadline
 
     @abstractmethod

@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Had:
-    """What the last sync that ended well has brought."""
+    """The step, version and options of the last sync that ended well."""
 
     step: int
     version: str
@@ -55,9 +55,25 @@ class Had:
 class Record:
     """What is known of an engine. Registry's lock held, but the driver is its flight's.
 
-    taken: by which call of the registry. flight: the one whose thread is at it. before: what was
-    known of it until it was removed and added again. proven: of which basis of the weights (see
-    Pulled) and launch of the trainer an update has brought what is trained, None: of none.
+    Args:
+        endpoint: the engine.
+        wire: how requests reach it.
+        driver: None: its kind is not known yet.
+        told: the last init that it took.
+        step: of its weights; None: not known.
+        world: the launch of the trainer that the weights are of.
+        version: what it was told to call its weights; None: not known.
+        had: the last sync that ended well.
+        taken: by which call of the registry.
+        flight: the one whose thread is working on it.
+        before: its record until it was removed and added again.
+        paused: this service may have left it paused.
+        open: an update may be open in it.
+        dirty: its weights may be of two steps.
+        external: KV of its old weights may lie outside of it.
+        removed: it was taken out of the registry.
+        proven: basis of the weights (see Pulled) and launch of the trainer that a comparison has
+            found equal; None: of none.
     """
 
     endpoint: Endpoint
@@ -97,10 +113,21 @@ class LeaveAlone(Exception):
 
 @dataclass(slots=True)
 class Plan:
-    """What one sync wants of every engine. world: of the trainer, "" if it was not asked. held: of
-    the weights, as the first engine that has them says. draft_run: of the engines' draft models.
-    trained: digests of the step, by run; of none nothing is compared. flights: of all engines that
-    are well."""
+    """What one sync wants of every engine.
+
+    Args:
+        step: the step to bring.
+        version: what the engines call their weights then.
+        info: where the trainer is.
+        options: how the sync is made.
+        world: of the trainer; "": the sync did not ask.
+        deadline: of time.monotonic().
+        again: also update engines that have the step.
+        held: world of the weights, as the first engine that has them says.
+        draft_run: of the engines' draft models; None: they stay.
+        trained: digests of the step, by run. Runs without digests are not compared.
+        flights: of all engines that are well.
+    """
 
     step: int
     version: str
@@ -117,8 +144,28 @@ class Plan:
 
 @dataclass(slots=True)
 class Flight:
-    """One engine's way through the phases. Its own thread runs :meth:`drive`; lock: the
-    registry's, which guards what others look at. driver: the health check has found it."""
+    """One engine's way through the phases. Its own thread runs :meth:`drive`.
+
+    Args:
+        record: what is known of the engine.
+        plan: what the sync wants.
+        lock: the registry's; guards what other threads look at.
+        driver: the one that the health check has found.
+        phase: the current one; DONE at the end.
+        since: when *phase* began, of time.monotonic().
+        seconds: by phase.
+        result: None until the flight has ended.
+        over: the sync waits for it no more.
+        has_step: the engine has the step.
+        initialised: this sync told the engine where the trainer is.
+        skipped: the engine had the step already.
+        ahead: the step was read before the pause.
+        note: what the result says besides.
+        paused_at: of time.monotonic(); None: not paused.
+        pulled: what the update did.
+        seen: the version that the engine's health check told.
+        verified: tensors that are served as they are trained; None: not compared.
+    """
 
     record: Record
     plan: Plan
@@ -146,8 +193,9 @@ class Flight:
 
     @property
     def strange(self) -> bool:
-        """Whether nobody gave it its version here: the engine was started again, or it is somebody
-        else's."""
+        """Whether this service did not set its version: another process did, or the engine was
+        started again.
+        """
         return self.record.version is None or self.seen != self.record.version
 
     @property
@@ -477,7 +525,7 @@ def _line(result: EndpointResult) -> str:
 
 
 def failure(flight: Flight, error: BaseException) -> EndpointResult:
-    """What is said of an engine that failed in the phase that it is in."""
+    """The result of an engine that failed in its present phase."""
     record = flight.record
     told = str(error) or type(error).__name__
     if not isinstance(error, FaninError):

@@ -159,7 +159,7 @@ class Registry:
             world_size: its workers; None: not said.
             api_key: the engine's; None: the registry's.
             use_key: False: without an *api_key* of its own the engine is sent none, not the
-                registry's either. For URLs that come from whoever asks.
+                registry's either. For URLs that callers choose.
 
         Returns:
             The engine as it is kept.
@@ -402,21 +402,22 @@ class Registry:
         """Brings *step* to every engine, or to those of the groups, all at once.
 
         The sync first waits for the trainer's ranks, then checks the health of all engines. Until
-        then it pauses nothing. Then each engine goes its own way: init (when it is new, was started
-        again or failed), reading ahead, pause, start (unless it was for reading ahead), update,
-        finish, verify, resume. An engine that fails from pause on stays paused, because it may have
-        weights of two steps. The others go on. The next sync tries the engine again.
+        then it pauses nothing. Each engine then runs its own phases: init (when it is new, was
+        started again or failed), reading ahead, pause, start, update, finish, verify, resume. Start
+        comes with reading ahead if there is any. An engine that fails from pause on stays paused,
+        because it may have weights of two steps. The others go on. The next sync tries the engine
+        again.
 
         An engine that serves something else than what is trained answers nobody, and the error
         names the tensors. If the two cannot be compared, the note says why, and the next sync tries
-        it: the trainer has no digests of the step, or the engine cannot be asked. For the
+        again. Either the trainer has no digests of the step, or the engine cannot be asked. For the
         comparison a paused worker reads its model once more. That takes 6 ms a GB on an H200. It
         takes 12 s a GB in vLLM's build for CPUs, whose layers have to be asked by products.
 
         Blocks at most *timeout* and a little; any thread. A sync that is interrupted
         (KeyboardInterrupt) begins no further phase, and may leave an engine paused. Each engine is
         in that sync until its present phase has ended, at the timeout at the latest. The next sync
-        then mends it.
+        then repairs it.
 
         Args:
             step: None: the newest that all ranks of the trainer have.

@@ -35,8 +35,8 @@ class SyncServer:
         service: the routes.
         bind: numeric address to listen on.
         port: 0: one that the system chooses. A server that others can reach needs the service's
-            api_key. Whoever may add an engine and sync it decides where requests of this process
-            go.
+            api_key. A caller that may add an engine and sync it decides where requests of this
+            process go.
 
     Raises:
         RequestError: an argument is wrong; no api_key where others can reach the server.

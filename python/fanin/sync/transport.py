@@ -121,21 +121,31 @@ _published: dict[str, _Publication] = {}
 
 
 class TransportBackend:
-    """Publishes what it is given, and has the engines pull it. For the sending rank, rank 0.
+    """Publishes the weights that it is given, and has the engines pull them. For the sending rank,
+    rank 0.
 
-    One object is used by one thread; one of a run at a time. What is published, the engines'
-    mapping and their connections stay from one object to the next: :meth:`close_all` ends them.
+    One thread uses an object, and a run has one object at a time. The publication, the engines'
+    mapping and their connections stay from one object to the next. :meth:`close_all` ends them.
 
     Args:
         config: any object with ``endpoints`` (each with ``host`` and ``port``), ``training_rank``
-            and ``backend_config``; its rendezvous address, group name and bucket size are not
-            needed. backend_config: ``run`` ("0"), ``bind`` ("127.0.0.1"), ``advertise`` (what
-            engines connect to: ``bind``), ``base_port`` (0: any), ``allow`` and ``trusted_network``
-            as fanin.Server takes them, ``keep_on`` (device of the copies: "cpu"), ``timeout``,
-            ``kind``, ``api_key``, ``pause_mode``, ``prefetch`` as Registry takes them, and what
-            else fanin.Server takes: ``secret_file``, ``tls_cert``, ``tls_key``, ``tls_ca``,
-            ``insecure``, ``peer_cpu`` and so on. A field that is not known is an error, and so is a
-            key that no header can have. keyword arguments: the same.
+            and ``backend_config``. The backend needs no rendezvous address, group name or bucket
+            size.
+        settings: the same fields as ``backend_config``, and they win.
+
+    The fields of ``backend_config`` are:
+
+    - ``run``: the run to publish, "0".
+    - ``bind``: numeric address to listen on, "127.0.0.1".
+    - ``advertise``: the address that engines connect to; default: ``bind``.
+    - ``base_port``: 0: any port.
+    - ``keep_on``: the device of the copies, "cpu".
+    - ``timeout``, ``kind``, ``api_key``, ``pause_mode``, ``prefetch``: as Registry takes them.
+    - what else :class:`fanin.Server` takes: ``allow``, ``trusted_network``, ``secret_file``,
+      ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure``, ``peer_cpu`` and so on.
+
+    Raises:
+        RequestError: a field is unknown, or ``api_key`` is a key that no header can have.
     """
 
     def __init__(self, config: Any, **settings: Any) -> None:
@@ -160,7 +170,7 @@ class TransportBackend:
 
     @property
     def sender_ranks(self) -> frozenset[int]:
-        """Who calls transfer_bucket: rank 0."""
+        """The ranks that call transfer_bucket: rank 0."""
         return frozenset({0})
 
     @property

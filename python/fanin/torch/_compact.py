@@ -63,17 +63,17 @@ def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
         optimizer = torch.optim.AdamW(model.parameters())
         server = WeightServer(model)
 
-    It needs no other rank. Parameter objects stay, and with them optimizers, ties, requires_grad,
-    DTensor's placements, hooks and what DDP and FSDP2 know of them; values stay to the last bit,
-    and each tensor has a storage of its own as before, of which only the address is another one.
-    Optimizers may be made before or after. As with ``model.to()``, tensors that were made as views
-    of parameters keep the old memory. ``model.to()`` and ``load_state_dict(assign=True)`` undo it;
-    it may be called again. Not between forward and backward, and before CUDA graphs are captured
-    and before the first publish: an allocation that a server lends is freed at its next publish.
+    It needs no other rank. Parameter objects stay. So do optimizers, ties, requires_grad, DTensor's
+    placements, hooks, and what DDP and FSDP2 know of them. Values stay to the last bit. Each tensor
+    still has a storage of its own; only its address changes. Optimizers may be made before or
+    after. As with ``model.to()``, tensors that were made as views of parameters keep the old
+    memory. ``model.to()`` and ``load_state_dict(assign=True)`` undo it; it may be called again.
+    Call it before CUDA graphs are captured and before the first publish, and not between forward
+    and backward. A server frees an allocation that it lends only at its next publish.
 
-    What lies in a larger buffer already (parameters that are slices of one), is larger than half
-    of an arena, pinned, or not a plain tensor, stays where it is. Storages in an arena cannot be
-    resized (``untyped_storage().resize_(0)``), nor sent to other processes by torch's own CUDA IPC.
+    Some tensors stay where they are: slices of a larger buffer, pinned tensors, tensors larger than
+    half of an arena, and those that are not plain tensors. Storages in an arena cannot be resized
+    (``untyped_storage().resize_(0)``), nor sent to other processes by torch's own CUDA IPC.
 
     Copies on the current stream; costs the memory of one arena more while it runs, then gives what
     was freed back to the device (``empty_cache``).

@@ -268,7 +268,7 @@ class Parameters:
         self._versions = []
 
     def release(self) -> None:
-        """Lets go of all storage, so that offloading it frees it; the next look tells it all."""
+        """Releases all storage, so that offloading frees it; the next look registers it again."""
         self.take_back()
         self._columns, self._lent, self._by_param = [], [], {}
         for item in self._items:

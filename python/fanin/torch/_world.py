@@ -21,17 +21,23 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others before it listens."""
+    """The facts that a rank tells the others before it listens.
+
+    Args:
+        error: why the rank cannot serve; None: it can.
+        hostname: the rank's host.
+        network: ranks with the same text reach each other by 127.0.0.1.
+        local_rank: the rank's number on its host; None: not known.
+        world_id: 16 bytes; rank 0's is everybody's.
+        has_run: the rank names a run to begin with.
+    """
 
     error: FaninError | None
     hostname: str
     network: str
-    """Ranks with the same text reach each other by 127.0.0.1."""
     local_rank: int | None
     world_id: bytes
-    """Rank 0's is everybody's."""
     has_run: bool = True
-    """It names a run to begin with."""
 
 
 class Ranks:

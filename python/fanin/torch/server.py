@@ -89,9 +89,9 @@ class AdapterServer(Publisher):
     ``run=None`` while others name a run.
 
     The server also publishes what else PEFT saves with the LoRA parameters: trained biases,
-    parameters and persistent buffers of ``modules_to_save``, trained tokens, and PEFT's
-    configuration as it is at each commit. It does not publish embeddings of the base model, though
-    PEFT saves them once they are resized.
+    parameters and persistent buffers of ``modules_to_save``, and trained tokens. It publishes
+    PEFT's configuration as it is at each commit. It does not publish embeddings of the base model,
+    though PEFT saves them once they are resized.
 
     Use one run from one thread at a time. Registered storage is kept allocated until it is
     replaced. The server is a context manager, and is also closed at exit, before or after the
@@ -120,10 +120,11 @@ class AdapterServer(Publisher):
         more: what else :class:`fanin.Server` takes, as of :class:`fanin.torch.WeightServer`.
 
     Raises:
-        RequestError: no LoRA parameters, an adapter of another kind, parts of it that are not
-            known, several adapters, tensors that cannot be published (Partial placements, FSDP1,
-            meta, sparse, quantized), no configuration or one that gives other scales than PEFT
-            computes with, addresses that other hosts cannot reach, no allow-list.
+        RequestError: *model* has no LoRA parameters, several adapters, an adapter of another kind
+            or one with unknown parts. Or tensors cannot be published (Partial placements, FSDP1,
+            meta, sparse, quantized). Or there is no configuration, or it gives other scales than
+            PEFT computes with. Or other hosts cannot reach the addresses, or there is no
+            allow-list.
         StateError: parameters are unsharded or offloaded now.
         TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
         FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).

@@ -161,10 +161,10 @@ class WeightServer(Publisher):
             :meth:`write_info` names the secret's file.
 
     Raises:
-        RequestError: nothing to publish; elements of a tensor that no rank holds; ranks that
-            contradict each other in dtype or shape; tensors that cannot be published (Partial
-            placements, FSDP1, meta, sparse, quantized, packed); addresses that other hosts cannot
-            reach; no allow-list.
+        RequestError: there is nothing to publish, or no rank holds some elements of a tensor. Or
+            ranks contradict each other in dtype or shape. Or tensors cannot be published (Partial
+            placements, FSDP1, meta, sparse, quantized, packed). Or other hosts cannot reach the
+            addresses, or there is no allow-list.
         StateError: parameters are unsharded or offloaded now.
         TypeError: an argument that neither this class nor :class:`fanin.Server` takes.
         FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).

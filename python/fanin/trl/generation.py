@@ -249,16 +249,16 @@ class PullMixin:
     """Before a TRL trainer among the bases: its vLLM server pulls what the trainer publishes.
 
     The trainer takes the arguments below beside its own. Its own must ask for a vLLM server:
-    ``use_vllm=True, vllm_mode="server"``. vLLM is started
-    with ``VLLM_PLUGINS=fanin VLLM_SERVER_DEV_MODE=1`` and ``--enable-lora``, or for all weights
-    ``--weight-transfer-config '{"backend": "fanin"}'``.
+    ``use_vllm=True, vllm_mode="server"``. vLLM is started with ``VLLM_PLUGINS=fanin
+    VLLM_SERVER_DEV_MODE=1`` and ``--enable-lora``, or for all weights ``--weight-transfer-config
+    '{"backend": "fanin"}'``.
 
-    It cannot generate with other weights unseen. Before and after each call the step of the engine
-    is compared with the trainer's: an adapter has its step in its name, and all weights have it as
-    the engine's ``weight_version``, which an engine that was started again, or that somebody else
-    has updated, does not have. If it is another, StateError; if the engine cannot pull, PoolError
-    or SyncError; on every rank. What TRL's client raises, when the engine cannot be reached for
-    completions, is raised by the main process, and UnreachableError by the others.
+    It cannot generate with other weights unseen. Before and after each call it compares the
+    engine's step with the trainer's. An adapter has its step in its name. All weights have it as
+    the engine's ``weight_version``. An engine that was started again, or that another process has
+    updated, has another one. Every rank then raises StateError. If the engine cannot pull, every
+    rank raises PoolError or SyncError. If the engine cannot be reached for completions, the main
+    process raises the error of TRL's client. The others raise UnreachableError.
 
     Args:
         publish: what publishes; default: ``PublishCallback()``, on 127.0.0.1:6000 and up.

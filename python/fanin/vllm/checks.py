@@ -86,10 +86,13 @@ class EngineFacts:
 class AdapterFacts:
     """What catalog and metadata of a publication say of its adapter.
 
-    config: the trainer's PEFT configuration, or the metadata pairs that stand for it.
-    max_rank: the largest rank of any layer, 0 if none is known. fused, per_expert: which kinds of
-    experts' tensors there are. others: up to three names of neither LoRA's parts nor saved modules.
-    tensors: all names and shapes.
+    Args:
+        config: the trainer's PEFT configuration, or the metadata pairs that stand for it.
+        max_rank: the largest rank of any layer; 0: none is known.
+        fused: there are tensors of fused experts.
+        per_expert: there are tensors of single experts.
+        others: up to three names of neither LoRA's parts nor saved modules.
+        tensors: all names and shapes.
     """
 
     config: Mapping[str, Any]

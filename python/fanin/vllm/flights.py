@@ -129,10 +129,14 @@ class Flights:
     ) -> Adapter:
         """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
 
-        asked: when the caller was asked (time.monotonic), None: now. vLLM lets those who ask for
-        one name in one after the other; who asked before the last pull failed gets its error.
-        number: vLLM's, under which workers may add the adapter as soon as they have it; 0: none.
-        Waits at most about wanted.timeout. Raises as :meth:`PullService.pull`.
+        vLLM lets callers who ask for one name in one after the other. A caller that asked before
+        the last pull failed gets that pull's error. Waits at most about wanted.timeout. Raises as
+        :meth:`PullService.pull`.
+
+        Args:
+            asked: when the caller was asked (time.monotonic); None: now.
+            number: vLLM's, under which workers may add the adapter as soon as they have it; 0:
+                none.
         """
         when, failure = self._failed.get(wanted.key, (0.0, None))
         if failure is not None and asked is not None and asked <= when:

@@ -98,9 +98,10 @@ def _fill_of(
 class Image:
     """One adapter of one worker, in the layout of its slots, in a GPU's memory or in the host's.
 
-    Filled by one thread, then read by the engine's; another one may move it to the host meanwhile.
-    All that a GPU does to it until it is whole is on a stream of its own, and done when a method
-    returns: no work of the engine waits for it, and none of it is ahead of the engine's copies.
+    One thread fills it, then the engine's thread reads it. Another one may move it to the host
+    meanwhile. Until the image is whole, a GPU works on it on a stream of its own, and has finished
+    when a method returns. So no work of the engine waits for that stream, and no copy of the engine
+    overtakes it.
 
     Args:
         device: a GPU; None: the host.

@@ -46,15 +46,21 @@ class Init:
 class InitInfo(WeightTransferInitInfo):
     """What ``/init_weight_transfer_engine`` takes.
 
-    trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
-    trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
-    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
-    patterns of published names that the model does not have. keep: patterns of the model's own
-    parameters that nobody publishes and that stay as vLLM has loaded them (``visual.*``). config:
-    "check" that the trainer's configuration is the engine's, or "ignore". external_kv: "drop" that
-    a connector has kept outside of the engine, and refuse one that cannot; or "keep". verify:
-    compare each step with digests that the ranks make. ring: layers of skeletons, at least 1. save:
-    a directory that each worker writes its mapping to, for `nixl-fetch map`.
+    Args:
+        trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
+        run: the trainer's run.
+        timeout: seconds for a whole update.
+        draft_run: the run that fills a draft model.
+        mode: "auto", or "loader" for vLLM's own `load_weights` with any model.
+        unused: patterns of published names that the model does not have.
+        keep: patterns of the model's own parameters that no rank publishes. They stay as vLLM has
+            loaded them (``visual.*``).
+        config: "check" that the trainer's configuration is the engine's, or "ignore".
+        external_kv: "drop" what a connector has kept outside of the engine, and refuse a connector
+            that cannot; or "keep".
+        verify: compare each step with digests that the ranks make.
+        ring: layers of skeletons, at least 1.
+        save: a directory that each worker writes its mapping to, for `nixl-fetch map`.
     """
 
     trainer: Any
@@ -110,9 +116,12 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """What ``/update_weights`` takes.
 
-    step: this very step of the trainer. prefetch: only read it, beside the model, and return at
-    once; another update of that step, under pause, installs it. keep_caches: leave what was
-    computed with the old weights (prefixes, encoders' outputs); answers may then use it.
+    Args:
+        step: this very step of the trainer.
+        prefetch: only read the step, beside the model, and return at once. Another update of that
+            step, under pause, installs it.
+        keep_caches: leave what was computed with the old weights (prefixes, encoders' outputs).
+            Answers may then use it.
     """
 
     step: Any

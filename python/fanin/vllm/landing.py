@@ -111,7 +111,7 @@ class Landing(ABC):
         return f"mode {self.mode}"
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of memory that is only there for updates."""
+        """Releases memory that is only there for updates."""
 
 
 def torch_dtype_of(name: str) -> Any:

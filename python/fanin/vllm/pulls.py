@@ -69,12 +69,15 @@ _TOO_LARGE = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """One adapter that somebody asked for.
+    """One adapter that a caller asked for.
 
-    name: as engines know it. label: begins the directory's name. timeout: seconds for all of it.
-    lora_alpha: what the caller believes it to be, None: nothing. dtype, trust_config, max_bytes: as
-    :meth:`fanin.Client.pull_adapter` takes them. landing: "auto", or "directory" where that is
-    wanted.
+    Args:
+        name: as engines know it.
+        label: begins the directory's name.
+        timeout: seconds for all of it.
+        lora_alpha: what the caller believes it to be; None: nothing.
+        dtype, trust_config, max_bytes: as :meth:`fanin.Client.pull_adapter` takes them.
+        landing: "auto", or "directory" where the caller wants that.
     """
 
     name: str
@@ -197,15 +200,21 @@ class Plan:
 class Adapter:
     """An adapter that is here.
 
-    source: where its trainer was found; addresses: of the ranks. path: the directory, which is
-    there until the lease is released. bytes, seconds: what the pull moved and took; reused:
-    another engine of this host had pulled it, nothing moved. phases: seconds of the pull's parts;
-    ranks: how many were read; of several workers those of the slowest. shown: the secret or
-    certificate for ranks over a network. lease: None if it was pulled by
-    workers on other hosts. requests: vLLM's requests that name the path. pins: callers that have
-    been given it and have made no request of it yet. numbers: vLLM's, under which all workers have
-    added it and vLLM does not know that yet. suspended: its name was taken away until it
-    is known what has become of its trainer.
+    Args:
+        source: where its trainer was found.
+        addresses: of the ranks.
+        path: the directory, which stays until the lease is released.
+        bytes: that the pull moved.
+        seconds: that the pull took.
+        reused: another engine of this host had pulled it; nothing moved.
+        phases: seconds of the pull's parts; of several workers, those of the slowest.
+        ranks: how many were read; of several workers, by the slowest.
+        shown: the secret or certificate for ranks over a network.
+        lease: None if workers on other hosts pulled it.
+        requests: vLLM's requests that name the path.
+        pins: callers that were given it and have made no request of it yet.
+        numbers: vLLM's, under which all workers have added it while vLLM does not know that yet.
+        suspended: its name was taken away until its trainer's fate is known.
     """
 
     name: str

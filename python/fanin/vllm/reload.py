@@ -401,7 +401,7 @@ def require_filled(model: Any, remedy: str) -> None:
     happens to hold.
 
     Raises:
-        PeerError: not all of what :func:`begin` has put aside was loaded.
+        PeerError: the loader has not filled all that :func:`begin` has set aside.
     """
     missing = _unloaded(model)
     if missing:

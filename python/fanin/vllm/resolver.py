@@ -60,8 +60,8 @@ def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
 def calling_models(frame: Any) -> Any:
     """The OpenAIServingModels whose method is *frame*, or None.
 
-    vLLM hands a resolver no engine. Without the endpoint plugin, whoever awaits the resolver is
-    the only way to the list of models, and without that no adapter could ever be retired.
+    vLLM hands a resolver no engine. Without the endpoint plugin only the resolver's caller leads to
+    the list of models. No adapter could ever be retired without that list.
     """
     caller = None if frame is None else frame.f_locals.get("self")
     if hasattr(caller, "lora_requests") and hasattr(caller, "engine_client"):

@@ -163,7 +163,7 @@ def _trainer(body: dict[str, Any]) -> Any:
 class Api:
     """What the routes do. Used in the event loop's thread.
 
-    keyed: whoever asks has shown the engine's API key.
+    keyed: the caller has shown the engine's API key.
     """
 
     def __init__(self, here: State, *, keyed: bool = False) -> None:

@@ -65,7 +65,7 @@ class Seats:
         return seat
 
     def give_up(self, seat: Seat | None) -> bool:
-        """Whoever kept it wants it no more, or sits down; whether the slot is whole."""
+        """Its keeper gives it up, or takes the seat; whether the slot is whole."""
         if seat is None:
             return False
         with self._lock:

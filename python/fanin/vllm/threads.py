@@ -24,9 +24,9 @@ Work: TypeAlias = Callable[[], Any]
 class Hands:
     """Threads of one name that stand by for work; as many as there is work at a time.
 
-    Whoever begins a thread waits until it runs, and then for the interpreter, which a new thread
-    has until it first blocks: of an engine that is a part of its step. Giving work to a thread that
-    is there waits for nothing.
+    A caller that begins a thread waits until it runs. Then the caller waits for the interpreter,
+    which a new thread has until it first blocks. In an engine that wait is part of a step. Giving
+    work to a thread that is there waits for nothing.
 
     idle: threads that stay when there is no work.
     """

@@ -138,7 +138,7 @@ class Trainer:
         return digest, worlds[0] if worlds else ""
 
     def close(self) -> None:
-        """Lets go of the connections; the next :meth:`ready` makes new ones."""
+        """Releases the connections; the next :meth:`ready` makes new ones."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -107,9 +107,11 @@ class Updates:
     def holds(self) -> dict[str, Any]:
         """What lies in this worker's memory, for :mod:`fanin.vllm.guard`, as plain values.
 
-        step: of the last pull that ended well, whether the update did or not. world: the launch of
-        the trainer that it came from: another one has other weights in its step of the same number.
-        failed: why the last one did not, "" if it did.
+        Returns:
+            step: of the last pull that ended well, whether the update did or not.
+            world: the launch of the trainer that the step came from. Another launch has other
+                weights in its step of the same number.
+            failed: why the last pull failed, "" if it did not.
         """
         return {
             "worker": self._worker,

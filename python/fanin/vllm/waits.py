@@ -59,8 +59,8 @@ class Waits:
     def expect(self, target: Target, world: str, run: str, step: int) -> Done:
         """Done when it is worth while to look: *step* or a later one has come, or may have.
 
-        The error of a wait that failed is the future's. Whoever does not want to know any more
-        cancels it. Does not block.
+        The error of a wait that failed is the future's. A caller that needs it no more cancels it.
+        Does not block.
         """
         future: Done = Future()
         key = (self._pool.key_of(target), world, run)
@@ -140,7 +140,7 @@ class Waits:
     def lost(self, target: Target, world: str, run: str) -> Done:
         """Fails when a connection to *world* is lost, at once, or cannot be made.
 
-        run: one that it has. Whoever does not want to know any more cancels it. Does not block.
+        run: one that it has. A caller that needs it no more cancels it. Does not block.
         """
         future: Done = Future()
         threading.Thread(

@@ -24,13 +24,18 @@ _SHARE = 0.8
 def fanin_weights_state(worker: Any) -> dict[str, Any]:
     """Plain values, of the model that the worker serves; a method of vLLM's workers.
 
-    step: of the last update that ended well, None: what the worker was started with. dirty: why the
-    weights are not whole, "" if they are. ahead: what is read ahead, with its state ("reading",
-    "ready", "failed"), None: nothing. last: what the last update did, None: there was none. kept:
-    paths of what no update fills, by ``keep``. external_kv: whether the engine has a connector.
-    drafts: whether the worker has a draft model. draft_step: of that model's last update. basis:
-    another text after each init, sleep and reload, and when the trainer publishes other tensors:
-    what was proven of the weights before is not proven of the next step.
+    Returns:
+        step: of the last update that ended well; None: the weights are those of the start.
+        dirty: why the weights are not whole, "" if they are.
+        ahead: the step that is read ahead, with its state ("reading", "ready", "failed"); None: no
+            step.
+        last: what the last update did; None: there was none.
+        kept: paths of tensors that no update fills, by ``keep``.
+        external_kv: whether the engine has a connector.
+        drafts: whether the worker has a draft model.
+        draft_step: of that model's last update.
+        basis: another text after each init, sleep and reload, and when the trainer publishes other
+            tensors. A proof of the weights before is then no proof of the next step.
     """
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "state"):
