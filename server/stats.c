@@ -75,7 +75,7 @@ static const metric metrics[] = {
     {"fanin_commits_total", NULL, AT(commits), "Steps committed."},
     {"fanin_commits_withdrawn_total", NULL, AT(commits_withdrawn),
      "Steps that were never published because an update began before their stream "
-     "had got there."},
+     "was done."},
     {"fanin_aborts_total", NULL, AT(aborts), "Updates aborted."},
     {"fanin_drain_wait_seconds_total", NULL, AT(drain_wait_ns_total),
      "Time that begin_update waited for readers."},

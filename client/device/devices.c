@@ -49,9 +49,10 @@ void devices_disconnect(fanin_client *client)
     if (!d)
         return;
     if (d->memory && !device_memory_drain(d->memory, deadline_in_ms(DRAIN_MS))) {
-        log_write(&client->log, FANIN_LOG_ERROR, "device-stuck",
-                  "a stream did not end in %d ms: what it may use is never freed",
-                  DRAIN_MS);
+        log_write(
+            &client->log, FANIN_LOG_ERROR, "device-stuck",
+            "a stream did not end in %d ms: memory that it may use is never freed",
+            DRAIN_MS);
         if (d->map)
             ipc_map_abandon(d->map);
     }

@@ -294,7 +294,7 @@ static const char *objection(const path_round *r, size_t peer, bool *mine)
                      "and ipc namespaces";
     const region_table *regions = path_taken(r->publication, peer)->regions;
     if (!regions)
-        return "what memory the rank holds is not known";
+        return "the kind of the rank's memory is not known";
     for (uint32_t i = 0; i < regions->count; i++) {
         bool on_device = regions->entries[i].memory == FANIN_MEMORY_CUDA;
         cuda = cuda || on_device;

@@ -288,9 +288,9 @@ static void finish(verifier *v)
     }
     if (!held_free(v->held, deadline_in_ms(DEVICE_DRAIN_MS))) {
         v->r->destination->leak = true;
-        log_write(
-            &v->r->client->log, FANIN_LOG_ERROR, "device-stuck",
-            "a device did not end its digests in time: what it reads is never freed");
+        log_write(&v->r->client->log, FANIN_LOG_ERROR, "device-stuck",
+                  "a device did not end its digests in time: memory that it reads is "
+                  "never freed");
     }
     free(v->inquiries);
 }

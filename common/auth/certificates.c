@@ -277,8 +277,8 @@ SSL *certificates_ssl(certificates *c)
     pthread_mutex_unlock(&c->lock);
     if (is_slow)
         log_write(c->log, FANIN_LOG_WARNING, "certificates",
-                  "the file system of %s, its key or authorities does not answer: what "
-                  "was read before stays until it does",
+                  "the file system of %s, its key or authorities does not answer: the "
+                  "files read before stay in use until it does",
                   c->files[0]);
     return ssl;
 }

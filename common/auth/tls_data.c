@@ -185,7 +185,7 @@ static ssize_t receive_some(tls *t, uint8_t *to, size_t room)
     if (body > 0 && tls_left(&t->in) >= whole)
         return open_record(t, body, to, room);
     if (why != 0)
-        why = broken(t, ALERT_OVERFLOW, "what comes is no record of TLS");
+        why = broken(t, ALERT_OVERFLOW, "the peer sent no record of TLS");
     else if (tls_refill(t, whole) > 0)
         return 0;
     else if (t->sys_errno == ENOMEM)

@@ -131,7 +131,7 @@ fanin_status fanin_trace_start(const char *file, fanin_error *error)
 fanin_status fanin_trace_stop(fanin_error *error)
 {
     const error_place place = {.phase = "trace",
-                               .remedy = "what was written before is whole"};
+                               .remedy = "the part that was written before is whole"};
     pthread_mutex_lock(&lock);
     recorder *r = current;
     current = NULL;

@@ -271,7 +271,7 @@ fanin_status ucx_rkey_unpack(ucx_endpoint *e, const uint8_t *data, size_t size,
     const char *why = ucx_rkey_check(data, size);
     if (why)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
-                         "what the peer sent is no UCX remote key: %s", why);
+                         "the bytes from the peer are no UCX remote key: %s", why);
     ucx_rkey *rkey = calloc(1, sizeof *rkey);
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!rkey || !copy) {

@@ -113,7 +113,7 @@ fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address,
                                         w->address_size, !w->has_rdma);
     if (why)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
-                         "what the peer sent is no UCX worker address: %s", why);
+                         "the bytes from the peer are no UCX worker address: %s", why);
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!copy)
         return error_set_memory(error);

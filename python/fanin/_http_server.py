@@ -180,7 +180,7 @@ class _Listener(socketserver.TCPServer):
             self._say_from = now + _SAY_AGAIN
             address, port = self.server_address[:2]
             _log.warning(
-                "fanin: who asks at %s, port %d, over HTTP is not answered: %s; remedy: %s",
+                "fanin: HTTP requests to %s, port %d, get no answer: %s; remedy: %s",
                 address,
                 port,
                 why,

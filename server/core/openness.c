@@ -8,8 +8,8 @@
     "FANIN_INSECURE=1"
 
 #define READ_BY_ALL                                                                    \
-    "everybody in the networks allowed reads the weights, and whoever is on the way "  \
-    "alters them"
+    "everybody in the networks allowed can read the weights, and anyone on the way "   \
+    "can alter them"
 
 /* The widest private networks are 10.0.0.0/8 and fc00::/7. */
 static bool is_wider_than_private(const network *n)

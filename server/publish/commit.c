@@ -290,7 +290,7 @@ static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *er
     if (status != FANIN_OK)
         return error_set(error, status, &place,
                          "the stream of step %" PRIu64
-                         " of %s has not got there for %d s",
+                         " of %s has had unfinished work for %d s",
                          c->step, c->of->name, COMMIT_WAIT_MS / 1000);
     pthread_mutex_lock(&s->lock);
     bool over = c->of->pending != c, failed;
@@ -381,7 +381,7 @@ static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *err
         return settle(s, c, error);
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for; the commit "
-                                   "takes effect when the stream gets there"};
+                                   "takes effect when that work is done"};
     return error_set(error, status, &place,
                      "step %" PRIu64 " of %s has not taken effect for %d s", c->step,
                      c->of->name, COMMIT_WAIT_MS / 1000);

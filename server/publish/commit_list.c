@@ -69,7 +69,7 @@ fanin_status commit_wait_for_copies(fanin_server *s, publication *p, fanin_error
         status = await(c, false, at, &step);
     }
     error_place place = {.phase = "publish",
-                         .remedy = "let the commit's stream get there first"};
+                         .remedy = "wait until the commit's stream is done"};
     return error_set(error, status, &place,
                      "step %" PRIu64 " of %s is still being copied on its stream", step,
                      p->name);

@@ -236,7 +236,7 @@ void publication_settle(fanin_server *s, publication *p)
     } else if (stands) {
         commit_effect(s, p, c);
     } else {
-        withdraw(s, c, "another update began before its stream had got there");
+        withdraw(s, c, "another update began before its stream was done");
     }
 }
 

@@ -26,7 +26,7 @@ static fanin_status open_update(fanin_server *s, publication *p, fanin_error *er
         return FANIN_OK;
     }
     if (RULE(RULE_LATE_EFFECT))
-        publication_withdraw(s, p, "begin_update came before its stream had got there");
+        publication_withdraw(s, p, "begin_update came before its stream was done");
     publication_advance(s, p, STATE_WRITING);
     return FANIN_OK;
 }

@@ -710,10 +710,9 @@ static void tell_slow(const stream_tools *t, const connection *c)
         return;
     peer_log(
         s, c->from, FANIN_LOG_WARNING, "sent-slowly",
-        "%s has had its share, or all strangers theirs, of the CPU time in which "
-        "tensors are sent to strangers (%u of 1000 of a CPU for all of them), and is "
-        "sent them more slowly: give the ranks and workers a launch's secret, set "
-        "trusted_network, or a larger stranger_cpu",
+        "the rank sends to %s more slowly: sending to it, or to all strangers, has "
+        "used up its CPU time (%u of 1000 of a CPU for all of them). Give ranks and "
+        "workers a launch's secret, set trusted_network, or a larger stranger_cpu",
         c->from->name, (unsigned)s->stranger_cpu);
 }
 

@@ -218,5 +218,5 @@ def test_it_can_be_left_out(trainer: WholeTrainer, engine: FakeVLLM) -> None:
             client.sync_weights(1, verify_served="x")
     alone = registry_of(trainer, engine, ask_trainer=False)
     assert not of(alone.sync(1), engine).note
-    with pytest.raises(RequestError, match="a trainer that is not asked"):
+    with pytest.raises(RequestError, match="the registry does not ask the trainer"):
         alone.sync(1, verify_served=True)

@@ -283,7 +283,7 @@ static void judge_publications(const doctor_ranks *r, doctor_report *report)
     }
     if (r->empty > 0 && r->empty == r->answered) {
         doctor_add(report, DOCTOR_WARNING, "trainer",
-                   "a trainer publishes with its first commit: has it got there?",
+                   "a trainer publishes with its first commit: has it made one?",
                    "nothing is published: none of the %u ranks that answer has "
                    "committed anything",
                    r->answered);

@@ -125,7 +125,7 @@ static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
             name.s, output_age(r->is.state_age_ms).s);
     } else if (r->is.state == FANIN_PUBLICATION_WRITING && r->is.pending && tell) {
         add(p, STUCK, r, "pending", wrong,
-            "%s has committed, and its device has not got there: in its update for %s",
+            "%s has committed, and its device is not done: in its update for %s",
             name.s, output_age(age).s);
     } else if (r->is.state == FANIN_PUBLICATION_WRITING && tell) {
         add(p, STUCK, r, "updating", wrong,

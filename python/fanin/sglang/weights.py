@@ -319,7 +319,7 @@ def _refuse_padding(recording: Recording, model: Any) -> None:
         if not hasattr(model.get_submodule(target.module), "org_vocab_size"):
             names = ", ".join(recording.into({target.path}))
             raise PeerError.make(
-                f"what is published is smaller than '{target.path}' of the model, whose rest"
+                f"the published tensor is smaller than '{target.path}' of the model, whose rest"
                 f" SGLang would fill with zeros: {names}",
                 _ALL_OF_IT,
                 key=target.path,

@@ -158,7 +158,7 @@ def _finish(registry: Registry, stop: _Stop) -> int:
     if busy:
         print(
             f"fanin.sync: ended in the sync of {', '.join(busy)}, which may be paused: the next"
-            " sync mends that",
+            " sync repairs that",
             file=sys.stderr,
             flush=True,
         )

@@ -538,7 +538,7 @@ class Registry:
             return {}
         if not self.ask_trainer:
             raise RequestError.make(
-                "what is served cannot be compared with a trainer that is not asked",
+                "the registry does not ask the trainer, so it cannot compare the served weights",
                 'leave verify_served "auto", or let the registry ask the trainer',
                 key="verify_served",
             )

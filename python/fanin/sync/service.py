@@ -228,7 +228,7 @@ class Service:
         if cache != "auto":
             raise RequestError.make(
                 f"receiver_kv_cache_dtype {cache!r} cannot be checked here",
-                "leave it out; what a sync leaves is said by keep_caches",
+                "leave it out; keep_caches says which caches a sync leaves",
                 key="receiver_kv_cache_dtype",
             )
         if "worker_port" in body:

@@ -221,9 +221,9 @@ class Publisher:
         """Around the statements that write the parameters; on every rank.
 
         On entry it waits for the runs' readers, at most ``lease`` seconds (not with snapshots), and
-        for the last commit's CUDA work. On exit it looks up every parameter anew, registers what
-        has moved, and publishes the step. The step is readable when the current CUDA stream of the
-        parameters' device has got there. The call waits for the stream only if replicas are
+        for the last commit's CUDA work. On exit it looks up every parameter again, registers those
+        that have moved, and publishes the step. The step is readable when the current CUDA stream
+        of the parameters' device is done. The call waits for the stream only if replicas are
         compared.
 
         An exception inside aborts the update. The run is then unreadable until the next update; its
@@ -238,10 +238,11 @@ class Publisher:
             NotFoundError: no such run.
             RequestError: a step that is not above the last; parameters that cannot be published.
                 The update is aborted.
-            StateError: the run is paused; parameters are unsharded or offloaded, and the update is
-                aborted; parameters were written outside of :meth:`updating` since the last step,
-                which is withdrawn (not with snapshots). Writes that PyTorch does not count are not
-                seen: through ``.data`` and NumPy, by kernels that are given a pointer.
+            StateError: the run is paused. Or parameters are unsharded or offloaded; the update is
+                aborted. Or parameters were written outside of :meth:`updating` since the last step;
+                that step is withdrawn (not with snapshots). The server does not see writes that
+                PyTorch does not count: through ``.data`` and NumPy, and by kernels that get a
+                pointer.
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
@@ -264,11 +265,12 @@ class Publisher:
 
         Args:
             step: the step that the run is at, or ``{run: step}`` where there are several.
-            digests: also digest what is trained, for :func:`fanin.check.served`. None: of no
-                adapter; of whole weights a run's first step, the first after ``refresh()``, and so
-                many others that it takes 1 % of the time. True also compares all of the replicas,
-                and no sample. The calling thread digests after the step is readable, and reads all
-                that this rank holds once. If digesting fails, a warning says why.
+            digests: also digest the trained tensors, for :func:`fanin.check.served`. None: no
+                digests of an adapter. Of whole weights: a run's first step, the first one after
+                ``refresh()``, and as many others as take 1 % of the time. True also compares all of
+                the replicas, instead of a sample. The calling thread digests after the step is
+                readable, and reads all that this rank holds once. If digesting fails, a warning
+                says why.
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):

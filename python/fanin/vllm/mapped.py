@@ -377,8 +377,8 @@ class MappedLanding(Landing):
 
 def _stranger(path: str) -> RequestError:
     return RequestError.make(
-        f"what vLLM has made of module '{path}' is laid out in another way than what it makes of "
-        "new weights, so that they cannot be put in its place",
+        f"vLLM lays out the weights of module '{path}' in another way than new weights, so that "
+        "these cannot be put in their place",
         'init with {"mode": "loader"}, or with another backend',
         key=path,
     )

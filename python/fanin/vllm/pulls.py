@@ -146,8 +146,8 @@ def which(lora_name: Any, run_idx: Any, step: Any) -> tuple[str, int, str]:
             if value is None:
                 raise RequestError.make(
                     f"{key} is missing, and {lora_name!r} is not <prefix>-run<run>-step<step>",
-                    "give run_idx and step, or a name that says them: which step is the newest is"
-                    " decided by whoever asks, so that all engines get the same one",
+                    "give run_idx and step, or a name that says them: the caller decides which step"
+                    " is the newest, so that all engines get the same one",
                     key=key,
                 )
         return _run_of(run_idx), _step_of(step), _LABEL
