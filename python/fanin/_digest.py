@@ -37,9 +37,10 @@ def box_digests(boxes: Iterable[tuple[Any, Offset]]) -> list[int]:
     """The digests of boxes of tensors.
 
     Args:
-        boxes: of each its elements, a ``torch.Tensor`` of any strides, on any device; and the
-            index of its first element in the whole tensor, ``()`` for zeros. Devices are read on
-            their current streams. The call waits for them once, at its end.
+        boxes: pairs. The first is the box's elements, a ``torch.Tensor`` of any strides, on any
+            device. The second is the index of its first element in the whole tensor, ``()`` for
+            zeros. Devices are read on their current streams. The call waits for them once, at its
+            end.
 
     Returns:
         Numbers below 2**64. Elements count by their bits: -0.0 is not 0.0, a NaN equals itself.

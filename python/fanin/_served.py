@@ -118,8 +118,11 @@ def size_of(layouts: Sequence[Layout]) -> int:
 
 
 def room_for(tensors: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """Bytes in which any rank can tell its digests of an adapter's tensors, by names and shapes,
-    if it holds two boxes of each: ranks that have not told each other what they hold agree so."""
+    """Bytes in which any rank can tell its digests of an adapter's tensors, by names and shapes.
+
+    The size is enough for a rank with two boxes of each tensor. So ranks agree on it without
+    telling each other what they hold.
+    """
     of_each = (128 + len(json.dumps(name)) + 64 * (1 + len(shape)) for name, shape in tensors)
     return len(_MAGIC) + _START.size + 8 + sum(of_each)
 

@@ -151,11 +151,10 @@ def served(
 ) -> Served:
     """Compares what *engine* holds with what the ranks of *trainer* train, tensor by tensor.
 
-    The ranks have digested their model's own tensors: at their first step, and at each
-    ``publish(step, digests=True)`` or ``updating(step, digests=True)`` of
-    :class:`fanin.torch.WeightServer`; of an adapter only there. The workers digest theirs now, and
-    must be at that step. Nothing is written. Modules that vLLM processes are read once more from
-    the trainer.
+    The ranks digest their model's own tensors at their first step, but not an adapter's. They also
+    do so at each ``publish(step, digests=True)`` or ``updating(step, digests=True)`` of
+    :class:`fanin.torch.WeightServer`. The workers digest theirs now, and must be at that step.
+    Nothing is written. Modules that vLLM processes are read once more from the trainer.
 
     Args:
         engine: a ``vllm.LLM``, an ``sglang.Engine``, or the URL of a server of vLLM or SGLang, not

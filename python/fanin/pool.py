@@ -405,10 +405,10 @@ class EnginePool:
             lora_name: either the whole name ``<prefix>-run<r>-step<s>``, whose step must be *step*,
                 or the prefix.
             timeout: seconds; None: the pool's.
-            stragglers: seconds to wait for the other engines after the first one has the step, so
-                that a dead engine does not cost the whole timeout. With it, if one engine has the
-                step, the result names engines that failed or refuse in ``failures`` instead of an
-                error. None: wait for all.
+            stragglers: seconds to wait for the other engines after the first one has the step. So a
+                dead engine does not cost the whole timeout. With it, if one engine has the step,
+                the result names engines that failed or refuse in ``failures`` instead of an error.
+                None: wait for all.
 
         Raises:
             PoolError: names every engine that failed and why. The others have the adapter:

@@ -492,8 +492,8 @@ class Server(ClosableHandle):
         snapshot publication the last snapshot stays readable.
 
         While it is paused, shards can be put and removed without a wait, and metadata can be set.
-        :meth:`abort_update` withdraws the published step, for a caller that brings other values
-        back. Paused again: only the reason changes.
+        In a pause :meth:`abort_update` withdraws the published step, for a caller that brings other
+        values back. Paused again: only the reason changes.
 
         Args:
             reason: one sentence for readers, cut to 255 bytes.

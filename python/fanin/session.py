@@ -34,8 +34,8 @@ class PullSession(ClosableHandle):
                 install(layer)
             session.end()
 
-    Until it is ended or abandoned, other calls of its client raise :class:`StateError`.
-    :meth:`Client.cancel` still ends a read. :meth:`Client.close` and :meth:`Client.disconnect`
+    Until it is ended or abandoned, other calls of its client raise :class:`StateError`. But
+    :meth:`Client.cancel` ends a read. And :meth:`Client.close` and :meth:`Client.disconnect`
     abandon the session. One thread at a time uses it, as the client.
 
     Between the calls nothing runs. The trainer's updates wait for a session as for any reader, at

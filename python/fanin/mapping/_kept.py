@@ -27,8 +27,11 @@ def check_patterns(what: str, value: Any, key: str) -> tuple[str, ...]:
 
 
 def kept_paths(model: Any, patterns: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Paths of the model's parameters and buffers that the patterns name, all names of a tied
-    one; and the patterns that name none here: another stage may have what they name."""
+    """Paths of the model's parameters and buffers that the patterns name, and unused patterns.
+
+    The paths have all names of a tied one. A pattern may be unused because another pipeline stage
+    has the parameter.
+    """
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

@@ -301,9 +301,9 @@ class Mapping:
         """One shard for each parameter or buffer and published tensor, in the model's order.
 
         Args:
-            live: a ``torch.nn.Module`` with the recorded modules; or a function that gives the
-                tensor of (path of the module, name of the parameter or buffer), or a dictionary by
-                these two. Each tensor has to have the recorded dtype, shape and strides.
+            live: a ``torch.nn.Module`` with the recorded modules. Or a function, or a dictionary,
+                that gives the tensor of (path of the module, name of the parameter or buffer). Each
+                tensor has to have the recorded dtype, shape and strides.
             modules: paths; only these. Modules of the fallback are left out.
             bridges: gets what has to be settled after each pull, see :class:`Bridge`.
 

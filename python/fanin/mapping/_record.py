@@ -86,8 +86,9 @@ def record(
 
     Args:
         published: every tensor of the publication, also those that this rank does not want.
-        load: the model's own ``load_weights``; it is given names and tensors of the type
-            ``torch.Tensor`` on the device "meta", each name once, in the order of *published*.
+        load: the model's own ``load_weights``. It gets names and tensors of the type
+            ``torch.Tensor`` on the device "meta". Each name comes once, in the order of
+            *published*.
         model: the ``torch.nn.Module`` whose parameters and buffers are filled. They must have the
             shapes that *load* expects, and may be without memory themselves.
         own: tells which tensors are the engine's own, and why. Buffers that are not persistent need
@@ -235,24 +236,27 @@ class Recording:
     def mapping(self, *, fallback: bool = False) -> ModelMapping:
         """The checked mapping.
 
-        Every element of every parameter and buffer is filled by exactly one published element, or
-        by the loader with one value (padding), or is the engine's own for a reason.
+        Each element of a parameter or buffer comes from exactly one of three sources. One published
+        element fills it, or the loader with one value (padding), or it is the engine's own for a
+        reason.
 
         Args:
-            fallback: modules that fail the checks are not an error: they are in the mapping with
-                the reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published
-                tensors that the loader gave them, so that the loader itself may be run for them.
+            fallback: modules that fail the checks are no error. They are in the mapping with the
+                reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published tensors
+                that the loader gave them. So the loader itself can be run for them.
 
         Raises:
-            MappingError: something fails the checks, all of which is in its ``refusals``; with
-                *fallback* only what cannot be laid to a module, and elements that nothing fills:
-                the loader has no values for them, either.
+            MappingError: something fails the checks; all of it is in ``refusals``. With *fallback*
+                it names only failures that belong to no module, and elements that nothing fills.
+                The loader has no values for these elements, either.
         """
         return _Checker(self).mapping(fallback)
 
     def only_computes(self, error: MappingError) -> bool:
-        """Whether nothing is wrong, of what *error* of :meth:`mapping` names, but that the loader
-        computes what it writes into some tensors: then it may be run for these itself."""
+        """Whether the loader may be run itself, despite *error* of :meth:`mapping`.
+
+        It may if *error* names nothing but tensors whose values the loader computes.
+        """
         computed = {(r.module, r.leaf) for r in self.refusals if r.tensor and r.leaf}
         return all(not r.unfilled and (r.module, r.leaf) in computed for r in error.refusals)
 

@@ -78,8 +78,10 @@ class Standing:
     def succeed(
         self, model: int, step: int, moved: int, seconds: float, how: str, worlds: set[str]
     ) -> None:
-        """A whole pull into a model, which *model* stands for, has ended well on all ranks. worlds:
-        the launch of the trainer that it is of."""
+        """A whole pull into a model, which *model* stands for, has ended well on all ranks.
+
+        worlds: the launch of the trainer that it is of.
+        """
         before = self.pulled if self.loaded else {}
         self.pulled = {
             "step": step,

@@ -59,8 +59,8 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     For SGLang's ``--custom-weight-loader fanin.sglang.load``: called on the thread of the
     scheduler, in each process of a tensor-parallel group alike, while no request is worked on.
     Blocks at most the request's timeout, the first time and what recording takes besides. Raises
-    nothing: what failed, on whichever rank, is told by :data:`fanin.sglang.guard.standing` on all
-    of them; the weights may be of two steps then, and the engine stays paused.
+    nothing. On all ranks :data:`fanin.sglang.guard.standing` tells what failed on any of them. The
+    weights may then be of two steps, and the engine stays paused.
     """
     if not standing.heard:
         _refuse_unheard(model)

@@ -99,10 +99,11 @@ def _key_of(path: str) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until SIGINT or SIGTERM. A sync that is under way then is waited for, so that no
-    engine is left paused; a second signal ends it, and names the engines that may be.
+    """Serves until SIGINT or SIGTERM, which wait for a running sync.
 
-    Exit status 0, 2 for wrong arguments, 1 if it cannot serve or has left engines in a sync.
+    So no engine is left paused. A second signal ends the sync, and names the engines that may be
+    paused. Exit status 0, 2 for wrong arguments, 1 if it cannot serve or has left engines in a
+    sync.
     """
     options = _parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -102,8 +102,8 @@ class EndpointResult:
         read: seconds in which its workers pulled *bytes*, None: it did not tell.
         how: the path of the bytes, and where they were read to.
         ahead: whether they were there before the pause.
-        note: why nothing was compared, or why nothing was read ahead, though that was to be tried;
-            how many of its workers have told what they hold, if not all.
+        note: why nothing was compared or read ahead, though the sync was to try it. Also how many
+            of its workers have told what they hold, if not all.
         verified: tensors that are served as they are trained, None: they were not compared.
     """
 

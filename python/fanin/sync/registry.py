@@ -62,7 +62,8 @@ class Registry:
 
     Args:
         trainer: as :func:`fanin.info.addresses_of` takes it. The registry passes a path on as a
-            path, and the engines read it at each update: it must mean the same file on their hosts.
+            path, and the engines read it at each update. The path must mean the same file on their
+            hosts.
         run: of ``full:<run>``.
         timeout: seconds for a whole sync.
         pull_timeout: seconds that an engine is given for its pull; None: nine tenths of *timeout*.
@@ -246,9 +247,9 @@ class Registry:
     def remove(self, url: str) -> bool:
         """Forgets an engine, dead or not, also while a sync is under way. Does not block.
 
-        Asks nothing of the engine. A sync that is under way goes on without it: what the sync had
-        begun there ends with its present phase, and the engine is not resumed. An engine that is
-        added again before that is in that sync until then.
+        Asks nothing of the engine. A sync that is under way goes on without it. The engine's
+        present phase ends, and the sync does not resume the engine. An engine that is added again
+        before that is in that sync until then.
 
         Args:
             url: as it was added.

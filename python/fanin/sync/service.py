@@ -147,9 +147,8 @@ class Service:
     Args:
         registry: what the routes work on.
         api_key: what callers must send as bearer token, printable ASCII. Whitespace at its ends is
-            dropped. None: callers need no key. Engines that these routes add are then not sent the
-            registry's api_key, but the one that the request has: anybody could add a listener of
-            their own.
+            dropped. None: callers need no key. Engines that these routes add then get the request's
+            key, not the registry's api_key. Otherwise anybody could add a listener of their own.
 
     Raises:
         RequestError: *api_key* is no key, such as an empty one.

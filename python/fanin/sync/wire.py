@@ -34,8 +34,16 @@ _WITHHELD = (
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """Where the trainer is: a path, or the ranks' addresses. timeout: seconds of a pull. more: what
-    vLLM's init_info takes beside these; of it SGLang takes unused, keep, config and external_kv."""
+    """Where the trainer is, and how engines pull from it.
+
+    Args:
+        trainer: a path, or the ranks' addresses.
+        run: of ``full:<run>``.
+        timeout: seconds of a pull.
+        server_name: demand this job's ranks.
+        more: what vLLM's init_info takes besides. Of it SGLang takes unused, keep, config and
+            external_kv.
+    """
 
     trainer: str | tuple[str, ...]
     run: str
@@ -46,9 +54,15 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How one sync is to be made. pause_mode: of PAUSE_MODES. keep_caches: what was computed with
-    the old weights stays. prefetch: of PREFETCH. verify: whether what is served is compared with
-    what is trained: True: now; "auto": if it was not since the weights came from elsewhere."""
+    """How one sync is made.
+
+    Args:
+        pause_mode: of PAUSE_MODES.
+        keep_caches: what was computed with the old weights stays.
+        prefetch: of PREFETCH.
+        verify: compare the served with the trained tensors. True: now. "auto": if no sync has,
+            since the weights came from elsewhere. False: never.
+    """
 
     pause_mode: str = "retract"
     keep_caches: bool = False

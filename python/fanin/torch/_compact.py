@@ -54,9 +54,9 @@ class _Storage:
 def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
     """Moves this rank's parameters and persistent buffers into few allocations of *arena_bytes*.
 
-    A worker that reads GPU memory maps every allocation that holds a shard before its first pull,
-    some 50 us each, and PyTorch gives tensors below 1 MB segments of 2 MB. Tens of thousands of
-    small shards (experts under FSDP2) make seconds of it. ::
+    Before its first pull, a worker that reads GPU memory maps every allocation that holds a shard,
+    some 50 us each. PyTorch gives tensors below 1 MB segments of 2 MB. Tens of thousands of small
+    shards (experts under FSDP2) make seconds of it. ::
 
         fully_shard(model)
         compact(model)
@@ -71,8 +71,8 @@ def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
     Call it before CUDA graphs are captured and before the first publish, and not between forward
     and backward. A server frees an allocation that it lends only at its next publish.
 
-    Some tensors stay where they are: slices of a larger buffer, pinned tensors, tensors larger than
-    half of an arena, and those that are not plain tensors. Storages in an arena cannot be resized
+    Some tensors stay where they are: slices of a larger buffer, pinned and not plain ones, and
+    those larger than half of an arena. Storages in an arena cannot be resized
     (``untyped_storage().resize_(0)``), nor sent to other processes by torch's own CUDA IPC.
 
     Copies on the current stream; costs the memory of one arena more while it runs, then gives what

@@ -100,9 +100,9 @@ def on_disk(path: str) -> str:
 class Slice:
     """A part of a stored tensor that is published under a name of its own, without a copy.
 
-    ``index`` has an int or a slice of step 1 for each of the first dimensions; an int drops its
-    dimension, dimensions behind the last index are whole. ``Slice("q", (3, slice(0, 8)))`` of
-    ``t`` is ``t[3, 0:8]``.
+    ``index`` has an int or a slice of step 1 for each of the first dimensions. An int drops its
+    dimension. Dimensions behind the last index are whole. ``Slice("q", (3, slice(0, 8)))`` of ``t``
+    is ``t[3, 0:8]``.
 
     With ``shape`` the slice is a part of a published tensor of that shape, whose element ``at``
     (default: the first) is the slice's first one. The other parts are slices with the same key, of

@@ -129,8 +129,9 @@ class Tree:
         return self._all.stands()
 
     def stands(self, walked: bool = False) -> bool:
-        """Whether the tree is whole, each module on the way to an item is the one that was found
-        there, and each alias still is one.
+        """Whether the tree is whole.
+
+        The modules on the way to each item are then those found there, and each alias still is one.
 
         walked: it was whole a moment ago. Only the modules that hold items, or are on the way to
         one, are looked at again: no base model makes it take longer. Not for a tree without *base*.

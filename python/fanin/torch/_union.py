@@ -91,8 +91,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def unite(told: Sequence[Told], texts: Mapping[bytes, bytes]) -> list[Whole]:
     """The tensors that all ranks together hold, ordered by name.
 
-    told: of each rank; texts: by digest. RequestError: there are none, dtype or shape of a tensor
-    contradict each other, or some of its elements are nobody's; the same on every rank that asks.
+    Args:
+        told: of each rank.
+        texts: by digest.
+
+    Raises:
+        RequestError: there are no tensors, ranks contradict each other in dtype or shape, or no
+            rank holds some elements. Every rank that asks raises the same.
     """
     members: dict[bytes, list[int]] = {}
     for rank, one in enumerate(told):

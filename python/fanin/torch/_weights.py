@@ -83,8 +83,8 @@ class _Names:
 def lost_ties(root: Any) -> list[tuple[str, str]]:
     """Names of tensors that the configuration ties and torch holds apart, two and two.
 
-    So it is after ``to_empty()``, when a head was cloned, and where FSDP2 shards the two by
-    themselves: each has a gradient of its own, and transformers and engines load one of them.
+    That happens after ``to_empty()``, when a head was cloned, and where FSDP2 shards the two
+    separately. Each then has a gradient of its own, and transformers and engines load one of them.
     """
     transparent = _transparent(root)
     held = {_checkpoint_name(path, transparent): tensor for _, _, tensor, path in walk(root)}

@@ -25,9 +25,13 @@ _counted: tuple[tuple[weakref.ref[Any], _TensorsOf], ...] = ()
 def count_steps(owner: _Owner, tensors_of: Callable[[_Owner, Any], Iterable[Any]]) -> None:
     """From now on each step of an optimizer counts as a write of what *owner* publishes.
 
-    Fused optimizers write without raising a tensor's ``_version``. tensors_of: the tensors, each
-    with a count, in which *owner* publishes the memory of the parameter that it is given. Lasts
-    as long as *owner*, which is held weakly. Any thread.
+    Fused optimizers write without raising a tensor's ``_version``. The hook lasts as long as
+    *owner*, which it holds weakly. Any thread.
+
+    Args:
+        owner: the publisher.
+        tensors_of: gives the tensors, each with a count, in which *owner* publishes a parameter's
+            memory.
     """
     global _counted
     with _lock:

@@ -173,10 +173,10 @@ def megatron(
             ``tensor_model_parallel_size`` unless Megatron was told otherwise).
 
     Returns:
-        A function for ``names=``. It raises ValueError for names that it does not know (experts in
-            one matrix, ``experts.weight1``, among them: use grouped or sequential experts) and for
-            shapes that do not fit. An expert's shape does not fit either where nothing says whether
-            the expert is whole.
+        A function for ``names=``. It raises ValueError for unknown names and for shapes that do not
+            fit. Experts in one matrix (``experts.weight1``) are unknown: use grouped or sequential
+            experts. An expert's shape does not fit either where nothing says whether the expert is
+            whole.
 
     Raises:
         ValueError: *config* lacks a field; only one of *expert_tp_rank* and *expert_tp_size* is

@@ -31,13 +31,13 @@ class PublishCallback(TrainerCallback):
     Around each ``optimizer.step()`` readers are kept out, and what it left is published as the
     trainer's next ``global_step``.
 
-    It serves until :meth:`close`, or until the process ends: also after training, at its last
-    step. A training that begins again is another world, at step 0. Use it from the trainer's
-    thread, with one trainer.
+    It serves until :meth:`close`, or until the process ends: also after training, at its last step.
+    A training that begins again is another world, at step 0. Use it from the trainer's thread, with
+    one trainer.
 
-    The trainer's calls raise what the servers raise, and RequestError for DeepSpeed ZeRO-3, for
-    other DeepSpeed stages without ``snapshot=True``, and for ``load_best_model_at_end`` without
-    it: these write parameters where no callback is asked before.
+    The trainer's calls raise the servers' errors. They raise RequestError for DeepSpeed ZeRO-3.
+    Without ``snapshot=True`` they also do so for other DeepSpeed stages and for
+    ``load_best_model_at_end``. These write parameters where no callback is asked before.
 
     Args:
         weights: "lora": PEFT's adapter, by :class:`fanin.torch.AdapterServer`; "full": the whole

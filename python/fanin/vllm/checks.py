@@ -212,8 +212,11 @@ def check_alpha(wanted: float | None, facts: AdapterFacts) -> None:
 def check_adapter(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
     """Whether this engine can load the adapter; the request's ``is_3d_lora_weight``.
 
-    Does not block; any thread. Raises RequestError whose message names the field of the adapter's
-    configuration and whose remedy names the flag of the engine, if there is one that helps.
+    Does not block; any thread.
+
+    Raises:
+        RequestError: names the field of the adapter's configuration, and in its remedy the engine's
+            flag that helps, if there is one.
     """
     if not engine.lora_enabled:
         raise RequestError.make("this engine was started without LoRA", "add --enable-lora")

@@ -18,8 +18,11 @@ _FROM_PYTHON = "aten::lift_fresh"
 
 
 class Watch(TorchDispatchMode):
-    """What runs within it may write to tensors that were there before; :attr:`depends` says whether
-    it has read one, or has made memory that it may have filled unseen."""
+    """Watches code that runs within it, which may write to tensors that were there before.
+
+    The flag :attr:`depends` says that the code has read such a tensor, or has made memory that it
+    may have filled unseen.
+    """
 
     def __init__(self) -> None:
         super().__init__()

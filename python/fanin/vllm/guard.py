@@ -81,8 +81,8 @@ def fanin_weights_call(
 ) -> dict[str, Any]:
     """Calls *method* of this worker and says what came of it and what the weights are now.
 
-    It raises nothing: of several workers vLLM reads the answers up to the first failure, and takes
-    those that it has left for answers of its next call.
+    It raises nothing. For of several workers vLLM reads the answers up to the first failure. It
+    takes the answers that remain for answers of its next call.
     """
     answer: dict[str, Any] = {"result": None, "error": None}
     try:

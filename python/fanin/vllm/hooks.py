@@ -32,9 +32,9 @@ class Names(dict[str, Any]):
     """vLLM's adapters by name, in which a request finds the one that it was let in for.
 
     vLLM looks a name up twice: when it lets a request in, and, having prepared the prompt, when it
-    runs it. A name that is taken away between the two would be a 404 without a reason. So the
-    task that was told that the name is there gets that adapter once more; until then it counts
-    as one that uses it, and no other task sees it. Used in the event loop's thread.
+    runs it. A name that is taken away between the two would be a 404 without a reason. So the task
+    that was told that the name is there gets that adapter once more. Until then the task counts as
+    a user of the adapter, and no other task sees the name. Used in the event loop's thread.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -88,9 +88,14 @@ def hook(
     """Wraps ``resolve_lora``, ``load_lora_adapter`` and ``unload_lora_adapter`` of *models*
     (OpenAIServingModels), and makes its ``lora_requests`` :class:`Names`.
 
-    unloading: called with a name that somebody is about to take from the list; unloaded: when it
-    was there and is gone. not_loaded: with a name that is not in the list when all who asked for it
-    have their answer. Methods that this vLLM does not have are left out. Does not block.
+    Methods that this vLLM does not have are left out. Does not block.
+
+    Args:
+        models: vLLM's list of models.
+        unloading: called with a name that a caller is about to take from the list.
+        unloaded: called with a name that was in the list and is gone.
+        not_loaded: called with a name that is not in the list when all who asked for it have their
+            answer.
     """
     asking: Counter[str] = Counter()
     names = models.lora_requests = Names(models.lora_requests)

@@ -233,9 +233,8 @@ class Image:
     def put(self, manager: Any, slot: int) -> None:
         """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream.
 
-        That is the one on which vLLM clears slots and runs its model, also as a CUDA graph: what
-        reads the slot is before or behind the copy. Graphs know slots by their addresses, which
-        stay.
+        On that stream vLLM clears slots and runs its model, also as a CUDA graph. So each read of
+        the slot is before or behind the copy. Graphs know slots by their addresses, which stay.
         """
         with self._lock:
             room, ready, fills = self._room, self._ready, self._fills

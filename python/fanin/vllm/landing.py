@@ -104,8 +104,10 @@ class Landing(ABC):
         """
 
     def reach(self, trainer: Trainer, deadline: float) -> None:  # noqa: B027
-        """Makes ready what a pull needs, so that the first update does not wait for it: the plan,
-        and the ranks' device memory in this process. Reads no weights. Raises as a pull."""
+        """Makes ready what a pull needs: the plan, and the ranks' device memory in this process.
+
+        So the first update does not wait for it. Reads no weights. Raises as a pull.
+        """
 
     def __str__(self) -> str:
         return f"mode {self.mode}"

@@ -56,8 +56,12 @@ def judge(
 ) -> dict[str, Any]:
     """What one worker says of the published tensors, as plain values.
 
-    widths: by the name of a module as an adapter says it. unwrapped: whether the model has a module
-    of that name without LoRA. elsewhere: whether another worker has the module.
+    Args:
+        widths: by the name of a module as an adapter says it.
+        unwrapped: whether the model has a module of that name without LoRA.
+        elsewhere: whether another worker has the module.
+
+    Returns:
 
     ``{"placed": numbers, "absent": {number: why}, "misfit": {number: why}}``, by the tensors' order
     (as texts: vLLM's processes send those).

@@ -23,8 +23,10 @@ __all__ = ["MixedLanding", "with_neighbours"]
 
 
 def with_neighbours(mapping: Mapping) -> Mapping:
-    """*mapping*, in which modules that share a published tensor with one of the fallback are of
-    the fallback, too: the loader, given that tensor, writes into all of them."""
+    """*mapping*, with the fallback widened to modules that share a tensor with it.
+
+    The loader, given a published tensor, writes into all modules that take from it.
+    """
     modules = list(mapping.modules)
     taken = {name for module in modules for name in module.taken if module.fallback}
     while True:

@@ -378,13 +378,15 @@ class PullService:
     ) -> Adapter:
         """Pulls exactly wanted.step.
 
-        Blocks until *deadline* (of time.monotonic). The adapter's directory is held by its lease.
-        A trainer that was started again meanwhile is pulled from anew.
+        Blocks until *deadline* (of time.monotonic). The adapter's directory is held by its lease. A
+        trainer that was started again meanwhile is pulled from anew.
 
-        Raises StepToCome at once if the step has not come; NotFoundError (no such run),
-        SupersededError (the step has passed), PullTimeoutError, UnreachableError and
-        ConnectionFailedError, PeerError, PausedError, StaleError, RequestError (this engine cannot
-        load such an adapter, or the alpha is another), HostError.
+        Raises:
+            StepToCome: at once: the step has not come.
+            NotFoundError: no such run.
+            SupersededError: the step has passed.
+            RequestError: this engine cannot load such an adapter, or the alpha is another.
+            FaninError: as :meth:`fanin.Client.pull_adapter`.
         """
         started = time.monotonic()
 

@@ -177,8 +177,11 @@ def _ties(model: Any) -> dict[str, str]:
 
 
 def shared(draft: Any, main: Any) -> frozenset[str]:
-    """Paths of a draft model's tensors that are the main model's: vLLM lets a draft that has no
-    embedding or head of its own, or the same, use the main model's."""
+    """Paths of a draft model's tensors that are the main model's.
+
+    vLLM lets a draft use the main model's embedding and head if it has none of its own, or the
+    same.
+    """
     theirs = {id(tensor) for tensor in (*main.parameters(), *main.buffers())}
     mine = (
         *draft.named_parameters(remove_duplicate=False),
@@ -344,8 +347,8 @@ def _unloaded(model: Any) -> list[str]:
 def lacking(recording: Recording, model: Any) -> list[Refusal]:
     """Parameters and buffers of which vLLM's own loader leaves elements that nothing has filled.
 
-    Not what the reload puts back as it was, attention's scales and buffers of modules that get
-    nothing; nor padding that vLLM declares of a weight.
+    The reload puts some back as they were, and these are left out: attention's scales, and buffers
+    of modules that get nothing. So is padding that vLLM declares of a weight.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -419,8 +422,8 @@ def widened(model: Any) -> list[Any]:
     """Modules whose bias processing has made wider than it is loaded (one of vLLM's kernels for
     CPUs wants it in F32).
 
-    The reload leaves a bias as processing has made it, so that a wider publication would fill it
-    with values that no vLLM has which has loaded the same weights from a file.
+    The reload leaves a bias as processing has made it. A wider publication would fill it with other
+    values than a vLLM has that loaded the same weights from a file.
     """
     return [
         module
@@ -751,9 +754,9 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 
 class Afterwards:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
-    absorbed projections), ties, and the rounding of widened biases. An engine stands still for it,
-    so a model's modules are looked through once, and what was seen to change nothing is left out
-    from the second time on.
+    absorbed projections), ties, and the rounding of widened biases. The engine stands still for it.
+    So the first time looks through all modules of a model, and later times skip those that changed
+    nothing.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:

@@ -89,8 +89,8 @@ class Shadow:
     def on_stream(self) -> Callable[[], AbstractContextManager[Any]]:
         """What another thread has to be in when it fills: the stream that this one installs on.
 
-        PyTorch gave the shadow memory in the order of that stream: what lay there before may be
-        written to until the work that is on it now has ended.
+        PyTorch gave the shadow memory in the order of that stream. Until the work that is on the
+        stream now has ended, that work may write to it.
         """
         if self._landing.device.type != "cuda":
             return nullcontext
@@ -120,8 +120,9 @@ class Shadow:
 
 
 class Prefetch:
-    """One step on its way into a shadow, in a thread of its own, which alone uses the trainer's
-    client until :meth:`wait` or :meth:`cancel` has returned.
+    """One step on its way into a shadow, in a thread of its own.
+
+    Only that thread uses the trainer's client, until :meth:`wait` or :meth:`cancel` has returned.
 
     published: what the shadow is laid out for.
     """

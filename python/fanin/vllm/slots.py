@@ -436,8 +436,11 @@ class Slots:
             self._there = [*there, weakref.ref(image)]
 
     def settle(self) -> None:
-        """Moves the oldest whole images out of the GPU's memory, most of which is the engine's, if
-        there are many; in a thread, as pinned memory takes long to get. Any thread."""
+        """Moves the oldest whole images out of the GPU's memory if there are many; most of it is
+        the engine's.
+
+        It uses a thread, as pinned memory takes long to get. Any thread.
+        """
         with self._lock:
             there = [image for ref in self._there if (image := ref()) and image.on_gpu]
         many = [image for image in there[: max(len(there) - _ON_GPU, 0)] if image.whole]

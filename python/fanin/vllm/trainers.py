@@ -66,8 +66,10 @@ def without(published: Published, patterns: Iterable[str]) -> Published:
 class Trainer:
     """A client of one trainer, made anew when the trainer is somewhere else. One thread.
 
-    source: where it is said to be; a path is read at each :meth:`ready`. run: the publication.
-    factory: makes a connected client, :class:`fanin.Client` unless a test says otherwise.
+    Args:
+        source: where the trainer is; a path is read at each :meth:`ready`.
+        run: the publication.
+        factory: makes a connected client; :class:`fanin.Client` unless a test says otherwise.
     """
 
     def __init__(self, source: Source, run: str, factory: Callable[..., Any] | None = None) -> None:

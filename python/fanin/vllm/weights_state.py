@@ -49,8 +49,10 @@ def fanin_weights_state(worker: Any) -> dict[str, Any]:
 def require_host_room(wanted: int, workers: int, root: Path = Path("/")) -> None:
     """Raises HostError unless *workers* processes can have *wanted* bytes of host memory each.
 
-    Linux gives memory away that it does not have, and ends a process when it is used. root: of the
-    files that say how much there is.
+    Linux gives away memory that it does not have, and ends a process that uses it.
+
+    Args:
+        root: the folder of the files that say how much memory there is.
     """
     free = _available(root)
     if free is not None and wanted * workers > free * _SHARE:
