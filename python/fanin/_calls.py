@@ -34,8 +34,8 @@ class Use:
 class Work(Generic[_T]):
     """A call that a helper thread makes for the main thread.
 
-    What a signal's handler raises may come anywhere in the main thread, and again at once. It never
-    comes in a helper: so what a call takes and gives back, the helper takes and gives back.
+    An exception of a signal's handler may come anywhere in the main thread, and again at once. It
+    never comes in a helper: so what a call takes and gives back, the helper takes and gives back.
     """
 
     def __init__(self, call: Callable[[], _T]) -> None:
@@ -70,7 +70,7 @@ class Work(Generic[_T]):
         self._call = None  # what it holds is not to outlive the call
 
     def wait(self) -> None:
-        """Until the call has ended. What a signal's handler raises gets out of this wait."""
+        """Until the call has ended. An exception of a signal's handler gets out of this wait."""
         # A signal that comes after Python's last look for one, and before the lock begins to
         # sleep, does not wake it: it is seen when this short sleep is over.
         while not self.wake.acquire(timeout=0.1):
@@ -78,7 +78,8 @@ class Work(Generic[_T]):
 
     def end(self, cancel: Callable[[], None]) -> None:
         """Cancels the call, if it has not ended, and waits for its end, which a cancelled call
-        comes to soon. What is raised meanwhile waits too; the last of it is raised."""
+        comes to soon. An exception meanwhile waits too; the last one is raised.
+        """
         raised: BaseException | None = None
         while True:
             try:
@@ -115,7 +116,7 @@ class Work(Generic[_T]):
 def by_helper(call: Callable[[], _T], cancel: Callable[[], None]) -> _T:
     """What *call* returns or raises, made by a helper thread while the main thread waits.
 
-    What a signal's handler raises cancels it by *cancel*, and is raised when it has ended.
+    An exception of a signal's handler cancels it by *cancel*, and is raised when it has ended.
     """
     work = Work(call)
     try:

@@ -325,7 +325,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return "fanin"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """What is done is logged where it is done."""
+        """Handlers log their own work."""
 
 
 def _after_fork() -> None:

@@ -17,15 +17,15 @@ def trace(file: str | os.PathLike[str]) -> Iterator[None]:
     """Writes a trace of what servers and clients of this process do inside the block.
 
     The file is made (mode 0600) and must not be there. It is Chrome's trace event format, for
-    ui.perfetto.dev: a row a thread, and one a rank that it pulls from.
-    One trace a process; without changing code, ``FANIN_TRACE=DIR`` in the environment gives each
-    process a file of its own there.
+    ui.perfetto.dev: a row a thread, and one a rank that it pulls from. One trace a process; without
+    changing code, ``FANIN_TRACE=DIR`` in the environment gives each process a file of its own
+    there.
 
     Raises:
         RequestError: no path, or the file is there.
         StateError: this process has a trace already.
-        HostError: it cannot be made or written. What the block itself raises goes before a file
-            that is not whole.
+        HostError: it cannot be made or written. An exception of the block goes before the error of
+            an incomplete file.
     """
     if not isinstance(file, (str, os.PathLike)):
         raise RequestError.make(

@@ -88,11 +88,11 @@ class PullSession(ClosableHandle):
     def read(self, first: int = 0, count: int | None = None) -> None:
         """Fills the boxes of *count* tensors from number *first* on, in the order of packing.
 
-        Any number of calls, in any order, also of tensors that were read before; what is not
-        named is not written. A part that is read in each session alike is planned once.
+        Any number of calls, in any order, also of tensors that were read before; what is not named
+        is not written. A part that is read in each session alike is planned once.
 
         After what it raises, but for a wrong argument, the session has failed: :meth:`end` raises
-        the same. What *progress* raises, and KeyboardInterrupt, abandon it.
+        the same. An exception of *progress*, and KeyboardInterrupt, abandon it.
 
         Args:
             count: None: all that follow.
@@ -125,9 +125,9 @@ class PullSession(ClosableHandle):
     def end(self) -> PullResult:
         """Ends it on all ranks: all that was read is of :attr:`step`, and may be used.
 
-        Whatever it raises, the session has ended, and nothing that it read may be used. *bytes*
-        and *tensors* of the result count what was read, and again what was read again; *read* and
-        other times are of all reads together, *total* is since :meth:`Client.begin` was called.
+        After any exception the session has ended. Do not use anything that it read. *bytes* and
+        *tensors* of the result count what was read, and again what was read again; *read* and other
+        times are of all reads together, *total* is since :meth:`Client.begin` was called.
 
         Raises:
             StaleError: a rank has rewritten its weights meanwhile: begin again.

@@ -366,8 +366,8 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
 /**
  * Begins a pull that fills memory in several calls. It is for memory that is used in between: a few
  * layers are read, installed, and then overwritten by the next ones. All bytes are of one step.
- * What fanin_session_read() has filled counts only once fanin_session_end() has succeeded. Until
- * then it may be torn.
+ * Bytes that fanin_session_read() has filled count only once fanin_session_end() has succeeded.
+ * Until then they may be torn.
  *
  * The call connects what is down, waits for the step, fetches catalogs and plans everything. It
  * chooses and prepares paths, and takes leases of all ranks that serve bytes. If the trainer
@@ -572,7 +572,7 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_model(
  * (".<name>.fanin-tmp-<16 hex digits>") and lock files (".<name>.fanin-lock") of this user. It
  * removes none whose name's lock is held. On a filesystem that other hosts share it removes
  * nothing, since locks there tell nothing of other hosts. *@p removed_out (may be NULL) counts the
- * half-made directories that are gone. What cannot be removed stays.
+ * half-made directories that are gone. Files that cannot be removed stay.
  *
  * Waits for nothing, and blocks as long as deleting takes. Thread: any.
  *

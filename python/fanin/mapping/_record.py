@@ -308,7 +308,8 @@ class Recording:
 
     def taken(self) -> dict[str, Parts]:
         """Of each published tensor of which this rank does not take all the blocks that it takes;
-        none: nothing. What the loader computes with counts as taken."""
+        none: nothing. Tensors that the loader computes with count as taken.
+        """
         whole = {refusal.tensor for refusal in self.refusals}
         parts: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         published = {p.name: p for p in self.published}

@@ -81,9 +81,9 @@ class Trace:
     def found(self, module: str, kind: str, leaf: str, values: Any) -> Leaf | None:
         """Takes note of what became of lent tensors; None: *values* are zero.
 
-        What is filled must begin at the first element of each dimension and have no holes: the leaf
-        has the shape of that part. Its strides follow the order of the elements in the published
-        tensors. So they land one behind the other wherever that is possible.
+        The filled part must begin at the first element of each dimension and have no holes. The
+        leaf has the shape of that part. Its strides follow the order of the elements in the
+        published tensors. So they land one behind the other wherever that is possible.
 
         Args:
             module, kind, leaf: path and class of the module, and the name of its tensor.

@@ -20,8 +20,8 @@ _DRIVERS: dict[str, type[Driver]] = {VLLM.kind: VLLM, SGLang.kind: SGLang}
 def driver_of(kind: str, wire: Wire, deadline: float) -> Driver:
     """The driver of an engine of *kind*; "auto": asks the engine what it is. Blocks.
 
-    What it is told need not last: an engine that is being started, or what stands before it, may
-    answer so. Raises what requests do, and the refusal of an engine that does not say.
+    Its answer need not last: an engine that is being started, or a proxy in front of it, may answer
+    so. Raises what requests do, and the refusal of an engine that does not say.
     """
     if kind in _DRIVERS:
         return _DRIVERS[kind](wire)

@@ -126,8 +126,10 @@ class Parameters:
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
         """Around an update: all modules are looked at before it. For :meth:`look` inside, during
-        which readers wait, those that hold items or are on the way to one are enough. What joins
-        elsewhere meanwhile, and is not told by the configuration, is the next look's."""
+        which readers wait, those that hold items or are on the way to one are enough. A parameter
+        that joins elsewhere meanwhile, without the configuration telling it, is found by the next
+        look.
+        """
         self._walked = self._base and self._tree.is_whole()
         try:
             yield
@@ -254,7 +256,7 @@ class Parameters:
         }
 
     def allow(self, before: dict[int, tuple[int, int]]) -> None:
-        """What was written since :meth:`counts` gave *before* belongs to another run's update."""
+        """Writes since :meth:`counts` gave *before* belong to another run's update."""
         if self._versions:
             for i, (lent, now) in enumerate(zip(self._lent, self._counted(), strict=True)):
                 then, lawful = before.get(id(lent.param), now), self._versions[i]

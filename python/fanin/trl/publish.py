@@ -105,7 +105,7 @@ class PublishCallback(TrainerCallback):
     def open(self, model: Any, step: int) -> None:
         """Makes the server for *model* as it is now and publishes it as *step*.
 
-        On every rank; blocks until all have come. What was published before is closed first. The
+        On every rank; blocks until all have come. It first closes an earlier publication. The
         trainer's begin calls it.
         """
         self.close()

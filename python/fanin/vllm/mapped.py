@@ -301,7 +301,8 @@ class MappedLanding(Landing):
 
     def installation(self, tensors: dict[tuple[str, str], Any]) -> Callable[[], None]:
         """What installs a step that lies in *tensors*, by path and leaf: all that is filled, and
-        every leaf of staged modules. What goes where is worked out here, once."""
+        every leaf of staged modules. It works out once which tensor goes where.
+        """
         plain = Copies(
             (self.live(path, leaf), tensors[path, leaf])
             for layer in self._layers

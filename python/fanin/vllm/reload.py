@@ -260,7 +260,7 @@ def begin(
 ) -> None:
     """Puts skeletons in the place of the model's tensors; its kernels' tensors are kept aside.
 
-    What an earlier reload left behind is put back first: vLLM would skip such modules.
+    It first puts back the state that an earlier reload left behind: vLLM would skip such modules.
 
     Args:
         modules: paths; only of these.
@@ -550,7 +550,7 @@ class Skeleton:
     def install(self, tensors: dict[str, Any]) -> None:
         """Processes *tensors*, one for each leaf, and copies what comes of them to the kernels'.
 
-        The kernels' tensors stay where they are. Whatever is raised, they are back afterwards.
+        The kernels' tensors stay where they are. After any exception they are back.
         """
         layerwise, info, module = _layerwise(), self._info, self.module
         try:

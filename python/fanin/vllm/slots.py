@@ -483,7 +483,7 @@ class Slots:
             image.seat = seat
 
     def let_go(self, seat: Seat | None) -> None:
-        """Who kept the slot has ended: it is vLLM's again, unless an image is in it."""
+        """The keeper of the slot has ended: the slot is vLLM's again, unless an image is in it."""
         if seat is not None and not seat.filled:
             self._seats.give_up(seat)
 

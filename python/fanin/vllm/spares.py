@@ -67,7 +67,7 @@ def has_room(folder: Path, size: int) -> bool:
 def memory_left(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Iterator[int]:
     """Bytes that the host has available, and that the container may take, as far as they are told.
 
-    cgroup: of version 2, as a container sees its own. What cannot be read limits nothing.
+    cgroup: of version 2, as a container sees its own. A file that cannot be read sets no limit.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in meminfo.read_text().splitlines():

@@ -39,8 +39,9 @@ class Hands:
         self._work: SimpleQueue[Work] = SimpleQueue()
 
     def give(self, work: Work) -> None:
-        """Any thread, and at once. What *work* raises is logged. Raises RuntimeError if there can
-        be no thread."""
+        """Any thread, and at once. The thread logs an exception of *work*. Raises RuntimeError if
+        there can be no thread.
+        """
         with self._lock:
             there = self._idle > 0
             self._idle -= there

@@ -43,7 +43,7 @@ class Comparison:
 
 
 def poison(landing: MappedLanding) -> None:
-    """Overwrites everything that a pull fills. What the engine has of its own stays."""
+    """Overwrites everything that a pull fills. The engine's own tensors stay."""
     for path, leaf in sorted(landing.filled):
         tensor = reload.Skeleton(path, landing.module(path)).live(leaf)
         if tensor is not None and tensor.numel():

@@ -108,7 +108,7 @@ class Jobs:
     ) -> None:
         """Runs *work* in a thread, unless a job of that name runs or has succeeded.
 
-        again: also if it has succeeded. What it brought is kept until the job is dropped.
+        again: also if it has succeeded. The worker keeps the result until the job is dropped.
         """
         with self._lock:
             old = self._jobs.get(name)
@@ -568,7 +568,7 @@ class WorkerExtension:
     def undo_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
         """Takes back a load that did not end well, here or in another worker.
 
-        What earlier loads of that name brought stays: requests may use it, by its number.
+        The results of earlier loads of that name stay: requests may use them, by their numbers.
         """
         self.remove_lora(lora_int_id)  # type: ignore[attr-defined]
         _jobs.undo(_extension_job(lora_name))
