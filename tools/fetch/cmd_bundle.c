@@ -471,16 +471,13 @@ const command cmd_bundle = {
         "  nixl-fetch bundle nixl_info.json --run 0 --log engine.log -o trouble.tar\n"
         "\n"
         "A tar of what version, doctor, status, ping, list and one pull to memory say, "
-        "the pull's trace, "
-        "variables\n"
-        "of the environment (FANIN_*, NIXL_*, UCX_*, NCCL_*, CUDA_VISIBLE_DEVICES) and "
-        "the "
-        "last\n"
-        "lines of logs. Values whose names have SECRET, KEY, TOKEN, PASSWORD or "
-        "CREDENTIAL in them\n"
-        "are struck out, and users of URLs. Each part has a deadline; manifest.json "
-        "says which\n"
-        "failed, and why. The exit status is 0 if the file was written, whatever it "
+        "with\n"
+        "the pull's trace and the last lines of logs. It has these variables of the\n"
+        "environment: FANIN_*, NIXL_*, UCX_*, NCCL_*, CUDA_VISIBLE_DEVICES. It\n"
+        "strikes out users of URLs, and values whose names have SECRET, KEY, TOKEN,\n"
+        "PASSWORD or CREDENTIAL in them. Each part has a deadline; manifest.json says "
+        "which\n"
+        "failed, and why. The exit status is 0 if the file was written, whatever it\n"
         "says.",
     .run = run,
 };

@@ -121,7 +121,7 @@ static int run(const command *self, int argc, const char **argv)
 const command cmd_exporter = {
     .name = "exporter",
     .arguments = "TARGET [--run R] [OPTION...]",
-    .summary = "what every rank is at, for Prometheus",
+    .summary = "every rank's state, for Prometheus",
     .help =
         "Examples:\n"
         "  nixl-fetch exporter nixl_info.json\n"

@@ -144,7 +144,7 @@ static int run(const command *self, int argc, const char **argv)
 const command cmd_status = {
     .name = "status",
     .arguments = "TARGET [--run R] [OPTION...]",
-    .summary = "what every rank is at, and what is wrong with a run",
+    .summary = "every rank's state, and what is wrong with a run",
     .help =
         "Examples:\n"
         "  nixl-fetch status nixl_info.json\n"

@@ -350,7 +350,7 @@ const command cmd_serve = {
         "\n"
         "Prints one line that begins with \"ready:\" when all ranks have committed "
         "their\n"
-        "first step, then serves until SIGINT or SIGTERM, which end all ranks (exit\n"
+        "first step. Then serves until SIGINT or SIGTERM, which end all ranks (exit\n"
         "status 0). A rank that dies ends the others, unless --keep-going is given.\n"
         "Bytes follow a pattern of key, step and place that 'pull --check-pattern' "
         "proves;\n"
