@@ -3,6 +3,7 @@
 
 #include "net/client_rules.h"
 #include "pull/lease_round.h"
+#include "stream/stream_link.h"
 #include <string.h>
 
 /* A source of the cached plan: READY, its tables those that the plan was made from, its path known.
@@ -40,7 +41,18 @@ early_begin *early_lease_ask(pull *p)
                : NULL;
 }
 
-/* Whether the plan is that of the ranks which are used, at what they announced. */
+/* Whether its data connections, if it needs any, have not been lost meanwhile. */
+static bool is_connected(const pull *p, size_t source)
+{
+    const path_plan *plan = &p->cache->whole.plan;
+    size_t peer = plan->peer_of[source];
+    bool by_stream = path_taken(p->publication, peer)->path == FANIN_PATH_STREAM;
+    return plan->plan->ranks[source].n_pieces == 0 ||
+           !(by_stream || p->options->verify) || stream_at_hand(p->client, peer);
+}
+
+/* Whether the plan is that of the ranks which are used, at what they announced, and no connection
+   is to be waited for. */
 static bool still_fits(const pull *p)
 {
     const path_plan *plan = &p->cache->whole.plan;
@@ -49,7 +61,7 @@ static bool still_fits(const pull *p)
         used += p->use[i];
     for (size_t i = 0; i < plan->n_sources; i++) {
         size_t peer = plan->peer_of[i];
-        if (!p->use[peer] ||
+        if (!p->use[peer] || !is_connected(p, i) ||
             p->announced[peer].version != p->publication->shards[peer].version)
             return false;
     }

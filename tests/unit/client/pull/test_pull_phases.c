@@ -36,6 +36,7 @@ static struct {
         LIES,
         SHRINKS,
         HANGS_UP,
+        LOSES_DATA,
         SILENCES_ALL, /* and hangs up */
         IS_SILENT
     } act;
@@ -83,6 +84,9 @@ static bool act(stub_talk *t, const frame *f, body *in)
         (void)stub_answer(t, f, in);
         *lie ^= 1;
         return true;
+    case LOSES_DATA:
+        shutdown(stub_rank_talk(t->rank, ROLE_DATA)->source.fd, SHUT_RDWR);
+        return stub_answer(t, f, in);
     case SHRINKS:
         return answer_keys(t, f->request, in, odd.times);
     case SILENCES_ALL:
@@ -314,6 +318,22 @@ static void no_connection_is_made_under_a_lease(void **state)
         assert_int_equal(odd.ended, RANKS);
     }
     assert_int_equal(odd.late, 0);
+}
+
+/* Leases that came with the announcements go back before a connection that was lost with these is
+   made again. */
+static void no_lease_waits_for_a_lost_connection(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    forget_asked();
+    acts(MSG_WAIT, 1, 1, LOSES_DATA);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 0);
+    assert_asked(MSG_HELLO, 0, 1);
+    assert_int_equal(odd.late, 0);
+    assert_asked(MSG_BEGIN, 1, 1);
+    assert_int_equal(odd.ended, RANKS);
 }
 
 /* An attempt that begins anew has its connections when the next step is announced: made after that,
@@ -694,6 +714,7 @@ int main(void)
         SCENE(ranks_that_know_no_early_leases_are_begun),
         SCENE(no_table_is_fetched_under_a_lease),
         SCENE(no_connection_is_made_under_a_lease),
+        SCENE(no_lease_waits_for_a_lost_connection),
         SCENE(connections_are_made_again_before_a_step_is_agreed),
         SCENE(a_silent_connection_is_not_waited_for_long),
         SCENE(a_stale_end_asks_for_leases_again),
