@@ -455,6 +455,24 @@ static fanin_status look(const stream_reading *s, bool *some, bool *done,
     return FANIN_OK;
 }
 
+/* Who is silent meanwhile holds the pull up: ranks without a connection, and once there are none,
+   those with some that are still to come. */
+static void set_owing(const stream_reading *s, bool some)
+{
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        const stream_source *source = &s->sources[i];
+        if (source->link)
+            connection_set_owing(path_source(s->r, i),
+                                 some ? !is_done(source) : source->work.made == 0);
+    }
+}
+
+static void set_none_owing(const stream_reading *s)
+{
+    for (size_t i = 0; i < s->r->plan->n_sources; i++)
+        connection_set_owing(path_source(s->r, i), false);
+}
+
 static fanin_status wait_for_them(stream_reading *s, deadline at, fanin_error *error)
 {
     uint64_t began = clock_ns();
@@ -468,19 +486,11 @@ static fanin_status wait_for_them(stream_reading *s, deadline at, fanin_error *e
             until = deadline_in_ms(LATE_MS) + (clock_ns() - began);
         if (status != FANIN_OK || done || deadline_passed(until))
             return status;
+        set_owing(s, some);
         status = client_step(s->r->client, at, deadline_sooner(wake, until), "connect",
                              error);
         if (status != FANIN_OK)
             return status;
-    }
-}
-
-/* Who is silent meanwhile holds the pull up. */
-static void set_owing(const stream_reading *s, bool owing)
-{
-    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
-        if (s->sources[i].link)
-            connection_set_owing(path_source(s->r, i), owing);
     }
 }
 
@@ -496,10 +506,9 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
     fanin_status status = make_threads(s, error);
     if (status == FANIN_OK)
         status = start_sources(s, NULL, all, error);
-    set_owing(s, true);
     if (status == FANIN_OK)
         status = wait_for_them(s, at, error);
-    set_owing(s, false);
+    set_none_owing(s);
     (void)finish(s);
     span_of_call(r->client, TRACE_CONNECT, began, status, NULL);
     return status;

@@ -5,6 +5,7 @@
 #include "log_catcher.h"
 #include "stub_ranks.h"
 #include "testing.h"
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -334,6 +335,26 @@ static void no_lease_waits_for_a_lost_connection(void **state)
     assert_int_equal(odd.late, 0);
     assert_asked(MSG_BEGIN, 1, 1);
     assert_int_equal(odd.ended, RANKS);
+}
+
+/* The other one's connection is there. */
+static void who_answers_no_connection_is_named(void **state)
+{
+    for (uint32_t i = 0; i < RANKS; i++) {
+        char silent[80];
+        begin(false);
+        s.options.timeout_ms = 1000;
+        acts(MSG_HELLO, i, 1, IS_SILENT);
+        odd.of_data = true;
+        assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+        assert_int_equal(s.took_ms, 1000);
+        assert_int_equal(s.error.rank, i);
+        snprintf(silent, sizeof silent, "in phase connect, waiting for rank %u at %s",
+                 (unsigned)i, s.world.ranks[i].address);
+        assert_says(s.error.message, silent);
+        if (i + 1 < RANKS)
+            tear_down(NULL);
+    }
 }
 
 /* An attempt that begins anew has its connections when the next step is announced: made after that,
@@ -715,6 +736,7 @@ int main(void)
         SCENE(no_table_is_fetched_under_a_lease),
         SCENE(no_connection_is_made_under_a_lease),
         SCENE(no_lease_waits_for_a_lost_connection),
+        SCENE(who_answers_no_connection_is_named),
         SCENE(connections_are_made_again_before_a_step_is_agreed),
         SCENE(a_silent_connection_is_not_waited_for_long),
         SCENE(a_stale_end_asks_for_leases_again),
