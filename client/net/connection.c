@@ -314,6 +314,18 @@ static bool is_closed_there(int fd)
     return poll(&end, 1, 0) > 0;
 }
 
+/* To see whose process it is takes a descriptor. To lack one may pass, and is no reason to trust
+   other users. */
+static void explain_shortage(int code, secure_fault *why)
+{
+    char reason[128];
+    *why = (secure_fault){.status = FANIN_ERR_UNREACHABLE};
+    snprintf(why->what, sizeof why->what,
+             "cannot be told from another user's process: %s",
+             strerror_r(code, reason, sizeof reason));
+    snprintf(why->remedy, sizeof why->remedy, "%s", error_remedy(code, ""));
+}
+
 /* On loopback whoever came first has the port. Root needs no port to alter what this process pulls.
    */
 static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
@@ -322,6 +334,7 @@ static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
     if (c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
         return true;
     bool told = socket_owner(fd, &uid);
+    int code = errno;
     if (told && (uid == geteuid() || uid == 0))
         return true;
     *why =
@@ -338,6 +351,8 @@ static bool is_trusted_owner(const connection *c, int fd, secure_fault *why)
     else if (is_closed_there(fd))
         *why = (secure_fault){FANIN_ERR_CLOSED,
                               "closed the connection when it was made", STOPPED_REMEDY};
+    else if (error_remedy(code, NULL))
+        explain_shortage(code, why);
     return false;
 }
 

@@ -3,6 +3,7 @@
 #include "socket_owner.h"
 
 #include "socket.h"
+#include <errno.h>
 #include <linux/inet_diag.h>
 #include <linux/netlink.h>
 #include <linux/sock_diag.h>
@@ -181,6 +182,7 @@ bool socket_owner(int fd, uid_t *uid_out)
 {
     ends e;
     *uid_out = (uid_t)-1;
+    errno = 0;
     return ends_of(fd, &e) &&
            (told_by_diag(&e, uid_out) || told_by_list(&e, false, uid_out) ||
             told_by_list(&e, true, uid_out)) &&

@@ -10,9 +10,10 @@
  * The uid of the process that took the other end of the connected TCP socket @p fd, as the kernel
  * tells it to everybody (sock_diag, else /proc/self/net/tcp). False: it does not, as the other end
  * lies in another network namespace or behind a translated address, has not been taken or is
- * closed, or has an owner without a name in this process's user namespace. Thread: any. Waits for
- * nobody; where sock_diag is forbidden it reads the list of all connections of the host, 8 MiB of
- * it at most.
+ * closed, or has an owner without a name in this process's user namespace; or this process has no
+ * descriptor or memory to ask with, for which errno has a remedy (error_remedy()). Thread: any.
+ * Waits for nobody; where sock_diag is forbidden it reads the list of all connections of the host,
+ * 8 MiB of it at most.
  */
 bool socket_owner(int fd, uid_t *uid_out);
 

@@ -313,6 +313,31 @@ static void without_descriptors_the_limit_is_the_remedy(void **state)
     assert_non_null(strstr(connection_fault(s->c)->remedy, "ulimit -n"));
 }
 
+static struct rlimit all_files;
+
+/* Of both ends; none for anything new. */
+static bool answer_without_descriptors(stub_talk *t, const frame *f, body *in)
+{
+    const struct rlimit none = {.rlim_max = all_files.rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    return stub_answer(t, f, in);
+}
+
+/* Neither is it one to trust other users. */
+static void who_cannot_be_looked_at_is_no_stranger(void **state)
+{
+    scene *s = *state;
+    s->rank.answer = answer_without_descriptors;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &all_files), 0);
+    connection_state at = open_tcp(s);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &all_files), 0);
+    assert_int_equal(at, CONNECTION_DOWN);
+    assert_down(s, FANIN_ERR_UNREACHABLE, "Too many open files");
+    assert_non_null(strstr(connection_fault(s->c)->remedy, "ulimit -n"));
+    s->rank.answer = stub_answer;
+    assert_int_equal(open_it(s), CONNECTION_READY);
+}
+
 static void a_greeting_must_be_one(void **state)
 {
     scene *s = *state;
@@ -680,6 +705,7 @@ int main(void)
         SCENE(a_taken_name_is_left),
         SCENE(nobody_listens),
         SCENE(without_descriptors_the_limit_is_the_remedy),
+        SCENE(who_cannot_be_looked_at_is_no_stranger),
         SCENE(a_greeting_must_be_one),
         SCENE(an_answer_must_be_one),
         SCENE(a_sealed_answer_must_fit),
