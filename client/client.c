@@ -3,14 +3,13 @@
 
 #include "adapter/adapter_layout.h"
 #include "adapter/spare_file.h"
-#include "catalog/tables.h"
 #include "cma/reader_cma.h"
 #include "credentials.h"
 #include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
 #include "log_choice.h"
-#include "pull/plan_cache.h"
+#include "pull/kept.h"
 #include "net/reading_threads.h"
 #include "net/spans.h"
 #include "pull/pull_session.h"
@@ -156,9 +155,7 @@ void fanin_client_disconnect(fanin_client *client)
     late_sends_destroy(&client->shared.late);
     spare_file_drop(&client->spare);
     adapter_layout_free(&client->layout);
-    plan_cache_free(client);
-    path_states_free(client);
-    tables_free_all(client);
+    kept_free(client);
     stream_disconnect(client);
     cma_disconnect(client);
     reading_threads_destroy(&client->readers);

@@ -14,11 +14,15 @@
 
 publication *tables_of(fanin_client *client, const char *name)
 {
-    for (publication *p = client->publications; p; p = p->next) {
-        if (strcmp(p->name, name) == 0)
-            return p;
+    publication **at = &client->publications, *p;
+    while (*at && strcmp((*at)->name, name) != 0)
+        at = &(*at)->next;
+    if ((p = *at)) {
+        *at = p->next;
+        p->next = client->publications;
+        return client->publications = p;
     }
-    publication *p = calloc(1, sizeof *p);
+    p = calloc(1, sizeof *p);
     shard_table *shards = calloc(client->n_peers, sizeof *shards);
     if (!p || !shards) {
         free(p);
@@ -48,15 +52,13 @@ void tables_forget(publication *p)
     p->n_needs = 0;
 }
 
-void tables_free_all(fanin_client *client)
+void tables_free(publication **at)
 {
-    while (client->publications) {
-        publication *p = client->publications;
-        client->publications = p->next;
-        tables_forget(p);
-        free(p->shards);
-        free(p);
-    }
+    publication *p = *at;
+    *at = p->next;
+    tables_forget(p);
+    free(p->shards);
+    free(p);
 }
 
 /* -------------------------------------------------------------------- keys */

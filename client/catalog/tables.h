@@ -62,9 +62,11 @@ struct publication {
     struct plan_cache *plans;  /**< of pull/; NULL: none yet */
 };
 
-/** The cache of @p name, made if need be. NULL: out of memory. */
+/** The cache of @p name, made if need be, which is the client's first from now on. NULL: out of
+    memory. */
 publication *tables_of(fanin_client *client, const char *name);
-void tables_free_all(fanin_client *client);
+/** Takes *@p at out of the client's list, and frees it. */
+void tables_free(publication **at);
 /** The ranks do not publish it any more: drops their tables. */
 void tables_forget(publication *p);
 

@@ -43,14 +43,16 @@ static void drop_regions(fanin_client *client, path_state *s, size_t peer)
     s->regions_path = FANIN_PATH_AUTO;
 }
 
-void path_states_free(fanin_client *client)
+void path_states_free(fanin_client *client, publication *p)
 {
-    for (publication *p = client->publications; p; p = p->next) {
-        for (size_t i = 0; p->paths && i < p->n_peers; i++)
-            drop_regions(client, &p->paths->peers[i], i);
-        free(p->paths);
-        p->paths = NULL;
-    }
+    for (size_t i = 0; p->paths && i < p->n_peers; i++)
+        drop_regions(client, &p->paths->peers[i], i);
+    free(p->paths);
+    p->paths = NULL;
+}
+
+void path_states_close(fanin_client *client)
+{
     free(client->paths);
     client->paths = NULL;
 }

@@ -35,8 +35,10 @@ struct path_states {
 
 /** Makes what the functions below need. FANIN_ERR_MEMORY. */
 fanin_status path_states_open(fanin_client *client, publication *p, fanin_error *error);
-/** Of all publications, at the end: before tables_free_all() and before the paths' ends. */
-void path_states_free(fanin_client *client);
+/** The publication's, before its tables go. */
+void path_states_free(fanin_client *client, publication *p);
+/** What is of no publication, when none has any: before the paths' ends. */
+void path_states_close(fanin_client *client);
 
 /** The peer's state, as far as it still holds. */
 path_state *path_state_of(fanin_client *client, publication *p, size_t peer);

@@ -6,6 +6,7 @@
 #include "error_set.h"
 #include "peft/peft_config.h"
 #include "pull/agree.h"
+#include "pull/kept.h"
 #include "pull/pull.h"
 #include <stdlib.h>
 #include <string.h>
@@ -28,7 +29,7 @@ static fanin_status snapshot_make(fanin_client *client, const char *name, snapsh
     if (!name || strlen(name) >= sizeof s->publication->name)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the publication's name is missing or too long");
-    s->publication = tables_of(client, name);
+    s->publication = kept_of(client, name);
     s->announced = calloc(client->n_peers, sizeof *s->announced);
     s->use = calloc(client->n_peers, sizeof *s->use);
     if (!s->publication || !s->announced || !s->use)

@@ -102,13 +102,11 @@ void plan_cache_drop(publication *p)
         clear(&p->plans[i]);
 }
 
-void plan_cache_free(fanin_client *client)
+void plan_cache_free(publication *p)
 {
-    for (publication *p = client->publications; p; p = p->next) {
-        plan_cache_drop(p);
-        free(p->plans);
-        p->plans = NULL;
-    }
+    plan_cache_drop(p);
+    free(p->plans);
+    p->plans = NULL;
 }
 
 /* ------------------------------------------------------------------- making */

@@ -50,8 +50,8 @@ typedef struct plan_cache {
 plan_cache *plan_cache_of(publication *p, const destination *d);
 /** Drops the publication's plans. */
 void plan_cache_drop(publication *p);
-/** Those of all publications, at the end. */
-void plan_cache_free(fanin_client *client);
+/** The same; none is valid any more. */
+void plan_cache_free(publication *p);
 
 /** Makes the plan for the ranks with use[i] and the destination, unless it is there. Errors of
     plan_build(); a hole whose holder is a rank that is down becomes that rank's error. */

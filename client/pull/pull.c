@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "net/spans.h"
 #include "pull/attempt.h"
+#include "pull/kept.h"
 #include "pull/lease_round.h"
 #include "pull/pull_log.h"
 #include "pull/read_ahead.h"
@@ -275,7 +276,7 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->client->place = (trace_place){.pull = trace_next_pull()};
     p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
-    p->publication = tables_of(p->client, p->options->publication);
+    p->publication = kept_of(p->client, p->options->publication);
     p->cache = p->publication ? plan_cache_of(p->publication, p->destination) : NULL;
     p->announced = calloc(n, sizeof *p->announced);
     p->use = calloc(n, sizeof *p->use);

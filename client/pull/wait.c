@@ -2,6 +2,7 @@
 /* Waiting for a step without reading anything of it. */
 #include "error_set.h"
 #include "pull/agree.h"
+#include "pull/kept.h"
 #include "pull/pull.h"
 #include <stdlib.h>
 
@@ -80,7 +81,7 @@ fanin_status fanin_client_wait(fanin_client *client, const fanin_pull_options *i
     fanin_status status = pull_check(client, in, &options, error);
     if (status != FANIN_OK)
         return status;
-    waiter w = {client, tables_of(client, options.publication),
+    waiter w = {client, kept_of(client, options.publication),
                 deadline_in_ms(options.timeout_ms)};
     if (!w.publication)
         return error_set_memory(error);

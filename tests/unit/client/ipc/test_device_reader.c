@@ -742,7 +742,8 @@ static void idle_publications_are_unmapped(void **state)
                      FANIN_PATH_AUTO); /* decided, mapped anew */
     fake_cuda_count(&after);
     assert_int_equal(after.mappings, before.mappings - n);
-    path_states_free(b.client);
+    path_states_free(b.client, &p);
+    path_states_close(b.client);
     b.client->publications = NULL;
     b.client->peers = NULL;
     b.client->n_peers = 0;

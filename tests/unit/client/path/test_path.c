@@ -175,7 +175,7 @@ static void it_ends_with_the_client(void **state)
     keepsake k;
     begin(FANIN_PATH_AUTO);
     decide_on_cma(&k);
-    path_states_free(s.world.client);
+    path_states_free(s.world.client, s.run);
     assert_int_equal(k.dropped, 1);
     assert_int_equal(path_taken(s.run, 1)->path, FANIN_PATH_AUTO);
 }

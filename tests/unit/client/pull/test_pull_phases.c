@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A pull as a whole, step by step: what ranks are asked in which order, what begins it anew, how it
    ends. */
+#include "catalog/tables.h"
 #include "ends.h"
 #include "log_catcher.h"
 #include "stub_ranks.h"
@@ -249,6 +250,37 @@ static void the_next_pull_asks_less(void **state)
     assert_asked(MSG_BOXES, 0, 0);
     assert_asked(MSG_READ, 1, 1);
     assert_int_equal(odd.ended, RANKS);
+}
+
+static void look_at_runs(unsigned n)
+{
+    uint64_t step;
+    char name[32];
+    for (unsigned i = 0; i < n; i++) {
+        fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+        snprintf(name, sizeof name, "lora:other-%u", i);
+        options.publication = name;
+        assert_ok(fanin_client_wait(s.world.client, &options, &step, &s.error),
+                  s.error);
+    }
+}
+
+/* Runs come and go while a client lives. */
+static void of_many_runs_the_last_are_kept(void **state)
+{
+    size_t n = 0;
+    begin(false);
+    expect_pull(1);
+    look_at_runs(20);
+    forget_asked();
+    expect_pull(1);
+    assert_asked(MSG_BOXES, 0, 0);
+    look_at_runs(500);
+    for (const publication *p = s.world.client->publications; p; p = p->next)
+        n++;
+    assert_in_range(n, 20, 100);
+    expect_pull(1);
+    assert_asked(MSG_BOXES, 1, 1);
 }
 
 /* Everything is at hand: one round before the reads, and one behind them. */
@@ -731,6 +763,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         SCENE(each_phase_asks_once),
         SCENE(the_next_pull_asks_less),
+        SCENE(of_many_runs_the_last_are_kept),
         SCENE(a_warm_pull_begins_with_the_announcements),
         SCENE(ranks_that_know_no_early_leases_are_begun),
         SCENE(no_table_is_fetched_under_a_lease),
