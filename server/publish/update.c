@@ -66,7 +66,6 @@ static fanin_status end_update(fanin_server *server, const char *name,
     publication *p = publication_find(server, name);
     status = p && p->present ? end(server, p, error)
                              : publication_absent(phase, name, error);
-    server->stats.aborts += status == FANIN_OK;
     pthread_mutex_unlock(&server->lock);
     commit_tidy(server);
     return status;
@@ -79,6 +78,7 @@ static fanin_status abort_update(fanin_server *s, publication *p, fanin_error *e
     if (p->paused) { /* resume does not show the step again */
         p->was_stable = false;
         p->aborted = p->aborted || publication_has_copies(p);
+        s->stats.aborts++;
         return FANIN_OK;
     }
     publication_settle(s, p);
@@ -93,6 +93,7 @@ static fanin_status abort_update(fanin_server *s, publication *p, fanin_error *e
         p->aborted = true;
     else
         publication_advance(s, p, STATE_UNPUBLISHED);
+    s->stats.aborts++;
     return FANIN_OK;
 }
 

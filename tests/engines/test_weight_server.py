@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import json
 import re
+import threading
 import weakref
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import fanin.check
 import pytest
 import torch
 from families import FAMILIES
-from fanin.errors import NotFoundError, PausedError, RequestError, StateError
+from fanin.errors import NotFoundError, PausedError, RequestError, StateError, SupersededError
 from fanin.info import read_info
 from fanin.torch import AdapterServer, Slice, WeightServer, _proof, chain
 from fanin.torch.names import checkpoint, vocabulary
@@ -23,6 +25,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
+from worlds import PATIENCE
 
 DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -747,6 +750,32 @@ def test_pages_tell_what_works(page, monkeypatch, tmp_path):
         step, got = pulled(server)
         assert step == 3
         same(got, state(model, without=["head.weight"]))
+
+
+def test_a_reader_of_digests_that_stands_still_holds_no_step_up() -> None:
+    model = torch.nn.Linear(64, 64)
+    here, go = threading.Event(), threading.Event()
+
+    def stands(_done: int, _total: int) -> None:
+        here.set()
+        go.wait(PATIENCE)
+
+    with (
+        WeightServer(model, base_port=0, use_ucx=False, lease=5.0) as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        server.publish(0)
+        with fanin.Client(server.addresses, path="stream") as reader:
+            (one,) = reader.catalog("full:0.digests")
+            room = {one.name: bytearray(one.bytes)}
+            pull = pool.submit(reader.pull_into, "full:0.digests", room, step=0, progress=stands)
+            assert here.wait(PATIENCE)
+            server.publish(1, digests=True)
+            held_up, aborts = (server.stats()[name] for name in ("held_up_ns_max", "aborts"))
+            go.set()
+            with pytest.raises(SupersededError):
+                pull.result(PATIENCE)
+        assert (held_up, aborts) == (0, 0)
 
 
 def short_of_memory(_: object) -> None:

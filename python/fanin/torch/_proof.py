@@ -26,7 +26,7 @@ from fanin._served import (
     scaled,
 )
 from fanin._tensors import Box, Shard, shard_of
-from fanin.errors import FaninError, StateError
+from fanin.errors import FaninError, NotFoundError, StateError
 from fanin.server import Server
 from fanin.torch._parameters import Parameters
 from fanin.torch._union import Table
@@ -86,7 +86,10 @@ class Proof:
         return self._steps % every == 0
 
     def begin(self, server: Server) -> None:
-        """Digests will follow the step that comes now. Waits for readers of the last ones."""
+        """Digests will follow the step that comes now. Readers of the last ones start again: a
+        step does not wait for them, as an update would."""
+        with contextlib.suppress(NotFoundError, StateError):  # there are none
+            server.withdraw(self.publication)
         server.begin_update(self.publication)
 
     def abort(self, server: Server) -> None:
