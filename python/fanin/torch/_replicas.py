@@ -146,7 +146,8 @@ class Mailbox:
             raise StateError.make(
                 f"torch.distributed's store does not answer: {error}. The ranks must "
                 f"{self._purpose}, and compare through it what they hold",
-                "see why the process has ended that keeps the store (MASTER_ADDR, mostly rank 0)",
+                "see why the process that keeps the store (MASTER_ADDR, mostly rank 0) has ended or"
+                " stands still",
             ) from error
 
     def leave(self, text: bytes, at: At) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from fanin.errors import FaninError, HostError, RequestError
 from fanin.info import is_loopback, is_numeric
+from fanin.torch._store import Store
 
 MAX_PORT = 65535
 
@@ -46,6 +47,7 @@ class Ranks:
     def __init__(self, group: Any, device: int | None) -> None:
         self._group = group
         self._device = device
+        self._store: Store | None = None
         dist = torch.distributed
         self._distributed = bool(dist.is_available() and dist.is_initialized())
         self.rank, self.size = 0, 1
@@ -81,14 +83,14 @@ class Ranks:
             dist.broadcast_object_list(out, src=source, group=self._group)
         return out[0]
 
-    def store(self) -> Any:
+    def store(self) -> Store | None:
         """Where ranks leave things for others, of torch.distributed; None: there is none."""
-        if not self._distributed or self.size == 1:
-            return None
-        try:
-            return torch.distributed.distributed_c10d._get_default_store()
-        except (AttributeError, ValueError, RuntimeError):  # MPI has none
-            return None
+        if self._store is not None or not self._distributed or self.size == 1:
+            return self._store
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # MPI has none
+            found = torch.distributed.distributed_c10d._get_default_store()
+            self._store = Store(found, self.rank)
+        return self._store
 
     def _on_device(self) -> Any:
         # NCCL gathers objects through the current device, which must be one of this rank's own.
