@@ -1464,6 +1464,27 @@ def a_run_that_one_rank_never_adds(rank, scratch):
         replicas_module._WAIT = wait
 
 
+def a_step_of_before_on_one_rank(rank, scratch):
+    """As one rank resumes from another checkpoint: the other one has a good step."""
+    grace, replicas_module._GRACE = replicas_module._GRACE, 1.0
+    model = adapted()
+    try:
+        with serve(model) as server:
+            server.publish(5)
+            if rank == 1:
+                with pytest.raises(RequestError, match="step 5 of lora:0 is not above"):
+                    server.publish(5)
+            else:
+                with pytest.raises(StateError, match="rank 1 does not publish step 6") as told:
+                    server.publish(6)
+                assert "step 5 of lora:0 is not above its last step 5" in str(told.value)
+            torch.distributed.barrier()  # it would meet step 6 and say so
+            server.publish(7)
+            compare(server, model, rank, scratch, step=7)
+    finally:
+        replicas_module._GRACE = grace
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -1486,6 +1507,7 @@ def a_run_that_one_rank_never_adds(rank, scratch):
         "modules_that_join",
         "a_run_on_one_rank",
         "a_run_that_one_rank_never_adds",
+        "a_step_of_before_on_one_rank",
     ],
 )
 def test_two_ranks(ranks, name):

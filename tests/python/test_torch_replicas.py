@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fanin.errors import RequestError, StateError
 from fanin.torch import _replicas
-from fanin.torch._replicas import Replicas
+from fanin.torch._replicas import REFUSED, Replicas
 from fanin.torch._union import Replicated
 
 
@@ -225,6 +225,38 @@ def test_ranks_that_failed_together_wait_for_each_other_at_the_next_try(again):
     early.join(30)
     assert errors == [None]
     assert world.store.held == {}
+
+
+def refused(world, rank):
+    world.replicas[rank].fail("RequestError: step 0 is not above its last step 0", REFUSED)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_called_with_a_step_of_before_is_not_waited_for(monkeypatch, rank):
+    monkeypatch.setattr(_replicas, "_GRACE", 0.2)
+    world = World({"a": (0, 1, 2)})
+    assert world.publish(0) == [None] * 3
+    refused(world, rank)
+    began = time.monotonic()
+    for error in world.publish(5, [one for one in world.ranks if one != rank]):
+        assert "does not publish step 5 of full:0: RequestError: step 0 is" in str(error)
+        assert error.rank == rank
+    assert time.monotonic() - began < 20
+    assert world.publish(6) == [None] * 3
+    assert world.store.held == {}
+
+
+def test_a_rank_that_is_called_once_too_often_is_waited_for():
+    world = World({"a": (0, 1)})
+    assert world.publish(0) == [None] * 2
+    refused(world, 1)
+    errors = []
+    early = threading.Thread(target=lambda: errors.extend(world.publish(1, [0])))
+    early.start()
+    time.sleep(5 * _replicas._TICK)
+    assert world.publish(1, [1]) == [None]
+    early.join(30)
+    assert errors == [None] and world.store.held == {}
 
 
 def test_a_store_that_is_gone():

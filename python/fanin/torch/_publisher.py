@@ -22,6 +22,7 @@ from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Cast, Casting
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import AdapterProof, Proof
+from fanin.torch._replicas import REFUSED
 from fanin.torch._segments import tell_segments
 from fanin.torch._world import (
     Ranks,
@@ -320,13 +321,16 @@ class Publisher:
             RequestError: a step that is not above the last.
         """
         runs = self._named(run)
-        for one in runs:
-            if not one.paused:
-                raise StateError.make(
-                    f"{one.publication} is not paused", "pause(run) it before", key=one.publication
-                )
-            if step is not None:
-                self._check_step(one, step)
+        with self._told_of_refusal(runs):
+            for one in runs:
+                if not one.paused:
+                    raise StateError.make(
+                        f"{one.publication} is not paused",
+                        "pause(run) it before",
+                        key=one.publication,
+                    )
+                if step is not None:
+                    self._check_step(one, step)
         if step is None:
             self._continue(runs, None)
             return
@@ -493,6 +497,18 @@ class Publisher:
             raise
 
     @contextlib.contextmanager
+    def _told_of_refusal(self, runs: list[OneRun]) -> Iterator[None]:
+        """Around the checks of a call's step: other ranks may have been called with a good one."""
+        try:
+            yield
+        except FaninError as error:
+            for run in runs:
+                at, run.at = run.at, REFUSED
+                self._unpublished(run, error)
+                run.at = at
+            raise
+
+    @contextlib.contextmanager
     def _digesting(self, runs: list[tuple[OneRun, int]], digests: bool | None) -> Iterator[None]:
         """Around a step that is published: what digests it is to have follow it."""
         for one, _ in runs:
@@ -581,12 +597,13 @@ class Publisher:
                     f"a step alone says nothing with these runs: {self._known()}",
                     "give {run: step}",
                 )
-        for one, at in runs:
-            if one.paused:
-                raise StateError.make(
-                    f"{one.publication} is paused", "resume(run) it before", key=one.publication
-                )
-            self._check_step(one, at)
+        with self._told_of_refusal([one for one, _ in runs]):
+            for one, at in runs:
+                if one.paused:
+                    raise StateError.make(
+                        f"{one.publication} is paused", "resume(run) it before", key=one.publication
+                    )
+                self._check_step(one, at)
         return runs
 
     def _check_step(self, run: OneRun, step: int) -> None:

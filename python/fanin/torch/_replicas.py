@@ -46,6 +46,9 @@ _UNIT = 4 << 20
 """Bytes that are digested together, at most, unless a row is longer."""
 _NOTHING = "-"
 """No rank leaves this."""
+REFUSED = (-1, 0)
+"""At which a rank fails that was called with a step that it cannot publish. Others believe it once
+they have waited _GRACE: it may have been called once too often, and come yet."""
 
 _PARTS = (
     "if the ranks hold parts, say by names= which (fanin.torch.Slice with at and shape, "
@@ -162,6 +165,8 @@ class Mailbox:
         """Tells the others, or these, that this rank publishes nothing now; takes its part back."""
         text = json.dumps([self._rank, message, at])
         self._remove(self._part(self._rank))
+        if at == REFUSED and self._rank != self._ranks[0]:
+            ranks = self._ranks[:1]  # who tells the others: all may have been refused
         with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
             for rank in ranks or self._ranks:
                 if rank != self._rank:
@@ -224,22 +229,30 @@ class Mailbox:
         ranks: those without which they are not, for the log.
         """
         began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=_TICK))
+            return b""
         is_quiet = True
-        while time.monotonic() < began + seconds:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait(keys, timedelta(seconds=_TICK))
+        while (waited := time.monotonic() - began) < seconds:
+            if self._store.check(keys):  # a wait() in vain is two lines of PyTorch's log
                 return b""
-            # Ranks that failed together did not wait: what they told is there at their next try.
             text = self._peek(self._failure(self._rank))
-            if text and tuple(json.loads(text)[2]) >= self._at:
+            if text and self._believed(tuple(json.loads(text)[2]), waited):
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
             if self._is_outdated(self._at[0]):
                 return b"outdated"
-            if is_quiet and time.monotonic() > began + _QUIET:
+            if is_quiet and waited > _QUIET:
                 is_quiet = False
                 self._log_absent(ranks)
+            time.sleep(min(waited / 100, _TICK / 4))
         return b"absent"
+
+    def _believed(self, at: At, waited: float) -> bool:
+        if at == REFUSED:
+            return waited > _GRACE
+        # Ranks that failed together did not wait: what they told is there at their next try.
+        return at >= self._at
 
     def _log_absent(self, ranks: Sequence[int]) -> None:
         if absent := [rank for rank in ranks if not self._peek(self._part(rank))]:
