@@ -26,7 +26,7 @@ from typing import Any
 
 from fanin import _served
 from fanin._http import FAILURES, ask_json, base_url
-from fanin.errors import HostError, NotFoundError, RequestError
+from fanin.errors import HostError, NotFoundError, PeerError, RequestError
 from fanin.info import addresses_of, client_arguments
 from fanin.sglang import asking
 
@@ -173,6 +173,7 @@ def served(
         HostError: something differs: all of it is in ``report`` of the error.
         NotFoundError: the trainer has published no digests.
         RequestError: *engine* cannot be asked; a worker has refused or failed.
+        PeerError: it has another version of fanin, whose digests cannot be read.
     """
     deadline = time.monotonic() + timeout
     if _publication(run).startswith("lora:"):
@@ -239,11 +240,12 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
             f"the engine has {workers} workers, and {len(answers)} have answered",
             "ask each replica alone, or all of them by vllm.LLM",
         )
+    trained = _served.join(ranks)
+    _refuse_unread(answers, {one.name: len(one.shape) for one in trained})
     held = [[_served.Held(n, tuple(o), tuple(e), d) for n, o, e, d in a["held"]] for a in answers]
     unused = {name for one in answers for name in one["unused"]}
     beyond = unused.union(name for one in answers for name in one["untold"])
-    wanted = [tensor for tensor in _served.join(ranks) if tensor.name not in beyond]
-    found, same = _served.compare(wanted, held)
+    found, same = _served.compare([one for one in trained if one.name not in beyond], held)
     report = Served(
         step=step,
         workers=workers,
@@ -266,6 +268,46 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
         error.report = report  # type: ignore[attr-defined]
         raise error
     return report
+
+
+def _refuse_unread(answers: list[dict[str, Any]], dims: dict[str, int]) -> None:
+    """PeerError: what a worker has told has another form than a worker's digests. dims: of what is
+    trained, by name."""
+    for number, one in enumerate(answers):
+        lists = [one.get(name, ()) for name in ("different", "unseen", "kept")]
+        lists += [one.get(name) for name in ("unused", "untold")]
+        names = all(_is_list(told) and all(map(_is_text, told)) for told in lists)
+        held: Any = one.get("held")
+        if not (names and _is_list(held) and all(_is_held(box, dims) for box in held)):
+            raise PeerError.make(
+                f"the digests of worker {number} cannot be read",
+                "run the same version of fanin where the engine runs and here",
+            )
+
+
+def _is_list(told: Any) -> bool:
+    return isinstance(told, list | tuple)
+
+
+def _is_text(told: Any) -> bool:
+    return isinstance(told, str)
+
+
+def _is_held(told: Any, dims: dict[str, int]) -> bool:
+    """Whether it is a box as a worker tells it: name, offset, extent, digests."""
+    if not (_is_list(told) and len(told) == 4 and _is_text(told[0])):
+        return False
+    name, *place, digests = told
+    return (
+        all(_is_list(at) and all(map(_is_count, at)) for at in place)
+        and len(place[0]) == len(place[1]) == dims.get(name, len(place[0]))
+        and isinstance(digests, dict)
+        and all(_is_text(dtype) and _is_count(n) for dtype, n in digests.items())
+    )
+
+
+def _is_count(told: Any) -> bool:
+    return isinstance(told, int) and not isinstance(told, bool) and told >= 0
 
 
 def trained(
@@ -373,7 +415,10 @@ def _answers(
 def _workers(engine: Any, timeout: float, api_key: str | None = None) -> int:
     """How many the server says that it has, 0: *engine* is in this process. Raises RequestError."""
     if isinstance(engine, str):
-        return int(_ask(engine, "/get_world_size", None, timeout, api_key)["world_size"])
+        told: Any = _ask(engine, "/get_world_size", None, timeout, api_key).get("world_size")
+        if not _is_count(told):
+            raise _unasked(engine, "/get_world_size", f"it says {told!r}")
+        return int(told)
     if not hasattr(engine, "collective_rpc"):
         raise RequestError.make(
             f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"

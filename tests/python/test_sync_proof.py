@@ -116,6 +116,40 @@ def test_what_the_trainers_cast_rounds_is_a_note(
     assert engine.paused
 
 
+BOX = ["w", [0, 0], [4, 8], {"F32": 1}]
+OTHER_FORMS = [
+    {"held": [BOX], "different": []},
+    {"held": 1, "different": [], "untold": [], "unused": []},
+    {"held": [BOX], "different": [], "untold": [1], "unused": []},
+    {"held": [BOX[:3]], "different": [], "untold": [], "unused": []},
+    {"held": [["w", [0], [4], {"F32": 1}]], "different": [], "untold": [], "unused": []},
+    {"held": [["w", [0, [0]], [4, 8], {"F32": 1}]], "different": [], "untold": [], "unused": []},
+    {"held": [[*BOX[:3], {"F32": "1"}]], "different": [], "untold": [], "unused": []},
+]
+
+
+@pytest.mark.parametrize("told", OTHER_FORMS)
+def test_digests_of_another_version_are_no_reason_to_stay_paused(
+    trainer: WholeTrainer, engine: FakeVLLM, told: dict[str, Any]
+) -> None:
+    registry = registry_of(trainer, engine)
+    engine._digests = lambda _: told  # type: ignore[method-assign]
+    trainer.commit(1, digests=True)
+    result = of(registry.sync(1), engine)
+    assert result.ok and not engine.paused
+    assert "not verified: the digests of worker 0 cannot be read" in result.note
+    with pytest.raises(SyncError, match="run the same version of fanin"):
+        registry.sync(1, verify_served=True)
+
+
+def test_a_number_of_workers_that_is_none(trainer: WholeTrainer, engine: FakeVLLM) -> None:
+    registry = registry_of(trainer, engine)
+    engine.hooks["/get_world_size"] = lambda _: (200, {"workers": 2})
+    trainer.commit(1, digests=True)
+    result = of(registry.sync(1), engine)
+    assert result.ok and not engine.paused and "/get_world_size: it says None" in result.note
+
+
 def test_without_digests_a_note_says_so(
     trainer: WholeTrainer, engine: FakeVLLM, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,10 +207,11 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
     """What one worker says of its last update."""
     last = state.get("last")
     told = last if isinstance(last, dict) else {}
+    read = told.get("read")
     return Pulled(
         state["step"],
         _sum([told], "bytes"),
-        float(told.get("read") or 0),
+        float(read) if isinstance(read, int | float) else 0.0,
         str(told.get("path")),
         launches(told),
         1,
