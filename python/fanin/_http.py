@@ -165,7 +165,7 @@ def ask_json(
         connection.sock.settimeout(_remaining(deadline))
         connection.request(method, split.path + path, content_sent, headers)
         response = connection.getresponse()
-        content = b""
+        content = bytearray()  # bytes would be copied whole for each piece
         while len(content) <= limit:
             piece = response.read1(65536)
             if not piece:
