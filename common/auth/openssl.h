@@ -18,9 +18,6 @@ typedef struct ssl_cipher_st SSL_CIPHER;
 typedef struct bio_st BIO;
 typedef struct bio_method_st BIO_METHOD;
 typedef struct evp_md_st EVP_MD;
-typedef struct engine_st ENGINE;
-typedef struct evp_cipher_st EVP_CIPHER;
-typedef struct evp_cipher_ctx_st EVP_CIPHER_CTX;
 typedef struct evp_pkey_st EVP_PKEY;
 typedef struct x509_st X509;
 typedef struct x509_store_st X509_STORE;
@@ -29,15 +26,10 @@ typedef struct asn1_string_st ASN1_STRING;
 typedef struct general_name_st GENERAL_NAME;
 typedef struct stack_st OPENSSL_STACK; /* GENERAL_NAMES too */
 
-/** Suites of TLS 1.3, both with SHA-256. */
-#define SUITE_AES_128_GCM 0x1301
-#define SUITE_CHACHA20_POLY1305 0x1303
-
 typedef int (*psk_find_fn)(SSL *ssl, const unsigned char *identity, size_t size,
                            SSL_SESSION **out);
 typedef int (*psk_use_fn)(SSL *ssl, const EVP_MD *md, const unsigned char **identity,
                           size_t *size, SSL_SESSION **out);
-typedef void (*keylog_fn)(const SSL *ssl, const char *line);
 typedef int (*bio_write_fn)(BIO *bio, const char *data, int size);
 typedef int (*bio_read_fn)(BIO *bio, char *data, int size);
 typedef long (*bio_ctrl_fn)(BIO *bio, int command, long number, void *pointer);
@@ -63,7 +55,6 @@ int SSL_CTX_use_PrivateKey(SSL_CTX *, EVP_PKEY *);
 X509_STORE *SSL_CTX_get_cert_store(const SSL_CTX *);
 void SSL_CTX_set_psk_find_session_callback(SSL_CTX *, psk_find_fn);
 void SSL_CTX_set_psk_use_session_callback(SSL_CTX *, psk_use_fn);
-void SSL_CTX_set_keylog_callback(SSL_CTX *, keylog_fn);
 SSL *SSL_new(SSL_CTX *);
 X509 *SSL_get1_peer_certificate(const SSL *);
 int SSL_get_ex_data_X509_STORE_CTX_idx(void);
@@ -74,16 +65,17 @@ void SSL_set_accept_state(SSL *);
 void SSL_set_connect_state(SSL *);
 void SSL_set_bio(SSL *, BIO *read, BIO *write);
 int SSL_do_handshake(SSL *);
+int SSL_read_ex(SSL *, void *to, size_t room, size_t *size_out);
+int SSL_write_ex(SSL *, const void *data, size_t size, size_t *size_out);
+int SSL_key_update(SSL *, int kind);
 int SSL_get_error(const SSL *, int result);
 int SSL_has_pending(const SSL *);
 int SSL_session_reused(const SSL *);
-const SSL_CIPHER *SSL_get_current_cipher(const SSL *);
 int SSL_export_keying_material(SSL *, unsigned char *out, size_t size,
                                const char *label, size_t label_size,
                                const unsigned char *context, size_t context_size,
                                int use_context);
 const SSL_CIPHER *SSL_CIPHER_find(SSL *, const unsigned char *number);
-uint16_t SSL_CIPHER_get_protocol_id(const SSL_CIPHER *);
 SSL_SESSION *SSL_SESSION_new(void);
 void SSL_SESSION_free(SSL_SESSION *);
 int SSL_SESSION_set1_master_key(SSL_SESSION *, const unsigned char *key, size_t size);
@@ -128,17 +120,6 @@ void ERR_clear_error(void);
 unsigned long ERR_get_error(void);
 unsigned long ERR_peek_last_error(void);
 const char *ERR_reason_error_string(unsigned long);
-const EVP_CIPHER *EVP_aes_128_gcm(void);
-const EVP_CIPHER *EVP_chacha20_poly1305(void);
-EVP_CIPHER_CTX *EVP_CIPHER_CTX_new(void);
-void EVP_CIPHER_CTX_free(EVP_CIPHER_CTX *);
-int EVP_CIPHER_CTX_ctrl(EVP_CIPHER_CTX *, int command, int number, void *pointer);
-int EVP_CipherInit_ex(EVP_CIPHER_CTX *, const EVP_CIPHER *, ENGINE *,
-                      const unsigned char *key, const unsigned char *nonce,
-                      int encrypt);
-int EVP_CipherUpdate(EVP_CIPHER_CTX *, unsigned char *out, int *out_size,
-                     const unsigned char *data, int size);
-int EVP_CipherFinal_ex(EVP_CIPHER_CTX *, unsigned char *out, int *out_size);
 const EVP_MD *EVP_sha256(void);
 unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
                     const unsigned char *data, size_t size, unsigned char *out,
@@ -163,7 +144,6 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(SSL_CTX_get_cert_store)                                                          \
     X(SSL_CTX_set_psk_find_session_callback)                                           \
     X(SSL_CTX_set_psk_use_session_callback)                                            \
-    X(SSL_CTX_set_keylog_callback)                                                     \
     X(SSL_new)                                                                         \
     X(SSL_get1_peer_certificate)                                                       \
     X(SSL_get_ex_data_X509_STORE_CTX_idx)                                              \
@@ -174,13 +154,14 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(SSL_set_connect_state)                                                           \
     X(SSL_set_bio)                                                                     \
     X(SSL_do_handshake)                                                                \
+    X(SSL_read_ex)                                                                     \
+    X(SSL_write_ex)                                                                    \
+    X(SSL_key_update)                                                                  \
     X(SSL_get_error)                                                                   \
     X(SSL_has_pending)                                                                 \
     X(SSL_session_reused)                                                              \
-    X(SSL_get_current_cipher)                                                          \
     X(SSL_export_keying_material)                                                      \
     X(SSL_CIPHER_find)                                                                 \
-    X(SSL_CIPHER_get_protocol_id)                                                      \
     X(SSL_SESSION_new)                                                                 \
     X(SSL_SESSION_free)                                                                \
     X(SSL_SESSION_set1_master_key)                                                     \
@@ -225,14 +206,6 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(ERR_get_error)                                                                   \
     X(ERR_peek_last_error)                                                             \
     X(ERR_reason_error_string)                                                         \
-    X(EVP_aes_128_gcm)                                                                 \
-    X(EVP_chacha20_poly1305)                                                           \
-    X(EVP_CIPHER_CTX_new)                                                              \
-    X(EVP_CIPHER_CTX_free)                                                             \
-    X(EVP_CIPHER_CTX_ctrl)                                                             \
-    X(EVP_CipherInit_ex)                                                               \
-    X(EVP_CipherUpdate)                                                                \
-    X(EVP_CipherFinal_ex)                                                              \
     X(EVP_sha256)                                                                      \
     X(HMAC)
 
@@ -253,7 +226,7 @@ fanin_status openssl_load(const openssl **out, fanin_error *error);
 /** The same for OpenSSL's callbacks: it has been loaded. */
 const openssl *openssl_of_callback(void);
 
-/** Around all that may take locks of OpenSSL's, which is all but sealing and opening records: a
+/** Around all that may take locks of OpenSSL's, which is all but data that goes by a connection: a
     child that is forked meanwhile has those for ever. Forgets what openssl_fault() is to tell of.
     Thread: any. */
 void openssl_enter(const openssl *o);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connections, up to the end of their handshake: OpenSSL shakes hands through two buffers, by which
-   nothing of its ever waits for the socket. What comes then is tls_data.c's. */
+/* Connections, up to the end of their handshake: OpenSSL reads and writes through two buffers, by
+   which nothing of its ever waits for the socket. What comes then is tls_data.c's. */
 #include "error_set.h"
 #include "tls_internal.h"
 
@@ -14,115 +14,17 @@
 #define REASON_BINDER 253
 #define REASON_VERIFY 134
 #define REASON_UNSHOWN 199
+#define REASON_ALERT 1000        /* of an alert, less the alert's */
+#define LIBRARY_SSL (20ul << 23) /* of numbers of errors */
+#define ALERT_INTERNAL 80        /* who says it cannot go on */
 #define ALERT_HANDSHAKE 40
 #define ALERT_CERTIFICATE 42 /* from here on, and to ALERT_DENIED, of certificates */
 #define ALERT_DENIED 49
 #define ALERT_PARAMETER 47 /* of OpenSSL 3.0; others say: */
 #define ALERT_DECRYPT 51
 #define ALERT_NO_IDENTITY 115
-#define BIO_FLUSH 11
-#define BIO_READ_AGAIN 0x09
-#define BIO_RETRY_FLAGS 0x0f
-#define BIO_SOURCE_SINK 0x0400
 
 #define PROOF_LABEL "EXPORTER-fanin-1-rank"
-
-/* ------------------------------------------------------- OpenSSL's bytes */
-
-/* Whether what comes first is TLS: a rank without a secret, or none that is this far, says why in a
-   frame. */
-static bool is_tls(tls *t)
-{
-    uint8_t first = t->in.data[t->in.used];
-    if (t->heard || first == TLS_FIRST_BYTE || first == TLS_NO_SECRET_ALERT[0])
-        t->heard = true;
-    else
-        t->fault = TLS_PLAIN;
-    return t->heard;
-}
-
-/* As OpenSSL would: a fatal alert, decode_error. */
-static void refuse_hello(tls *t)
-{
-    static const uint8_t alert[TLS_ALERT_SIZE] = {0x15, 3, 3, 0, 2, 2, 50};
-    t->fault = TLS_BROKEN;
-    t->why = TLS_HELLO_ODD;
-    if (!tls_reserve(&t->out, sizeof alert))
-        return;
-    memcpy(t->out.data + t->out.size, alert, sizeof alert);
-    t->out.size += sizeof alert;
-}
-
-/* How many bytes of what has come OpenSSL may have; 0: more have to come first; -1: none, ever. */
-static ssize_t allowed(tls *t)
-{
-    size_t left = tls_left(&t->in);
-    if (left == 0)
-        return 0;
-    if (!is_tls(t))
-        return -1;
-    if (!t->end->is_rank)
-        return (ssize_t)left;
-    ssize_t n = hello_guard_pass(&t->guard, t->in.data + t->in.used, left);
-    if (n < 0)
-        refuse_hello(t);
-    return n;
-}
-
-static int bio_read(BIO *bio, char *to, int room)
-{
-    const openssl *o = openssl_of_callback();
-    tls *t = o->BIO_get_data(bio);
-    ssize_t step;
-    o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
-    while ((step = allowed(t)) == 0) {
-        ssize_t n = tls_refill(t, 0);
-        if (n < 0 && t->sys_errno == EAGAIN)
-            o->BIO_set_flags(bio, BIO_READ_AGAIN);
-        if (n <= 0)
-            return (int)n;
-    }
-    if (step < 0)
-        return -1;
-    step = step < room ? step : room;
-    memcpy(to, t->in.data + t->in.used, (size_t)step);
-    t->in.used += (size_t)step;
-    t->guard.left -= t->end->is_rank ? (size_t)step : 0;
-    return (int)step;
-}
-
-static int bio_write(BIO *bio, const char *data, int size)
-{
-    const openssl *o = openssl_of_callback();
-    tls *t = o->BIO_get_data(bio);
-    o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
-    if (!tls_reserve(&t->out, (size_t)size)) {
-        t->sys_errno = ENOMEM;
-        return -1;
-    }
-    memcpy(t->out.data + t->out.size, data, (size_t)size);
-    t->out.size += (size_t)size;
-    return size;
-}
-
-static long bio_control(BIO *bio, int command, long number, void *pointer)
-{
-    (void)bio;
-    (void)number;
-    (void)pointer;
-    return command == BIO_FLUSH; /* tls_flush() does */
-}
-
-BIO_METHOD *tls_method_new(const openssl *o)
-{
-    BIO_METHOD *m = o->BIO_meth_new(o->BIO_get_new_index() | BIO_SOURCE_SINK, "fanin");
-    if (m && o->BIO_meth_set_read(m, bio_read) && o->BIO_meth_set_write(m, bio_write) &&
-        o->BIO_meth_set_ctrl(m, bio_control))
-        return m;
-    if (m)
-        o->BIO_meth_free(m);
-    return NULL;
-}
 
 /* --------------------------------------------------------------------- life */
 
@@ -172,14 +74,9 @@ void tls_free(tls **t)
     openssl_enter(old->end->o);
     if (old->ssl)
         old->end->o->SSL_free(old->ssl);
-    record_keys_wipe(&old->seals);
-    record_keys_wipe(&old->opens);
     openssl_leave();
-    explicit_bzero(old->secrets, sizeof old->secrets);
     free(old->in.data);
     free(old->out.data);
-    free(old->left.data);
-    free(old->small);
     free(old->found);
     free(old);
 }
@@ -191,31 +88,32 @@ static tls_fault fault_of_keys(const tls *t, unsigned long reason)
 {
     if (t->end->is_rank && t->unknown)
         return TLS_OTHER_IDENTITY;
-    if (reason == REASON_BINDER || reason == TLS_REASON_ALERT + ALERT_DECRYPT ||
-        reason == TLS_REASON_ALERT + ALERT_PARAMETER)
+    if (reason == REASON_BINDER || reason == REASON_ALERT + ALERT_DECRYPT ||
+        reason == REASON_ALERT + ALERT_PARAMETER)
         return TLS_OTHER_SECRET;
-    if (reason == TLS_REASON_ALERT + ALERT_NO_IDENTITY)
+    if (reason == REASON_ALERT + ALERT_NO_IDENTITY)
         return TLS_NO_SECRET;
     if (reason == REASON_VERIFY) /* it has certificates instead */
         return TLS_UNPROVEN;
-    return reason == TLS_REASON_ALERT + ALERT_HANDSHAKE ? TLS_OTHER_IDENTITY
-                                                        : TLS_BROKEN;
+    return reason == REASON_ALERT + ALERT_HANDSHAKE ? TLS_OTHER_IDENTITY : TLS_BROKEN;
 }
 
 static tls_fault fault_of_certificates(unsigned long reason)
 {
-    if (reason == REASON_UNSHOWN || reason == TLS_REASON_ALERT + ALERT_HANDSHAKE)
+    if (reason == REASON_UNSHOWN || reason == REASON_ALERT + ALERT_HANDSHAKE)
         return TLS_UNSHOWN;
-    if (reason == TLS_REASON_ALERT + ALERT_NO_IDENTITY)
+    if (reason == REASON_ALERT + ALERT_NO_IDENTITY)
         return TLS_NO_SECRET;
-    bool is_about_it = reason >= TLS_REASON_ALERT + ALERT_CERTIFICATE &&
-                       reason <= TLS_REASON_ALERT + ALERT_DENIED &&
-                       reason != TLS_REASON_ALERT + ALERT_PARAMETER;
-    return is_about_it || reason == TLS_REASON_ALERT + ALERT_DECRYPT ? TLS_DISBELIEVED
-                                                                     : TLS_BROKEN;
+    bool is_about_it = reason >= REASON_ALERT + ALERT_CERTIFICATE &&
+                       reason <= REASON_ALERT + ALERT_DENIED &&
+                       reason != REASON_ALERT + ALERT_PARAMETER;
+    return is_about_it || reason == REASON_ALERT + ALERT_DECRYPT ? TLS_DISBELIEVED
+                                                                 : TLS_BROKEN;
 }
 
-void tls_fail(tls *t, unsigned long code)
+/* Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory:
+   what else went wrong may follow from that. */
+static void fail(tls *t, unsigned long code)
 {
     unsigned long reason = code ^ LIBRARY_SSL; /* of other libraries': no reason here */
     if (code == OPENSSL_NO_MEMORY || t->sys_errno == ENOMEM)
@@ -225,10 +123,18 @@ void tls_fail(tls *t, unsigned long code)
     if (t->fault != TLS_FINE) /* it is known */
         return;
     bool broken = t->closed || t->sys_errno != 0;
-    t->fault = broken                                            ? TLS_CLOSED
-               : reason == TLS_REASON_ALERT + TLS_ALERT_INTERNAL ? TLS_GAVE_UP
-               : t->end->certificates ? fault_of_certificates(reason)
-                                      : fault_of_keys(t, reason);
+    t->fault = broken                                    ? TLS_CLOSED
+               : reason == REASON_ALERT + ALERT_INTERNAL ? TLS_GAVE_UP
+               : t->end->certificates                    ? fault_of_certificates(reason)
+                                                         : fault_of_keys(t, reason);
+}
+
+void tls_give_up(tls *t)
+{
+    fail(t, openssl_fault(t->end->o));
+    if (t->fault == TLS_MEMORY) /* the alert may accuse the other */
+        t->out.used = t->out.size;
+    (void)tls_flush(t);
 }
 
 /* Within OpenSSL. */
@@ -239,10 +145,7 @@ static tls_step shake(tls *t)
     int result = o->SSL_do_handshake(t->ssl);
     bool waits = result != 1 && o->SSL_get_error(t->ssl, result) == ERROR_WANT_READ;
     if (result != 1 && !waits) {
-        tls_fail(t, openssl_fault(o));
-        if (t->fault == TLS_MEMORY) /* the alert may accuse the other */
-            t->out.used = t->out.size;
-        (void)tls_flush(t);
+        tls_give_up(t);
         return TLS_FAILED;
     }
     /* With a secret whoever has any certificate can shake hands; the key is what counts. */
@@ -256,8 +159,9 @@ static tls_step shake(tls *t)
     }
     if (result != 1)
         return TLS_WAIT;
-    t->up = tls_records_begin(t);
-    return t->up ? TLS_UP : TLS_FAILED;
+    t->up = true;
+    t->more = tls_has_bytes(t);
+    return TLS_UP;
 }
 
 tls_step tls_handshake(tls *t)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What has come from the socket and what is to go there: many records by one system call, and no
-   signal. */
+   signal. OpenSSL has its bytes from here. */
 #include "tls_internal.h"
 
 #include <errno.h>
@@ -12,12 +12,22 @@
     ((size_t)4 << 10) /* received at once at first; grows while that is full */
 #define IN_MOST ((size_t)256 << 10) /* received at once */
 
+/* Encrypted bytes without data that are taken at most: two records of any length. */
+#define IDLE_MOST ((size_t)34 << 10)
+
+/* OpenSSL's numbers. */
+#define BIO_FLUSH 11
+#define BIO_READ_AGAIN 0x09
+#define BIO_RETRY_FLAGS 0x0f
+#define BIO_SOURCE_SINK 0x0400
+
 size_t tls_left(const tls_bytes *b)
 {
     return b->size - b->used;
 }
 
-bool tls_reserve(tls_bytes *b, size_t more)
+/* Room for @p more bytes behind those that are there. False: no memory. */
+static bool reserve(tls_bytes *b, size_t more)
 {
     if (b->used == b->size)
         b->used = b->size = 0;
@@ -34,18 +44,18 @@ bool tls_reserve(tls_bytes *b, size_t more)
     return true;
 }
 
-ssize_t tls_refill(tls *t, size_t need)
+/* Receives once, behind what is there: more than 0, 0 at the end, -1 with t->sys_errno. */
+static ssize_t refill(tls *t)
 {
     tls_bytes *in = &t->in;
     size_t have = tls_left(in);
     bool was_full = in->capacity > 0 && in->size == in->capacity;
     size_t want = was_full && in->capacity < IN_MOST ? 2 * in->capacity : in->capacity;
-    want = want > need ? want : need;
     if (have > 0 && in->used > 0)
         memmove(in->data, in->data + in->used, have); /* of one record */
     in->used = 0;
     in->size = have;
-    if (!tls_reserve(in, (want ? want : FIRST) - have)) {
+    if (!reserve(in, (want ? want : FIRST) - have)) {
         t->sys_errno = ENOMEM;
         return -1;
     }
@@ -83,7 +93,115 @@ size_t tls_unsent(const tls *t)
 size_t tls_memory(const tls *t)
 {
     /* And OpenSSL's own: an SSL, and records' buffers while they are in use. */
-    return t ? sizeof *t + t->in.capacity + t->out.capacity + t->left.capacity +
-                   2 * RECORD_PLAIN
-             : 0;
+    return t ? sizeof *t + t->in.capacity + t->out.capacity + 2 * TLS_RECORD : 0;
+}
+
+/* ------------------------------------------------------- OpenSSL's bytes */
+
+/* Whether what comes first is TLS: a rank without a secret, or none that is this far, says why in a
+   frame. */
+static bool is_tls(tls *t)
+{
+    uint8_t first = t->in.data[t->in.used];
+    if (t->heard || first == TLS_FIRST_BYTE || first == TLS_NO_SECRET_ALERT[0])
+        t->heard = true;
+    else
+        t->fault = TLS_PLAIN;
+    return t->heard;
+}
+
+/* As OpenSSL would: a fatal alert, decode_error. */
+static void refuse_hello(tls *t)
+{
+    static const uint8_t alert[TLS_ALERT_SIZE] = {0x15, 3, 3, 0, 2, 2, 50};
+    t->fault = TLS_BROKEN;
+    t->why = TLS_HELLO_ODD;
+    if (!reserve(&t->out, sizeof alert))
+        return;
+    memcpy(t->out.data + t->out.size, alert, sizeof alert);
+    t->out.size += sizeof alert;
+}
+
+/* How many bytes of what has come OpenSSL may have; 0: more have to come first; -1: none, ever. */
+static ssize_t allowed(tls *t)
+{
+    size_t left = tls_left(&t->in);
+    if (left == 0)
+        return 0;
+    if (!is_tls(t))
+        return -1;
+    if (!t->end->is_rank || t->up)
+        return (ssize_t)left;
+    ssize_t n = hello_guard_pass(&t->guard, t->in.data + t->in.used, left);
+    if (n < 0)
+        refuse_hello(t);
+    return n;
+}
+
+/* Whoever sends nothing but records without data wants this thread's time. */
+static bool is_idle(tls *t, size_t step)
+{
+    t->idle += t->up ? step : 0;
+    if (t->idle <= IDLE_MOST)
+        return false;
+    t->fault = TLS_BROKEN;
+    t->why = "records without data, and no end of them";
+    return true;
+}
+
+static int bio_read(BIO *bio, char *to, int room)
+{
+    const openssl *o = openssl_of_callback();
+    tls *t = o->BIO_get_data(bio);
+    ssize_t step;
+    o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
+    while ((step = allowed(t)) == 0) {
+        ssize_t n = refill(t);
+        if (n < 0 && t->sys_errno == EAGAIN)
+            o->BIO_set_flags(bio, BIO_READ_AGAIN);
+        if (n <= 0)
+            return (int)n;
+    }
+    if (step < 0)
+        return -1;
+    step = step < room ? step : room;
+    if (is_idle(t, (size_t)step))
+        return -1;
+    memcpy(to, t->in.data + t->in.used, (size_t)step);
+    t->in.used += (size_t)step;
+    t->guard.left -= t->end->is_rank && !t->up ? (size_t)step : 0;
+    return (int)step;
+}
+
+static int bio_write(BIO *bio, const char *data, int size)
+{
+    const openssl *o = openssl_of_callback();
+    tls *t = o->BIO_get_data(bio);
+    o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
+    if (!reserve(&t->out, (size_t)size)) {
+        t->sys_errno = ENOMEM;
+        return -1;
+    }
+    memcpy(t->out.data + t->out.size, data, (size_t)size);
+    t->out.size += (size_t)size;
+    return size;
+}
+
+static long bio_control(BIO *bio, int command, long number, void *pointer)
+{
+    (void)bio;
+    (void)number;
+    (void)pointer;
+    return command == BIO_FLUSH; /* tls_flush() does */
+}
+
+BIO_METHOD *tls_method_new(const openssl *o)
+{
+    BIO_METHOD *m = o->BIO_meth_new(o->BIO_get_new_index() | BIO_SOURCE_SINK, "fanin");
+    if (m && o->BIO_meth_set_read(m, bio_read) && o->BIO_meth_set_write(m, bio_write) &&
+        o->BIO_meth_set_ctrl(m, bio_control))
+        return m;
+    if (m)
+        o->BIO_meth_free(m);
+    return NULL;
 }

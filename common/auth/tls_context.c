@@ -3,8 +3,6 @@
 #include "error_set.h"
 #include "tls_internal.h"
 
-#include <string.h>
-
 /* OpenSSL's numbers. */
 #define TLS1_3 0x0304
 #define CTRL_MODE 33
@@ -19,20 +17,6 @@
 #define CERTIFICATES_MOST 32768 /* bytes of the other's chain: several long ones */
 #define CIPHERS "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
 
-/* OpenSSL tells them as lines of text: a name, the connection, and the secret. */
-static void take_secret(const SSL *ssl, const char *line)
-{
-    static const char *const names[2] = {"CLIENT_TRAFFIC_SECRET_0 ",
-                                         "SERVER_TRAFFIC_SECRET_0 "};
-    tls *t = openssl_of_callback()->SSL_get_ex_data(ssl, TLS_DATA);
-    for (unsigned i = 0; i < 2; i++) {
-        const char *secret = strrchr(line, ' ');
-        if (strncmp(line, names[i], strlen(names[i])) == 0 && secret &&
-            secret_of_hex(secret + 1, t->secrets[i]))
-            t->told |= 1u << i;
-    }
-}
-
 SSL_CTX *tls_context_new(const openssl *o)
 {
     SSL_CTX *c = o->SSL_CTX_new(o->TLS_method());
@@ -46,7 +30,6 @@ SSL_CTX *tls_context_new(const openssl *o)
         return NULL;
     }
     o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
-    o->SSL_CTX_set_keylog_callback(c, take_secret);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MOST_CERTIFICATES, CERTIFICATES_MOST, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tls_hello.h"
-#include "tls_records.h"
 
+#include <stdbool.h>
+
+#define RECORD_HEADER 5
+#define RECORD_HANDSHAKE 22
 #define CLIENT_HELLO 1
 #define MESSAGE_HEADER 4
 

@@ -5,7 +5,6 @@
 
 #include "tls.h"
 #include "tls_hello.h"
-#include "tls_records.h"
 
 #include <errno.h>
 
@@ -28,18 +27,13 @@ typedef struct tls_bytes {
 
 struct tls {
     const tls_end *end;
-    SSL *ssl; /**< shakes hands, and exports keys afterwards */
+    SSL *ssl;
     int fd;
     tls_bytes in, out; /**< encrypted: received and not taken; made and not sent */
     /* After the handshake. */
-    record_keys seals, opens;
-    tls_bytes left;               /**< plain, of a record of which a part was taken */
-    uint8_t *small;               /**< where short runs of plain bytes come together */
-    uint64_t written;             /**< plain bytes under the current key */
-    unsigned idle;                /**< records since there was one with data */
-    bool asked;                   /**< the other wants this end to change its keys */
-    uint8_t secrets[2][KEY_SIZE]; /**< what it begins with: the reader's, the rank's */
-    unsigned told;                /**< a bit for each */
+    uint64_t records; /**< sent under the current key */
+    size_t idle;      /**< encrypted bytes taken since there was data in them */
+    bool more;        /**< the last receive ended for lack of room */
     bool up, closed;
     hello_guard guard; /**< a rank's, until it is up */
     bool heard;        /**< something has come */
@@ -51,6 +45,7 @@ struct tls {
 };
 
 #define TLS_NAMES 200
+#define TLS_RECORD ((size_t)16 << 10) /**< plain bytes of a record at most */
 
 /* Index of the tls among an SSL's data. */
 #define TLS_DATA 0
@@ -66,23 +61,8 @@ void tls_context_free(const openssl *o, SSL_CTX *context);
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);
 
-/** Room for @p more bytes behind those that are there. False: no memory. */
-bool tls_reserve(tls_bytes *b, size_t more);
 size_t tls_left(const tls_bytes *b);
-/** Receives once, behind what is there, with room for @p need bytes in all at least: more than 0, 0
-    at the end, -1 with t->sys_errno. */
-ssize_t tls_refill(tls *t, size_t need);
 
-/** OpenSSL's number of an alert's reason, less the alert's. */
-#define TLS_REASON_ALERT 1000
-#define LIBRARY_SSL (20ul << 23) /* of OpenSSL's numbers of errors */
-/** internal_error: who says it cannot go on. */
-#define TLS_ALERT_INTERNAL 80
-
-/** Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory:
-    what else
-    went wrong may follow from that. */
-void tls_fail(tls *t, unsigned long code);
 /** There is no memory. -1, with ENOMEM. */
 static inline int tls_lack_memory(tls *t)
 {
@@ -91,8 +71,9 @@ static inline int tls_lack_memory(tls *t)
     errno = ENOMEM;
     return -1;
 }
-/** From now on records are sealed and opened here, by the secrets that the handshake made. False:
-    tls_failed(). */
-bool tls_records_begin(tls *t);
+/** By what OpenSSL says of its failure just now. The other hears its alert. */
+void tls_give_up(tls *t);
+/** Whether bytes have come that nobody has taken, a whole record or not. */
+bool tls_has_bytes(const tls *t);
 
 #endif

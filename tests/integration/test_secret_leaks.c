@@ -6,7 +6,8 @@
 #include "ends.h"
 #include "secrets.h"
 #include "testing.h"
-#include "tls_records.h"
+#include "tls_internal.h"
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -51,16 +52,29 @@ static void look_for(const char *name, const uint8_t key[KEY_SIZE])
     pthread_mutex_unlock(&lock);
 }
 
-/* Each connection's, of either end. */
-bool __real_record_keys_set(record_keys *k, const openssl *o, bool seals,
-                            uint16_t suite, const uint8_t secret[KEY_SIZE]);
-bool __wrap_record_keys_set(record_keys *k, const openssl *o, bool seals,
-                            uint16_t suite, const uint8_t secret[KEY_SIZE]);
-bool __wrap_record_keys_set(record_keys *k, const openssl *o, bool seals,
-                            uint16_t suite, const uint8_t secret[KEY_SIZE])
+/* OpenSSL tells them as lines of text: a name, the connection, and the secret. */
+static void on_secret(const SSL *ssl, const char *line)
 {
-    look_for("a connection's traffic secret", secret);
-    return __real_record_keys_set(k, o, seals, suite, secret);
+    uint8_t secret[KEY_SIZE];
+    const char *text = strrchr(line, ' ');
+    (void)ssl;
+    if (strstr(line, "_TRAFFIC_SECRET_0 ") && secret_of_hex(text + 1, secret))
+        look_for("a connection's traffic secret", secret);
+    explicit_bzero(secret, sizeof secret);
+}
+
+/* Each connection's, of either end. */
+SSL_CTX *__real_tls_context_new(const openssl *o);
+SSL_CTX *__wrap_tls_context_new(const openssl *o);
+SSL_CTX *__wrap_tls_context_new(const openssl *o)
+{
+    void (*tell)(SSL_CTX *, void (*)(const SSL *, const char *));
+    const char *named = getenv("FANIN_OPENSSL_LIBRARY");
+    void *library = dlopen(named ? named : "libssl.so.3", RTLD_NOW);
+    *(void **)&tell = dlsym(library, "SSL_CTX_set_keylog_callback");
+    SSL_CTX *made = __real_tls_context_new(o);
+    tell(made, on_secret);
+    return made;
 }
 
 static void on_log(void *cookie, fanin_log_level level, const char *event,

@@ -243,8 +243,8 @@ static void altered(flip_way way, const char *words_of_reader,
 static void who_alters_is_told_of(void **state)
 {
     altered(FLIP_TO_RANK, "cannot go on by TLS: sslv3 alert bad record mac",
-            "cannot go on by TLS: a record is not what was sent");
-    altered(FLIP_TO_CLIENT, "cannot go on by TLS: a record is not what was sent",
+            "cannot go on by TLS: decryption failed or bad record mac");
+    altered(FLIP_TO_CLIENT, "cannot go on by TLS: decryption failed or bad record mac",
             "cannot go on by TLS: sslv3 alert bad record mac");
 }
 
@@ -258,7 +258,8 @@ static void a_way_that_alters_is_tried_with_pauses(void **state)
     flip f = {.connection = FLIP_EACH, .way = FLIP_TO_CLIENT, .at = 2000};
     rank_proxy_start_flip(&proxy, fanin_server_port(server), &f);
     assert_int_equal(pull(proxy.address, secret_of('1'), 1, true), FANIN_ERR_TIMEOUT);
-    assert_says(error.message, "cannot go on by TLS: a record is not what was sent");
+    assert_says(error.message,
+                "cannot go on by TLS: decryption failed or bad record mac");
     assert_says(error.remedy, "alter what passes");
     assert_true(proxy.accepted[0] <
                 250); /* some 140, and 700 with pauses that do not grow */

@@ -232,6 +232,38 @@ static void who_cannot_check_a_proof_knows_that(void **state)
     }
 }
 
+/* The end that sends, or the one that receives. */
+static void data_in_need(int poor)
+{
+    static uint8_t bytes[40000], got[sizeof bytes];
+    const struct iovec text = {bytes, sizeof bytes};
+    bool lacked = true;
+    for (long after = 0; lacked; after++) {
+        pair p;
+        good_pair(&p);
+        start_failing(poor == 0 ? after : LONG_MAX);
+        ssize_t sent = tls_send(p.t[0], p.fds[0], &text, 1);
+        int why = errno;
+        lacked = stop_failing();
+        start_failing(poor == 1 ? after : LONG_MAX);
+        ssize_t come = tls_receive(p.t[1], p.fds[1], got, sizeof got);
+        why = poor == 0 ? why : errno;
+        lacked |= stop_failing();
+        if ((poor == 0 ? sent : come) < 0) {
+            assert_int_equal(why, ENOMEM);
+            assert_int_equal(tls_failed(p.t[poor]), TLS_MEMORY);
+            assert_int_equal(tls_failed(p.t[1 - poor]), TLS_FINE);
+        }
+        stop(&p);
+    }
+}
+
+static void data_without_memory_blames_nobody(void **state)
+{
+    data_in_need(0);
+    data_in_need(1);
+}
+
 static void what_is_begun_is_given_back(void **state)
 {
     bool lacked = true;
@@ -308,6 +340,8 @@ int main(void)
                                         without_ends),
         cmocka_unit_test_setup_teardown(who_cannot_check_a_proof_knows_that,
                                         with_secret, without_ends),
+        cmocka_unit_test_setup_teardown(data_without_memory_blames_nobody, with_secret,
+                                        without_ends),
         cmocka_unit_test_setup_teardown(what_is_begun_is_given_back, with_secret,
                                         without_ends),
         cmocka_unit_test(ends_lack_it_too),
