@@ -102,6 +102,8 @@ const unsigned char *ASN1_STRING_get0_data(const ASN1_STRING *);
 int ASN1_STRING_length(const ASN1_STRING *);
 X509 *PEM_read_bio_X509(BIO *, X509 **, password_fn, void *cookie);
 EVP_PKEY *PEM_read_bio_PrivateKey(BIO *, EVP_PKEY **, password_fn, void *cookie);
+BIO *BIO_new_socket(int fd, int closes);
+long BIO_ctrl(BIO *, int command, long number, void *pointer);
 BIO *BIO_new_mem_buf(const void *data, int size);
 int BIO_free(BIO *);
 BIO_METHOD *BIO_meth_new(int type, const char *name);
@@ -188,6 +190,8 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(ASN1_STRING_length)                                                              \
     X(PEM_read_bio_X509)                                                               \
     X(PEM_read_bio_PrivateKey)                                                         \
+    X(BIO_new_socket)                                                                  \
+    X(BIO_ctrl)                                                                        \
     X(BIO_new_mem_buf)                                                                 \
     X(BIO_free)                                                                        \
     X(BIO_meth_new)                                                                    \

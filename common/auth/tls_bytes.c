@@ -4,6 +4,7 @@
 #include "tls_internal.h"
 
 #include <errno.h>
+#include <linux/tls.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -17,6 +18,10 @@
 
 /* OpenSSL's numbers. */
 #define BIO_FLUSH 11
+#define BIO_SET_KTLS 72
+#define BIO_GET_KTLS_SEND 73
+#define BIO_SET_KTLS_CONTROL 74
+#define RECORD_ALERT 21
 #define BIO_READ_AGAIN 0x09
 #define BIO_RETRY_FLAGS 0x0f
 #define BIO_SOURCE_SINK 0x0400
@@ -173,11 +178,35 @@ static int bio_read(BIO *bio, char *to, int room)
     return (int)step;
 }
 
+/* An alert, of a connection whose records the kernel makes. */
+static void send_alert(tls *t, const void *data, size_t size)
+{
+    struct iovec all = {(void *)(uintptr_t)data, size};
+    union {
+        struct cmsghdr head;
+        uint8_t bytes[CMSG_SPACE(1)];
+    } type = {0};
+    struct msghdr message = {.msg_iov = &all,
+                             .msg_iovlen = 1,
+                             .msg_control = type.bytes,
+                             .msg_controllen = sizeof type.bytes};
+    type.head.cmsg_level = SOL_TLS;
+    type.head.cmsg_type = TLS_SET_RECORD_TYPE;
+    type.head.cmsg_len = CMSG_LEN(1);
+    *CMSG_DATA(&type.head) = RECORD_ALERT;
+    (void)sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 static int bio_write(BIO *bio, const char *data, int size)
 {
     const openssl *o = openssl_of_callback();
     tls *t = o->BIO_get_data(bio);
     o->BIO_clear_flags(bio, BIO_RETRY_FLAGS);
+    if (t->by_kernel) { /* which keeps its keys: a change of them is not announced */
+        if (t->control == RECORD_ALERT)
+            send_alert(t, data, (size_t)size);
+        return size;
+    }
     if (!reserve(&t->out, (size_t)size)) {
         t->sys_errno = ENOMEM;
         return -1;
@@ -187,12 +216,37 @@ static int bio_write(BIO *bio, const char *data, int size)
     return size;
 }
 
+/* The kernel seals from now on, by these keys, if it can and all before them has gone. */
+static bool give_keys(tls *t, long direction, void *keys)
+{
+    const openssl *o = t->end->o;
+    if (t->by_kernel)
+        return true;
+    if (tls_flush(t) != 0 || tls_left(&t->out) > 0)
+        return false;
+    BIO *socket = o->BIO_new_socket(t->fd, 0);
+    t->by_kernel = socket && o->BIO_ctrl(socket, BIO_SET_KTLS, direction, keys) > 0;
+    if (socket)
+        o->BIO_free(socket);
+    return t->by_kernel;
+}
+
 static long bio_control(BIO *bio, int command, long number, void *pointer)
 {
-    (void)bio;
-    (void)number;
-    (void)pointer;
-    return command == BIO_FLUSH; /* tls_flush() does */
+    tls *t = openssl_of_callback()->BIO_get_data(bio);
+    switch (command) {
+    case BIO_FLUSH: /* tls_flush() does */
+        return 1;
+    case BIO_SET_KTLS: /* what is received is opened by OpenSSL: other keys may follow */
+        return number != 0 && give_keys(t, number, pointer);
+    case BIO_GET_KTLS_SEND:
+        return t->by_kernel;
+    case BIO_SET_KTLS_CONTROL:
+        t->control = (int)number;
+        return 1;
+    default:
+        return 0;
+    }
 }
 
 BIO_METHOD *tls_method_new(const openssl *o)

@@ -11,6 +11,7 @@
 #define CTRL_MIN_VERSION 123
 #define CTRL_MAX_VERSION 124
 #define MODE_RELEASE_BUFFERS 0x10L
+#define OP_KTLS (UINT64_C(1) << 3)
 #define OP_NO_TICKET (UINT64_C(1) << 14)
 #define OP_OWN_ORDER (UINT64_C(1) << 22) /* of ciphers, not the client's */
 
@@ -29,7 +30,7 @@ SSL_CTX *tls_context_new(const openssl *o)
         o->SSL_CTX_free(c);
         return NULL;
     }
-    o->SSL_CTX_set_options(c, OP_NO_TICKET | OP_OWN_ORDER);
+    o->SSL_CTX_set_options(c, OP_KTLS | OP_NO_TICKET | OP_OWN_ORDER);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MOST_CERTIFICATES, CERTIFICATES_MOST, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What goes after the handshake, by OpenSSL's records. Those of a send lie in the connection's
-   buffer, so that OpenSSL never waits for room in the socket. */
+   buffer, so that OpenSSL never waits for room in the socket. A kernel that has the keys seals the
+   caller's bytes itself. */
 #include "tls_internal.h"
 
 #include <errno.h>
@@ -139,7 +140,7 @@ ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n)
         errno = failed ? failed : EAGAIN;
         return -1;
     }
-    if (!t) {
+    if (!t || t->by_kernel) {
         struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)iov,
                                  .msg_iovlen = (size_t)n};
         return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -34,6 +34,8 @@ struct tls {
     uint64_t records; /**< sent under the current key */
     size_t idle;      /**< encrypted bytes taken since there was data in them */
     bool more;        /**< the last receive ended for lack of room */
+    bool by_kernel;   /**< it seals what is sent */
+    int control;      /**< the type of its next record, which is no data */
     bool up, closed;
     hello_guard guard; /**< a rank's, until it is up */
     bool heard;        /**< something has come */
