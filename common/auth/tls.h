@@ -103,9 +103,9 @@ const uint8_t *tls_last_words(const tls *t, size_t *size_out);
 ssize_t tls_receive(tls *t, int fd, void *to, size_t room);
 /** The same into several places, like readv(). */
 ssize_t tls_receive_into(tls *t, int fd, struct iovec *iov, int n);
-/** Like sendmsg(MSG_DONTWAIT | MSG_NOSIGNAL): bytes that were taken, at most TLS_SEND_MOST. What is
-    taken may still be here: tls_unsent(). -1: EAGAIN (there is no room, or something is unsent),
-    EINTR, or why the connection is of no use any more. */
+/** Like sendmsg(MSG_DONTWAIT | MSG_NOSIGNAL): bytes that were taken, at most TLS_SEND_MOST unless
+    the kernel seals them. What is taken may still be here: tls_unsent(). -1: EAGAIN (there is no
+    room, or something is unsent), EINTR, or why the connection is of no use any more. */
 ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n);
 /** Sends what is left of what was taken. 0, or the errno of a broken connection. */
 int tls_flush(tls *t);
