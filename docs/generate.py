@@ -20,7 +20,7 @@ REFERENCE = HERE / "reference"
 NAV = HERE / "nav.yml"
 sys.path.insert(0, str(TREE / "python"))
 
-from fanin import config, errors  # noqa: E402
+from fanin import _exporter, config, errors  # noqa: E402
 
 MADE = "<!-- Made by docs/generate.py: change the code, then run it. -->\n"
 
@@ -139,20 +139,6 @@ def of_ranks():
     return of_c("server/stats.c", r'\{"(fanin_\w+)",[^,]*?, AT\(\w+\),\s*((?:"[^"]*"\s*)+)\}')
 
 
-def of_exporter():
-    path = "tools/fetch/look_metrics.c"
-    source = (TREE / path).read_text()
-    found = of_c(path, r'\{"(fanin_\w+)",[^,]*, AT\(\w+\),\s*((?:"[^"]*"\s*)+)\}')
-    for name, text in re.findall(r'head\(g, (\w+|"\w+"),\s*"\w+",\s*((?:"[^"]*"\s*)+)\)', source):
-        if not name.startswith('"'):
-            before = source[: source.index(text)]
-            name = re.findall(r'name\[\] = ("\w+")', before)[-1]
-        found.setdefault(name.strip('"'), strings(text))
-    exporter = (TREE / "tools/fetch/cmd_exporter.c").read_text()
-    up = re.search(r"# HELP (fanin_run_up) (.*?)\\n", exporter)
-    return {up[1]: up[2], **found}
-
-
 def of_vllm():
     found = {}
     for call in ast.walk(ast.parse((TREE / "python/fanin/vllm/metrics.py").read_text())):
@@ -175,7 +161,7 @@ def metrics():
 [Monitoring](../monitoring/README.md) says how to scrape them, and has alerts and a dashboard.
 """
     for title, where, found in (
-        ("Of a run", "`nixl-fetch exporter` asks all ranks", of_exporter()),
+        ("Of a run", "`nixl-fetch exporter` asks all ranks", _exporter.METRICS),
         ("Of one rank", "`Server.serve_metrics()` and `fanin_server_metrics()`", of_ranks()),
         ("Of an engine", "vLLM's `/metrics`, with fanin's plugin", of_vllm()),
     ):

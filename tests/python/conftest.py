@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import fanin
 import pytest
@@ -17,6 +20,10 @@ from local_world import publish, servers
 # interrupt themselves and their children.
 if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The python3 that nixl-fetch starts is the one that has the package's modules.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.hookimpl(tryfirst=True)

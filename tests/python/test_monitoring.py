@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from local_world import (
     publish,
     run_script,
     servers,
+    until,
     weights,
 )
 from prometheus import MONITORING, tool
@@ -134,64 +134,6 @@ def misbehave(address: str) -> None:
     assert ask(address, b"GET /metrics?a=b HTTP/1.0\r\n\r\n")[0] == "200"
 
 
-def test_scrapers_that_misbehave_hold_the_exporter_not_up(exporter: str) -> None:
-    misbehave(exporter)
-    assert ask(exporter, b"x" * 4095)[0] == "431"
-    assert ask(exporter, b"GET /\0")[0] == "400"
-
-
-def test_an_exporter_of_few_descriptors(ranks: list[fanin.Server]) -> None:
-    """Fewer than it has places for scrapers."""
-    command = [nixl_fetch(), "exporter", addresses(ranks)[0], "--listen", "127.0.0.1:0"]
-    limited = ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command]
-    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            port = process.stdout.readline().split("port ")[1].split(":")[0]
-            with socket.create_connection(("127.0.0.1", int(port)), 0.5) as silent:
-                silent.sendall(b"GET /m")
-                spent = cpu_s(process.pid)
-                with pytest.raises(TimeoutError):
-                    silent.recv(1)
-                assert cpu_s(process.pid) - spent < 0.1
-            assert ask(f"127.0.0.1:{port}")[0] == "200"
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1, 1))
-            with socket.create_connection(("127.0.0.1", int(port)), 0.5) as other:
-                spent = cpu_s(process.pid)
-                with pytest.raises(TimeoutError):
-                    other.recv(1)
-                assert cpu_s(process.pid) - spent < 0.1
-        finally:
-            process.kill()
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_an_exporter_without_descriptors_waits_for_one(exporting: tuple[str, int]) -> None:
-    address, pid = exporting
-    host, port = address.rsplit(":", 1)
-    assert ask(address)[0] == "200"
-    there = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
-    most = max(20, *(fd + 1 for fd in there))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
-    with ExitStack() as stack, ExitStack() as held:
-        for _ in range(most - len(there) + 1):
-            peer = socket.create_connection((host, int(port)), PATIENCE)
-            held.enter_context(closing(peer))
-        last = stack.enter_context(closing(socket.create_connection((host, int(port)), 0.5)))
-        last.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        spent = cpu_s(pid)
-        with pytest.raises(TimeoutError):
-            last.recv(1)  # there is no descriptor to take it with
-        assert cpu_s(pid) - spent < 0.05
-        held.close()
-        last.settimeout(PATIENCE)
-        assert last.recv(12) == b"HTTP/1.1 200"
-
-
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket, time
 from fanin._metrics_page import MetricsPage
@@ -259,6 +201,36 @@ def test_the_exporter_lives_without_ranks() -> None:
         process.kill()
         process.wait(PATIENCE)
         process.stdout.close()
+
+
+def test_the_exporter_says_why_it_cannot_be(tmp_path: Path) -> None:
+    command = [nixl_fetch(), "exporter", "127.0.0.1:1", "--listen"]
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        for address, code, why in (
+            ("here", 2, "--listen 'here' is no ADDRESS:PORT"),
+            (f"127.0.0.1:{port}", 15, f"cannot listen on 127.0.0.1:{port}: Address already"),
+        ):
+            done = subprocess.run([*command, address], capture_output=True, text=True)
+            assert (done.returncode, done.stdout) == (code, "")
+            assert why in done.stderr
+    (tmp_path / "fanin.py").write_text("raise ImportError('no fanin here')")
+    own = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, env=own)
+    assert done.returncode == 1 and "no exporter: no fanin here: put a python3" in done.stderr
+    own["PATH"] = str(tmp_path)
+    done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, env=own)
+    assert done.returncode == 15 and "cannot run python3" in done.stderr
+
+
+def test_the_exporter_follows_ranks_that_end(
+    ranks: list[fanin.Server], exporting: tuple[str, int]
+) -> None:
+    up = f'fanin_run_up{{publication="{PUBLICATION}"}} '
+    assert up + "1\n" in ask(exporting[0])[1]
+    for rank in ranks:
+        rank.close()
+    until(lambda: up + "0\n" in ask(exporting[0])[1])
 
 
 def test_a_rank_tells_of_itself(ranks: list[fanin.Server]) -> None:

@@ -4,6 +4,65 @@
 #include "fetch/output.h"
 #include "fetch/rank_states.h"
 
+static json_t *drain_waits_json(const fanin_rank_stats *s)
+{
+    json_t *list = json_array();
+    uint64_t bound = 100000;
+    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++) {
+        bool last = i + 1 == FANIN_DRAIN_BUCKETS;
+        json_array_append_new(
+            list, output_object("bound_ns", last ? json_null() : output_u64(bound),
+                                "updates", output_u64(s->drain_waits[i]), NULL));
+        bound = look_drain_bound_after(i, bound);
+    }
+    return list;
+}
+
+/* What a rank counts. */
+static void add_counts(json_t *o, const look_rank *r)
+{
+    const fanin_rank_stats *s = &r->stats;
+    json_t *holders = json_array(), *read = json_object();
+    look_read reads[LOOK_PATHS];
+    look_reads(s, reads);
+    for (size_t i = 0; i < LOOK_PATHS; i++) {
+        json_object_set_new(read, reads[i].path, output_u64(reads[i].bytes));
+    }
+    for (size_t i = 0; i < r->n_holders; i++) {
+        json_array_append_new(
+            holders, output_object("who", output_string(r->holders[i].who), "age_ns",
+                                   output_age_ns(r->holders[i].age_ms), NULL));
+    }
+    const struct {
+        const char *name;
+        uint64_t value;
+    } numbers[] = {
+        {"leases", r->is.leases},
+        {"rank_leases", s->leases},
+        {"sessions", s->sessions},
+        {"pulls_good", s->pulls_good},
+        {"pulls_stale", s->pulls_stale},
+        {"pulls_abandoned", s->pulls_abandoned},
+        {"begins_granted", s->begins_granted},
+        {"begins_refused", s->begins_refused},
+        {"updates", s->updates},
+        {"commits", s->commits},
+        {"bytes_streamed", s->bytes_streamed},
+        {"drain_p50_ns", look_drain_ns(s, 50)},
+        {"drain_p99_ns", look_drain_ns(s, 99)},
+        {"drain_wait_ns", s->drain_wait_ns_total},
+        {"cpu_ns", s->cpu_ns},
+        {"data_cpu_ns", s->data_cpu_ns},
+        {"sends_waiting", s->sends_waiting},
+        {"rtt_ns", s->rtt_ns},
+    };
+    output_set(o, "lease_age_ns", output_age_ns(r->is.lease_age_ms), "holders", holders,
+               "bytes_read", read, "drain_waits", drain_waits_json(s), NULL);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        json_object_set_new(o, numbers[i].name, output_u64(numbers[i].value));
+    }
+}
+
 static json_t *rank_json(const look_rank *r)
 {
     json_t *o = output_object("rank", output_rank(r->at.rank), "address",
@@ -19,29 +78,7 @@ static json_t *rank_json(const look_rank *r)
                    output_string(r->reason), NULL);
     }
     if (look_answered(r) && r->stats.counted) {
-        json_t *holders = json_array(), *read = json_object();
-        look_read reads[LOOK_PATHS];
-        look_reads(&r->stats, reads);
-        for (size_t i = 0; i < LOOK_PATHS; i++) {
-            json_object_set_new(read, reads[i].path, output_u64(reads[i].bytes));
-        }
-        for (size_t i = 0; i < r->n_holders; i++) {
-            json_array_append_new(
-                holders,
-                output_object("who", output_string(r->holders[i].who), "age_ns",
-                              output_age_ns(r->holders[i].age_ms), NULL));
-        }
-        output_set(o, "leases", output_u64(r->is.leases), "lease_age_ns",
-                   output_age_ns(r->is.lease_age_ms), "holders", holders, "sessions",
-                   output_u64(r->stats.sessions), "pulls_good",
-                   output_u64(r->stats.pulls_good), "pulls_stale",
-                   output_u64(r->stats.pulls_stale), "bytes_streamed",
-                   output_u64(r->stats.bytes_streamed), "bytes_read", read,
-                   "drain_p50_ns", output_u64(look_drain_ns(&r->stats, 50)),
-                   "drain_p99_ns", output_u64(look_drain_ns(&r->stats, 99)), "cpu_ns",
-                   output_u64(r->stats.cpu_ns), "sends_waiting",
-                   output_u64(r->stats.sends_waiting), "rtt_ns",
-                   output_u64(r->stats.rtt_ns), NULL);
+        add_counts(o, r);
     }
     return o;
 }
