@@ -162,8 +162,6 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"tls-ca", {":any-files"}},
         {"log", {":any-files"}},
         {"svg", {":any-files"}},
-        {"csv", {":any-files"}},
-        {"html", {":any-files"}},
         {"trace", {":any-files"}},
         {"merge", {":any-files"}},
     };
@@ -276,10 +274,8 @@ static void complete_argument(line *line, const char *prefix)
     bool takes_key = strcmp(line->command->name, "show") == 0;
     bool takes_directory = line->command->takes_directory;
     bool has_target = line->target != NULL || session_default_target() != NULL;
-    bool takes_file = line->positional == 0
-                          ? strcmp(line->command->name, "serve") != 0
-                          : line->positional == 1 && /* --compare */
-                                strcmp(line->command->name, "bench") == 0;
+    bool takes_file =
+        line->positional == 0 && strcmp(line->command->name, "serve") != 0;
     if (strcmp(line->command->name, "secret") == 0) {
         takes_file = false; /* it is a new one */
     }

@@ -1,14 +1,13 @@
 #!/usr/bin/env bats
 # SPDX-License-Identifier: Apache-2.0
-# What bench writes beside its figures, and the comparison of two results.
+# What bench writes beside its figures.
 
 bats_require_minimum_version 1.5.0
 
 setup_file()
 {
     cd "$BATS_FILE_TMPDIR" || return 1
-    "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 20 --repeat 2 --json \
-        --csv pulls.csv --html 'a report.html' >result.json
+    "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 20 --repeat 2 --json >result.json
 }
 
 setup()
@@ -19,54 +18,18 @@ setup()
     cp "$BATS_FILE_TMPDIR/result.json" a.json
 }
 
-# altered FILE STATEMENT...: a.json after Python's statements about the object `o`.
-altered()
-{
-    local file=$1
-    shift
+@test "percentiles are those of the samples, which the result has too" {
     "$FANIN_TEST_PYTHON" -c '
-import json, sys
+import json, math, statistics
 o = json.load(open("a.json"))
-for statement in sys.argv[2:]:
-    exec(statement)
-json.dump(o, open(sys.argv[1], "w"))' "$file" "$@"
-}
-
-@test "percentiles are those of the samples, which the CSV file has too" {
-    cd "$BATS_FILE_TMPDIR"
-    "$FANIN_TEST_PYTHON" -c '
-import csv, json, math, statistics
-o = json.load(open("result.json"))
-rows = list(csv.DictReader(open("pulls.csv")))
-assert [(int(r["round"]), int(r["pull"])) for r in rows] == [(i, j) for i in range(2) for j in range(20)]
 for name, figure in o["phases"].items():
     values = o["samples"][name]
-    assert values == [int(r[name + "_ns"]) for r in rows]
     ordered = sorted(values)
     assert figure["count"] == 40
     assert figure["median_ns"] == math.floor(statistics.median(values))
     assert figure["p90_ns"] == ordered[35] and figure["p99_ns"] == ordered[39]
     assert figure["min_ns"] == ordered[0] and figure["max_ns"] == ordered[-1]
-assert o["limits"][0]["count"] == 5
-assert o["command"].endswith("--html '\''a report.html'\''"), o["command"]'
-}
-
-@test "the report is one well-formed file that loads nothing" {
-    cd "$BATS_FILE_TMPDIR"
-    "$FANIN_TEST_PYTHON" -c '
-import re
-import xml.etree.ElementTree as tree
-text = open("a report.html").read()
-pictures = [tree.fromstring(one) for one in re.findall("<svg.*?</svg>", text, re.S)]
-assert len(pictures) >= 4
-assert not re.findall(r"(?:src|href)=|url\(|@import|<script", text)
-assert "limit: memcpy, 1 thread" in text and "p99" in text and "--iterations 20" in text
-total = text[text.index("<figcaption>total"):]
-total = tree.fromstring(re.search("<svg.*?</svg>", total, re.S)[0])
-bars = [int(t.text) for t in total.iter("{http://www.w3.org/2000/svg}title")]
-assert sum(bars) == 40'
-    [ "$(stat -c %a 'a report.html')" = "$(printf '%o' $((0666 & ~$(umask))))" ]
-    [ "$(find . -name '*.html*' -o -name '*.csv*' | wc -l)" -eq 2 ]
+assert o["limits"][0]["count"] == 5'
 }
 
 @test "pulls by TCP stand beside TCP without the library" {
@@ -100,118 +63,6 @@ for limit in cipher:
     run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 \
         --path stream --no-unix
     [[ $output != *AES* ]]
-}
-
-@test "a file that cannot be written is told before anything runs, what was there stays" {
-    run -15 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --csv nowhere/x.csv
-    has "nowhere/x.csv: No such file or directory"
-    run -15 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --html .
-    has ".: Is a directory"
-    run -15 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --html /dev/null
-    [ -c /dev/null ]
-    echo mine >kept.csv
-    run -13 "$NIXL_FETCH" bench 127.0.0.1:1 --timeout 2s --csv kept.csv
-    [ "$(cat kept.csv)" = mine ]
-    [ "$(find . -name 'kept*' | wc -l)" -eq 1 ]
-}
-
-@test "a full disk is told, nothing is left on it" {
-    unshare -m true 2>/dev/null || skip "no mount namespaces here"
-    mkdir d
-    # shellcheck disable=SC2016 # of the inner shell
-    run -15 unshare -m bash -c 'mount -t tmpfs -o size=4k tmpfs d && "$@"
-        status=$?
-        [ -z "$(ls -A d)" ] || exit 1
-        exit $status' full "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 100 --csv d/x.csv
-    has "d/x.csv: No space left on device"
-}
-
-@test "compare: the same, slower, faster, and only noise" {
-    altered a.json 'o["samples"]["total"] = [1000000 + 9000 * (i % 7) for i in range(40)]'
-    altered slower.json 'o["samples"]["total"] = [2 * x for x in o["samples"]["total"]]'
-    altered noise.json 'o["samples"]["total"] = o["samples"]["total"][::-1]'
-    run -0 "$NIXL_FETCH" bench --compare a.json a.json --json
-    [ "$(field verdict)" = same ]
-    run -1 "$NIXL_FETCH" bench --compare a.json slower.json --json
-    [ "$(field verdict)" = slower ]
-    run -0 "$NIXL_FETCH" bench --compare slower.json a.json --json
-    [ "$(field verdict)" = faster ]
-    run -0 "$NIXL_FETCH" bench --compare a.json noise.json
-    has "within noise"
-    run -1 "$NIXL_FETCH" bench --compare a.json slower.json
-    grep -Eq '^total .* 2\.000 .* slower$' <<<"$output"
-    first=$output
-    run -1 "$NIXL_FETCH" bench --compare a.json slower.json
-    [ "$output" = "$first" ]
-    # What the machine's own limits moved by is no finding.
-    altered drifted.json 'o["samples"]["total"] = [x * 13 // 10 for x in o["samples"]["total"]]' \
-        'o["limits"][2]["min_ns"] = o["limits"][2]["min_ns"] * 14 // 10'
-    run -0 "$NIXL_FETCH" bench --compare a.json drifted.json --json
-    [ "$(field verdict)" = same ]
-}
-
-@test "compare: other shapes, worlds, paths, machines and limits are not compared" {
-    for change in 'o["tensors"] += 1' 'o["bytes"] *= 2' 'o["world_size"] = 3' 'o["path"] = "rdma"' \
-        'o["cold"] = True' 'o["snapshot"] = True' 'o["machine"]["cores"] += 1' 'o["limits"].pop()' \
-        'o["secured"] = True' 'o["no_unix"] = True' 'o["checksums"] = False' \
-        'o["limits"][0]["min_ns"] *= 2' 'o["limits"][0]["name"] = "other"' 'del o["destination"]' \
-        'o["samples"] = {k: v[:4] for k, v in o["samples"].items()}'; do
-        altered b.json "$change"
-        run -2 --separate-stderr "$NIXL_FETCH" bench --compare a.json b.json
-        # shellcheck disable=SC2154 # of bats
-        [[ -z $output && $stderr == *"a.json and b.json cannot be compared: "* ]]
-        run -2 --separate-stderr "$NIXL_FETCH" bench --compare b.json a.json --json
-        [ "$(field comparable)" = false ]
-    done
-}
-
-# refused FILE TEXT: b.json is none that can be compared, whichever comes first.
-refused()
-{
-    run -11 --separate-stderr "$NIXL_FETCH" bench --compare a.json "$1"
-    [[ $stderr == *"$1: "*"$2"* ]]
-    run -11 --separate-stderr "$NIXL_FETCH" bench --compare "$1" a.json
-    [[ $stderr == *"$1: "*"$2"* ]]
-}
-
-@test "compare: files that are no results are named, with the cause" {
-    head -c 3000 a.json >truncated.json
-    refused truncated.json "line "
-    sed '0,/"median_ns": [0-9]*/s//"median_ns": NaN/' a.json >nan.json
-    refused nan.json "near 'NaN'"
-    sed '0,/"median_ns": [0-9]*/s//"median_ns": 1e999/' a.json >huge.json
-    refused huge.json "overflow"
-    sed '0,/"median_ns": [0-9]*/s//"median_ns": 99999999999999999999999/' a.json >large.json
-    refused large.json "too big integer"
-    : >empty.json
-    refused empty.json "line 1"
-    echo '[]' >list.json
-    refused list.json "no result of bench"
-    echo '{"schema":1,"healthy":true}' >foreign.json
-    refused foreign.json "no result of bench"
-    echo '{"schema":1,"error":{}}' >error.json
-    refused error.json "an error"
-    altered negative.json 'o["samples"]["total"][0] = -1'
-    refused negative.json "samples"
-    altered words.json 'o["samples"]["total"] = "many"'
-    refused words.json "samples"
-    altered few.json 'o["samples"]["total"].pop()'
-    refused few.json "different numbers"
-    altered older.json 'del o["samples"]'
-    refused older.json "no result of bench"
-    "$FANIN_TEST_PYTHON" -c 'print("[" * 100000)' >deep.json
-    refused deep.json "depth"
-    refused missing.json "No such file"
-    refused . "Is a directory"
-    refused /dev/zero "larger than any result"
-}
-
-@test "compare: is for two files, and nothing else" {
-    for line in "a.json" "a.json a.json a.json" "a.json a.json --iterations 5" "a.json a.json --csv x" \
-        "a.json a.json --world-size 2"; do
-        # shellcheck disable=SC2086
-        run -2 --separate-stderr "$NIXL_FETCH" bench --compare $line
-    done
 }
 
 @test "a result says whether TCP, TLS and checksums were used" {

@@ -99,9 +99,6 @@ say_doctor()
     say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --dest .
     say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load product \
         --update-every 10 --phase 1000 --pairs 1 --readers 0,1
-    say bench 0 bench --adapter-shape small --world-size 2 --iterations 5
-    say compare 0 bench --compare "out/bench.$count.json" "out/bench.$count.json"
-    say compare 2 bench --compare "out/bench.$((count - 1)).json" "out/bench.$((count - 2)).json"
     if [ -n "${FANIN_TEST_CUDA_LIBRARY-}" ]; then
         export FANIN_CUDA_LIBRARY=$FANIN_TEST_CUDA_LIBRARY
         say bench 0 bench --adapter-shape small --world-size 2 --device 0,1 --dest device:0 \

@@ -179,7 +179,6 @@ END
         "bench --update-every 5"
         "bench --trainer-load integer --device 0"
         "bench --readers 0,1"
-        "bench --csv one --html one"
         "bench --trainer-load product --readers 0,x"
         "bench --trainer-load product --readers 1,"
         "bench --trainer-load product --readers 257"
@@ -378,8 +377,7 @@ complete_by_fish()
         zsh) want="files" ;;
         fish) want="step_1/ story.csv" ;;
         esac
-        expect_words "$shell" "$want" bench --csv st
-        expect_words "$shell" "$want" bench --html st
+        expect_words "$shell" "$want" trace --svg st
     done
 }
 

@@ -6,7 +6,6 @@
 
 #include "bench/about.h"
 #include "bench/arena.h"
-#include "bench/out_file.h"
 #include "bench/stats.h"
 #include "fetch/check.h"
 #include "trainer/device_driver.h"
@@ -130,10 +129,9 @@ typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers, *csv_path,
-        *html_path;
+    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
-        pause, workers, pairs, phase_ms, compare;
+        pause, workers, pairs, phase_ms;
     engine_shape shape; /**< of layout */
 
     rank_options rank_options;
@@ -155,7 +153,6 @@ typedef struct bench {
     uint64_t peak_bytes, serial;
     uint64_t mark; /**< random: in names of directories, which nobody foresees */
     about about;
-    out_file csv, html;
     uint32_t counts[BENCH_MAX_COUNTS], n_counts; /**< of readers */
     bench_loss losses[DEVICE_MAX + 1];
     size_t n_losses;
@@ -203,12 +200,4 @@ int bench_trainer(bench *b);
 /** All that was measured, on stdout. */
 void bench_tell_json(const bench *b);
 void bench_tell_text(const bench *b);
-/** A line of names, then one a pull. */
-void bench_tell_csv(const bench *b, FILE *out);
-void bench_tell_html(const bench *b, FILE *out);
-
-/** Tells how the result in file B differs from that in A. 0: B is as fast or faster; 1: it is
-    slower beyond noise; 2: they cannot be compared, after a message; or another exit status. */
-int bench_compare(const char *path_a, const char *path_b, bool json);
-
 #endif

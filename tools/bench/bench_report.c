@@ -178,23 +178,6 @@ static void set_about(const bench *b, json_t *o)
                json_boolean(!b->line.connect.no_checksums), NULL);
 }
 
-void bench_tell_csv(const bench *b, FILE *out)
-{
-    fputs("round,pull", out);
-    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        fprintf(out, ",%s_ns", report_phases[i].name);
-    }
-    fputc('\n', out);
-    for (uint32_t n = 0; n < b->samples.count; n++) {
-        fprintf(out, "%u,%u", n / (uint32_t)b->iterations, n % (uint32_t)b->iterations);
-        for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-            fprintf(out, ",%" PRIu64,
-                    b->samples.values[(size_t)i * b->samples.capacity + n]);
-        }
-        fputc('\n', out);
-    }
-}
-
 void bench_tell_json(const bench *b)
 {
     json_t *phases = json_object();

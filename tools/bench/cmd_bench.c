@@ -237,44 +237,6 @@ static int prepare(bench *b)
     return 0;
 }
 
-/* Files first: what cannot be written is no result. */
-static int tell(bench *b)
-{
-    int code = 0;
-    if (b->trainer.device != NULL || b->dest_device != DEVICE_HOST) {
-        about_devices(&b->about);
-    }
-    if (b->csv_path != NULL) {
-        bench_tell_csv(b, b->csv.stream);
-        code = out_file_commit(&b->csv);
-    }
-    if (code == 0 && b->html_path != NULL) {
-        bench_tell_html(b, b->html.stream);
-        code = out_file_commit(&b->html);
-    }
-    if (code != 0) {
-        return code;
-    }
-    if (b->line.common.json) {
-        bench_tell_json(b);
-    } else {
-        bench_tell_text(b);
-    }
-    return 0;
-}
-
-static int open_files(bench *b)
-{
-    if (b->csv_path != NULL && b->html_path != NULL &&
-        strcmp(b->csv_path, b->html_path) == 0) {
-        return failure_usage(b->self->name, "--csv and --html name one file");
-    }
-    int code = b->csv_path != NULL ? out_file_open(&b->csv, b->csv_path, false) : 0;
-    return code == 0 && b->html_path != NULL
-               ? out_file_open(&b->html, b->html_path, false)
-               : code;
-}
-
 static int bench_all(bench *b)
 {
     uint32_t rounds = (uint32_t)b->repeat;
@@ -295,7 +257,14 @@ static int bench_all(bench *b)
         return code;
     }
     measure_limits(b);
-    return interrupt_requested() ? interrupt_exit_code() : tell(b);
+    if (interrupt_requested()) {
+        return interrupt_exit_code();
+    }
+    if (b->trainer.device != NULL || b->dest_device != DEVICE_HOST) {
+        about_devices(&b->about);
+    }
+    (b->line.common.json ? bench_tell_json : bench_tell_text)(b);
+    return 0;
 }
 
 /* --layout, --mapping and --workers. */
@@ -452,27 +421,8 @@ static int check_usage(bench *b)
     return 0;
 }
 
-/* --compare A B */
-static int compare(const bench *b)
-{
-    const arguments *parsed = &b->line.parsed;
-    const char *other =
-        options_given_other(parsed, "compare json quiet verbose no-color");
-    if (other != NULL) {
-        return failure_usage(b->self->name, "--compare does not go with --%s", other);
-    }
-    if (parsed->count != 2) {
-        return failure_usage(b->self->name, "--compare is for two files, not %d",
-                             parsed->count);
-    }
-    return bench_compare(parsed->positional[0], parsed->positional[1],
-                         b->line.common.json);
-}
-
 static void close_all(bench *b)
 {
-    out_file_discard(&b->csv);
-    out_file_discard(&b->html);
     about_free(&b->about);
     bench_close_workers(b);
     session_close(&b->session);
@@ -528,15 +478,6 @@ static struct poptOption option_table[] = {
      "how long each lasts at least (default three updates)", "MS"},
     {"pairs", 0, POPT_ARG_INT, &whole.pairs, 0,
      "how often each is compared with nobody pulling (default 7)", "N"},
-    {"csv", 0, POPT_ARG_STRING, &whole.csv_path, 0,
-     "also write the phases of each pull, a line a pull", "FILE"},
-    {"html", 0, POPT_ARG_STRING, &whole.html_path, 0,
-     "also write a report with histograms, one file that loads nothing", "FILE"},
-    {"compare", 0, POPT_ARG_NONE, &whole.compare, 0,
-     "measure nothing: compare two files that --json printed; exit status 1 if the "
-     "second "
-     "is slower beyond noise, 2 if they cannot be compared",
-     NULL},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.source_part, 0,
      "What own ranks serve:", NULL},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.publishing_part, 0,
@@ -554,8 +495,7 @@ static int measure_all(bench *b, int argc, const char **argv)
         return code;
     }
     about_make(argc, argv, &b->about);
-    code = open_files(b);
-    code = code != 0 || b->target != NULL ? code : start_ranks(b);
+    code = b->target != NULL ? 0 : start_ranks(b);
     code = code != 0 ? code : tracing_start(b->line.connect.trace);
     return code != 0 ? code : tracing_stop(b->line.connect.trace, bench_all(b));
 }
@@ -574,7 +514,7 @@ static int run(const command *self, int argc, const char **argv)
     int code;
     trainer_options_init(&whole.trainer);
     if (session_parse(self, &whole.line, argc, argv, option_table, &code)) {
-        code = whole.compare ? compare(&whole) : measure_all(&whole, argc, argv);
+        code = measure_all(&whole, argc, argv);
         close_all(&whole);
     }
     options_free(&whole.line.parsed);
@@ -593,9 +533,6 @@ const command cmd_bench = {
             "--snapshot\n"
             "  nixl-fetch bench --model qwen3-30b-a3b --shrink 8 --layout tp2,ep2 "
             "--workers 2\n"
-            "  nixl-fetch bench --adapter-shape dense --iterations 100 --json "
-            "--html b.html > b.json\n"
-            "  nixl-fetch bench --compare a.json b.json\n"
             "\n"
             "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
             "is the\n"

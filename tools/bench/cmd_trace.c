@@ -237,12 +237,12 @@ static void tell_json(const trace_options *o)
 static int write_files(const trace_options *o, const trace_event *whole)
 {
     out_file file = {0};
-    int code = o->svg != NULL ? out_file_open(&file, o->svg, true) : 0;
+    int code = o->svg != NULL ? out_file_open(&file, o->svg) : 0;
     if (code == 0 && o->svg != NULL) {
         trace_picture(&o->events, whole, file.stream);
         code = out_file_commit(&file);
     }
-    code = code == 0 && o->merge != NULL ? out_file_open(&file, o->merge, true) : code;
+    code = code == 0 && o->merge != NULL ? out_file_open(&file, o->merge) : code;
     if (code == 0 && o->merge != NULL) {
         trace_events_merge(&o->events, file.stream);
         code = out_file_commit(&file);

@@ -4,6 +4,7 @@
 #include "fetch/whole_file.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,16 +25,12 @@ static int refuse_existing(const char *path)
                          strerror(EEXIST));
 }
 
-int out_file_open(out_file *file, const char *path, bool is_new)
+int out_file_open(out_file *file, const char *path)
 {
     struct stat there;
-    *file = (out_file){.path = path, .is_new = is_new};
-    if (is_new && lstat(path, &there) == 0) {
+    *file = (out_file){.path = path};
+    if (lstat(path, &there) == 0) {
         return refuse_existing(path);
-    }
-    if (stat(path, &there) == 0 && !S_ISREG(there.st_mode)) {
-        return refuse(path, S_ISDIR(there.st_mode) ? strerror(EISDIR)
-                                                   : "it is no ordinary file");
     }
     int length = snprintf(file->temporary, sizeof file->temporary, "%s.XXXXXX", path);
     if (length >= (int)sizeof file->temporary) {
@@ -76,16 +73,14 @@ int out_file_commit(out_file *file)
     }
     file->stream = NULL;
     if (good) {
-        saved = file->is_new ? whole_file_name(file->temporary, file->path)
-                : rename(file->temporary, file->path) == 0 ? 0
-                                                           : errno;
+        saved = whole_file_name(file->temporary, file->path);
         good = saved == 0;
     }
     out_file_discard(file);
     if (good) {
         return 0;
     }
-    if (file->is_new && saved == EEXIST) {
+    if (saved == EEXIST) {
         return refuse_existing(file->path);
     }
     return refuse(file->path, saved != 0 ? strerror(saved) : "a write failed");
