@@ -14,7 +14,7 @@ import pytest
 from namespaces import run_alone
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "support")]
+sys.path[:0] = [str(TESTS.parent / "tools" / "measure"), str(TESTS / "support")]
 import attacks  # noqa: E402
 from strangers import ATTACKS  # noqa: E402
 
@@ -53,7 +53,7 @@ def observe(name: str, seconds: float) -> tuple[Any, Any]:
 def harm(calm: Any, attacked: Any) -> str:
     """What an attack did to the trainer or to its own user, if it is more than a busy machine does.
 
-    Without limits the attacks left 3 % of the steps. tests/bench/attacks.py measures.
+    Without limits the attacks left 3 % of the steps. tools/measure/attacks.py measures.
     """
     steps = f"{calm['steps']:.1f} steps a second became {attacked['steps']:.1f}"
     if attacked["steps"] < calm["steps"] / 5:

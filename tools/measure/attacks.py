@@ -28,7 +28,7 @@ from typing import Any
 import fanin
 import talk
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from strangers import ATTACKS, RUN, attack
 
 STEP_BYTES = 4 << 20

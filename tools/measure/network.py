@@ -4,14 +4,15 @@
            [--secret] [--costs]
 
 One rank and one worker in two network namespaces, joined by a veth pair, so that bytes go by TCP;
-beside it iperf3 the same way over the same link, with as many connections as the worker has. Rounds
-of iperf3, the worker and the worker without checksums take turns, each round beginning with another
-one; medians, and medians of the ratios of each round. iperf3 throws away what it receives, the
-worker puts it in its place. Needs ip (iproute2), iperf3, and root or namespaces of users; without
-one of them it says so and exits with status 77. --loopback does it over 127.0.0.1 instead, where
-neither namespaces nor ip is needed. With --secret a worker pulls by TLS too, from a second rank.
---costs: what pulls cost as well: CPU time a gigabyte of either end, begin_update's wait of a rank that
-updates every 50 ms and waits 1 ms for a lease, while it is pulled, and a cold connect to one rank and to 64.
+beside it iperf3 the same way over the same link, with as many connections as the worker has.
+Rounds of iperf3, the worker and the worker without checksums take turns, each round beginning with
+another one; medians, and medians of the ratios of each round. iperf3 throws away what it receives,
+the worker puts it in its place. Needs ip (iproute2), iperf3, and root or namespaces of users;
+without one of them it says so and exits with status 77. --loopback does it over 127.0.0.1 instead,
+where neither namespaces nor ip is needed. With --secret a worker pulls by TLS too, from a second
+rank. --costs: what pulls cost as well: CPU time a gigabyte of either end, begin_update's wait of a
+rank that updates every 50 ms and waits 1 ms for a lease, while it is pulled, and a cold connect to
+one rank and to 64.
 """
 
 from __future__ import annotations

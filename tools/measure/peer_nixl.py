@@ -7,7 +7,7 @@ with all descriptors a rank, prepared once, the destination registered once; wha
 a warm pull of everything. Run it in one go with `nixl-fetch bench`, alternating:
 
     pip install nixl nixl-cu13            # in an environment of its own
-    python tests/bench/peer_nixl.py --nixl-fetch build/tools/nixl-fetch \
+    python tools/measure/peer_nixl.py --nixl-fetch build/tools/nixl-fetch \
         --shape moe --world-size 8 --rounds 3
 
 With --gpus N the worker is on the last of N GPUs, and the ranks on the others.
@@ -26,13 +26,28 @@ import time
 def adapter_shapes(tool, shape):
     """(bytes of a row, rows) of every tensor, as the tool's own stand-in trainer serves them."""
     with subprocess.Popen(
-        [tool, "serve", "--adapter-shape", shape, "--world-size", "1", "--base-port", "0",
-         "--json"], stdout=subprocess.PIPE, text=True) as server:
+        [
+            tool,
+            "serve",
+            "--adapter-shape",
+            shape,
+            "--world-size",
+            "1",
+            "--base-port",
+            "0",
+            "--json",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
         try:
             ready = json.loads(server.stdout.readline())
             listed = subprocess.run(
                 [tool, "list", ready["target"], "--run", "0", "--json"],
-                check=True, capture_output=True, text=True).stdout
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
         finally:
             server.terminate()
     keys = json.loads(listed)["keys"]
@@ -95,9 +110,11 @@ def prepare(pipes, gpus):
             here.append((at, size, own))
             at += size
         there = [(address, size, device) for address, size in table]
-        handles.append(agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(here, kind), agent.get_xfer_descs(there, kind),
-            peer))
+        handles.append(
+            agent.initialize_xfer(
+                "READ", agent.get_xfer_descs(here, kind), agent.get_xfer_descs(there, kind), peer
+            )
+        )
 
     def pull():
         start = time.perf_counter()
@@ -118,8 +135,10 @@ def nixl_round(shapes, world, gpus, result):
     """In a process of its own, which ends with NIXL's busy threads before anything else runs."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(world)]
-    processes = [context.Process(target=serve, args=(shapes, world, r, gpus, pairs[r][1]))
-                 for r in range(world)]
+    processes = [
+        context.Process(target=serve, args=(shapes, world, r, gpus, pairs[r][1]))
+        for r in range(world)
+    ]
     for process in processes:
         process.start()
     pull, proven, total = prepare([a for a, _ in pairs], gpus)
@@ -149,8 +168,24 @@ def ours(tool, shape, world, gpus, path):
     if gpus:
         where = ["--device", ",".join(map(str, range(gpus - 1))), "--dest", f"device:{gpus - 1}"]
     out = subprocess.run(
-        [tool, "bench", "--adapter-shape", shape, "--world-size", str(world), "--path", path,
-         *where, "--iterations", "11", "--json"], check=True, capture_output=True, text=True).stdout
+        [
+            tool,
+            "bench",
+            "--adapter-shape",
+            shape,
+            "--world-size",
+            str(world),
+            "--path",
+            path,
+            *where,
+            "--iterations",
+            "11",
+            "--json",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     return json.loads(out)
 
 
@@ -171,8 +206,7 @@ def main():
         seconds, total = over_nixl(shapes, options.world_size, options.gpus)
         times["nixl"] += seconds
         for path in paths:
-            result = ours(
-                options.nixl_fetch, options.shape, options.world_size, options.gpus, path)
+            result = ours(options.nixl_fetch, options.shape, options.world_size, options.gpus, path)
             times.setdefault(path, []).append(result["phases"]["total"]["median_ns"] / 1e9)
             for limit in result["limits"]:
                 if limit["problem"] is None and limit["pieces"] == 1:
@@ -180,9 +214,12 @@ def main():
     peer = statistics.median(times["nixl"])
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"{options.shape} {options.world_size} ranks {name:12} median "
-              f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
-              f"{peer / median:5.1f} x NIXL", flush=True)
+        print(
+            f"{options.shape} {options.world_size} ranks {name:12} median "
+            f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
+            f"{peer / median:5.1f} x NIXL",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@
 
 What being read costs a GPU that works: PyTorch's matrix product (8192 x 8192, bf16) runs without
 pause on GPU 0 while a worker on GPU 1 pulls an adapter of eight ranks again and again: first four
-ranks on each GPU, then all on GPU 0; beside it the same with plain copies of as many bytes from GPU 0
-to GPU 1 by the copy engine. Phases with and without take turns (the reading process is stopped and
-continued). Prints an object: for each the median ratio of speeds, and bytes read from GPU 0 a second.
-Needs two GPUs and PyTorch; exit status 77 without.
+ranks on each GPU, then all on GPU 0; beside it the same with plain copies of as many bytes from
+GPU 0 to GPU 1 by the copy engine. Phases with and without take turns (the reading process is
+stopped and continued). Prints an object: for each the median ratio of speeds, and bytes read from
+GPU 0 a second. Needs two GPUs and PyTorch; exit status 77 without.
 """
+
 import argparse
 import json
 import mmap
@@ -101,7 +102,11 @@ def compare(counters, process, options):
         ratios.append(busy / ((idle + after) / 2))
         idle = after
     os.kill(process.pid, signal.SIGCONT)
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "product_tflops": idle * 2 * SIZE**3 / 1e12}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "product_tflops": idle * 2 * SIZE**3 / 1e12,
+    }
 
 
 def end(process):
@@ -113,9 +118,20 @@ def end(process):
 def pulls(options, counters, devices, share):
     """What pulling costs with ranks on these devices; share of the bytes lies on GPU 0."""
     ranks = subprocess.Popen(
-        [options.tool, "serve", "--adapter-shape", options.shape, "--world-size", "8", "--device", devices,
-         "--info", options.info],
-        stdout=subprocess.PIPE, text=True,
+        [
+            options.tool,
+            "serve",
+            "--adapter-shape",
+            options.shape,
+            "--world-size",
+            "8",
+            "--device",
+            devices,
+            "--info",
+            options.info,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     if not ranks.stdout.readline().startswith("ready"):
         sys.exit("product_loss: the ranks do not start")
@@ -125,15 +141,23 @@ def pulls(options, counters, devices, share):
         result = compare(counters, reader, options)
     finally:
         end(reader)
-    measured = json.loads(subprocess.run([*bench, "50"], check=True, capture_output=True, text=True).stdout)
+    measured = json.loads(
+        subprocess.run([*bench, "50"], check=True, capture_output=True, text=True).stdout
+    )
     pull_ns = measured["phases"]["total"]["median_ns"]
-    result |= {"devices": devices, "pull_ms": pull_ns / 1e6, "gb_per_s": share * options.size / pull_ns}
+    result |= {
+        "devices": devices,
+        "pull_ms": pull_ns / 1e6,
+        "gb_per_s": share * options.size / pull_ns,
+    }
     end(ranks)
     return result
 
 
 def plain_copies(options, counters, path):
-    reader = subprocess.Popen([sys.executable, __file__, "--copies", path, "--size", str(options.size)])
+    reader = subprocess.Popen(
+        [sys.executable, __file__, "--copies", path, "--size", str(options.size)]
+    )
     while counters.copied() == 0 and reader.poll() is None:
         time.sleep(0.01)
     try:
@@ -152,18 +176,24 @@ def measure(options, path):
     product_process = subprocess.Popen([sys.executable, __file__, "--product", path])
     try:
         counters.edge()
-        print(json.dumps({
-            "shape": options.shape,
-            "pull": pulls(options, counters, "0,1", 0.5),
-            "pull_all": pulls(options, counters, "0", 1.0),
-            "copy": plain_copies(options, counters, path),
-        }))
+        print(
+            json.dumps(
+                {
+                    "shape": options.shape,
+                    "pull": pulls(options, counters, "0,1", 0.5),
+                    "pull_all": pulls(options, counters, "0", 1.0),
+                    "copy": plain_copies(options, counters, path),
+                }
+            )
+        )
     finally:
         end(product_process)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tool", nargs="?")
     parser.add_argument("--shape", default="moe")
     parser.add_argument("--size", type=int, default=1687683072)
@@ -178,6 +208,7 @@ def main():
         copies(options.copies, options.size)
     try:
         import torch
+
         count = torch.cuda.device_count()
     except ImportError:
         count = 0

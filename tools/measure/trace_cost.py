@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """trace_cost.py [--turns N] [--pulls N] [--shape NAME] [--world-size N]
 
-What a trace costs pulls into memory: short blocks of pulls without (A) and with one (B), in turns of
-ABBA, so that what drifts falls on both alike. A block's time holds all that the trace does, also the
-thread that writes its file. CPU time, user and system, and wall clock of a pull: medians, and the mean
-logarithm of the turns' ratios, a tenth of them cut off at either end, with its standard error. Needs the
-package and nixl-fetch, whose ranks serve the tensors.
+What a trace costs pulls into memory: short blocks of pulls without (A) and with one (B), in turns
+of ABBA, so that what drifts falls on both alike. A block's time holds all that the trace does,
+also the thread that writes its file. CPU time, user and system, and wall clock of a pull: medians,
+and the mean logarithm of the turns' ratios, a tenth of them cut off at either end, with its
+standard error. Needs the package and nixl-fetch, whose ranks serve the tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--compact]
-                   [--served] [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N] [--parts N]
-                   [--json FILE]
+                   [--served] [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N]
+                   [--parts N] [--json FILE]
 
 A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
 fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
@@ -46,14 +46,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "engines"))
+sys.path.insert(0, str(HERE.parents[2] / "tests" / "engines"))
 
 try:
     import torch
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
-from worlds import Child, Control
+from worlds import Child, Control  # noqa: E402
 
 SLOWEST = 300.0  # seconds that any wait may take
 PACKED = 1 << 30
