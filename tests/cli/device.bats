@@ -179,15 +179,6 @@ every_way()
     [ "$(field phases table median_ns)" -gt 0 ]
 }
 
-@test "bench --trainer-load: what pulls cost ranks that work" {
-    run -0 --separate-stderr "$NIXL_FETCH" bench --model qwen2.5-0.5b --r 2 --world-size 2 --device 0 --dest device:1 \
-        --trainer-load product --update-every 10 --phase 400 --pairs 2 --readers 0,2 --iterations 2 --json
-    [ "$(field trainer_load trainers 0 device)" = 0 ]
-    [ "$(field trainer_load trainers 0 readers 0 pulls)" = "[0, 0]" ]
-    [ "$(field trainer_load trainers 0 readers 1 pulls 1)" -ge 2 ]
-    [ "$(field trainer_load trainers 0 readers 1 ratios | tr -cd , | wc -c)" -eq 1 ]
-}
-
 @test "a rank that dies is told, the device serves others" {
     start_ranks --adapter-shape small --world-size 3 --device 0 --keep-going
     kill -KILL "$(rank_pid 1)"
@@ -211,7 +202,7 @@ every_way()
     stop_ranks
 }
 
-@test "wrong use: devices, lists, casts, types, loads" {
+@test "wrong use: devices, lists, casts, types" {
     run -11 "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --device 5
     has "device 5"
     run -2 "$NIXL_FETCH" serve --adapter-shape small --device 0,,1
@@ -223,8 +214,6 @@ every_way()
     run -2 "$NIXL_FETCH" serve --adapter-shape small --snapshot --cast f32
     run -2 "$NIXL_FETCH" bench --pull-dtype int8
     run -2 "$NIXL_FETCH" bench --dest device:x
-    run -2 "$NIXL_FETCH" bench 127.0.0.1:1 --trainer-load product
-    run -2 "$NIXL_FETCH" bench --device 0 --trainer-load sleep
     run -2 "$NIXL_FETCH" bench 127.0.0.1:1 --device 0
     run -2 "$NIXL_FETCH" pull 127.0.0.1:1 --out d --dtype f64
 }

@@ -97,8 +97,6 @@ say_doctor()
     say error 2 pull "$info"
     stop_ranks
     say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --dest .
-    say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load product \
-        --update-every 10 --phase 1000 --pairs 1 --readers 0,1
     if [ -n "${FANIN_TEST_CUDA_LIBRARY-}" ]; then
         export FANIN_CUDA_LIBRARY=$FANIN_TEST_CUDA_LIBRARY
         say bench 0 bench --adapter-shape small --world-size 2 --device 0,1 --dest device:0 \

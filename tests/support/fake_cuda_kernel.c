@@ -6,7 +6,6 @@
 #include "box_digest.h"
 #include "copy_kernel.h"
 #include "trainer/device_pattern.h"
-#include "trainer/device_work.h"
 #include "digest_kernel.h"
 
 #include <stdlib.h>
@@ -222,14 +221,6 @@ static void write_pattern(work *w, const void *parameter)
     }
 }
 
-/* Kernels that keep a device busy and whose results nobody looks at. */
-static void only_work(work *w, const void *parameter)
-{
-    work_parameters p;
-    memcpy(&p, parameter, sizeof p);
-    touch(w, (uint64_t)(uintptr_t)p.c, 1);
-}
-
 static struct CUfunc_st functions[] = {
     {COPY_KERNEL_NAME, sizeof(copy_parameters), COPY_KERNEL_THREADS, copy_units},
     {DIGEST_KERNEL_NAME, sizeof(digest_parameters), DIGEST_KERNEL_THREADS,
@@ -238,9 +229,6 @@ static struct CUfunc_st functions[] = {
      DIGEST_FILE_KERNEL_THREADS, digest_file},
     {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
      write_pattern},
-    {DEVICE_PRODUCT_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
-    {DEVICE_SWEEP_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
-    {DEVICE_HALVES_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
 };
 
 void fake_kernel_run(CUcontext context, fake_launch *launch)

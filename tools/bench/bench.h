@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss, files.
-    */
+/** @file Parts of `bench`: figures over several pulls, and limits beside them. */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -21,9 +20,6 @@ enum {
     BENCH_MAX_PHASES = 16,
     BENCH_MAX_LIMITS = 32,
     BENCH_MAX_ROUNDS = 100,
-    BENCH_MAX_PAIRS = 60,
-    BENCH_MAX_COUNTS = 8,
-    BENCH_MAX_READERS = 256,
 };
 
 /** Samples of every phase of report_phases, in nanoseconds. */
@@ -90,28 +86,6 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
 void bench_file_pages(bench_limits *limits, const bench_spread *spread,
                       const char *directory, uint64_t bytes);
 
-/** What so many readers cost a rank that works; a share of its time. */
-typedef struct bench_loss_row {
-    double ratio
-        [BENCH_MAX_PAIRS]; /**< a step's time before and after over that with readers */
-    double loss, least, most; /**< one minus them: median, and of all pairs */
-    double mean,
-        mean_error; /**< of one minus the ratios, and its standard error; 0 of one pair */
-    double work, work_error; /**< the same of the work between updates alone */
-    double step_ns;          /**< median */
-    double wait,
-        cpu; /**< shares of the time: waiting for leases; CPU of the rank's other
-                         threads; medians */
-} bench_loss_row;
-
-typedef struct bench_loss {
-    uint32_t rank;
-    int device;
-    double step_idle_ns,
-        units; /**< of a step with nobody pulling: time, median; work */
-    bench_loss_row rows[BENCH_MAX_COUNTS];
-} bench_loss;
-
 /** A further rank of the engine, which pulls its part at the same time. */
 typedef struct bench_worker {
     session session;
@@ -129,9 +103,9 @@ typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers;
-    int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
-        pause, workers, pairs, phase_ms;
+    char *dest, *pull_dtype, *layout, **mappings;
+    int iterations, cold, repeat, commits, check_all, spare_file, verify, pause,
+        workers;
     engine_shape shape; /**< of layout */
 
     rank_options rank_options;
@@ -153,14 +127,8 @@ typedef struct bench {
     uint64_t peak_bytes, serial;
     uint64_t mark; /**< random: in names of directories, which nobody foresees */
     about about;
-    uint32_t counts[BENCH_MAX_COUNTS], n_counts; /**< of readers */
-    bench_loss losses[DEVICE_MAX + 1];
-    size_t n_losses;
-    uint32_t loss_pulls[BENCH_MAX_PAIRS][BENCH_MAX_COUNTS]; /**< of each phase */
 } bench;
 
-/** What the command line says of each pull. */
-void bench_pull_options(const bench *b, fanin_pull_options *out);
 /** One pull; @p info is filled but for its strings. */
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error);
@@ -177,25 +145,6 @@ void bench_close_workers(bench *b);
     reads, which are of all. The first one's ranks_json and path_reason are kept in b. */
 fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
                                 fanin_result_info *info, fanin_error *error);
-
-/** Readers, each a client in a thread of its own, the first one b's: @p count of them, which have
-    pulled once and wait. 0, or an exit status after a message; to be freed in either case. */
-typedef struct bench_readers bench_readers;
-int bench_readers_open(bench *b, uint32_t count, bench_readers **out);
-/** The first @p active of them pull from now on, b->pause apart. */
-void bench_readers_begin(bench_readers *all, uint32_t active);
-/** Waits for those that pull, and no more begin; *@p pulls_out: how many pulls there were. 0, or an
-    exit status after a message. */
-int bench_readers_end(bench_readers *all, uint32_t *pulls_out);
-/** Those that pull give up. */
-void bench_readers_cancel(bench_readers *all);
-void bench_readers_free(bench_readers **all_inout);
-
-/** Checks --readers, --pairs and --phase. 0, or an exit status after a message. */
-int bench_trainer_resolve(bench *b);
-/** Phases with and without readers while ranks work, to fill b->losses: 0, or an exit status after
-    a message. */
-int bench_trainer(bench *b);
 
 /** All that was measured, on stdout. */
 void bench_tell_json(const bench *b);

@@ -56,7 +56,8 @@ static fanin_status pull_directory(bench *b, const fanin_pull_options *options,
     return status;
 }
 
-void bench_pull_options(const bench *b, fanin_pull_options *out)
+/* What the command line says of each pull. */
+static void pull_options(const bench *b, fanin_pull_options *out)
 {
     fanin_pull_options_init(out, sizeof *out);
     out->publication = b->session.publication;
@@ -71,7 +72,7 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
 {
     fanin_pull_options options;
     char path[4096];
-    bench_pull_options(b, &options);
+    pull_options(b, &options);
     *info = (fanin_result_info){.struct_size = sizeof *info};
     if (!b->directory) {
         return bench_pull_workers(b, &options, check, info, error);

@@ -89,54 +89,6 @@ static json_t *commits_json(const bench *b)
     return o;
 }
 
-static json_t *loss_json(const bench *b, const bench_loss *l, uint32_t number)
-{
-    const bench_loss_row *row = &l->rows[number];
-    json_t *ratios = json_array();
-    json_t *pulls = json_array();
-    for (int i = 0; i < b->pairs; i++) {
-        json_array_append_new(ratios, json_real(row->ratio[i]));
-        json_array_append_new(pulls, output_u64(b->loss_pulls[i][number]));
-    }
-    return output_object(
-        "readers", output_u64(b->counts[number]), "step_ns", json_real(row->step_ns),
-        "loss", json_real(row->loss), "loss_min", json_real(row->least), "loss_max",
-        json_real(row->most), "loss_mean", json_real(row->mean), "loss_error",
-        json_real(row->mean_error), "work_loss", json_real(row->work),
-        "work_loss_error", json_real(row->work_error), "lease_wait",
-        json_real(row->wait), "server_cpu", json_real(row->cpu), "ratios", ratios,
-        "pulls", pulls, NULL);
-}
-
-static json_t *losses_json(const bench *b)
-{
-    json_t *list = json_array();
-    for (size_t i = 0; i < b->n_losses; i++) {
-        const bench_loss *l = &b->losses[i];
-        json_t *rows = json_array();
-        for (uint32_t j = 0; j < b->n_counts; j++) {
-            json_array_append_new(rows, loss_json(b, l, j));
-        }
-        double size = device_load_size(l->device, b->rank_options.load);
-        json_array_append_new(
-            list,
-            output_object("rank", output_u64(l->rank), "device", output_rank(l->device),
-                          "rate", json_real(l->units / l->step_idle_ns * 1e9),
-                          "rate_size", json_real(size), "step_ns",
-                          json_real(l->step_idle_ns), "readers", rows, NULL));
-    }
-    return list;
-}
-
-static json_t *trainer_json(const bench *b)
-{
-    return output_object("load", output_string(b->load_name), "phase_ns",
-                         output_u64((uint64_t)b->phase_ms * 1000000), "update_every_ns",
-                         output_u64((uint64_t)b->update_every * 1000000), "pause_ns",
-                         output_u64((uint64_t)b->pause * 1000000), "trainers",
-                         losses_json(b), NULL);
-}
-
 /* Medians of each round of pulls. */
 static json_t *rounds_json(const bench *b)
 {
@@ -208,9 +160,6 @@ void bench_tell_json(const bench *b)
     if (has_commits(b)) {
         output_set(o, "commit", commits_json(b), NULL);
     }
-    if (b->n_losses > 0) {
-        output_set(o, "trainer_load", trainer_json(b), NULL);
-    }
     output_set(o, "peak_resident_bytes", output_u64(b->peak_bytes), NULL);
     output_json(o);
 }
@@ -239,62 +188,6 @@ static void add_limits(const bench *b, struct libscols_table *table)
         }
         add_figure(table, name, l->ns, l->bytes);
     }
-}
-
-static void add_loss(const bench *b, struct libscols_table *table, const bench_loss *l,
-                     const char *name, uint32_t number)
-{
-    const bench_loss_row *row = &l->rows[number];
-    char loss[3][32], means[2][48], shares[2][32];
-    const double values[3] = {row->loss, row->least, row->most};
-    uint64_t pulls = 0;
-    for (int i = 0; i < 3; i++) {
-        snprintf(loss[i], sizeof loss[i], "%+.3f %%", 100 * values[i]);
-    }
-    snprintf(means[0], sizeof means[0], "%+.3f ± %.3f %%", 100 * row->mean,
-             100 * row->mean_error);
-    snprintf(means[1], sizeof means[1], "%+.3f ± %.3f %%", 100 * row->work,
-             100 * row->work_error);
-    snprintf(shares[0], sizeof shares[0], "%.4f %%", 100 * row->wait);
-    snprintf(shares[1], sizeof shares[1], "%.4f %%", 100 * row->cpu);
-    for (int i = 0; i < b->pairs; i++) {
-        pulls += b->loss_pulls[i][number];
-    }
-    output_row(table, NULL, name, output_number(b->counts[number]).s,
-               output_number(pulls).s, output_duration((uint64_t)row->step_ns).s,
-               loss[0], loss[1], loss[2], means[0], means[1], shares[0], shares[1]);
-}
-
-static const char *rate_name(device_load_kind kind)
-{
-    return kind == DEVICE_LOAD_PRODUCT   ? "Gflop/s of products of matrices"
-           : kind == DEVICE_LOAD_INTEGER ? "Gop/s of integers"
-                                         : "GB/s of sweeps over memory";
-}
-
-static void tell_trainers(const bench *b)
-{
-    struct libscols_table *table = output_table(
-        "TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST> MEAN> WORK> WAITS> CPU>");
-    for (size_t i = 0; i < b->n_losses; i++) {
-        const bench_loss *l = &b->losses[i];
-        char name[40] = "host";
-        if (l->device != DEVICE_HOST) {
-            snprintf(name, sizeof name, "GPU %d", l->device);
-        }
-        double rate = l->units / l->step_idle_ns *
-                      device_load_size(l->device, b->rank_options.load);
-        printf("trainer, %s: %.3g %s alone\n", name, rate,
-               rate_name(b->rank_options.load));
-        for (uint32_t j = 0; j < b->n_counts; j++) {
-            add_loss(b, table, l, name, j);
-        }
-    }
-    printf("%d phases of %d ms for each number of readers, each between two without; "
-           "readers pause %d ms, ranks update every %d ms%s\n",
-           b->pairs, b->phase_ms, b->pause, b->update_every,
-           b->trainer.snapshot ? ", snapshots" : "");
-    output_print(table);
 }
 
 static void tell_head(const bench *b)
@@ -343,9 +236,6 @@ void bench_tell_text(const bench *b)
             failure_warn("no limit by %s: %s", b->limits.items[i].name,
                          b->limits.items[i].problem);
         }
-    }
-    if (b->n_losses > 0) {
-        tell_trainers(b);
     }
     printf("peak resident set %s\n", output_bytes(b->peak_bytes).s);
 }

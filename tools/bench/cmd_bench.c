@@ -148,15 +148,13 @@ static void measure_limits(bench *b)
     }
 }
 
-/* Ranks that work update now and then; those of snapshots make some commits at first, which
-   are timed; others stay with their first step. */
+/* Ranks of snapshots make some commits at first, which are timed; others stay with their first
+   step. */
 static void set_updates(bench *b)
 {
     rank_options *o = &b->rank_options;
     o->update_every_ms = -1;
-    if (o->load != DEVICE_LOAD_NONE) {
-        o->update_every_ms = b->update_every;
-    } else if (o->publishing.snapshot) {
+    if (o->publishing.snapshot) {
         o->publishing.timed = true;
         o->steps = (uint64_t)b->commits + 2; /* the first two make the arenas */
         o->update_every_ms = 0;
@@ -250,9 +248,6 @@ static int bench_all(bench *b)
         code = measure(b);
     }
     b->peak_bytes = report_peak_bytes();
-    if (code == 0 && b->rank_options.load != DEVICE_LOAD_NONE) {
-        code = bench_trainer(b);
-    }
     if (code != 0) {
         return code;
     }
@@ -307,7 +302,7 @@ static int resolve_layout(bench *b)
     return 0;
 }
 
-/* --dest, --pull-dtype and --trainer-load. */
+/* --dest and --pull-dtype. */
 static int resolve(bench *b)
 {
     const char *name = b->self->name;
@@ -331,21 +326,7 @@ static int resolve(bench *b)
         return failure_usage(name, "--pull-dtype is bf16 or f16, not '%s'",
                              b->pull_dtype);
     }
-    if (b->load_name == NULL) {
-        return 0;
-    }
-    b->rank_options.load = strcmp(b->load_name, "product") == 0   ? DEVICE_LOAD_PRODUCT
-                           : strcmp(b->load_name, "sweep") == 0   ? DEVICE_LOAD_SWEEP
-                           : strcmp(b->load_name, "integer") == 0 ? DEVICE_LOAD_INTEGER
-                                                                  : DEVICE_LOAD_NONE;
-    if (b->rank_options.load == DEVICE_LOAD_NONE) {
-        return failure_usage(name, "--trainer-load is product, sweep or integer");
-    }
-    if (b->rank_options.load == DEVICE_LOAD_INTEGER && b->trainer.device != NULL) {
-        return failure_usage(name,
-                             "--trainer-load integer is for ranks of host memory");
-    }
-    return bench_trainer_resolve(b);
+    return 0;
 }
 
 static int check_numbers(const bench *b)
@@ -371,9 +352,7 @@ static int check_idle(const bench *b)
         "snapshot cast "
         "no-stream-commit base-port bind replicate shard-dim lease-ms data-threads "
         "nice "
-        "allow open insecure name trusted-network world-id commits trainer-load "
-        "update-every "
-        "readers pairs phase";
+        "allow open insecure name trusted-network world-id commits";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
     if (given != NULL) {
@@ -389,10 +368,6 @@ static int check_idle(const bench *b)
     }
     if (b->spare_file && !b->directory) {
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
-    }
-    given = options_given(parsed, "update-every readers pairs phase");
-    if (b->load_name == NULL && given != NULL) {
-        return failure_usage(b->self->name, "--%s needs --trainer-load", given);
     }
     return 0;
 }
@@ -465,19 +440,6 @@ static struct poptOption option_table[] = {
      "wait between pulls, as workers do (default 0)", "MS"},
     {"commits", 0, POPT_ARG_INT, &whole.commits, 0,
      "with --snapshot: commits that are timed first (default 20)", "N"},
-    {"trainer-load", 0, POPT_ARG_STRING, &whole.load_name, 0,
-     "also measure what pulls cost ranks that multiply matrices (product), move "
-     "memory (sweep) or count on one CPU (integer)",
-     "KIND"},
-    {"update-every", 0, POPT_ARG_INT, &whole.update_every, 0,
-     "how often those ranks update (default 1000)", "MS"},
-    {"readers", 0, POPT_ARG_STRING, &whole.readers, 0,
-     "so many readers at once, --pause apart, in turn; 0 shows the noise (default 1)",
-     "N[,N...]"},
-    {"phase", 0, POPT_ARG_INT, &whole.phase_ms, 0,
-     "how long each lasts at least (default three updates)", "MS"},
-    {"pairs", 0, POPT_ARG_INT, &whole.pairs, 0,
-     "how often each is compared with nobody pulling (default 7)", "N"},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.source_part, 0,
      "What own ranks serve:", NULL},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.publishing_part, 0,
@@ -507,8 +469,6 @@ static int run(const command *self, int argc, const char **argv)
                     .iterations = 10,
                     .repeat = 1,
                     .commits = 20,
-                    .update_every = 1000,
-                    .pairs = 7,
                     .dest_device = DEVICE_HOST,
                     .arena.device = DEVICE_HOST};
     int code;

@@ -28,8 +28,8 @@ def told(process: subprocess.Popen[str]) -> Any:
     return json.loads(line) if line.strip() != "ready" else None
 
 
-def say(process: subprocess.Popen[str]) -> None:
+def say(process: subprocess.Popen[str], line: str = "") -> None:
     """Has it go on."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(line + "\n")
     process.stdin.flush()

@@ -35,12 +35,6 @@ static bool all_arrived(const rank_board *board, uint64_t generation)
     return true;
 }
 
-static bool working(const rank_board *board, uint64_t ignored)
-{
-    (void)ignored;
-    return atomic_load(&board->phase) != 0;
-}
-
 static bool is_past(const rank_board *board, uint64_t end_ns)
 {
     (void)board;
@@ -76,11 +70,6 @@ bool rank_board_barrier(rank_board *board, uint32_t rank)
         rank_board_wake(board);
     }
     return wait_until(board, all_arrived, generation, UINT64_MAX);
-}
-
-bool rank_board_work(rank_board *board)
-{
-    return wait_until(board, working, 0, UINT64_MAX);
 }
 
 bool rank_board_pause(rank_board *board, int64_t ms)

@@ -8,8 +8,7 @@
 typedef struct rank_board {
     _Atomic uint32_t
         wake; /**< futex; grows with every event that somebody may wait for */
-    _Atomic uint32_t stop;  /**< all ranks are to end */
-    _Atomic uint32_t phase; /**< of the work: 0 not begun, RANK_PHASES ended */
+    _Atomic uint32_t stop; /**< all ranks are to end */
     uint32_t world_size;
     rank_slot slots[];
 } rank_board;
@@ -25,9 +24,6 @@ bool rank_board_barrier(rank_board *board, uint32_t rank);
 
 /** Waits @p ms milliseconds (negative: for ever); false: the world is to end. */
 bool rank_board_pause(rank_board *board, int64_t ms);
-
-/** Waits for the first phase of work; false: the world is to end. */
-bool rank_board_work(rank_board *board);
 
 /** A rank's life; returns its process's exit status. @p ready_fd: an eventfd that is told
     when the rank is ready. @p extents: one a tensor to be filled, or NULL. */

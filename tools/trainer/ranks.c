@@ -274,18 +274,6 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
     return 0;
 }
 
-int ranks_pause(ranks *r, uint32_t ms)
-{
-    uint64_t end = progress_in_ms(ms);
-    for (uint32_t left_ms; (left_ms = progress_left_ms(end)) > 0;) {
-        int code = look(r, left_ms);
-        if (code != 0) {
-            return code;
-        }
-    }
-    return 0;
-}
-
 int ranks_serve(ranks *r)
 {
     for (;;) {
@@ -401,10 +389,4 @@ uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS]
     uint32_t count = atomic_load(&slot->commits);
     memcpy(out, slot->commit_ns, sizeof slot->commit_ns);
     return count < RANK_COMMITS ? count : RANK_COMMITS;
-}
-
-void ranks_phase(ranks *r, uint32_t phase)
-{
-    atomic_store(&r->board->phase, phase != 0 ? phase : RANK_PHASES);
-    rank_board_wake(r->board);
 }

@@ -8,7 +8,6 @@
 #define RANKS_H
 
 #include "fetch/output.h"
-#include "trainer/device_load.h"
 #include "trainer/models.h"
 
 #include <fanin/server.h>
@@ -56,10 +55,6 @@ typedef struct rank_options {
     bool
         readers_gone; /**< at the end all readers have closed: the ranks wait to see it */
     rank_publishing publishing;
-    /** What the first rank of each device, and of the host, does between updates, from
-        ranks_phase() on; it and the others update until the phases end, not before. The first such
-        stretch lasts update_every_ms, the others have as much work. */
-    device_load_kind load;
 } rank_options;
 
 /** A shard's memory in a rank's process; of the first run. */
@@ -67,14 +62,7 @@ typedef struct rank_extent {
     uint64_t address, bytes;
 } rank_extent;
 
-enum { RANK_COMMITS = 64, RANK_PHASES = 1024 };
-
-/** Whole steps of a rank that lay in a phase, each with its update; how long they waited for
-    leases, what CPU all threads used but the one that works, and how long the work between updates
-    took. */
-typedef struct rank_work {
-    uint64_t steps, units, ns, wait_ns, cpu_ns, load_ns;
-} rank_work;
+enum { RANK_COMMITS = 64 };
 
 /** What a rank tells its parent and the other ranks. */
 typedef struct rank_slot {
@@ -86,8 +74,6 @@ typedef struct rank_slot {
     uint16_t port;
     uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
     _Atomic uint32_t commits;
-    rank_work work[RANK_PHASES]; /**< to be read in a later phase */
-    _Atomic uint32_t counted;    /**< the last phase with a whole step */
     /* Written before the process ends, read after it ended. */
     bool failed, has_stats;
     fanin_error error;
@@ -125,12 +111,8 @@ char *ranks_target(const ranks *r);
 const rank_extent *ranks_extents(const ranks *r, uint32_t rank);
 /** Until every rank has committed @p step: 0, or an exit status after a message. */
 int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms);
-/** Waits so long, unless a rank ends (its exit status, told). */
-int ranks_pause(ranks *r, uint32_t ms);
 
 /** How long the rank's last timed commits took, from the call to the effect; their number. */
 uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS]);
 
-/** Begins phase @p phase, 1 to RANK_PHASES - 1; 0: ends them. */
-void ranks_phase(ranks *r, uint32_t phase);
 #endif

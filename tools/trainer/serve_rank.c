@@ -35,12 +35,6 @@ typedef struct life {
     shard *shards; /**< one a tensor, the same for all runs */
     published *runs;
     fanin_server *server;
-    device_load *load; /**< NULL: does not work between updates */
-    uint32_t batches;  /**< of work between two updates; 0: to be found out */
-    /* of the phase that is counted */
-    uint32_t phase;
-    uint64_t phase_start, phase_cpu, wait_ns, load_ns;
-    rank_work work;
 } life;
 
 static rank_board *board_of_handler;
@@ -115,15 +109,12 @@ static fanin_status allocate(life *l, fanin_error *error)
             return status;
         }
     }
-    return rank_works(o, l->rank)
-               ? device_load_make(l->device, o->load, &l->load, error)
-               : FANIN_OK;
+    return FANIN_OK;
 }
 
 static void release(life *l)
 {
     const rank_options *o = l->options;
-    device_load_free(&l->load);
     for (size_t run = 0; l->runs != NULL && run < o->n_runs; run++) {
         published *p = &l->runs[run];
         for (size_t i = 0;
@@ -278,12 +269,8 @@ static fanin_status begin_update(life *l, const published *run, fanin_error *err
     /* As a trainer that has looked at a loss: the last step's work is done, so that this
        update does not withdraw its commit. */
     fanin_status status = finish(l, run, error);
-    uint64_t start = progress_now_ns();
-    if (status == FANIN_OK) {
-        status = fanin_server_begin_update(l->server, run->name, error);
-    }
-    l->wait_ns += progress_now_ns() - start;
-    return status;
+    return status == FANIN_OK ? fanin_server_begin_update(l->server, run->name, error)
+                              : status;
 }
 
 /* All runs at @p step; @p first: they become known with it. */
@@ -312,89 +299,6 @@ static bool barrier(const life *l)
     return l->options->uncoupled || rank_board_barrier(l->board, l->rank);
 }
 
-/* Of all threads but this one. */
-static uint64_t others_cpu_ns(void)
-{
-    struct timespec whole, own;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &own);
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &whole);
-    return (uint64_t)((whole.tv_sec - own.tv_sec) * 1000000000 +
-                      (whole.tv_nsec - own.tv_nsec));
-}
-
-/* Counts a step, which belongs to the phase in which it began and ended. */
-static void count_step(life *l, uint64_t units)
-{
-    uint64_t now = progress_now_ns();
-    uint32_t phase = atomic_load(&l->board->phase);
-    if (phase != l->phase) {
-        l->phase = phase;
-        l->phase_start = now;
-        l->phase_cpu = others_cpu_ns();
-        l->wait_ns = l->load_ns = 0;
-        l->work = (rank_work){0};
-        return;
-    }
-    l->work = (rank_work){.steps = l->work.steps + 1,
-                          .units = l->work.units + units,
-                          .ns = now - l->phase_start,
-                          .wait_ns = l->wait_ns,
-                          .cpu_ns = others_cpu_ns() - l->phase_cpu,
-                          .load_ns = l->load_ns};
-    if (phase < RANK_PHASES) {
-        l->slot->work[phase] = l->work;
-        atomic_store(&l->slot->counted, phase);
-    }
-}
-
-/* What lies between two updates of a trainer: the same work each time, so that the time of a step
-   tells what it cost. */
-static fanin_status work(life *l, uint64_t *units_out, fanin_error *error)
-{
-    const uint64_t end = progress_in_ms((uint64_t)l->options->update_every_ms);
-    uint32_t done = 0;
-    *units_out = 0;
-    while (l->load != NULL &&
-           (l->batches > 0 ? done < l->batches : progress_now_ns() < end) &&
-           atomic_load(&l->board->stop) == 0 &&
-           atomic_load(&l->board->phase) < RANK_PHASES) {
-        uint64_t units, start = progress_now_ns();
-        fanin_status status = device_load_run(l->load, &units, error);
-        l->load_ns += progress_now_ns() - start;
-        if (status != FANIN_OK) {
-            return status;
-        }
-        *units_out += units;
-        done++;
-    }
-    l->batches = l->batches > 0 ? l->batches : done;
-    return FANIN_OK;
-}
-
-/* Works and updates while there are phases, then waits for the world's end. */
-static fanin_status train(life *l, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    bool going = rank_board_work(l->board);
-    uint64_t step = atomic_load(&l->slot->step);
-    while (going && status == FANIN_OK && atomic_load(&l->board->phase) < RANK_PHASES) {
-        uint64_t units;
-        status = work(l, &units, error);
-        going = status == FANIN_OK && barrier(l);
-        if (going) {
-            status = publish(l, ++step, false, error);
-            going = status == FANIN_OK && barrier(l);
-        }
-        if (going) {
-            count_step(l, units);
-        }
-    }
-    if (status == FANIN_OK) {
-        (void)rank_board_pause(l->board, -1);
-    }
-    return status;
-}
-
 /* Step after step until the world ends. */
 static fanin_status live(life *l, int ready_fd, fanin_error *error)
 {
@@ -408,9 +312,6 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
     atomic_store(&l->slot->ready, 1);
     if (write(ready_fd, &one, sizeof one) != (ssize_t)sizeof one) {
         return failure_set(error, FANIN_ERR_IO, "", "the rank cannot tell it is ready");
-    }
-    if (going && o->load != DEVICE_LOAD_NONE) {
-        return train(l, error);
     }
     for (uint64_t n = 1; going; n++) {
         bool last = o->update_every_ms < 0 || (o->steps > 0 && n >= o->steps);

@@ -289,14 +289,3 @@ int rank_device(const rank_options *options, uint32_t rank)
                ? p->devices[(uint64_t)rank * p->n_devices / options->world_size]
                : DEVICE_HOST;
 }
-
-bool rank_works(const rank_options *options, uint32_t rank)
-{
-    int device = rank_device(options, rank);
-    for (uint32_t other = 0; other < rank; other++) {
-        if (rank_device(options, other) == device) {
-            return false;
-        }
-    }
-    return options->load != DEVICE_LOAD_NONE;
-}

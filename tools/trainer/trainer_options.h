@@ -53,7 +53,5 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
 
 /** The device of a rank's memory, or DEVICE_HOST. */
 int rank_device(const rank_options *options, uint32_t rank);
-/** Whether it is the one that works, with rank_options.load. */
-bool rank_works(const rank_options *options, uint32_t rank);
 
 #endif
