@@ -4,7 +4,6 @@
 #include "fetch/command.h"
 #include "trainer/device_driver.h"
 #include "fetch/failure.h"
-#include "fetch/tracing.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
@@ -458,8 +457,8 @@ static int measure_all(bench *b, int argc, const char **argv)
     }
     about_make(argc, argv, &b->about);
     code = b->target != NULL ? 0 : start_ranks(b);
-    code = code != 0 ? code : tracing_start(b->line.connect.trace);
-    return code != 0 ? code : tracing_stop(b->line.connect.trace, bench_all(b));
+    code = code != 0 ? code : session_trace_start(b->line.connect.trace);
+    return code != 0 ? code : session_trace_stop(b->line.connect.trace, bench_all(b));
 }
 
 static int run(const command *self, int argc, const char **argv)

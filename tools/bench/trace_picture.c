@@ -3,7 +3,6 @@
    did. */
 #include "bench/trace_events.h"
 #include "fetch/output.h"
-#include "fetch/xml.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -128,10 +127,10 @@ static void put_span(const picture *p, const trace_event *e, FILE *out)
             from, TOP + row_of(p, e) * ROW + 3, to - from > 0.5 ? to - from : 0.5,
             ROW - 6, phases[phase_of(e->name)].color,
             bad ? " stroke=\"#cf222e\" stroke-width=\"2\"" : "");
-    xml_put(out, e->name);
+    output_xml(out, e->name);
     fprintf(out, " %s%s", output_duration((uint64_t)(e->took_us * 1000)).s,
             bad ? ", " : "");
-    xml_put(out, bad ? e->outcome : "");
+    output_xml(out, bad ? e->outcome : "");
     fputs("</title></rect>\n", out);
 }
 
@@ -188,7 +187,7 @@ void trace_picture(const trace_events *events, const trace_event *whole, FILE *o
         "fill=\"#24292f\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n"
         "<text x=\"8\" y=\"16\" font-weight=\"600\">",
         WIDTH, height, WIDTH, height);
-    xml_put(out, whole != NULL ? whole->about : "all");
+    output_xml(out, whole != NULL ? whole->about : "all");
     fprintf(out, ": %s in all", output_duration((uint64_t)(p.took_us * 1000)).s);
     fputs("</text>\n", out);
     put_legend(&p, out);

@@ -5,7 +5,6 @@
 #include "fetch/output.h"
 #include "fetch/interrupt.h"
 #include "fetch/session.h"
-#include "fetch/tracing.h"
 #include "fetch/terminal.h"
 
 #include <errno.h>
@@ -263,10 +262,10 @@ static int examine(const command *self, doctor_line *d)
     int code = 0;
     if (d->line.parsed.count > 0) {
         const char *trace = d->line.connect.trace;
-        code = tracing_start(trace);
+        code = session_trace_start(trace);
         if (code == 0) {
             code = ask_trainer(self, d, d->line.parsed.positional[0], &facts, report);
-            code = tracing_stop(trace, code);
+            code = session_trace_stop(trace, code);
         }
     }
     if (code == 0) {

@@ -2,7 +2,7 @@
 /* What a run is at, once. */
 #include "fetch/command.h"
 #include "fetch/failure.h"
-#include "fetch/look_rates.h"
+#include "fetch/look.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/rank_states.h"

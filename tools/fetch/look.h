@@ -54,13 +54,36 @@ typedef struct problems {
     size_t count, capacity;
 } problems;
 
-struct look_rates;
+enum { LOOK_PATHS = 5 };
+
+/** Of one rank, what has changed between two looks. */
+typedef struct look_rate {
+    bool known;         /**< it answered both, and is still the process that it was */
+    uint64_t bytes, ns; /**< that readers got of it, and the time in between */
+    const char *path;   /**< by which most of them went; NULL: there were none */
+} look_rate;
+
+typedef struct look_before {
+    bool known;
+    char address[MISSING_ADDRESS];
+    uint64_t bytes[LOOK_PATHS], pulls, at_ns;
+} look_before;
+
+typedef struct look_rates {
+    look_rate *list; /**< as the ranks of the look that was taken last */
+    look_before *before;
+    uint32_t count;
+} look_rates;
+
+/** Compares @p l, taken at @p now_ns, with the look that was given before. All zero at first. */
+void look_rates_take(look_rates *r, const look *l, uint64_t now_ns);
+void look_rates_free(look_rates *r);
 
 /** Finds them, the worst first. @p rates: how @p l differs from the look before, as far as that is
     known.
     @p max_age_ms: commits may be as old, whatever the ranks are at; 0: all must publish one step
     now. */
-void problems_find(const look *l, const struct look_rates *rates, uint64_t max_age_ms,
+void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
                    problems *out);
 /** Whether only another look tells if a rank is slow. */
 bool problems_need_rates(const look *l);
@@ -72,8 +95,6 @@ fanin_status problems_verdict(const problems *p);
 bool problem_is_of(const problem *p, const look_rank *r);
 /** All of it as an object. */
 json_t *look_json(const session *s, const look *l, const problems *p);
-
-enum { LOOK_PATHS = 5 };
 
 /** Of a path: the tensor bytes that readers got of a rank by it since it was started. */
 typedef struct look_read {

@@ -3,7 +3,7 @@
 #ifndef LOOK_VIEW_H
 #define LOOK_VIEW_H
 
-#include "fetch/look_rates.h"
+#include "fetch/look.h"
 
 typedef struct look_view {
     const look *look;

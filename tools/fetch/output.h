@@ -76,4 +76,8 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
 /** Parses exactly @p size bytes of hexadecimal digits. */
 bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);
 
+/** Writes UTF-8 as the content of an element or the value of an attribute; characters that XML
+    cannot have become blanks. */
+void output_xml(FILE *stream, const char *text);
+
 #endif

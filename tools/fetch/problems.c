@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What is wrong with a run, in words that need no manual. */
-#include "fetch/look_rates.h"
+#include "fetch/look.h"
 #include "fetch/output.h"
 
 #include <inttypes.h>

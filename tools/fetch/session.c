@@ -7,12 +7,31 @@
 #include "fetch/progress.h"
 #include "fetch/suggest.h"
 #include "fetch/terminal.h"
-#include "fetch/tracing.h"
 
+#include <fanin/trace.h>
 #include <malloc.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+int session_trace_start(const char *file)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (file == NULL || fanin_trace_start(file, &error) == FANIN_OK) {
+        return 0;
+    }
+    return failure_report("cannot trace", &error);
+}
+
+int session_trace_stop(const char *file, int code)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (file == NULL || fanin_trace_stop(&error) == FANIN_OK || code != 0) {
+        return code;
+    }
+    return failure_report("the trace is not whole", &error);
+}
 
 void session_log(void *verbose, fanin_log_level level, const char *event,
                  const char *message)
@@ -446,12 +465,12 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
     int code;
     const char *where = begin(self, line, argc, argv, table, words, &code);
     if (where != NULL) {
-        code = tracing_start(line->connect.trace);
+        code = session_trace_start(line->connect.trace);
         if (code == 0) {
             code = session_open(&s, self, line, where, line->run);
             code = code != 0 ? code : fn(&s, line, cookie);
             session_close(&s);
-            code = tracing_stop(line->connect.trace, code);
+            code = session_trace_stop(line->connect.trace, code);
         }
     }
     options_free(&line->parsed);

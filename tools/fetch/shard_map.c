@@ -3,7 +3,6 @@
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/terminal.h"
-#include "fetch/xml.h"
 
 #include <inttypes.h>
 #include <langinfo.h>
@@ -251,7 +250,7 @@ static void put_text(FILE *stream, const char *text)
     FILE *memory = output_require(open_memstream(&safe, &size));
     terminal_put(memory, text);
     fclose(memory);
-    xml_put(stream, safe);
+    output_xml(stream, safe);
     free(safe);
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank that still sends when the others have sent all: slow, or the last of a pull that goes
    well. */
-#include "fetch/look_rates.h"
+#include "fetch/look.h"
 #include "testing.h"
 
 #include <stdio.h>
