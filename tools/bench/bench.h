@@ -5,7 +5,6 @@
 
 #include "bench/about.h"
 #include "bench/arena.h"
-#include "bench/stats.h"
 #include "fetch/check.h"
 #include "trainer/device_driver.h"
 #include "trainer/ranks.h"
@@ -22,6 +21,15 @@ enum {
     BENCH_MAX_ROUNDS = 100,
 };
 
+/** A percentile is the least sample that so many of them do not exceed. */
+typedef struct stats_figure {
+    uint64_t median, least, most, p90, p99;
+    uint32_t count; /**< samples; 0: all else is 0 */
+} stats_figure;
+
+/** Over @p count values, which are sorted. */
+stats_figure stats_figure_of(uint64_t *values, uint32_t count);
+
 /** Samples of every phase of report_phases, in nanoseconds. */
 typedef struct bench_samples {
     uint64_t *values; /**< [phase][iteration] */
@@ -32,9 +40,6 @@ void bench_samples_init(bench_samples *s, uint32_t iterations);
 void bench_samples_add(bench_samples *s, const fanin_result_info *info);
 void bench_samples_free(bench_samples *s);
 
-/** Over samples first .. first+count-1 of phase number @p phase. */
-stats_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
-                               uint32_t count);
 /** What the machine does without this library. */
 typedef struct bench_limit {
     char name[80];

@@ -5,9 +5,107 @@
 #include "fetch/report.h"
 
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* ---------------------------------------------------------------------- figures */
+
+static int ascending(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a;
+    uint64_t y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static uint64_t middle(uint64_t low, uint64_t high)
+{
+    return low + (high - low) / 2;
+}
+
+/* Of sorted values. */
+static uint64_t percentile(const uint64_t *values, uint32_t count, uint32_t percent)
+{
+    uint64_t rank = ((uint64_t)count * percent + 99) / 100;
+    return values[rank > 0 ? rank - 1 : 0];
+}
+
+stats_figure stats_figure_of(uint64_t *values, uint32_t count)
+{
+    if (count == 0) {
+        return (stats_figure){0};
+    }
+    qsort(values, count, sizeof values[0], ascending);
+    return (stats_figure){
+        .median = middle(values[(count - 1) / 2], values[count / 2]),
+        .least = values[0],
+        .most = values[count - 1],
+        .p90 = percentile(values, count, 90),
+        .p99 = percentile(values, count, 99),
+        .count = count,
+    };
+}
+
+void bench_samples_init(bench_samples *s, uint32_t iterations)
+{
+    *s = (bench_samples){.capacity = iterations};
+    s->values = output_require(
+        calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof s->values[0]));
+}
+
+void bench_samples_add(bench_samples *s, const fanin_result_info *info)
+{
+    if (s->count == s->capacity) {
+        return;
+    }
+    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+        s->values[(size_t)i * s->capacity + s->count] =
+            report_phase_ns(info, &report_phases[i]);
+    }
+    s->count++;
+}
+
+void bench_samples_free(bench_samples *s)
+{
+    free(s->values);
+    *s = (bench_samples){0};
+}
+
+/* Over samples first .. first+count-1 of phase number phase. */
+static stats_figure figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+                                uint32_t count)
+{
+    uint64_t *copy = output_require(malloc(((size_t)count + 1) * sizeof copy[0]));
+    memcpy(copy, s->values + (size_t)phase * s->capacity + first,
+           count * sizeof copy[0]);
+    stats_figure figure = stats_figure_of(copy, count);
+    free(copy);
+    return figure;
+}
+
+bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
+{
+    size_t at =
+        limits->count < BENCH_MAX_LIMITS ? limits->count++ : BENCH_MAX_LIMITS - 1;
+    bench_limit *limit = &limits->items[at];
+    va_list arguments;
+    *limit = (bench_limit){.pieces = 1};
+    va_start(arguments, format);
+    vsnprintf(limit->name, sizeof limit->name, format, arguments);
+    va_end(arguments);
+    return limit;
+}
+
+void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
+                     const char *problem)
+{
+    if (problem != NULL) {
+        snprintf(limit->problem, sizeof limit->problem, "%.150s", problem);
+    } else {
+        limit->ns = stats_figure_of(times, count);
+    }
+}
 
 /* The first two commits of a rank make its arenas. */
 enum { FIRST_COMMITS = 2 };
@@ -97,7 +195,7 @@ static json_t *rounds_json(const bench *b)
     for (uint32_t first = 0; first + each <= b->samples.count; first += each) {
         json_t *o = json_object();
         for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-            stats_figure f = bench_figure_part(&b->samples, i, first, each);
+            stats_figure f = figure_part(&b->samples, i, first, each);
             output_set(o, report_phases[i].name, output_u64(f.median), NULL);
         }
         json_array_append_new(list, o);
@@ -135,7 +233,7 @@ void bench_tell_json(const bench *b)
     json_t *phases = json_object();
     json_t *o = json_object();
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        stats_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
+        stats_figure f = figure_part(&b->samples, i, 0, b->samples.count);
         output_set(phases, report_phases[i].name, figure_json(f), NULL);
         if (strcmp(report_phases[i].name, "total") == 0) {
             double rate = (double)b->last.bytes / (double)f.median * 1e9;
@@ -219,7 +317,7 @@ void bench_tell_text(const bench *b)
     tell_head(b);
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         const char *name = report_phases[i].name;
-        stats_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
+        stats_figure f = figure_part(&b->samples, i, 0, b->samples.count);
         bool moves = strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
                      strcmp(name, "total") == 0;
         if (f.most > 0) {

@@ -30,4 +30,10 @@ void change_add(change *c, const fanin_dtype dtypes[2], const uint8_t *const byt
     finite where it was, or finite where it was not. */
 double change_relative(const change *c);
 
+/** Numbers that make an element: 2 of a complex one, real part and imaginary part; else 1. */
+unsigned numbers_parts(fanin_dtype dtype);
+
+/** Bytes of @p count packed elements; they must fill whole bytes. */
+uint64_t numbers_bytes(fanin_dtype dtype, uint64_t count);
+
 #endif

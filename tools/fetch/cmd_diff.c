@@ -4,7 +4,6 @@
 #include "fetch/diff_report.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
-#include "fetch/numbers.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 

@@ -123,7 +123,8 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
 /** Starts the trace of --trace, if @p file is not NULL: before a command connects. 0, or the exit
     status. */
 int session_trace_start(const char *file);
-/** Ends it, when the client is gone. @p code, or if that is 0 and the trace is not whole the exit status. */
+/** Ends it, when the client is gone. @p code, or if that is 0 and the trace is not whole the exit
+    status. */
 int session_trace_stop(const char *file, int code);
 
 #endif

@@ -3,7 +3,7 @@
 #include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/progress.h"
-#include "trainer/rank_board.h"
+#include "trainer/serve_rank.h"
 
 #include <errno.h>
 #include <inttypes.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Percentiles. */
-#include "bench/stats.h"
+#include "bench/bench.h"
 #include "testing.h"
 
 static void a_percentile_is_a_sample(void **s)

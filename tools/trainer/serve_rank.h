@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Memory that a world of rank processes and their parent share. */
-#ifndef RANK_BOARD_H
-#define RANK_BOARD_H
+/** @file A rank process, and the memory that a world of them and their parent share. */
+#ifndef SERVE_RANK_H
+#define SERVE_RANK_H
 
 #include "trainer/ranks.h"
 
@@ -18,12 +18,6 @@ void rank_board_wake(rank_board *board);
 
 /** Tells all ranks to end. Safe in a signal handler. */
 void rank_board_stop(rank_board *board);
-
-/** Waits for all living ranks to come here; false: the world is to end. */
-bool rank_board_barrier(rank_board *board, uint32_t rank);
-
-/** Waits @p ms milliseconds (negative: for ever); false: the world is to end. */
-bool rank_board_pause(rank_board *board, int64_t ms);
 
 /** A rank's life; returns its process's exit status. @p ready_fd: an eventfd that is told
     when the rank is ready. @p extents: one a tensor to be filled, or NULL. */
