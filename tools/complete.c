@@ -143,7 +143,6 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"dtype", {"bf16", "f16", "f32", "f64", "f8_e4m3", "f8_e5m2", "i8", "u8"}},
         {"cast", {"bf16", "f16"}},
         {"pull-dtype", {"bf16", "f16"}},
-        {"layout", {"tp2", "tp4", "tp8", "ep2", "tp2,ep2"}},
         {"mapping", {":files"}},
         {"dest", {"memory", "device:0", ":directories"}},
         {"out", {":directories"}},

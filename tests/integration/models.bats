@@ -217,22 +217,25 @@ assert (config["model_type"], config["kv_lora_rank"], config["num_hidden_layers"
     stop_ranks
 }
 
-@test "bench: into an engine's parameters, by layout and by mapping, every byte proven" {
-    own=(--model deepseek-v3 --layers 4 --shrink 64 --world-size 3 --no-ucx)
-    for layout in tp1 tp2 ep4 tp2,ep4; do
-        run -0 --separate-stderr "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --check-pattern \
-            --layout "$layout" --json
-        [ "$(field all_checked)" = true ]
-        [ "$(field layout)" = "$layout" ]
-        whole=${whole:-$(field bytes)}
+@test "bench: into an engine's parameters, every byte proven" {
+    start_ranks --model deepseek-v3 --full --layers 4 --shrink 64 --world-size 3 --no-ucx
+    "$NIXL_FETCH" list "$info" full:0 --json >keys.json
+    for shape in "--tp 1" "--tp 2" "--tp 2 --ep 4"; do
+        rm -f rank*.json
+        # shellcheck disable=SC2086
+        "$FANIN_TEST_PYTHON" "$FANIN_SOURCE_DIR/tools/measure/layout.py" keys.json rank $shape
+        mappings=()
+        for one in rank*.json; do mappings+=(--mapping "$one"); done
+        run -0 --separate-stderr "$NIXL_FETCH" bench "$info" full:0 --iterations 1 --check-pattern \
+            "${mappings[@]}" --json
+        [ "$(field all_checked) $(field workers)" = "true $((${#mappings[@]} / 2))" ]
+        bytes+=("$(field bytes)")
     done
-    # The ranks of ep4 together: experts once, everything else on each.
-    run -0 --separate-stderr "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --check-pattern \
-        --layout tp2,ep4 --workers 4 --json
-    [ "$(field workers)" = 4 ]
-    [ "$(field bytes)" -gt "$whole" ]
-    run -0 "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --layout tp2 --workers 2
-    has "tp2, by 2 of the engine's ranks at once"
+    # Two ranks have some tensors both; four have experts once, everything else each.
+    [ "${bytes[0]}" -lt "${bytes[1]}" ] && [ "${bytes[1]}" -lt "${bytes[2]}" ]
+    run -0 "$NIXL_FETCH" bench "$info" full:0 --iterations 1 "${mappings[@]}"
+    has "by 4 of the engine's ranks at once"
+    stop_ranks
     start_ranks --model qwen3-8b --full --layers 2 --shrink 64 --world-size 3 --replicate 3
     "$NIXL_FETCH" list "$info" full:0 --json >keys.json
     "$FANIN_TEST_PYTHON" - <<'END'
@@ -262,15 +265,11 @@ END
     stop_ranks
 }
 
-@test "bench: layouts that are none" {
+@test "bench: mappings that are none" {
     own=(--model qwen3-8b --full --layers 1 --shrink 64 --world-size 2)
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp0
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2,ep3
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --workers 2
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --workers 3
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --mapping m.json
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --dest .
-    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --workers 2 --cold
+    echo '{}' >m.json
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --mapping m.json --dest .
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --mapping m.json --mapping m.json --cold
     run -11 "$NIXL_FETCH" bench "${own[@]}" --mapping missing.json
     has missing.json
 }

@@ -43,15 +43,6 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-static uint64_t bytes_of(const fanin_tensor *t, const uint64_t *extent)
-{
-    uint64_t bits = fanin_dtype_bits(t->dtype);
-    for (uint32_t d = 0; d < t->n_dims; d++) {
-        bits *= extent[d];
-    }
-    return bits / 8;
-}
-
 static fanin_status no_memory(const arena *a, fanin_error *error)
 {
     return failure_set(error, FANIN_ERR_MEMORY, "free memory",
@@ -98,7 +89,7 @@ static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
             const placed_box *b = &l->boxes[next];
             a->boxes[next] = b->box;
             a->boxes[next].address = a->memory + begin[b->parameter] + b->at;
-            a->bytes += bytes_of(&t, b->box.extent);
+            a->bytes += engine_tensor_bytes(&t, b->box.extent);
             t.n_boxes++;
         }
         if (t.n_boxes > 0) {

@@ -108,10 +108,9 @@ typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *layout, **mappings;
+    char *dest, *pull_dtype, **mappings;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, pause,
         workers;
-    engine_shape shape; /**< of layout */
 
     rank_options rank_options;
     source source;

@@ -250,10 +250,9 @@ void bench_tell_json(const bench *b)
         output_u64(b->samples.count), "cold", json_boolean(b->cold), "snapshot",
         json_boolean(b->trainer.snapshot), "pattern_checked",
         json_boolean(b->pattern.follows), "all_checked", json_boolean(b->check_all),
-        "layout", output_string(b->layout), "workers", json_integer(b->workers),
-        "mappings", json_integer(b->mappings != NULL ? b->workers : 0), "phases",
-        phases, "rounds", rounds_json(b), "samples", samples_json(b), "limits",
-        limits_json(b), NULL);
+        "workers", json_integer(b->workers), "mappings",
+        json_integer(b->mappings != NULL ? b->workers : 0), "phases", phases, "rounds",
+        rounds_json(b), "samples", samples_json(b), "limits", limits_json(b), NULL);
     set_about(b, o);
     if (has_commits(b)) {
         output_set(o, "commit", commits_json(b), NULL);
@@ -296,10 +295,11 @@ static void tell_head(const bench *b)
            b->trainer.device != NULL ? b->trainer.device : "",
            b->trainer.snapshot ? ", snapshots" : "",
            b->dest != NULL ? b->dest : "memory");
-    if (b->layout != NULL || b->mappings != NULL) {
+    if (b->mappings != NULL) {
         printf(
-            "%s, by %d of the engine's ranks at once; phases are the slowest one's\n",
-            b->layout != NULL ? b->layout : "as recorded mappings say", b->workers);
+            "as recorded mappings say, by %d of the engine's ranks at once; phases are "
+            "the slowest one's\n",
+            b->workers);
     }
     printf("path %s%s%s, %" PRIu64 " reads a pull\n", fanin_path_name(b->last.path),
            b->reason[0] != '\0' ? ": " : "", b->reason, b->last.reads);

@@ -22,31 +22,12 @@ typedef struct layout_cookie {
     uint32_t rank;
 } layout_cookie;
 
-static bool on_pair(void *cookie, const char *key, const char *value)
-{
-    bool found = strcmp(key, "config") == 0;
-    if (found) {
-        *(engine_model *)cookie = engine_model_of(value);
-    }
-    return !found;
-}
-
 static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t count,
                             engine_layout *out, fanin_error *error)
 {
     const layout_cookie *c = cookie;
     const bench *b = c->bench;
     mapping_file m;
-    if (b->mappings == NULL) {
-        engine_model model = {0};
-        fanin_status asked =
-            fanin_client_metadata(c->session->client, c->session->publication,
-                                  b->line.common.timeout_ms, on_pair, &model, error);
-        if (asked == FANIN_OK) {
-            engine_layout_make(tensors, count, b->shape, model, c->rank, out);
-        }
-        return asked;
-    }
     fanin_status status = mapping_read(b->mappings[c->rank], &m, error);
     if (status == FANIN_OK) {
         status = engine_layout_of_mapping(tensors, count, &m, out, error);
@@ -59,10 +40,9 @@ fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
                               arena *out, fanin_error *error)
 {
     layout_cookie cookie = {b, s, rank};
-    bool shaped = b->layout != NULL || b->mappings != NULL;
     return arena_make(s->client, s->publication, b->line.common.timeout_ms,
-                      b->dest_device, b->half, shaped ? lay_out : NULL, &cookie, out,
-                      error);
+                      b->dest_device, b->half, b->mappings != NULL ? lay_out : NULL,
+                      &cookie, out, error);
 }
 
 int bench_open_workers(bench *b)

@@ -125,8 +125,7 @@ static void measure_limits(bench *b)
     bench_spread spread = {0};
     bool host = b->dest_device == DEVICE_HOST;
     bool devices = b->trainer.device != NULL;
-    bool shaped = b->layout != NULL || b->mappings != NULL;
-    uint64_t most = shaped ? b->arena.bytes : UINT64_MAX;
+    uint64_t most = b->mappings != NULL ? b->arena.bytes : UINT64_MAX;
     if (b->ranks != NULL) {
         bench_spread_of(&b->rank_options, &spread);
     }
@@ -172,7 +171,7 @@ static int start_ranks(bench *b)
     rank_options *o = &b->rank_options;
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;
-    b->trainer.source.full |= b->layout != NULL || b->mappings != NULL;
+    b->trainer.source.full |= b->mappings != NULL;
     b->trainer.secret_file = b->line.connect.secret_file;
     b->trainer.tls_cert = b->line.connect.tls_cert;
     b->trainer.tls_key = b->line.connect.tls_key;
@@ -261,44 +260,16 @@ static int bench_all(bench *b)
     return 0;
 }
 
-/* --layout, --mapping and --workers. */
-static int resolve_layout(bench *b)
+/* --mapping: a worker each. */
+static int resolve_mappings(bench *b)
 {
-    const char *name = b->self->name;
-    uint32_t ranks = 1;
-    if (b->layout != NULL && b->mappings != NULL) {
-        return failure_usage(name, "--layout and --mapping exclude each other");
+    b->workers = 1;
+    while (b->mappings != NULL && b->mappings[b->workers] != NULL) {
+        b->workers++;
     }
-    if (b->layout != NULL) {
-        if (!engine_shape_parse(b->layout, &b->shape)) {
-            return failure_usage(name,
-                                 "--layout '%s' is not such as tp2, ep4, tp2,ep2 "
-                                 "or tp2,pp2",
-                                 b->layout);
-        }
-        ranks = engine_shape_ranks(b->shape);
-        if (b->shape.tp % b->shape.ep != 0 && b->shape.ep % b->shape.tp != 0) {
-            return failure_usage(name,
-                                 "--layout '%s': one number is no multiple of "
-                                 "the other",
-                                 b->layout);
-        }
-    }
-    for (ranks = b->mappings != NULL ? 0 : ranks;
-         b->mappings != NULL && b->mappings[ranks] != NULL; ranks++)
-        ;
-    b->workers = b->mappings != NULL && b->workers == 0 ? (int)ranks : b->workers;
-    b->workers = b->workers == 0 ? 1 : b->workers;
-    if ((uint32_t)b->workers > ranks) {
-        return failure_usage(name,
-                             "--workers %d, but the engine has %u rank%s (--layout, "
-                             "--mapping)",
-                             b->workers, ranks, ranks == 1 ? "" : "s");
-    }
-    if (b->workers > 1 && b->cold) {
-        return failure_usage(name, "--cold is for one worker");
-    }
-    return 0;
+    return b->workers > 1 && b->cold
+               ? failure_usage(b->self->name, "--cold is for one worker")
+               : 0;
 }
 
 /* --dest and --pull-dtype. */
@@ -361,9 +332,8 @@ static int check_idle(const bench *b)
     if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL) {
         return failure_usage(b->self->name, "--commits needs --snapshot");
     }
-    if ((b->layout != NULL || b->mappings != NULL) && b->directory) {
-        return failure_usage(b->self->name,
-                             "--layout and --mapping are for memory as --dest");
+    if (b->mappings != NULL && b->directory) {
+        return failure_usage(b->self->name, "--mapping is for memory as --dest");
     }
     if (b->spare_file && !b->directory) {
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
@@ -385,7 +355,7 @@ static int check_usage(bench *b)
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
-    code = resolve_layout(b);
+    code = resolve_mappings(b);
     code = code != 0 ? code : resolve(b);
     code = code != 0 ? code : check_idle(b);
     if (code != 0 || b->line.parsed.count == 0) {
@@ -413,16 +383,9 @@ static struct poptOption option_table[] = {
     {"dest", 'd', POPT_ARG_STRING, &whole.dest, 0,
      "memory (default), memory of a CUDA device, or a directory to make others in",
      "memory|device:N|DIR"},
-    {"layout", 0, POPT_ARG_STRING, &whole.layout, 0,
-     "into a rank's parameters as engines fuse and cut them: tp2, ep4, tp2,pp2",
-     "LAYOUT"},
     {"mapping", 0, POPT_ARG_ARGV, &whole.mappings, 0,
      "into parameters as a recorded mapping has them; repeated: of one rank each",
      "FILE"},
-    {"workers", 0, POPT_ARG_INT, &whole.workers, 0,
-     "so many of the engine's ranks, a client each, pull at once (default: 1, or one a "
-     "mapping)",
-     "N"},
     {"iterations", 'i', POPT_ARG_INT, &whole.iterations, 0, "pulls (default 10)", "N"},
     {"cold", 0, POPT_ARG_NONE, &whole.cold, 0,
      "a new client for each pull: connection, catalog and plan anew", NULL},
@@ -490,8 +453,6 @@ const command cmd_bench = {
             "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
             "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
             "--snapshot\n"
-            "  nixl-fetch bench --model qwen3-30b-a3b --shrink 8 --layout tp2,ep2 "
-            "--workers 2\n"
             "\n"
             "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
             "is the\n"

@@ -24,7 +24,7 @@ LEAST_SAMPLES = 5
 MOST_DRIFT = 1.5  # of one limit, before it is another machine, or a busy one
 DRAWS = 2000
 ALIKE = (
-    "tensors bytes world_size destination device path cold snapshot layout workers mappings "
+    "tensors bytes world_size destination device path cold snapshot workers mappings "
     "all_checked verify pull_dtype spare_file pause_ns secured no_unix checksums"
 ).split()
 MACHINE = "processor cores memory_bytes devices".split()
