@@ -117,22 +117,28 @@ static fanin_status lay_out(arena *a, const engine_layout *l, fanin_error *error
     return status;
 }
 
-/* Every tensor whole, in a parameter of its own. */
-static fanin_status whole_tensors(void *cookie, const fanin_tensor *tensors,
-                                  size_t count, engine_layout *out, fanin_error *error)
+/* As @p mapping says; NULL: every tensor whole, in a parameter of its own. */
+static fanin_status layout_of(const arena *a, const char *mapping, engine_layout *out,
+                              fanin_error *error)
 {
-    (void)cookie, (void)error;
-    *out = (engine_layout){.boxes = NULL};
-    for (size_t i = 0; i < count; i++) {
-        engine_layout_add_whole(out, tensors, i);
+    mapping_file m;
+    if (mapping == NULL) {
+        for (size_t i = 0; i < a->count; i++) {
+            engine_layout_add_whole(out, a->tensors, i);
+        }
+        return FANIN_OK;
     }
-    return FANIN_OK;
+    fanin_status status = mapping_read(mapping, &m, error);
+    if (status == FANIN_OK) {
+        status = engine_layout_of_mapping(a->tensors, a->count, &m, out, error);
+        mapping_free(&m);
+    }
+    return status;
 }
 
 fanin_status arena_make(fanin_client *client, const char *publication,
                         uint32_t timeout_ms, int device, fanin_dtype half,
-                        arena_layout_fn layout, void *cookie, arena *out,
-                        fanin_error *error)
+                        const char *mapping, arena *out, fanin_error *error)
 {
     engine_layout l = {.boxes = NULL};
     *out = (arena){.device = device, .half = half};
@@ -141,8 +147,7 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     if (status != FANIN_OK) {
         return status;
     }
-    status = (layout != NULL ? layout : whole_tensors)(cookie, out->tensors, out->count,
-                                                       &l, error);
+    status = layout_of(out, mapping, &l, error);
     if (status == FANIN_OK) {
         status = lay_out(out, &l, error);
         engine_layout_free(&l);

@@ -22,19 +22,14 @@ typedef struct arena {
     void *stream;
 } arena;
 
-/** Says where tensors go; errors are its own. */
-typedef fanin_status (*arena_layout_fn)(void *cookie, const fanin_tensor *tensors,
-                                        size_t count, engine_layout *out,
-                                        fanin_error *error);
-
 /** Reads the publication's catalog and makes memory for it: the host's, faulted in, or of
     @p device. @p half: tensors that are F32 there have that dtype here; 0: all as they are.
-    @p layout may be NULL: every tensor whole and by itself. Errors are fanin_client_catalog()'s,
-    FANIN_ERR_MEMORY, device_driver.h's and @p layout's. To be freed also after an error. */
+    @p mapping, a file, says where tensors go; NULL: every one whole and by itself. Errors are
+    fanin_client_catalog()'s, FANIN_ERR_MEMORY, device_driver.h's, mapping_read()'s and
+    engine_layout_of_mapping()'s. To be freed also after an error. */
 fanin_status arena_make(fanin_client *client, const char *publication,
                         uint32_t timeout_ms, int device, fanin_dtype half,
-                        arena_layout_fn layout, void *cookie, arena *out,
-                        fanin_error *error);
+                        const char *mapping, arena *out, fanin_error *error);
 void arena_free(arena *a);
 
 /** All of the memory, for the host to read until the next call; *@p out + (address of a box -

@@ -145,10 +145,6 @@ int bench_open_workers(bench *b);
 fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
                               arena *out, fanin_error *error);
 void bench_close_workers(bench *b);
-/** All ranks of the engine pull at once; @p info is the slowest one's, but for tensors, bytes and
-    reads, which are of all. The first one's ranks_json and path_reason are kept in b. */
-fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
-                                fanin_result_info *info, fanin_error *error);
 
 /** All that was measured, on stdout. */
 void bench_tell_json(const bench *b);

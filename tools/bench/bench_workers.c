@@ -15,34 +15,12 @@
 
 /* ------------------------------------------------------------------ their memory */
 
-/* What a rank's layout is made of. */
-typedef struct layout_cookie {
-    const bench *bench;
-    const session *session;
-    uint32_t rank;
-} layout_cookie;
-
-static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t count,
-                            engine_layout *out, fanin_error *error)
-{
-    const layout_cookie *c = cookie;
-    const bench *b = c->bench;
-    mapping_file m;
-    fanin_status status = mapping_read(b->mappings[c->rank], &m, error);
-    if (status == FANIN_OK) {
-        status = engine_layout_of_mapping(tensors, count, &m, out, error);
-        mapping_free(&m);
-    }
-    return status;
-}
-
 fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
                               arena *out, fanin_error *error)
 {
-    layout_cookie cookie = {b, s, rank};
     return arena_make(s->client, s->publication, b->line.common.timeout_ms,
-                      b->dest_device, b->half, b->mappings != NULL ? lay_out : NULL,
-                      &cookie, out, error);
+                      b->dest_device, b->half,
+                      b->mappings != NULL ? b->mappings[rank] : NULL, out, error);
 }
 
 int bench_open_workers(bench *b)
@@ -196,8 +174,11 @@ static fanin_status pull(const bench *b, const fanin_pull_options *options,
                                             error);
 }
 
-fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
-                                fanin_result_info *info, fanin_error *error)
+/* All ranks of the engine pull at once; info is the slowest one's, but for tensors, bytes and
+   reads, which are of all. The first one's ranks_json and path_reason are kept in b. */
+static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
+                                 bool check, fanin_result_info *info,
+                                 fanin_error *error)
 {
     fanin_result *result = NULL;
     fanin_status status = check ? spoil(b, error) : FANIN_OK;
@@ -291,7 +272,7 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     pull_options(b, &options);
     *info = (fanin_result_info){.struct_size = sizeof *info};
     if (!b->directory) {
-        return bench_pull_workers(b, &options, check, info, error);
+        return pull_workers(b, &options, check, info, error);
     }
     snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
              b->mark, b->serial++);

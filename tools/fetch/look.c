@@ -109,12 +109,15 @@ void look_free(look *l)
     *l = (look){0};
 }
 
-uint64_t look_drain_bound_after(size_t i, uint64_t bound)
+/* The bound of drain_waits[i + 1], that of [i] being bound; of the first 100 us. */
+static uint64_t look_drain_bound_after(size_t i, uint64_t bound)
 {
     return i % 2 == 0 ? bound * 3 : bound / 3 * 10;
 }
 
-void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS])
+/* By stream and tls as the rank sent them, by the others as readers have told. In the same order
+   always. */
+static void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS])
 {
     uint64_t plain =
         s->bytes_streamed > s->bytes_tls ? s->bytes_streamed - s->bytes_tls : 0;

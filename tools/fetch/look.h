@@ -102,12 +102,6 @@ typedef struct look_read {
     uint64_t bytes;
 } look_read;
 
-/** By stream and tls as the rank sent them, by the others as readers have told. In the same order
-    always. */
-void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS]);
-
-/** The bound of drain_waits[@p i + 1], that of [@p i] being @p bound; of the first 100 us. */
-uint64_t look_drain_bound_after(size_t i, uint64_t bound);
 /** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent);
 

@@ -7,7 +7,7 @@
 
 #define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 
-uint64_t pattern_splitmix64(uint64_t x)
+static uint64_t splitmix64(uint64_t x)
 {
     x += GOLDEN;
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
@@ -27,7 +27,7 @@ uint64_t pattern_start(uint64_t seed, uint64_t step)
 
 static uint64_t word(uint64_t start, uint64_t index)
 {
-    return htole64(pattern_splitmix64(start + index));
+    return htole64(splitmix64(start + index));
 }
 
 /* Bytes [skip, skip + size) of one word. */

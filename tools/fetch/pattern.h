@@ -20,8 +20,6 @@
     by the pull) are the pattern's elements, converted. */
 #define PATTERN_DTYPE_KEY "fanin_pattern_dtype"
 
-uint64_t pattern_splitmix64(uint64_t x);
-
 /** XXH3_64 of the whole key. */
 uint64_t pattern_seed(const char *key);
 

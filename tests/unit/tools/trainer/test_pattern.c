@@ -8,15 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The generator's published first outputs for seed 0. */
-static void splitmix_gives_known_values(void **state)
-{
-    const uint64_t golden = UINT64_C(0x9E3779B97F4A7C15);
-    assert_int_equal(pattern_splitmix64(0), UINT64_C(0xE220A8397B1DCDAF));
-    assert_int_equal(pattern_splitmix64(golden), UINT64_C(0x6E789E6AA1B965F4));
-    assert_int_equal(pattern_splitmix64(2 * golden), UINT64_C(0x06C45D188009454F));
-}
-
 /* What tests/support/pattern.py says: `pattern.py bytes lora:0:a 1 0 40`. */
 static void bytes_are_those_of_the_second_implementation(void **state)
 {
@@ -143,7 +134,6 @@ static void a_scalar_is_whole_on_one_rank(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(splitmix_gives_known_values),
         cmocka_unit_test(bytes_are_those_of_the_second_implementation),
         cmocka_unit_test(any_part_equals_the_whole),
         cmocka_unit_test(every_wrong_byte_is_found),
