@@ -8,114 +8,9 @@
 #include "fetch/terminal.h"
 #include "fetch/whole_file.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-/* ------------------------------------------------------------------------ files */
-
-/* A file that appears whole or not at all; zero: none. */
-typedef struct out_file {
-    FILE *stream;
-    const char *path; /**< the caller's */
-    char temporary[4200];
-} out_file;
-
-static int refuse(const char *path, const char *why)
-{
-    return failure_local("cannot write the results", FANIN_ERR_IO,
-                         "give a file in a folder that is writable and has room",
-                         "%s: %s", path, why);
-}
-
-static int refuse_existing(const char *path)
-{
-    return failure_local("cannot write the results", FANIN_ERR_EXISTS,
-                         "remove it, or give another name", "%s: %s", path,
-                         strerror(EEXIST));
-}
-
-/* Takes it away if it has no name yet. */
-static void out_file_discard(out_file *file)
-{
-    if (file->stream != NULL) {
-        (void)fclose(file->stream);
-        file->stream = NULL;
-    }
-    if (file->temporary[0] != '\0') {
-        unlink(file->temporary);
-        file->temporary[0] = '\0';
-    }
-}
-
-/* Makes a file beside path, which tells early that none can be made, or that one is there. 0, or
-   an exit status after a message. */
-static int out_file_open(out_file *file, const char *path)
-{
-    struct stat there;
-    *file = (out_file){.path = path};
-    if (lstat(path, &there) == 0) {
-        return refuse_existing(path);
-    }
-    int length = snprintf(file->temporary, sizeof file->temporary, "%s.XXXXXX", path);
-    if (length >= (int)sizeof file->temporary) {
-        file->temporary[0] = '\0';
-        return refuse(path, strerror(ENAMETOOLONG));
-    }
-    int descriptor = mkostemp(file->temporary, O_CLOEXEC);
-    if (descriptor < 0) {
-        int saved = errno;
-        file->temporary[0] = '\0';
-        return refuse(path, strerror(saved));
-    }
-    file->stream = fdopen(descriptor, "w");
-    if (file->stream == NULL) {
-        int saved = errno;
-        close(descriptor);
-        out_file_discard(file);
-        return refuse(path, strerror(saved));
-    }
-    return 0;
-}
-
-/* As open() would have made it. */
-static int set_mode(int descriptor)
-{
-    mode_t mask = umask(0);
-    umask(mask);
-    return fchmod(descriptor, 0666 & ~mask);
-}
-
-/* It gets its name, unless another has it by now, and is closed. 0, or an exit status after a
-   message: nothing is left then. */
-static int out_file_commit(out_file *file)
-{
-    errno = 0;
-    bool good = fflush(file->stream) == 0 && !ferror(file->stream) &&
-                set_mode(fileno(file->stream)) == 0 && fsync(fileno(file->stream)) == 0;
-    int saved = errno;
-    if (fclose(file->stream) != 0 && good) {
-        good = false;
-        saved = errno;
-    }
-    file->stream = NULL;
-    if (good) {
-        saved = whole_file_name(file->temporary, file->path);
-        good = saved == 0;
-    }
-    out_file_discard(file);
-    if (good) {
-        return 0;
-    }
-    if (saved == EEXIST) {
-        return refuse_existing(file->path);
-    }
-    return refuse(file->path, saved != 0 ? strerror(saved) : "a write failed");
-}
 
 enum { LAG_NS = 1000000 }; /* a rank that is slower by less is not worth a line */
 
@@ -342,16 +237,26 @@ static void tell_json(const trace_options *o)
 
 static int write_files(const trace_options *o, const trace_event *whole)
 {
-    out_file file = {0};
-    int code = o->svg != NULL ? out_file_open(&file, o->svg) : 0;
-    if (code == 0 && o->svg != NULL) {
-        trace_picture(&o->events, whole, file.stream);
-        code = out_file_commit(&file);
-    }
-    code = code == 0 && o->merge != NULL ? out_file_open(&file, o->merge) : code;
-    if (code == 0 && o->merge != NULL) {
-        trace_events_merge(&o->events, file.stream);
-        code = out_file_commit(&file);
+    const char *const paths[] = {o->svg, o->merge};
+    int code = 0;
+    for (int i = 0; i < 2 && code == 0; i++) {
+        char *text = NULL;
+        size_t size = 0;
+        fanin_error error = FANIN_ERROR_INIT;
+        if (paths[i] == NULL) {
+            continue;
+        }
+        FILE *stream = output_require(open_memstream(&text, &size));
+        if (i == 0) {
+            trace_picture(&o->events, whole, stream);
+        } else {
+            trace_events_merge(&o->events, stream);
+        }
+        output_require(fclose(stream) == 0 ? text : NULL);
+        if (whole_file_write(paths[i], text, size, &error) != FANIN_OK) {
+            code = failure_report("cannot write the results", &error);
+        }
+        free(text);
     }
     return code;
 }

@@ -25,7 +25,9 @@ static bool write_all(int file, const char *bytes, size_t size)
     return fsync(file) == 0;
 }
 
-int whole_file_name(const char *hidden, const char *path)
+/* The file hidden gets the name path, if nothing has it. 0 or errno: EEXIST; hidden may be there
+   still. */
+static int give_name(const char *hidden, const char *path)
 {
     bool named = renameat2(AT_FDCWD, hidden, AT_FDCWD, path, RENAME_NOREPLACE) == 0;
     /* Some file systems know but the other way, NFS among them. */
@@ -45,7 +47,7 @@ static int make(const char *path, char *hidden, const void *bytes, size_t size)
     int reason = good ? 0 : errno != 0 ? errno : ENOSPC;
     close(file);
     if (good) {
-        reason = whole_file_name(hidden, path);
+        reason = give_name(hidden, path);
     }
     unlink(hidden);
     return reason;

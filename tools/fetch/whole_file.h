@@ -13,8 +13,4 @@
 fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
                               fanin_error *error);
 
-/** The file @p hidden gets the name @p path, if nothing has it. 0 or errno: EEXIST; @p hidden may
-    be there still. */
-int whole_file_name(const char *hidden, const char *path);
-
 #endif
