@@ -36,15 +36,33 @@ static void add_row(struct libscols_table *table, const look_rank *r)
                known && p99 > 0 ? output_duration(p99).s : "-");
 }
 
+enum { COMMIT_TEXT = 256 };
+
+/* A trainer that hangs outside of an update answers well: only this shows it. */
+static const char *last_commit(const look *l, char text[static COMMIT_TEXT])
+{
+    uint64_t age = UINT64_MAX;
+    for (uint32_t i = 0; i < l->count; i++) {
+        const look_rank *r = &l->ranks[i];
+        uint64_t its = look_answered(r) && r->there ? r->is.commit_age_ms : 0;
+        age = its > 0 && its < age ? its : age;
+    }
+    text[0] = '\0';
+    if (age != UINT64_MAX)
+        snprintf(text, COMMIT_TEXT, ", last commit %s ago", output_age(age).s);
+    return text;
+}
+
 static void print_text(const session *s, const look *l, const problems *p)
 {
     uint32_t there = 0;
+    char commit[COMMIT_TEXT];
     for (uint32_t i = 0; i < l->count; i++) {
         there += look_answered(&l->ranks[i]);
     }
-    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s", s->publication,
+    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s%s", s->publication,
                    l->newest, there, l->asked,
-                   p->count == 0 ? ", nothing is wrong" : "");
+                   p->count == 0 ? ", nothing is wrong" : "", last_commit(l, commit));
     for (size_t i = 0; i < p->count; i++) {
         const problem *one = &p->list[i];
         terminal_print("  %s", one->text);
