@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The client's rules, each of which a test build can take out: one of consistency to prove that its
- * test notices, one of time where a busy machine would. Without FANIN_TEST_HOOKS a rule is the
- * constant true.
+ * The client's rules of consistency. A test build can take each one out, to prove that its test
+ * notices. Without FANIN_TEST_HOOKS a rule is the constant true.
  */
 #ifndef CLIENT_RULES_H
 #define CLIENT_RULES_H
@@ -14,10 +13,6 @@ enum {
     CLIENT_RULE_WORLD_AGAIN = 1 << 2, /**< ... compared again after every reconnect */
     CLIENT_RULE_INCARNATION = 1 << 3, /**< nothing of an old incarnation is used */
     CLIENT_RULE_WORLD_ASK = 1 << 4, /**< worlds differ only if their ranks still live */
-    CLIENT_RULE_AHEAD =
-        1 << 5, /**< what was read before the leases counts under those epochs only */
-    CLIENT_RULE_HASTE =
-        1 << 6, /**< leases that were asked for early are given back soon */
 };
 
 #ifdef FANIN_TEST_HOOKS

@@ -2,7 +2,6 @@
 #include "pull/agree.h"
 
 #include "error_set.h"
-#include "net/client_rules.h"
 #include "net/spans.h"
 #include "net/standing.h"
 #include "plan/plan.h"
@@ -111,7 +110,7 @@ static void stop_asking(agreement *g, size_t peer)
 /* None is asked for again in this agreement. */
 static void give_leases_back(agreement *g)
 {
-    if (!g->early || !deadline_passed(g->give_back) || !CLIENT_RULE(CLIENT_RULE_HASTE))
+    if (!g->early || !deadline_passed(g->give_back))
         return;
     lease_round_abandon(g->client, g->early->leases);
     g->early->since_ns = 0;
@@ -405,17 +404,10 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
     return needed < n ? needed : first;
 }
 
-static void let_go(const agreement *g)
-{
-    if (g->need && g->need->let_go)
-        g->need->let_go(g->need->cookie);
-}
-
 /* Whether the marked ranks hold everything; needs their box tables. */
 static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
 {
     *enough = false;
-    let_go(g);
     fanin_status status =
         tables_sync(g->client, g->publication, g->announced, g->use, g->at, error);
     if (status != FANIN_OK)
@@ -462,7 +454,6 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
     announcement *now = calloc(client->n_peers, sizeof *now);
     bool *use = calloc(client->n_peers, sizeof *use);
     bool vain = false;
-    let_go(g);
     fanin_status status =
         now && use ? standing_ask(client, g->publication->name,
                                   deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),

@@ -15,9 +15,6 @@ typedef struct agree_need {
         that rank's error. Their tables are at hand. */
     fanin_status (*without)(void *cookie, const bool *use, bool *vain,
                             fanin_error *error);
-    /** Before tables are brought up to date or a plan is made: what is done with those at hand
-        ends. NULL: nothing is. */
-    void (*let_go)(void *cookie);
     void *cookie;
 } agree_need;
 

@@ -8,7 +8,6 @@
 #include "pull/lease_round.h"
 #include "pull/plan_detail.h"
 #include "pull/pull_log.h"
-#include "pull/read_ahead.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>
 #include <string.h>
@@ -221,42 +220,13 @@ static read_phase phase_of(pull *p, plan_part *part)
                         .result = p->result};
 }
 
-static void read_ahead(pull *p)
+static fanin_status agree_on_step(pull *p, fanin_error *error)
 {
-    fanin_result_info *info = &p->result->info;
-    uint64_t clock = clock_ns();
-    bool may = read_ahead_may(p);
-    info->begin_ns += lap(&clock);
-    if (!may)
-        return;
-    start_counting(p);
-    p->base = NULL;
-    fanin_status status = prepare(p, NULL);
-    clock = clock_ns();
-    if (status == FANIN_OK)
-        read_ahead_begin(p, phase_of(p, &p->cache->whole));
-    info->begin_ns += lap(&clock);
-}
-
-static void let_go(void *cookie)
-{
-    read_ahead_drop(cookie);
-}
-
-/* What is read meanwhile goes on only if nothing is left to do but to take the leases. */
-static fanin_status agree_on_step(pull *p, uint64_t *clock, fanin_error *error)
-{
-    const agree_need need = {.without = plan_without, .let_go = let_go, .cookie = p};
-    early_begin *early = early_lease_ask(p);
-    if (early)
-        read_ahead(p);
-    *clock = clock_ns();
-    fanin_status status = agree(p->client, p->publication, p->options, &need, early,
-                                p->at, p->announced, p->use, error);
+    const agree_need need = {.without = plan_without, .cookie = p};
+    fanin_status status = agree(p->client, p->publication, p->options, &need,
+                                early_lease_ask(p), p->at, p->announced, p->use, error);
     early_lease_keep(p);
-    if (status != FANIN_OK || p->early.since_ns == 0)
-        read_ahead_drop(p);
-    return status == FANIN_OK ? read_ahead_gone(p, error) : status;
+    return status;
 }
 
 /* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that
@@ -308,7 +278,7 @@ static fanin_status make_ready(pull *p, fanin_error *error)
     status = connect_again(p, error);
     if (status != FANIN_OK)
         return status;
-    status = agree_on_step(p, &clock, error);
+    status = agree_on_step(p, error);
     /* Its owner may want to free memory that is mapped here. */
     if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
         path_unmap(client, p->publication);
@@ -317,7 +287,7 @@ static fanin_status make_ready(pull *p, fanin_error *error)
         tables_forget(p->publication);
     }
     info->wait_ns += part_ended(p, TRACE_WAIT, status, &clock);
-    if (status == FANIN_OK && !p->ahead.phase)
+    if (status == FANIN_OK)
         map_ahead(p);
     if (status == FANIN_OK)
         status =
@@ -372,7 +342,7 @@ static void identify(pull *p)
 /* Nothing slow happens under a lease but reads; only parts are not known before they are read. */
 static fanin_status take_leases(pull *p, fanin_error *error)
 {
-    fanin_status status = p->ahead.phase ? FANIN_OK : prepare(p, error);
+    fanin_status status = prepare(p, error);
     if (status != FANIN_OK)
         return status;
     uint64_t clock = clock_ns();
@@ -433,23 +403,21 @@ static fanin_status verify(pull *p, read_phase *r, fanin_error *error)
 fanin_status attempt_read(pull *p, plan_part *part, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
-    uint64_t began = clock_ns();
-    read_phase here = phase_of(p, part), *ahead = read_ahead_take(p),
-               *r = ahead ? ahead : &here;
-    /* The whole's were made before there was a lease. */
-    fanin_status status = part == &p->cache->whole ? read_ahead_gone(p, error)
-                                                   : detail_plan(p, part, error);
+    read_phase r = phase_of(p, part);
+    /* The whole's details were made before there was a lease. */
+    fanin_status status =
+        part == &p->cache->whole ? FANIN_OK : detail_plan(p, part, error);
     if (status != FANIN_OK)
         return status;
     p->refused = false;
-    status = read_phase_run(r, p->at, error);
-    p->final = r->final;
-    uint64_t waited = r->last_ns - (ahead ? began : r->first_ns);
-    info->read_ns += waited;
-    pull_log_part(p, TRACE_READ, status, waited);
-    info->fixed_ns += r->last_ns - r->first_ns;
+    status = read_phase_run(&r, p->at, error);
+    p->final = r.final;
+    uint64_t took = r.last_ns - r.first_ns;
+    info->read_ns += took;
+    info->fixed_ns += took;
+    pull_log_part(p, TRACE_READ, status, took);
     if (status == FANIN_OK && p->options->verify)
-        status = verify(p, r, error);
+        status = verify(p, &r, error);
     if (status != FANIN_OK)
         return status;
     p->bytes += part->plan.plan->bytes;

@@ -25,9 +25,7 @@ typedef struct pull {
         *versions; /* one a peer: what leases are asked for with the announcements */
     reader_lease *leases;
     fanin_result *result;
-    early_begin early;  /* of the attempt's agreement */
-    reader_lease *seen; /* one a peer: what `ahead` is read under */
-    read_phase ahead;   /* of everything, before there are leases; no phase: none */
+    early_begin early; /* of the attempt's agreement */
     adapter_identity identity;
     uint8_t *base;
     path_goal goal;       /* its ranges: the destination's */

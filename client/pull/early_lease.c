@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/early_lease.h"
 
-#include "net/client_rules.h"
 #include "pull/lease_round.h"
 #include "stream/stream_link.h"
 #include <string.h>
@@ -79,8 +78,7 @@ void early_lease_keep(pull *p)
 bool early_lease_holds(pull *p)
 {
     uint64_t since = p->early.since_ns;
-    if (since == 0 || clock_ns() - since < EARLY_MS * UINT64_C(1000000) ||
-        !CLIENT_RULE(CLIENT_RULE_HASTE))
+    if (since == 0 || clock_ns() - since < EARLY_MS * UINT64_C(1000000))
         return since != 0;
     lease_round_abandon(p->client, p->leases);
     return false;

@@ -73,7 +73,6 @@ static void clear(plan_cache *cache)
     free(cache->whole.plan.sources);
     free(cache->whole.plan.peer_of);
     plan_free(&cache->whole.plan.plan);
-    free(cache->last);
     *cache = (plan_cache){.used = cache->used};
 }
 

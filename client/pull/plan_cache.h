@@ -27,14 +27,7 @@ typedef struct plan_cache {
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
-    /** of the last good pull, for the next one to read before it has leases (pull/read_ahead.h):
-        each peer's; NULL:
-        not known */
-    reader_lease *last;
-    uint64_t last_step;
-    unsigned misses,
-        rest;      /**< in vain, one after the other; pulls until it is tried again */
-    uint64_t used; /**< greater than that of all that were used before; 0: never */
+    uint64_t used;    /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */
     plan_part **parts; /**< by (first, count) */

@@ -8,7 +8,6 @@
 #include "pull/kept.h"
 #include "pull/lease_round.h"
 #include "pull/pull_log.h"
-#include "pull/read_ahead.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -84,9 +83,6 @@ static fanin_status attempt(pull *p, fanin_error *error)
         status = attempt_read(p, &p->cache->whole, error);
     if (status == FANIN_OK)
         status = attempt_end(p, error);
-    if (status == FANIN_OK)
-        read_ahead_learn(p);
-    read_ahead_drop(p);
     lease_round_abandon(p->client, p->leases);
     if (!p->refused)
         p->held_ns = clock_ns() - p->leased_ns;
@@ -263,7 +259,6 @@ void pull_release(pull *p)
     free(p->needed);
     free(p->versions);
     free(p->leases);
-    free(p->seen);
     fanin_result_free(&p->result);
     p->client->place = (trace_place){0};
 }
@@ -283,10 +278,9 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->needed = calloc(n, sizeof *p->needed);
     p->versions = calloc(n, sizeof *p->versions);
     p->leases = calloc(n, sizeof *p->leases);
-    p->seen = calloc(n, sizeof *p->seen);
     p->result = result_create(n);
     if (!p->cache || !p->announced || !p->use || !p->needed || !p->versions ||
-        !p->leases || !p->seen || !p->result)
+        !p->leases || !p->result)
         return error_set_memory(error);
     uint64_t now = clock_ns();
     p->publication->used_ns = now;

@@ -48,9 +48,7 @@ typedef struct destination {
     /** Before it is known what there is. NULL: none of it is on devices */
     void (*outline)(void *cookie, path_outline *out);
     bool lasting_ranges; /**< they follow from layout() alone */
-    bool
-        quick; /**< agreed() takes no time and gives no base: leases may be had before it is called,
-                    and reads begun */
+    bool quick; /**< agreed() takes no time: leases may be had before it is called */
     fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     uint64_t started_ns; /**< when the caller's call began; 0: now */

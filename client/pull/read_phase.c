@@ -246,8 +246,6 @@ static void end(phase *w, fanin_status status)
     }
     trace_read(w, scattered, status);
     finish(w, status);
-    r->phase = NULL;
-    free(w);
 }
 
 static path_reading reading_for(const read_phase *r)
@@ -269,43 +267,18 @@ static path_reading reading_for(const read_phase *r)
                           .served = r->result->served};
 }
 
-fanin_status read_phase_begin(read_phase *r, fanin_error *error)
-{
-    phase *w = calloc(1, sizeof *w);
-    r->first_ns = r->last_ns = clock_ns();
-    if (!w)
-        return error_set_memory(error);
-    w->of = r;
-    w->reading = reading_for(r);
-    r->phase = w;
-    uint64_t took = r->part->took_ns;
-    w->reading.turn = took >= SLEEPY_NS ? r->first_ns + took - AHEAD_NS : UINT64_MAX;
-    fanin_status status = start(w, error);
-    if (status == FANIN_OK)
-        return status;
-    r->last_ns = clock_ns();
-    end(w, status);
-    return status;
-}
-
-void read_phase_drop(read_phase *r)
-{
-    if (!r->phase)
-        return;
-    r->last_ns = clock_ns();
-    end(r->phase, FANIN_ERR_STALE);
-}
-
 fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
 {
-    fanin_status status = r->phase ? FANIN_OK : read_phase_begin(r, error);
-    if (status != FANIN_OK)
-        return status;
-    phase *w = r->phase;
-    w->reading.leases = r->leases;
-    set_owing(w);
-    status = run(w, at, error);
+    phase w = {.of = r, .reading = reading_for(r)};
+    r->first_ns = clock_ns();
+    uint64_t took = r->part->took_ns;
+    w.reading.turn = took >= SLEEPY_NS ? r->first_ns + took - AHEAD_NS : UINT64_MAX;
+    fanin_status status = start(&w, error);
+    if (status == FANIN_OK) {
+        set_owing(&w);
+        status = run(&w, at, error);
+    }
     r->last_ns = clock_ns();
-    end(w, status);
+    end(&w, status);
     return status;
 }

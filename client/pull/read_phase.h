@@ -8,7 +8,6 @@
 
 /** What the reads need; one read of an attempt. */
 typedef struct read_phase {
-    struct phase *phase; /**< what is under way; NULL: nothing */
     fanin_client *client;
     publication *publication;
     plan_part *part;
@@ -24,15 +23,8 @@ typedef struct read_phase {
     uint64_t first_ns, last_ns; /**< out: first read posted, last byte in place */
 } read_phase;
 
-/** Begins what goes on by itself, and waits for nothing. Then it is run or dropped; after an error
-    nothing is under way. */
-fanin_status read_phase_begin(read_phase *r, fanin_error *error);
-/** Ends what was begun and not run, if there is anything: its bytes do not count. destination->leak
-    as below. */
-void read_phase_drop(read_phase *r);
-
 /**
- * Begins, unless that is done, and waits. FANIN_OK: everything is in place.
+ * Reads and waits. FANIN_OK: everything is in place.
  * FANIN_ERR_STALE: a token was refused. FANIN_ERR_CLOSED, UNREACHABLE, TRANSPORT: a rank's
  * path was lost (it is dropped; try again). Others are final.
  * When it returns nothing writes the destination any more, or destination->leak is set.

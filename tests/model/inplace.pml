@@ -26,7 +26,6 @@
  *                        ABORT       an update may be aborted
  *                        STREAM      writes, collective and commit are queued on a stream; the host runs ahead of it
  *                        EARLY       a reader may ask for leases together with the announcements
- *                        AHEAD       a reader may begin to read before it has a lease, having looked at the ranks' words
  *                        UNCOUPLED   no collective between begin_update and commit: ranks may be whole steps apart
  *                        SHARE       a holder's share of the minute may end before or while an update waits for it
  *                        READERS=1|2 whole readers;  LEASER  one more, that takes leases, drops them, hangs or dies
@@ -458,46 +457,6 @@ inline give_back(r)                 /* what came early and is not needed, or not
 #define BEGUN(r) false
 #endif
 
-#ifdef AHEAD
-#ifdef BAD_AHEAD_WORD               /* rule: what was read ahead counts only under leases of the epochs that the words held */
-#define AHEAD_COUNTS ahead
-#else
-#define AHEAD_COUNTS (ahead && word[0] == token[0] && word[1] == token[1])
-#endif
-
-inline look(r)                      /* at the rank's word: the epoch, if something stands in it */
-{
-    atomic {
-        if
-        :: rank[r].incarnation == session[r] && (rank[r].state == stable || rank[r].state == draining) ->
-            word[r] = rank[r].epoch
-        :: else -> word[r] = 0; ahead = false
-        fi
-    }
-}
-
-inline read_ahead()                 /* any part of it, as far as the reader comes before the ranks have answered */
-{
-    ahead = true;
-    todo = 15;
-#ifndef BAD_AHEAD_LATE              /* rule: words are looked at before the first byte */
-    look(0); look(1);
-#endif
-    do
-    :: ahead && todo & 1 -> read(0, 0)
-#ifndef CRASH                       /* there are states enough */
-    :: ahead && todo & 2 -> read(0, 1)
-    :: ahead && todo & 4 -> read(1, 0)
-    :: ahead && todo & 8 -> read(1, 1)
-#endif
-    :: break
-    od;
-#ifdef BAD_AHEAD_LATE
-    look(0); look(1);
-#endif
-}
-#endif
-
 inline wait(r)                      /* until the rank announces a stable step, not below the one wanted */
 {
     if
@@ -589,10 +548,6 @@ proctype Reader(byte me)
 #ifdef EARLY
     bool begun[2];                  /* leases that came with the announcements */
 #endif
-#ifdef AHEAD
-    byte word[2];
-    bool ahead;                     /* some of it is being read, under what the words held */
-#endif
 #ifdef BAD_WORLD_ONCE
     bool connected;
 #endif
@@ -638,13 +593,6 @@ reconnect:
     read_catalog(0);
     read_catalog(1);
     want = 0;
-#ifdef AHEAD
-    ahead = false;
-    if
-    :: true -> read_ahead()
-    :: true
-    fi;
-#endif
 agree:
     wait(0);
     wait(1);
@@ -673,15 +621,7 @@ agree:
     :: true -> begin(1); begin(0)
     fi;
 
-#ifdef AHEAD
-    if
-    :: AHEAD_COUNTS
-    :: else -> todo = 15
-    fi;
-    ahead = false; word[0] = 0; word[1] = 0;
-#else
     todo = 15;
-#endif
 #ifdef BAD_END_EARLY                /* rule: end is sent after all reads have completed */
     end(0); end(1);
 #endif
@@ -725,9 +665,6 @@ release:                            /* refused or stale: everything goes back, t
         token[0] = 0; token[1] = 0; seen[0] = 0; seen[1] = 0;
 #ifdef EARLY
         begun[0] = false; begun[1] = false;
-#endif
-#ifdef AHEAD
-        ahead = false; word[0] = 0; word[1] = 0;
 #endif
         if
         :: at_rest == 2 && !crashed[0] && !crashed[1] -> late++; assert(late <= 3)      /* C */

@@ -39,12 +39,8 @@ static void begin_update(obedience *o)
 
 static void commit_next(obedience *o)
 {
-    fanin_commit_options options;
-    fanin_commit_options_init(&options, sizeof options);
-    options.flags = o->snapshots ? FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT : 0;
     memset(o->bytes, (int)(++o->step & 0xff), o->size);
-    obedient_need(fanin_server_commit(o->server, RUN, o->step, &options, NULL) ==
-                  FANIN_OK);
+    obedient_need(fanin_server_commit(o->server, RUN, o->step, NULL, NULL) == FANIN_OK);
 }
 
 void obedient_obey(obedience *o, char word)

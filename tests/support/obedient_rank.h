@@ -34,7 +34,6 @@ typedef struct obedience {
     uint8_t *memory, *bytes; /**< its part, as the library and as the CPU sees it */
     size_t size;
     uint32_t lease_ms;
-    bool snapshots;
     bool (*more)(struct obedience *o, char word); /**< the test's letters; NULL: none */
     fanin_server *server;
     uint64_t step;

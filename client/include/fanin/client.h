@@ -614,8 +614,7 @@ typedef struct fanin_result_info {
     bool reused;             /**< the directory was there already; no rank was read */
     fanin_path path;         /**< of most bytes */
     const char *path_reason; /**< why this path */
-    /* nanoseconds; total is the whole call. A warm pull by cuda_ipc begins to read ahead of its
-       leases. That beginning counts as begin; read is what is left when it holds the leases */
+    /* nanoseconds; total is the whole call */
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
