@@ -152,7 +152,6 @@ void fanin_client_disconnect(fanin_client *client)
     if (client_check(client, NULL) != FANIN_OK)
         return;
     pull_session_orphan(client);
-    late_sends_destroy(&client->shared.late);
     spare_file_drop(&client->spare);
     adapter_layout_free(&client->layout);
     kept_free(client);

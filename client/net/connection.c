@@ -25,8 +25,6 @@ typedef struct pending {
 
 struct connection {
     loop_source source; /* first: the loop hands it back */
-    late_send
-        late; /* while it is queued, `out` and `source` are the thread's that sends */
     const connection_shared *shared;
     socket_address tcp, in_use;
     char text[64];
@@ -42,7 +40,6 @@ struct connection {
     uint64_t started_ns; /* when it began to connect */
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing, silent;
-    int unsent; /* errno of a send that failed: flush() ends the connection by it */
     uint64_t look_ns; /* when silence is to be looked at next; 0: nobody waits */
     framing in;
     outgoing out;
@@ -52,7 +49,6 @@ struct connection {
 };
 
 static void on_ready(loop_source *source, uint32_t events);
-static void send_late(late_send *send);
 static void on_handshake(handshake *h, bool made);
 
 fanin_status connection_create(const connection_shared *shared, const char *address,
@@ -64,7 +60,6 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
         return error_set_memory(error);
     c->shared = shared;
     c->source = (loop_source){.fd = -1, .ready = on_ready};
-    c->late.run = send_late;
     c->handshake.back = on_handshake;
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof c->text, "%s", address);
@@ -126,16 +121,8 @@ static void fail_for_memory(connection *c)
     connection_fail(c, &fault);
 }
 
-/* What was left to the thread is the caller's again, sent or not. */
-static void take_back(connection *c)
-{
-    if (c->shared->late)
-        late_sends_take(c->shared->late, &c->late);
-}
-
 static void close_socket(connection *c)
 {
-    take_back(c);
     c->state = CONNECTION_DOWN;
     if (c->source.fd < 0)
         return;
@@ -204,7 +191,6 @@ static bool start_unix(connection *c)
 static void forget_talk(connection *c)
 {
     c->is_unix = c->out.bytes.sealed = false;
-    c->unsent = 0;
     framing_start(&c->in, LIMIT_REPLY);
     outgoing_clear(&c->out);
     c->next_request = 1;
@@ -544,34 +530,21 @@ static void on_readable(connection *c)
     }
 }
 
-/* In the thread that sends late, too, which must not end the connection: what has not left wakes
-   the loop. */
-static void send_out(connection *c)
+static void flush(connection *c)
 {
     int failed = outgoing_flush(&c->out, c->tls, c->source.fd);
     /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
        finds it, then the end of the stream. */
-    if (failed == EPIPE || failed == ECONNRESET)
+    if (failed == EPIPE || failed == ECONNRESET) {
         outgoing_clear(&c->out);
-    else
-        c->unsent = failed;
+    } else if (failed) {
+        /* A request is lost, or half of it has left: nobody would answer. */
+        fail_broken(c, failed, "is this host short of memory, or the network cut?",
+                    "could not be sent a request");
+        return;
+    }
     bool is_sent = outgoing_is_empty(&c->out) && tls_unsent(c->tls) == 0;
     loop_want(c->shared->loop, &c->source, is_sent ? EPOLLIN : EPOLLIN | EPOLLOUT);
-}
-
-static void flush(connection *c)
-{
-    take_back(c);
-    if (!c->unsent)
-        send_out(c);
-    if (c->unsent) /* a request is lost, or half of it has left: nobody would answer */
-        fail_broken(c, c->unsent, "is this host short of memory, or the network cut?",
-                    "could not be sent a request");
-}
-
-static void send_late(late_send *send)
-{
-    send_out((connection *)((char *)send - offsetof(connection, late)));
 }
 
 /* What a handshake has come to. False: it goes on later, or the connection is gone. */
@@ -682,7 +655,6 @@ uint64_t connection_next_request(connection *c)
 
 buffer *connection_out(connection *c)
 {
-    take_back(c);
     return &c->out.bytes;
 }
 
@@ -704,14 +676,12 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     flush(c);
 }
 
-void connection_tell(connection *c, bool late)
+void connection_tell(connection *c)
 {
     if (c->state != CONNECTION_READY)
         return;
     if (c->out.bytes.failed)
         fail_for_memory(c);
-    else if (late && c->shared->late)
-        late_sends_add(c->shared->late, &c->late);
     else
         flush(c);
 }

@@ -10,7 +10,6 @@
 #include "framing.h"
 #include "log.h"
 #include "net/handshakes.h"
-#include "net/late_sends.h"
 #include "net/loop.h"
 #include "net/secure.h"
 #include "socket.h"
@@ -51,7 +50,6 @@ typedef struct connection_shared {
     unsigned *told;           /**< differences of neighbour.h that were logged */
     const trace_place *place; /**< the pull that is under way */
     tls_end *tls;             /**< over TCP; NULL: there is no secret */
-    late_sends *late;         /**< NULL: whoever sends does so himself */
     handshakes *handshakes;   /**< NULL: the loop's thread shakes hands; to be closed
                                  before any connection is */
 } connection_shared;
@@ -100,9 +98,8 @@ uint64_t connection_next_request(connection *c);
     reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
-/** The same of a frame that nobody answers. @p late: the thread of connection_shared.late sends it,
-    if there is one, which the caller wakes by late_sends_go() when all are told. */
-void connection_tell(connection *c, bool late);
+/** The same of a frame that nobody answers. */
+void connection_tell(connection *c);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
 /** Keeps the handler of @p request for more replies (watch). */

@@ -10,10 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* To wake a thread costs about as much as to tell two ranks: from so many on another one tells
-   them. */
-#define LATE_FROM 4
-
 /* One rank's part of a round. */
 typedef struct turn {
     size_t *left;
@@ -196,40 +192,25 @@ bool lease_has_word(const fanin_client *client, const publication *p, size_t pee
            rank_process_of(client, peer);
 }
 
-/* Looks at the words of all before anybody is told anything: whether all have confirmed. Who was
-   cancelled, or is late, hears so in the round. */
-static bool look_at_words(fanin_client *client, const publication *p,
+/* Looks at the words of all before anybody is told anything. Who was cancelled, or is late, hears
+   so in the round. */
+static void look_at_words(fanin_client *client, const publication *p,
                           const reader_lease *leases, deadline at, turn *turns)
 {
-    bool all = true;
     if (atomic_load(&client->cancelled) || deadline_passed(at))
-        return false;
+        return;
     for (size_t i = 0; i < client->n_peers; i++) {
         turns[i].seen =
             lease_has_word(client, p, i, &leases[i]) &&
             cma_confirms(rank_process_of(client, i), leases[i].word, leases[i].epoch);
-        all = all && turns[i].seen == leases[i].held;
     }
-    return all;
 }
 
-/* Whether a thread tells the ranks that the leases have ended, on which nothing of the result
-   depends. */
-static bool may_be_late(fanin_client *client, const reader_lease *leases)
-{
-    size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        n += leases[i].held;
-    if (n >= LATE_FROM && !client->shared.late)
-        client->shared.late = late_sends_create();
-    return n >= LATE_FROM && client->shared.late;
-}
-
-static void tell_end(connection *c, msg_end *m, bool late)
+static void tell_end(connection *c, msg_end *m)
 {
     m->quiet = true;
     encode_end(connection_out(c), connection_next_request(c), m);
-    connection_tell(c, late);
+    connection_tell(c);
 }
 
 /* A rank sees nothing of one-sided reads unless it is told. */
@@ -252,15 +233,14 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
-    bool late =
-        look_at_words(client, p, leases, at, turns) && may_be_late(client, leases);
+    look_at_words(client, p, leases, at, turns);
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
         msg_end m = end_of(p, i, &leases[i], &served[i]);
         if (turns[i].seen) {
-            tell_end(c, &m, late);
+            tell_end(c, &m);
             leases[i].held = false;
             continue;
         }
@@ -273,8 +253,6 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         left++;
         send_end(c, &m, on_ended, &turns[i]);
     }
-    if (late)
-        late_sends_go(client->shared.late);
     return run(client, turns, &left, at, TRACE_END, error);
 }
 

@@ -4,7 +4,6 @@
 #include "stub_ranks.h"
 #include "testing.h"
 #include <errno.h>
-#include <semaphore.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -28,25 +27,17 @@ typedef struct heard {
     uint64_t again; /* asked from within the reply so many times more */
 } heard;
 
-static atomic_int refused_send; /* errno of the next send; 0: it is sent */
-static sem_t was_refused;
+static int refused_send; /* errno of the next send; 0: it is sent */
 
 ssize_t __real_sendmsg(int fd, const struct msghdr *message, int flags);
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags);
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags)
 {
-    int refused = atomic_exchange(&refused_send, 0);
-    if (!refused)
+    if (!refused_send)
         return __real_sendmsg(fd, message, flags);
-    sem_post(&was_refused);
-    errno = refused;
+    errno = refused_send;
+    refused_send = 0;
     return -1;
-}
-
-unsigned __wrap_usable_cpus(void);
-unsigned __wrap_usable_cpus(void)
-{
-    return 2; /* one may send late */
 }
 
 static int set_up(void **state)
@@ -548,28 +539,6 @@ static void a_send_that_fails_ends_the_connection(void **state)
     }
 }
 
-/* ... also where a thread sends it, which cannot end it. */
-static void a_late_send_that_fails_ends_it_too(void **state)
-{
-    scene *s = *state;
-    heard h = {0};
-    s->shared.late = late_sends_create();
-    assert_non_null(s->shared.late);
-    assert_int_equal(sem_init(&was_refused, 0, 0), 0);
-    s->rank.answer = say_nothing;
-    assert_int_equal(open_it(s), CONNECTION_READY);
-    ping(s, &h);
-    refused_send = ENOBUFS;
-    encode_empty(connection_out(s->c), connection_next_request(s->c), MSG_PING);
-    connection_tell(s->c, true);
-    late_sends_go(s->shared.late);
-    assert_int_equal(sem_wait(&was_refused), 0);
-    run_until(s, &h.lost, 1);
-    assert_down(s, FANIN_ERR_CLOSED, "rank 3 at trainer:6003 could not be sent");
-    assert_int_equal(connection_fault(s->c)->sys_errno, ENOBUFS);
-    late_sends_destroy(&s->shared.late);
-}
-
 /* A refusal that came before the end is read. */
 static void a_closed_end_is_told_by_reading(void **state)
 {
@@ -716,7 +685,6 @@ int main(void)
         SCENE(the_end_is_told_to_who_waits),
         SCENE(without_a_connection_nothing_is_asked),
         SCENE(a_send_that_fails_ends_the_connection),
-        SCENE(a_late_send_that_fails_ends_it_too),
         SCENE(a_closed_end_is_told_by_reading),
         SCENE(data_connections_greet_alike),
         SCENE(who_owes_an_answer_is_asked_for_a_sign),
