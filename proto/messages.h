@@ -127,7 +127,7 @@ typedef struct msg_wait_ok {
     bytes_view
         token; /**< of the lease at this step; empty: none was granted; borrowed */
     uint32_t lease_ms;
-    uint64_t epoch, word;  /**< as of begin_ok; no epoch without a word */
+    uint64_t epoch, word;  /**< of older servers; no epoch without a word */
     uint32_t first_region; /**< as of begin_ok */
 } msg_wait_ok;
 
@@ -145,7 +145,7 @@ typedef struct msg_begin_ok {
     /** added to the region numbers of the box table: which arena of a snapshot holds the bytes.
         Critical when not 0 */
     uint32_t first_region;
-    uint64_t word; /**< where in the server's memory the epoch stands; 0: not told */
+    uint64_t word; /**< of older servers: where in their memory the epoch stands */
     /* refused */
     int32_t state;                  /**< FANIN_PUBLICATION_... now */
     uint64_t step, catalog_version; /**< now */
@@ -182,7 +182,7 @@ typedef struct msg_end {
     /** not 0: of this session's begin of that request number, whose answer, and so whose token, has
         not come; the token says nothing */
     uint64_t begin;
-    bool quiet; /**< no end_ok is wanted */
+    bool quiet; /**< no end_ok is wanted; of older clients */
     uint64_t bytes_cma, bytes_rdma,
         bytes_cuda_ipc; /**< that were read under the lease */
 } msg_end;

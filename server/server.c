@@ -6,6 +6,7 @@
 #include "core/openness.h"
 #include "core/peer_log.h"
 #include "core/wake.h"
+#include "core/witness.h"
 #include "core/yielding.h"
 #include "credentials.h"
 #include "digest.h"
@@ -293,7 +294,7 @@ static void finish(fanin_server *s)
     control_destroy(s);
     stream_destroy(s);
     commit_destroy(s);
-    /* Who reads this process's memory finds neither a rank nor a word of it any more. */
+    /* Who reads this process's memory finds no rank in it any more. */
     witness_free(&s->witness);
     explicit_bzero(s->incarnation, sizeof s->incarnation);
     publications_free(s);

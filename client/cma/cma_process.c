@@ -52,32 +52,6 @@ int cma_prove(const cma_process *p)
     return error == 0 || error == EFAULT ? ESTALE : error;
 }
 
-bool cma_look(const cma_process *p, uint64_t word, uint64_t *epoch)
-{
-    struct {
-        uint8_t incarnation[sizeof p->incarnation];
-        uint64_t epoch;
-    } there = {.epoch = 0};
-    const struct iovec to = {.iov_base = &there, .iov_len = sizeof there};
-    const struct iovec from[] = {
-        {(void *)(uintptr_t)p->witness, sizeof there.incarnation},
-        {(void *)(uintptr_t)word, sizeof there.epoch}};
-    /* The reader's side of a seqlock, at either end of what it reads: an acquiring load would order
-       what comes after it only. */
-    __sync_synchronize();
-    ssize_t n = process_vm_readv(p->pid, &to, 1, from, 2, 0);
-    __sync_synchronize();
-    *epoch = there.epoch;
-    return n == (ssize_t)sizeof there &&
-           memcmp(there.incarnation, p->incarnation, sizeof there.incarnation) == 0;
-}
-
-bool cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch)
-{
-    uint64_t now;
-    return cma_look(p, word, &now) && now == epoch;
-}
-
 const char *cma_why(int error)
 {
     switch (error) {

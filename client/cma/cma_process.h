@@ -25,16 +25,6 @@ typedef struct cma_process {
 /** 0: it is the rank's. ESTALE: it is another one. Else why it cannot be read, an errno. */
 int cma_prove(const cma_process *p);
 
-/** Whether the process is the rank's, and *@p epoch: what its word holds; seen in one address space
-    at one go. What the caller has read before is ordered before it, what it reads later after it.
-    */
-bool cma_look(const cma_process *p, uint64_t word, uint64_t *epoch);
-
-/** Whether the process is the rank's and its word still holds @p epoch, seen in one address space
-    at one go. True: what was read before the call was read under that epoch (PROTOCOL.md, "Words").
-    False says nothing. */
-bool cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch);
-
 /** Reads @p from, one behind the other, into @p to, of which there are as many bytes and at most
     CMA_IOVECS each; they are used up. 0, or an errno: then *from[*at].iov_base could not be read,
     or what is left of @p to not be written. */

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Whether the kernel reads a rank's process for this one: tried once a connection and catalog. */
 #include "cma/cma_internal.h"
-#include "cma/rank_process.h"
 
 #include "error_set.h"
 #include <errno.h>
@@ -35,6 +34,22 @@ static bool is_mine(const path_round *r, size_t peer)
     return r->client->config.path == FANIN_PATH_CMA || path_is_local(r->client, peer);
 }
 
+/* The kernel says whose socket it is: of who began to listen, and in this process's own numbers, 0
+   if it has none there. NULL: nothing holds against asking the rank. */
+static const char *process_objection(const fanin_client *client, size_t peer,
+                                     pid_t *pid)
+{
+    const connection *c = client->peers[peer].control;
+    if (!path_is_offered(client, peer, FANIN_PATH_CMA))
+        return path_not_offered(client, peer,
+                                "the rank does not offer cma on this connection");
+    if (!connection_process(c, pid))
+        return "cma needs the rank's Unix socket";
+    return *pid > 0 ? NULL
+                    : "the rank's process has no number here: cma needs it in the same "
+                      "pid namespace, or in one below";
+}
+
 static const char *kinds_objection(const region_table *regions)
 {
     for (uint32_t i = 0; i < regions->count; i++) {
@@ -46,18 +61,55 @@ static const char *kinds_objection(const region_table *regions)
 
 /* ------------------------------------------------------------------- asking */
 
+/* One rank is asked to let itself be read. */
+typedef struct opening {
+    bool asked;
+    size_t *left;     /* who has not answered */
+    uint64_t witness; /* out; 0: it does not */
+    pid_t pid;        /* by process_objection() */
+    fanin_error error;
+} opening;
+
+static void on_open(void *cookie, connection *c, message_type type, body *b)
+{
+    opening *o = cookie;
+    msg_open_path reply;
+    --*o->left;
+    if (type != MSG_OPEN_PATH_OK)
+        connection_reply_error(c, "connect", type, b, &o->error);
+    else if (decode_open_path(b, &reply) != FANIN_OK)
+        error_set(&o->error, FANIN_ERR_PROTOCOL, NULL, "a malformed answer");
+    else if (reply.witness == 0)
+        error_set(&o->error, FANIN_ERR_UNSUPPORTED, NULL,
+                  "the rank's version of fanin offers cma by UCX only");
+    else
+        o->witness = reply.witness;
+}
+
+static void ask(fanin_client *client, size_t peer, opening *o)
+{
+    connection *c = client->peers[peer].control;
+    const msg_open_path m = {.path = FANIN_PATH_CMA,
+                             .address = {(const uint8_t *)"", 0}};
+    uint64_t request = connection_next_request(c);
+    o->asked = true;
+    o->error = (fanin_error)FANIN_ERROR_INIT;
+    ++*o->left;
+    if (connection_get_state(c) == CONNECTION_READY)
+        encode_open_path(connection_out(c), request, MSG_OPEN_PATH, &m);
+    connection_ask(c, request, on_open, o);
+}
+
 /* Asks all with open[i] that nothing holds against, at once; gives up the others. */
-static fanin_status ask_all(path_round *r, bool *open, rank_opening *o,
-                            fanin_error *error)
+static fanin_status ask_all(path_round *r, bool *open, opening *o, fanin_error *error)
 {
     size_t left = 0, n = r->client->n_peers;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        const char *why =
-            open[i] ? rank_process_objection(r->client, i, &o[i].pid) : NULL;
+        const char *why = open[i] ? process_objection(r->client, i, &o[i].pid) : NULL;
         o[i].left = &left;
         if (open[i] && !why)
-            rank_opening_ask(r->client, i, &o[i]);
+            ask(r->client, i, &o[i]);
         if (!why)
             continue;
         open[i] = false;
@@ -101,17 +153,19 @@ static fanin_status keep(path_round *r, size_t peer, const cma_process *process,
         return error_set_memory(error);
     *h = (process_hold){.hold = {.drop = drop_process}, .process = *process};
     s->hold = &h->hold;
-    rank_process_keep(r->client, peer, process);
     path_choose(r, peer, FANIN_PATH_CMA, "a probe read by cma succeeded");
     return FANIN_OK;
 }
 
-static fanin_status try_one(path_round *r, size_t peer, const rank_opening *o,
+static fanin_status try_one(path_round *r, size_t peer, const opening *o,
                             fanin_error *error)
 {
     const path_state *s = path_taken(r->publication, peer);
     const char *why = kinds_objection(s->regions);
-    const cma_process process = rank_opening_process(r->client, peer, o);
+    cma_process process = {.pid = o->pid, .witness = o->witness};
+    memcpy(process.incarnation,
+           connection_peer(r->client->peers[peer].control)->incarnation,
+           sizeof process.incarnation);
     if (why)
         return path_give_up(r, peer, why, error);
     int failed = cma_prove(&process);
@@ -135,7 +189,7 @@ static bool sort_out(const path_round *r, bool *open, bool *mine)
     for (size_t i = 0; i < r->client->n_peers; i++) {
         pid_t pid;
         mine[i] = open[i] && asked &&
-                  (is_mine(r, i) || !rank_process_objection(r->client, i, &pid));
+                  (is_mine(r, i) || !process_objection(r->client, i, &pid));
         open[i] = open[i] && !mine[i];
         any = any || mine[i];
     }
@@ -146,7 +200,7 @@ fanin_status cma_probe(path_round *r, bool *open, fanin_error *error)
 {
     size_t n = r->client->n_peers;
     bool *mine = calloc(n, sizeof *mine);
-    rank_opening *o = calloc(n, sizeof *o);
+    opening *o = calloc(n, sizeof *o);
     fanin_status status = mine && o ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK && sort_out(r, open, mine)) {
         status = ask_all(r, mine, o, error);

@@ -287,8 +287,6 @@ void cma_disconnect(fanin_client *client)
     }
     free(client->cma);
     client->cma = NULL;
-    free(client->processes);
-    client->processes = NULL;
 }
 
 const path_reader cma_reader = {

@@ -53,7 +53,6 @@ struct fanin_client {
     struct stream_end *streams;      /**< stream/stream_link.h; one a peer */
     struct reading_threads *readers; /**< net/reading_threads.h */
     struct cma_end *cma;             /**< cma/reader_cma.h */
-    struct rank_process *processes;  /**< cma/rank_process.h; one a peer */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
     struct adapter_layout *layout;   /**< adapter/adapter_layout.h */

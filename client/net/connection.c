@@ -676,16 +676,6 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     flush(c);
 }
 
-void connection_tell(connection *c)
-{
-    if (c->state != CONNECTION_READY)
-        return;
-    if (c->out.bytes.failed)
-        fail_for_memory(c);
-    else
-        flush(c);
-}
-
 void connection_forget(connection *c, const void *cookie)
 {
     /* The entry stays so that the late reply is recognised. */

@@ -98,8 +98,6 @@ uint64_t connection_next_request(connection *c);
     reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
-/** The same of a frame that nobody answers. */
-void connection_tell(connection *c);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
 /** Keeps the handler of @p request for more replies (watch). */

@@ -107,8 +107,6 @@ typedef struct reader_lease {
     uint32_t lease_ms;
     uint32_t
         first_region; /**< added to the box table's regions: where the bytes are now */
-    /** where in the rank's memory its epoch stands as long as it does; 0: not told */
-    uint64_t word, epoch;
     uint64_t generation; /**< of the connection that it was granted on */
 } reader_lease;
 

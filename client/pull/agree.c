@@ -76,8 +76,6 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
     *lease = (reader_lease){.held = true,
                             .lease_ms = m->lease_ms,
                             .first_region = m->first_region,
-                            .word = m->word,
-                            .epoch = m->epoch,
                             .generation = connection_generation(c)};
     memcpy(lease->token, m->token.data, sizeof lease->token);
     if (g->give_back == UINT64_MAX) {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/choose_path.h"
 
-#include "cma/rank_process.h"
 #include "cma/reader_cma.h"
 #include "error_set.h"
 #include "ipc/reader_ipc.h"
@@ -71,19 +70,6 @@ static void find_undecided(path_round *r, bool *open)
     }
 }
 
-/* Who reads a rank's GPU memory sees by its host memory whether that still stands. */
-static fanin_status open_for_words(const path_round *r, bool *mask, fanin_error *error)
-{
-    bool any = false;
-    for (size_t i = 0; i < r->client->n_peers; i++) {
-        mask[i] = r->want[i] &&
-                  path_taken(r->publication, i)->path == FANIN_PATH_CUDA_IPC &&
-                  !rank_process_of(r->client, i);
-        any = any || mask[i];
-    }
-    return any ? rank_processes_open(r->client, mask, r->at, error) : FANIN_OK;
-}
-
 fanin_status path_prepare(fanin_client *client, publication *p, const bool *want,
                           path_goal *goal, deadline at, fanin_error *error)
 {
@@ -100,8 +86,6 @@ fanin_status path_prepare(fanin_client *client, publication *p, const bool *want
     }
     for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++)
         status = path_readers[i]->probe(&r, open, error);
-    if (status == FANIN_OK)
-        status = open_for_words(&r, open, error);
     free(open);
     return status;
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/lease_round.h"
 
-#include "cma/rank_process.h"
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/spans.h"
@@ -16,7 +15,6 @@ typedef struct turn {
     reader_lease *lease; /* NULL: it is not asked */
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
     uint64_t step;       /* of an end: what was begun */
-    bool seen;           /* the rank's word says that the lease stands */
     const fanin_client *client;
     uint64_t asked_ns; /* 0: it has answered */
     fanin_error error;
@@ -106,8 +104,6 @@ static void take_begun(turn *t, connection *c, message_type type, body *b)
     *t->lease = (reader_lease){.held = true,
                                .lease_ms = m.lease_ms,
                                .first_region = m.first_region,
-                               .word = m.word,
-                               .epoch = m.epoch,
                                .generation = connection_generation(c)};
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
@@ -181,38 +177,6 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
     asked_until_now(t, c, TRACE_END, t->error.status);
 }
 
-/* By stream a lease may be void while its epoch stands, and rdma is another host's path. */
-bool lease_has_word(const fanin_client *client, const publication *p, size_t peer,
-                    const reader_lease *lease)
-{
-    fanin_path path = path_taken(p, peer)->path;
-    return lease->held && lease->word != 0 && peer_ready(&client->peers[peer]) &&
-           lease->generation == connection_generation(client->peers[peer].control) &&
-           (path == FANIN_PATH_CMA || path == FANIN_PATH_CUDA_IPC) &&
-           rank_process_of(client, peer);
-}
-
-/* Looks at the words of all before anybody is told anything. Who was cancelled, or is late, hears
-   so in the round. */
-static void look_at_words(fanin_client *client, const publication *p,
-                          const reader_lease *leases, deadline at, turn *turns)
-{
-    if (atomic_load(&client->cancelled) || deadline_passed(at))
-        return;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        turns[i].seen =
-            lease_has_word(client, p, i, &leases[i]) &&
-            cma_confirms(rank_process_of(client, i), leases[i].word, leases[i].epoch);
-    }
-}
-
-static void tell_end(connection *c, msg_end *m)
-{
-    m->quiet = true;
-    encode_end(connection_out(c), connection_next_request(c), m);
-    connection_tell(c);
-}
-
 /* A rank sees nothing of one-sided reads unless it is told. */
 static msg_end end_of(const publication *p, size_t peer, const reader_lease *lease,
                       const served *served)
@@ -233,17 +197,11 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
-    look_at_words(client, p, leases, at, turns);
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
         msg_end m = end_of(p, i, &leases[i], &served[i]);
-        if (turns[i].seen) {
-            tell_end(c, &m);
-            leases[i].held = false;
-            continue;
-        }
         turns[i] = (turn){.left = &left,
                           .lease = &leases[i],
                           .step = announced[i].step,

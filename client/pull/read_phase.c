@@ -5,7 +5,6 @@
 #include "device/device_sink.h"
 #include "error_set.h"
 #include "net/spans.h"
-#include "pull/lease_round.h"
 #include <stdlib.h>
 
 /* Reads that take as long leave ranks asleep; before the end of one like the last they are woken.
@@ -103,8 +102,7 @@ static fanin_status check(const phase *w, bool *all, fanin_error *error)
 }
 
 /* One-sided reads leave the ranks asleep, and who has slept for milliseconds wakes up slowly: a
-   ping that is not waited for has them awake when they are asked to end. Who is only told, and not
-   waited for, may sleep on. */
+   ping that is not waited for has them awake when they are asked to end. */
 static void wake_ranks(phase *w)
 {
     const path_reading *r = &w->reading;
@@ -113,9 +111,7 @@ static void wake_ranks(phase *w)
         const path_reader *reader = r->plan->reader_of[i];
         connection *c = path_source(r, i);
         if (!reader || reader->paths & 1 << FANIN_PATH_STREAM || r->done_ns[i] > 0 ||
-            connection_get_state(c) != CONNECTION_READY ||
-            lease_has_word(r->client, r->publication, r->plan->peer_of[i],
-                           &r->leases[r->plan->peer_of[i]]))
+            connection_get_state(c) != CONNECTION_READY)
             continue;
         uint64_t request = connection_next_request(c);
         encode_empty(connection_out(c), request, MSG_PING);

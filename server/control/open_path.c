@@ -164,7 +164,6 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
         return status;
     if (m->path == WIRE_PATH_CMA) {
         let_own_user_read();
-        s->has_cma = true;
         reply->witness = (uintptr_t)s->control->server->witness;
         return FANIN_OK;
     }

@@ -224,7 +224,6 @@ void answer_begin(session *s, publication *p, uint64_t request, const msg_begin 
     reply->granted = true;
     memcpy(reply->token, l->token, sizeof reply->token);
     reply->epoch = l->epoch;
-    reply->word = s->has_cma ? l->word : 0;
     reply->lease_ms = server->lease_ms;
     reply->first_region = l->first_region;
     server->stats.begins_granted++;

@@ -53,7 +53,6 @@ typedef struct session {
     bool admitted;    /**< counted by admit(); false: it is only told why not */
     unsigned differs; /**< in what the peer is none of the server's own (neighbour.h) */
     peer_share *from;
-    bool has_cma; /**< has opened cma: it is told words */
     char peer[64], ucx_version[32];
     char trace[136];   /**< ", trace ID" of its hello, for the log; "": none */
     uint64_t features; /**< that both ends have */

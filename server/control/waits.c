@@ -38,8 +38,6 @@ static void answer_wait(session *s, uint64_t request, const publication_view *v,
     if (lease->granted) {
         m.token = (bytes_view){lease->token, sizeof lease->token};
         m.lease_ms = lease->lease_ms;
-        m.word = lease->word;
-        m.epoch = m.word ? lease->epoch : 0;
         m.first_region = lease->first_region;
     }
     encode_wait_ok(&s->out.bytes, request, &m);

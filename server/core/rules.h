@@ -24,8 +24,6 @@ enum {
     RULE_ARENA_WAIT =
         1 << 12, /**< a commit waits for leases of the arena that it fills */
     RULE_ARENA_DEADLINE = 1 << 13, /**< ... at most the lease time from its call */
-    RULE_WORDS =
-        1 << 14, /**< words turn with the epoch, before the trainer may write */
 };
 
 #ifdef FANIN_TEST_HOOKS

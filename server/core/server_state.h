@@ -44,7 +44,7 @@ struct fanin_server {
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint8_t *
-        witness; /**< incarnation, where no forked child has it (publish/words.h); NULL: no cma */
+        witness; /**< incarnation, where no forked child has it (core/witness.h); NULL: no cma */
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
     uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
     uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */

@@ -62,7 +62,6 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p, uint64_t begin)
         return NULL;
     l->of = p;
     l->epoch = p->epoch;
-    l->word = words_address(&p->words);
     l->begin = begin;
     l->catalog = shard_catalog_retain(p->catalog);
     l->first_region = p->arena * p->catalog->arena_regions;

@@ -17,7 +17,6 @@ typedef struct lease {
     uint8_t token[16];
     publication *of; /**< NULL: this slot is free */
     uint64_t epoch;
-    uint64_t word;          /**< where that can be seen to stand */
     shard_catalog *catalog; /**< that it is for, with a reference */
     uint64_t begin;         /**< the request that it was granted to */
     uint32_t first_region;  /**< of the arena that it is for (messages.h, begin_ok) */

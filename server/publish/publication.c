@@ -140,7 +140,6 @@ void publication_take_effect(fanin_server *s, publication *p, shard_catalog *cat
         p->catalog = shard_catalog_retain(catalog);
     }
     p->epoch = epoch;
-    words_stand(&p->words, epoch);
     enter(s, p, STATE_STABLE);
 }
 
@@ -169,8 +168,6 @@ static void commit_effect(fanin_server *s, publication *p, commit *c)
         count_stable(p);
         p->previous = p->state == STATE_STABLE ? p->epoch : 0;
         p->arena = c->arena;
-        if (p->previous)
-            words_keep(&p->words);
     }
     p->mode = c->mode;
     p->cast = c->cast;
@@ -287,7 +284,6 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
         drain_readers(s, p);
     p->epoch = next_odd(s);
     p->previous = 0;
-    words_turn(&p->words, p->epoch);
     lease_void_outdated(s, p);
     p->update_open = to == STATE_WRITING;
     if (!gently || p->state != to)
@@ -302,16 +298,12 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
 void publication_advance_arena(fanin_server *s, publication *p, commit *c,
                                bool published)
 {
-    uint64_t odd = next_odd(s);
     c->generation = next_even(s);
     if (!RULE(RULE_ARENA_RAISE))
         return;
     p->previous = 0;
-    words_turn_previous(&p->words, odd);
-    if (published) {
+    if (published)
         p->epoch = c->closing = c->generation;
-        words_turn(&p->words, odd);
-    }
     lease_void_outdated(s, p);
     publication_wait_for_reads(s, p);
 }

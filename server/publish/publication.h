@@ -20,7 +20,6 @@
 #include "core/server_state.h"
 #include "messages.h"
 #include "publish/commit_token.h"
-#include "publish/words.h"
 #include "shards/arena.h"
 #include "shards/shard_catalog.h"
 
@@ -110,7 +109,6 @@ struct publication {
         epoch; /**< odd: unreadable; of snapshots the published arena's generation */
     /** the generation that still stands of an arena that is not published any more; 0: none */
     uint64_t previous;
-    epoch_words words;               /**< of the two epochs */
     unsigned arena;                  /**< the published one, 0 or 1 */
     const struct arena_set *filling; /**< that holds the arena being filled, or NULL */
     unsigned filling_arena;

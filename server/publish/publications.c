@@ -132,7 +132,6 @@ void publications_free(fanin_server *s)
 {
     for (size_t i = 0; i < s->n_publications; i++) {
         publication *p = s->publications[i];
-        words_turn(&p->words, next_odd(s)); /* who reads freed memory finds no epoch */
         shard_catalog_release(p->catalog);
         shard_set_free(&p->shards);
         free(p->pairs);

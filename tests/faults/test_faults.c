@@ -7,7 +7,6 @@
  * The argument is the path, "unix", "tcp" (both stream, "-threads": read by several) or "cma", for
  * the phases in which it matters, or "early" for those before.
  */
-#include "cma/cma_process.h"
 #include "ends.h"
 #include "lab.h"
 #include "local_world.h"
@@ -57,14 +56,6 @@ static void strike(void *cookie)
 {
     fault *f = cookie;
     lab_signal(&f->lab, VICTIM, f->number);
-}
-
-/* Words that confirm an end are of tests/integration/test_words.c: here all ranks are asked, by cma
-   too. */
-bool __wrap_cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch);
-bool __wrap_cma_confirms(const cma_process *p, uint64_t word, uint64_t epoch)
-{
-    return false;
 }
 
 static uint16_t victim_port;

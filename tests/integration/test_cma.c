@@ -6,7 +6,6 @@
  */
 #include "ends.h"
 #include "local_world.h"
-#include "messages.h"
 #include "testing.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -44,7 +43,6 @@ static struct {
     unsigned other_to;   /* ... up to this one; 0: all */
     void (*strike)(void); /* runs before the fourth call; NULL: nothing does */
     long slow_ns;         /* what each call takes besides */
-    enum { WORDS_FINE, WORDS_REFUSED, WORDS_SHORT, WORDS_OTHER, WORDS_TURNED } words;
     atomic_uint calls, witnesses;
 } kernel;
 
@@ -56,11 +54,6 @@ static bool is_witness(const struct iovec *from, unsigned long n_from)
 static bool is_probe(const struct iovec *from, unsigned long n_from)
 {
     return n_from == 1 && from->iov_len <= WITNESS;
-}
-
-static bool is_confirmation(const struct iovec *from, unsigned long n_from)
-{
-    return n_from == 2 && from[0].iov_len == WITNESS && from[1].iov_len == 8;
 }
 
 /* Another process's bytes. */
@@ -78,27 +71,6 @@ ssize_t __wrap_process_vm_readv(pid_t pid, const struct iovec *to, unsigned long
                                 const struct iovec *from, unsigned long n_from,
                                 unsigned long flags);
 
-/* A look at a word that does not say yes. */
-static ssize_t spoil(const struct iovec *to, ssize_t came)
-{
-    uint8_t *there = to->iov_base;
-    switch (kernel.words) {
-    case WORDS_REFUSED:
-        errno = EPERM;
-        return -1;
-    case WORDS_SHORT:
-        return WITNESS;
-    case WORDS_OTHER:
-        there[0] ^= 1;
-        return came;
-    case WORDS_TURNED:
-        there[WITNESS] ^= 1;
-        return came;
-    default:
-        return came;
-    }
-}
-
 ssize_t __wrap_process_vm_readv(pid_t pid, const struct iovec *to, unsigned long n_to,
                                 const struct iovec *from, unsigned long n_from,
                                 unsigned long flags)
@@ -115,8 +87,6 @@ ssize_t __wrap_process_vm_readv(pid_t pid, const struct iovec *to, unsigned long
             kernel.refuses = 0;
         return -1;
     }
-    if (is_confirmation(from, n_from))
-        return spoil(to, __real_process_vm_readv(pid, to, n_to, from, n_from, flags));
     if (is_witness(from, n_from) && is_other()) {
         memset(to->iov_base, 0x5a, WITNESS);
         return WITNESS;
@@ -277,43 +247,6 @@ static void nor_does_it_count_that_came_meanwhile(void **state)
 
 /* ----------------------------------------------------------------- who has ended */
 
-static unsigned asked, told; /* ends; what only gives an early lease back is none */
-void __real_encode_end(buffer *b, uint64_t request, const msg_end *m);
-void __wrap_encode_end(buffer *b, uint64_t request, const msg_end *m);
-void __wrap_encode_end(buffer *b, uint64_t request, const msg_end *m)
-{
-    told += m->quiet;
-    asked += !m->quiet && !m->abandon;
-    __real_encode_end(b, request, m);
-}
-
-static void expect_ends(unsigned as_asked, unsigned as_told)
-{
-    assert_int_equal(asked, as_asked);
-    assert_int_equal(told, as_told);
-    asked = told = 0;
-}
-
-/* What a word does not confirm the rank is asked. */
-static void ranks_are_asked_where_words_say_nothing(void **state)
-{
-    begin(FANIN_PATH_CMA, 1);
-    asked = told = 0;
-    expect_pull(FANIN_PATH_CMA);
-    expect_ends(0, RANKS);
-    for (kernel.words = WORDS_REFUSED; kernel.words <= WORDS_TURNED; kernel.words++) {
-        expect_pull(FANIN_PATH_CMA);
-        assert_int_equal(info.restarts, 0);
-        expect_ends(RANKS, 0);
-    }
-    kernel.words = WORDS_FINE;
-    expect_pull(FANIN_PATH_CMA);
-    expect_ends(0, RANKS);
-    connect_with(FANIN_PATH_STREAM, 1);
-    expect_pull(FANIN_PATH_STREAM);
-    expect_ends(RANKS, 0);
-}
-
 static pid_t seen_as = -1;
 bool __real_connection_process(const void *c, pid_t *pid_out);
 bool __wrap_connection_process(const void *c, pid_t *pid_out);
@@ -455,7 +388,6 @@ int main(void)
         CASE(what_cannot_be_read_is_named),
         CASE(another_process_is_not_read),
         CASE(nor_does_it_count_that_came_meanwhile),
-        CASE(ranks_are_asked_where_words_say_nothing),
         CASE(a_process_without_a_number_is_streamed),
         CASE(a_pull_is_cancelled),
         CASE(a_pull_runs_out_of_time),

@@ -9,21 +9,15 @@
  *
  * Leases delay nobody here: how long an update waits for them is of inplace.pml.
  *
- * With WORDS the client looks at each rank's word, one rank after the other, instead of asking for an end, and asks only
- * where that says nothing (PROTOCOL.md, "Words"). With RESTART rank 1 may be killed once and come back unheard: at the
- * same addresses, with the same step and epochs, which count from the beginning again, and other bytes.
- *
- * With FORK rank 1 may be killed unheard, and a child that it forked, with all its memory, get its number and write.
+ * With RESTART rank 1 may be killed once and come back unheard: at the same addresses, with the same step and epochs, which
+ * count from the beginning again, and other bytes.
  *
  * Switches (mutations):  NO_END         what was read is put to use without an end
  *                        BAD_USE_EARLY  ... when all parts have been read, whatever the end says later
  *                        BAD_LEASE_EACH each read is a pull of its own: leases, the newest step, an end
  *                        BAD_MEND       a rank whose end was not good is begun again and one part read again
  *                        BAD_RECONNECT  a rank that was lost is begun again at the session's step, and reads go on
- *                        BAD_WORD_EARLY words are looked at before the last read
- *                        BAD_WORD_LATE  a word turns when the trainer is writing already
- *                        BAD_WORD_LIFE  the word counts without the proof that it is the rank's that was begun
- *                        BAD_WORD_FORK  ... or with a proof that a forked child inherits
+ *                        BAD_LIFE       an end is answered by whoever has the rank's address now
  */
 #define RANKS 2
 #define PARTS 2
@@ -31,59 +25,38 @@
 #define READS 3
 
 byte epoch[RANKS] = 2;              /* odd: unreadable */
-byte word[RANKS] = 2;               /* the epoch, where clients see it themselves */
 byte step[RANKS] = 1;
 byte life[RANKS];
-bool heir[RANKS];                   /* who has the rank's number is its child */
 byte memory[4] = 1;                 /* of rank r, part p: [2 * r + p]; of the life and step, 0: something else */
 #define BYTES_OF(rank, s) (life[rank] * 10 + s)
 bool lost[RANKS];                   /* the client's connection */
 bool may_lose = true;
-
-inline turn(rank)
-{
-    atomic { epoch[rank]++; word[rank] = epoch[rank] }
-}
 
 active [RANKS] proctype Trainer()
 {
     byte me = _pid, paused;
     do
     :: step[me] < STEPS ->
-#ifdef BAD_WORD_LATE
         epoch[me]++;
         memory[2 * me] = BYTES_OF(me, step[me] + 1);
-        word[me] = epoch[me];
-#else
-        turn(me);
-        memory[2 * me] = BYTES_OF(me, step[me] + 1);
-#endif
         memory[2 * me + 1] = BYTES_OF(me, step[me] + 1);
-        atomic { step[me]++; turn(me) }
+        atomic { step[me]++; epoch[me]++ }
     :: me == 0 && !paused ->
         paused = 1;
-        turn(me);
+        epoch[me]++;
         atomic { memory[2 * me] = 0; memory[2 * me + 1] = 0 }
         memory[2 * me] = BYTES_OF(me, step[me]);
         memory[2 * me + 1] = BYTES_OF(me, step[me]);
-        turn(me)
+        epoch[me]++
 #ifdef RESTART
     :: atomic {
         me == 1 && life[me] == 0 ->
         life[me]++;
         step[me] = 1;
         epoch[me] = 2;
-        word[me] = 2;
         memory[2 * me] = BYTES_OF(me, 1);
         memory[2 * me + 1] = BYTES_OF(me, 1)
     }
-#endif
-#ifdef FORK
-    :: me == 1 ->
-        heir[me] = true;
-        memory[2 * me] = 0;
-        memory[2 * me + 1] = 0;
-        break
 #endif
     :: atomic { may_lose -> may_lose = false; lost[me] = true }
     :: break
@@ -92,13 +65,13 @@ active [RANKS] proctype Trainer()
 
 byte token[RANKS], of_life[RANKS], wanted, r, p, reads;
 byte got[4];
-bool good, seen[RANKS];
+bool good;
 
 inline begin(rank)                  /* conditional on the step */
 {
     atomic {
         if
-        :: epoch[rank] % 2 == 0 && step[rank] == wanted && !heir[rank] ->
+        :: epoch[rank] % 2 == 0 && step[rank] == wanted ->
             token[rank] = epoch[rank];
             of_life[rank] = life[rank]
         :: else -> good = false     /* moved on: another session, another day */
@@ -106,40 +79,14 @@ inline begin(rank)                  /* conditional on the step */
     }
 }
 
-inline ask(rank)                    /* of another life, or a lost connection, no answer comes */
+inline end(rank)                    /* of another life, or a lost connection, no answer comes */
 {
     atomic {
-        good = good && token[rank] == epoch[rank] && of_life[rank] == life[rank] && !lost[rank] &&
-               !heir[rank]
-    }
-}
-
-inline look(rank)
-{
-    atomic {
-        seen[rank] = token[rank] == word[rank];
-#ifndef BAD_WORD_LIFE
-        seen[rank] = seen[rank] && of_life[rank] == life[rank];
-#endif
-#ifndef BAD_WORD_FORK
-        seen[rank] = seen[rank] && !heir[rank]
+        good = good && token[rank] == epoch[rank] && !lost[rank];
+#ifndef BAD_LIFE
+        good = good && of_life[rank] == life[rank]
 #endif
     }
-}
-
-inline end(rank)
-{
-#ifdef WORDS
-#ifndef BAD_WORD_EARLY
-    look(rank);
-#endif
-    if
-    :: seen[rank]
-    :: !seen[rank] -> ask(rank)
-    fi
-#else
-    ask(rank)
-#endif
 }
 
 inline read(part)
@@ -179,14 +126,6 @@ active proctype Session()
         :: reads + 1 == READS && !got[1] -> p = 1
         :: else
         fi;
-#ifdef BAD_WORD_EARLY
-        if
-        :: reads + 1 == READS ->
-            look(0);
-            look(1)
-        :: else
-        fi;
-#endif
         read(p);
         reads++;
 #ifdef BAD_LEASE_EACH

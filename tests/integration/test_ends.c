@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Ends that nobody waits for: between a pull's last byte and its end the rank, a process of its
- * own, updates, takes its memory away, dies or becomes another. Nothing counts then; and a rank
- * that merely does not answer is not asked.
+ * Between a pull's last byte and its end the rank, a process of its own, updates, takes its memory
+ * away, dies or becomes another. Nothing counts then.
  */
 #include "cma/cma_process.h"
+#include "core/witness.h"
 #include "ends.h"
 #include "local_world.h"
 #include "obedient_rank.h"
-#include "publish/words.h"
 #include "testing.h"
 #include <errno.h>
 #include <poll.h>
@@ -155,22 +154,6 @@ static void expect_lost(void)
 
 /* ---------------------------------------------------------------------- tests */
 
-static void a_rank_that_stands_still_is_not_waited_for(void **state)
-{
-    read_all();
-    obedient_stop(&rank);
-    assert_ok(end(), error);
-    kill(rank.pid, SIGCONT);
-    for (int i = 0; i < 3; i++) { /* nor is the next pull confused */
-        read_all();
-        assert_ok(end(), error);
-    }
-    obedient_tell(&rank, "c"); /* no lease is left */
-    read_all();
-    assert_int_equal(fanin_session_step(session), 2);
-    assert_ok(end(), error);
-}
-
 static void updates_make_it_stale(void **state)
 {
     expect_stale_after("c");
@@ -237,8 +220,6 @@ static void a_child_lacks_the_witness(void **state)
         _exit(0);
     }
     assert_int_equal(cma_prove(&process), ESTALE);
-    const uint64_t word = 2;
-    assert_false(cma_confirms(&process, (uintptr_t)&word, word));
     kill(process.pid, SIGKILL);
     waitpid(process.pid, NULL, 0);
     witness_free(&witness);
@@ -282,7 +263,6 @@ static void what_is_accepted_among_updates_is_whole(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        CASE(a_rank_that_stands_still_is_not_waited_for),
         CASE(updates_make_it_stale),
         CASE(pauses_make_it_stale),
         CASE(removals_make_it_stale),
@@ -296,5 +276,5 @@ int main(void)
     };
     if (!world_has_cma())
         return 77;
-    return cmocka_run_group_tests_name("words", tests, NULL, NULL);
+    return cmocka_run_group_tests_name("ends", tests, NULL, NULL);
 }

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ends that want no answer, as older clients send them, and what ends tell of one-sided reads. */
+#include "server_peer.h"
+#include "testing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define SIZE 1000
+
+static uint8_t memory[SIZE];
+
+/* A session that has opened cma, and its lease. */
+typedef struct reader_here {
+    peer p;
+    grant g;
+    msg_begin_ok lease;
+} reader_here;
+
+static peer open_cma(fanin_server *s)
+{
+    peer p = peer_open_unix(s);
+    peer_request_path(&p, WIRE_PATH_CMA);
+    peer_expect(&p, MSG_OPEN_PATH_OK);
+    return p;
+}
+
+static reader_here lease_here(fanin_server *s)
+{
+    reader_here r = {.p = open_cma(s)};
+    r.g = peer_newest(&r.p);
+    r.lease = peer_begin(&r.p, &r.g);
+    assert_true(r.lease.granted);
+    return r;
+}
+
+static fanin_server *start(void)
+{
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "a", memory, SIZE);
+    server_commit(s, 1);
+    return s;
+}
+
+/* ------------------------------------------------------------------ quiet ends */
+
+static void send_quiet_end(peer *p, const grant *g)
+{
+    buffer b = {0};
+    msg_end m = {.quiet = true};
+    memcpy(m.token, g->token, sizeof m.token);
+    encode_end(&b, ++p->request, &m);
+    peer_send(p, &b);
+}
+
+static void a_quiet_end_is_taken_and_not_answered(void **state)
+{
+    fanin_server *s = start();
+    reader_here r = lease_here(s);
+    assert_int_equal(server_stats(s).leases, 1);
+    send_quiet_end(&r.p, &r.g);
+    peer_ping(&r.p); /* its answer is the next frame */
+    assert_int_equal(server_stats(s).leases, 0);
+    assert_int_equal(server_stats(s).pulls_good, 1);
+    send_quiet_end(&r.p, &r.g); /* a token that is none any more */
+    peer_ping(&r.p);
+    assert_int_equal(server_stats(s).pulls_good, 1);
+}
+
+/* ------------------------------------------------------------------ what ends tell */
+
+static void end_with(peer *p, const grant *g, msg_end m)
+{
+    buffer b = {0};
+    memcpy(m.token, g->token, sizeof m.token);
+    encode_end(&b, ++p->request, &m);
+    peer_send(p, &b);
+    peer_ping(p); /* its answer comes after the end's, if there is one */
+}
+
+static void what_was_read_one_sided_is_counted_within_bounds(void **state)
+{
+    fanin_server *s = start();
+    reader_here r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_rdma = 7});
+    fanin_server_stats now = server_stats(s);
+    assert_int_equal(now.bytes_cma, 5);
+    assert_int_equal(now.bytes_rdma, 0); /* this session has no such path */
+    assert_int_equal(now.bytes_streamed, 0);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = 5}); /* no lease */
+    assert_int_equal(server_stats(s).bytes_cma, 5);
+
+    r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .abandon = true, .bytes_cma = 5});
+    assert_int_equal(server_stats(s).bytes_cma, 5);
+
+    r = lease_here(s);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = UINT64_MAX});
+    uint64_t all = server_stats(s).bytes_cma - 5;
+    assert_in_range(all, 1, 1 << 20); /* what there is */
+
+    peer tcp = peer_open(s);
+    grant g = peer_lease(&tcp);
+    end_with(&tcp, &g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_cuda_ipc = 5});
+    assert_int_equal(server_stats(s).bytes_cma, all + 5);
+    assert_int_equal(server_stats(s).bytes_cuda_ipc, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        server_test(a_quiet_end_is_taken_and_not_answered),
+        server_test(what_was_read_one_sided_is_counted_within_bounds),
+    };
+    return cmocka_run_group_tests_name("ends", tests, NULL, NULL);
+}
