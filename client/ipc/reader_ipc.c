@@ -187,8 +187,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
 static bool step(void *reading)
 {
     ipc_reading *k = reading;
-    deadline until =
-        is_alone(k) ? deadline_sooner(clock_ns() + KERNEL_NS, k->r->turn) : 0;
+    deadline until = is_alone(k) ? clock_ns() + KERNEL_NS : 0;
     if (k->status == FANIN_OK && !k->done)
         k->status = device_reader_step(k->kernels, until, &k->done, &k->error);
     return false;

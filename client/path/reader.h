@@ -137,8 +137,7 @@ typedef struct path_reading {
     struct device_sink
         *sink; /**< takes what lands in CUDA memory; NULL: nothing does */
     uint64_t
-        *done_ns;  /**< out, of each source: when its last byte was found in place */
-    deadline turn; /**< a step that waits does so until then at most */
+        *done_ns; /**< out, of each source: when its last byte was found in place */
     const served
         *served; /**< of each peer: what the reads before this one have brought */
 } path_reading;

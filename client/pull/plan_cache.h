@@ -16,7 +16,6 @@ typedef struct plan_part {
     memory_range *
         ranges; /**< the destination's that it reaches, if they follow from its layout */
     size_t n_ranges;
-    uint64_t took_ns; /**< the last read of it; 0: there was none */
 } plan_part;
 
 /** A plan and what it was made from. */

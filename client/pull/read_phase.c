@@ -7,11 +7,6 @@
 #include "net/spans.h"
 #include <stdlib.h>
 
-/* Reads that take as long leave ranks asleep; before the end of one like the last they are woken.
-   */
-#define SLEEPY_NS UINT64_C(1000000)
-#define AHEAD_NS UINT64_C(200000)
-
 typedef struct phase {
     read_phase *of;
     path_reading reading;
@@ -101,36 +96,16 @@ static fanin_status check(const phase *w, bool *all, fanin_error *error)
     return FANIN_OK;
 }
 
-/* One-sided reads leave the ranks asleep, and who has slept for milliseconds wakes up slowly: a
-   ping that is not waited for has them awake when they are asked to end. */
-static void wake_ranks(phase *w)
-{
-    const path_reading *r = &w->reading;
-    w->reading.turn = UINT64_MAX;
-    for (size_t i = 0; i < r->plan->n_sources; i++) {
-        const path_reader *reader = r->plan->reader_of[i];
-        connection *c = path_source(r, i);
-        if (!reader || reader->paths & 1 << FANIN_PATH_STREAM || r->done_ns[i] > 0 ||
-            connection_get_state(c) != CONNECTION_READY)
-            continue;
-        uint64_t request = connection_next_request(c);
-        encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, NULL, NULL);
-    }
-}
-
 static fanin_status run(phase *w, deadline at, fanin_error *error)
 {
     for (;;) {
-        if (deadline_passed(w->reading.turn))
-            wake_ranks(w);
         bool all, busy = false;
         for (size_t i = 0; i < PATH_READERS; i++)
             busy = (w->readings[i] && path_readers[i]->step(w->readings[i])) || busy;
         fanin_status status = check(w, &all, error);
         if (status != FANIN_OK || all)
             return status;
-        deadline wake = w->reading.turn;
+        deadline wake = UINT64_MAX;
         rank_watch_look(w->watch, w->readings, &wake);
         for (size_t i = 0; i < PATH_READERS && !busy; i++)
             busy = w->readings[i] && path_readers[i]->busy &&
@@ -236,10 +211,8 @@ static void end(phase *w, fanin_status status)
 {
     read_phase *r = w->of;
     uint64_t scattered = r->result->info.scatter_ns;
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         account(w);
-        r->part->took_ns = r->last_ns - r->first_ns;
-    }
     trace_read(w, scattered, status);
     finish(w, status);
 }
@@ -267,8 +240,6 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
 {
     phase w = {.of = r, .reading = reading_for(r)};
     r->first_ns = clock_ns();
-    uint64_t took = r->part->took_ns;
-    w.reading.turn = took >= SLEEPY_NS ? r->first_ns + took - AHEAD_NS : UINT64_MAX;
     fanin_status status = start(&w, error);
     if (status == FANIN_OK) {
         set_owing(&w);

@@ -8,15 +8,12 @@
 #include "clock.h"
 #include "fetch/half.h"
 #include "lab.h"
-#include "messages.h"
 #include "fetch/pattern.h"
 #include "testing.h"
 #include <cuda.h>
 #include <fanin/safetensors.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -740,55 +737,6 @@ static void pull_start(puller *p)
     assert_int_equal(pthread_create(&p->thread, NULL, pull_main, p), 0);
 }
 
-/* Pings that this client has sent. */
-static atomic_uint pings;
-
-void __real_encode_empty(buffer *out, uint64_t request, message_type type);
-void __wrap_encode_empty(buffer *out, uint64_t request, message_type type);
-void __wrap_encode_empty(buffer *out, uint64_t request, message_type type)
-{
-    atomic_fetch_add(&pings, type == MSG_PING);
-    __real_encode_empty(out, request, type);
-}
-
-/* Pulls while its kernel stands still for @p ms, or until every rank was pinged. */
-static void pull_slowly(const target *t, uint64_t ms)
-{
-    puller p = {.target = t};
-    fake_cuda_hold_kernel(1, 3);
-    pull_start(&p);
-    assert_true(fake_cuda_wait_kernel_held(1));
-    deadline until = deadline_in_ms(ms);
-    while (!deadline_passed(until) && atomic_load(&pings) < RANKS)
-        sched_yield();
-    fake_cuda_release(1);
-    assert_int_equal(pthread_join(p.thread, NULL), 0);
-    assert_ok(p.outcome.status, p.outcome.error);
-}
-
-/* Who reads for milliseconds, as before, speaks to its ranks shortly before the end. On a busy
-   machine what was read ahead may be dropped, and waits for the kernel first: then once more. */
-static void test_ranks_are_woken(void **state)
-{
-    target t;
-    set_up(order_of(RANKS, 1, 1), FANIN_PATH_CUDA_IPC);
-    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
-    expect(&t, FANIN_PATH_CUDA_IPC);
-    for (int i = 0; i < 10; i++) {
-        atomic_store(&pings, RANKS); /* whatever was sent so far does not count */
-        pull_slowly(&t, 0);
-        atomic_store(&pings, 0);
-        pull_slowly(&t, 5);
-        atomic_store(&pings, 0);
-        pull_slowly(&t, 2000);
-        if (atomic_load(&pings) == RANKS)
-            break;
-    }
-    assert_int_equal(atomic_load(&pings), RANKS);
-    assert_true(target_is_step(&b.world, &t, 1));
-    target_free(&t);
-}
-
 /* The kernel of a pull stands still while a rank dies. The rank is named, nothing is written
    after the return, and the rank's next life is mapped anew. */
 static void test_rank_dies(void **state)
@@ -958,7 +906,6 @@ int main(int argc, char **argv)
         CASE(test_halves_on_two_devices),
         CASE(test_host_destinations),
         CASE(test_too_small_destination),
-        CASE(test_ranks_are_woken),
         CASE(test_rank_dies),
         CASE(test_replica_steps_in),
         CASE(test_callers_stream),
