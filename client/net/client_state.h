@@ -95,9 +95,6 @@ fanin_status client_work_end(const client_work *w, fanin_status status,
     FANIN_ERR_TIMEOUT when @p at has passed. */
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
                          const char *phase, fanin_error *error);
-/** The same where ranks have just been asked what they answer at once: loop_step_soon(). */
-fanin_status client_step_soon(fanin_client *client, deadline at, deadline wake,
-                              const char *phase, fanin_error *error);
 /** Pings and gives up ranks that fell silent. When to look again: at once if a rank was given up
     just now, for nothing may follow that would wake the loop. */
 deadline client_tick(fanin_client *client);

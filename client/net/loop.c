@@ -7,13 +7,6 @@
 #include <unistd.h>
 
 #define BATCH 64
-/* How long, and how often at most, loop_step_soon() looks. */
-#define LOOK_NS 50000
-#define LOOKS 256
-/* After so many times in vain (ranks of another host, CPUs that are all busy) it tries one in so
-   many. */
-#define VAIN_MOST 4
-#define TRY_AGAIN 64
 
 fanin_status loop_init(loop *l, fanin_error *error)
 {
@@ -77,25 +70,4 @@ void loop_step(loop *l, deadline at)
 {
     struct epoll_event batch[BATCH];
     dispatch(l, batch, epoll_wait(l->epoll, batch, BATCH, deadline_poll_ms(at)));
-}
-
-static int look(loop *l, struct epoll_event *batch, deadline at)
-{
-    deadline until = deadline_sooner(at, clock_ns() + LOOK_NS);
-    int n = 0;
-    if (l->in_vain >= VAIN_MOST && l->in_vain++ % TRY_AGAIN != 0)
-        return 0;
-    for (int i = 0; i < LOOKS && n == 0 && (i == 0 || clock_ns() < until); i++)
-        n = epoll_wait(l->epoll, batch, BATCH, 0);
-    l->in_vain = n > 0 ? 0 : l->in_vain + (l->in_vain < VAIN_MOST);
-    return n;
-}
-
-void loop_step_soon(loop *l, deadline at)
-{
-    struct epoll_event batch[BATCH];
-    int n = look(l, batch, at);
-    if (n <= 0)
-        n = epoll_wait(l->epoll, batch, BATCH, deadline_poll_ms(at));
-    dispatch(l, batch, n);
 }

@@ -22,8 +22,6 @@ typedef struct loop {
     struct epoll_event
         *batch; /**< events being dispatched, so that remove can void them */
     int batch_size;
-    unsigned
-        in_vain; /**< how often loop_step_soon() looked for nothing, since it last did not */
 } loop;
 
 fanin_status loop_init(loop *l, fanin_error *error);
@@ -39,8 +37,5 @@ void loop_remove(loop *l, loop_source *source);
 
 /** Waits for events until @p at and dispatches them once. */
 void loop_step(loop *l, deadline at);
-/** The same where an answer is due within moments: looks for it for up to 50 µs before it sleeps,
-    which costs more time than that; hardly ever while that finds nothing. */
-void loop_step_soon(loop *l, deadline at);
 
 #endif

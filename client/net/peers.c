@@ -119,30 +119,17 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
                      connection_name(owing, who));
 }
 
-static fanin_status step(fanin_client *client, deadline at, deadline wake,
-                         void (*step_loop)(loop *l, deadline at), const char *phase,
-                         fanin_error *error)
+fanin_status client_step(fanin_client *client, deadline at, deadline wake,
+                         const char *phase, fanin_error *error)
 {
     error_place place = {.phase = phase};
     if (atomic_exchange(&client->cancelled, false))
         return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
     if (deadline_passed(at))
         return out_of_time(client, phase, error);
-    step_loop(&client->loop,
+    loop_step(&client->loop,
               deadline_sooner(deadline_sooner(at, wake), client_tick(client)));
     return FANIN_OK;
-}
-
-fanin_status client_step(fanin_client *client, deadline at, deadline wake,
-                         const char *phase, fanin_error *error)
-{
-    return step(client, at, wake, loop_step, phase, error);
-}
-
-fanin_status client_step_soon(fanin_client *client, deadline at, deadline wake,
-                              const char *phase, fanin_error *error)
-{
-    return step(client, at, wake, loop_step_soon, phase, error);
 }
 
 bool client_work_over(const client_work *w)
@@ -176,7 +163,7 @@ fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
                         const char *phase, fanin_error *error)
 {
     while (*left > 0) {
-        fanin_status status = client_step_soon(client, at, UINT64_MAX, phase, error);
+        fanin_status status = client_step(client, at, UINT64_MAX, phase, error);
         if (status != FANIN_OK)
             return status;
         client_tick(client);

@@ -601,7 +601,7 @@ static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
         deadline wake = deadline_passed(g->grace) ? UINT64_MAX : g->grace;
         wake = deadline_sooner(deadline_sooner(wake, g->look), g->give_back);
         if (status == FANIN_OK)
-            status = client_step_soon(g->client, g->at, wake, "wait", error);
+            status = client_step(g->client, g->at, wake, "wait", error);
         if (status == FANIN_ERR_TIMEOUT)
             return explain_timeout(g, error);
         if (status != FANIN_OK)
