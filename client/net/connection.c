@@ -9,7 +9,6 @@
 #include "socket_owner.h"
 #include <errno.h>
 #include <poll.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,12 +43,10 @@ struct connection {
     framing in;
     outgoing out;
     tls *tls; /* NULL: there is none, or not yet */
-    handshake handshake;
     pending *pending;
 };
 
 static void on_ready(loop_source *source, uint32_t events);
-static void on_handshake(handshake *h, bool made);
 
 fanin_status connection_create(const connection_shared *shared, const char *address,
                                const socket_address *tcp, connection **out,
@@ -60,7 +57,6 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
         return error_set_memory(error);
     c->shared = shared;
     c->source = (loop_source){.fd = -1, .ready = on_ready};
-    c->handshake.back = on_handshake;
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof c->text, "%s", address);
     c->tcp = *tcp;
@@ -576,13 +572,7 @@ static bool is_secured(connection *c)
         fail_for_memory(c);
         return false;
     }
-    if (!c->shared->handshakes)
-        return take_step(c, tls_handshake(c->tls));
-    /* While it is out only its end may wake the loop, once. */
-    loop_want(c->shared->loop, &c->source, EPOLLET);
-    c->handshake.tls = c->tls;
-    handshakes_go_on(c->shared->handshakes, &c->handshake);
-    return false;
+    return take_step(c, tls_handshake(c->tls));
 }
 
 static void greet(connection *c)
@@ -594,20 +584,9 @@ static void greet(connection *c)
         flush(c);
 }
 
-static void on_handshake(handshake *h, bool made)
-{
-    connection *c = (connection *)((char *)h - offsetof(connection, handshake));
-    if (!made)
-        loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
-    else if (take_step(c, h->step))
-        greet(c);
-}
-
 static void on_ready(loop_source *source, uint32_t events)
 {
     connection *c = (connection *)source;
-    if (c->handshake.is_out)
-        return;
     if (c->state == CONNECTION_CONNECTING) {
         int failed = socket_connect_result(source->fd);
         if (failed) {
@@ -731,9 +710,6 @@ deadline connection_tick(connection *c)
     if (c->state == CONNECTION_DOWN)
         return UINT64_MAX;
     if (c->state != CONNECTION_READY) {
-        if (c->handshake
-                .is_out) /* this side is at work; that it has ended wakes the loop */
-            return UINT64_MAX;
         if (deadline_passed(c->connect_by))
             connection_give_up(c);
         return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
@@ -832,10 +808,6 @@ bool connection_process(const connection *c, pid_t *pid_out)
     *pid_out = 0;
     return c->is_unix && c->source.fd >= 0 &&
            socket_peer_credentials(c->source.fd, NULL, pid_out);
-}
-bool connection_is_to_be_secured(const connection *c)
-{
-    return c->state == CONNECTION_CONNECTING && c->shared->tls && !c->is_unix;
 }
 bool connection_is_sealed(const connection *c)
 {

@@ -9,7 +9,6 @@
 
 #include "framing.h"
 #include "log.h"
-#include "net/handshakes.h"
 #include "net/loop.h"
 #include "net/secure.h"
 #include "socket.h"
@@ -50,8 +49,6 @@ typedef struct connection_shared {
     unsigned *told;           /**< differences of neighbour.h that were logged */
     const trace_place *place; /**< the pull that is under way */
     tls_end *tls;             /**< over TCP; NULL: there is no secret */
-    handshakes *handshakes;   /**< NULL: the loop's thread shakes hands; to be closed
-                                 before any connection is */
 } connection_shared;
 
 /** @p address: as the caller gave it, for messages; @p tcp: resolved. FANIN_ERR_MEMORY. */
@@ -83,8 +80,6 @@ const char *connection_stranger(const connection *c);
 /** The process that listens on its Unix socket: the number that it has in this process's pid
     namespace, 0 if it has none there. False: it is no Unix socket, or down. */
 bool connection_process(const connection *c, pid_t *pid_out);
-/** Whether it is being made, and hands will be shaken. */
-bool connection_is_to_be_secured(const connection *c);
 /** Whether frames carry checksums, in both directions; data connections are to do as it does. */
 bool connection_is_sealed(const connection *c);
 /** What its data connections are to be secured with, as it is; NULL: it is not. */

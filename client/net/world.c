@@ -7,21 +7,16 @@
  */
 #include "net/client_state.h"
 
-#include "cpu_quota.h"
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/spans.h"
 #include "text.h"
-#include "thread.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* Worlds that a message tells of. */
 #define TOLD_WORLDS 3
-/* As many take a thread a millisecond. */
-#define HANDSHAKES_A_THREAD 4
-#define HANDSHAKE_THREADS 15
 
 /* ------------------------------------------------------------- differences */
 
@@ -249,27 +244,6 @@ static void admit(fanin_client *client)
 /* Whom to wait for: one rank, those that are not slow (once one is there), or all. */
 typedef enum eagerness { ONE, QUICK, ALL } eagerness;
 
-/* Threads beside this one for handshakes. Less than two, or little for each, are not worth their
-   start. Half of the CPUs are others', as for reading. */
-static unsigned handshake_threads(const fanin_client *client, eagerness whom)
-{
-    bool enough;
-    size_t n = 0;
-    if (count_awaited(client, whom == ALL, &enough) == 0)
-        return 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        n += connection_is_to_be_secured(client->peers[i].control);
-    size_t worth = n / HANDSHAKES_A_THREAD;
-    if (worth < 2)
-        return 0;
-    unsigned cpus = usable_cpus(), quota = cpu_quota("/proc", "/sys");
-    unsigned most = client->config.threads > 0 ? client->config.threads - 1
-                                               : (cpus < quota ? cpus : quota) / 2;
-    most = most < HANDSHAKE_THREADS ? most : HANDSHAKE_THREADS;
-    most = most < worth ? most : (unsigned)worth;
-    return most > 1 ? most : 0;
-}
-
 /* Until those that are waited for are there. */
 static fanin_status await_peers(fanin_client *client, eagerness whom, deadline at,
                                 fanin_error *error)
@@ -323,13 +297,10 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
 {
     const uint64_t began = clock_ns();
     start(client);
-    client->shared.handshakes =
-        handshakes_open(&client->loop, handshake_threads(client, whom));
     fanin_status status;
     do
         status = await_peers(client, whom, at, error);
     while (status == FANIN_OK && start_again(client));
-    handshakes_close(&client->shared.handshakes);
     if (status != FANIN_OK)
         return status;
     for (size_t i = 0; i < client->n_peers && whom != ONE; i++) {

@@ -131,14 +131,6 @@ void worker_pool_submit(worker_pool *pool, worker_job *job)
     pthread_mutex_unlock(&pool->lock);
 }
 
-worker_job *worker_pool_withdraw(worker_pool *pool)
-{
-    pthread_mutex_lock(&pool->lock);
-    worker_job *job = pop(&pool->waiting);
-    pthread_mutex_unlock(&pool->lock);
-    return job;
-}
-
 bool worker_pool_help(worker_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);

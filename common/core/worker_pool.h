@@ -30,8 +30,6 @@ void worker_pool_drain(worker_pool *pool);
 void worker_pool_destroy(worker_pool **pool);
 
 void worker_pool_submit(worker_pool *pool, worker_job *job);
-/** A queued job, which nobody runs any more; NULL: none is queued. */
-worker_job *worker_pool_withdraw(worker_pool *pool);
 /** Runs one queued job in the calling thread; false: none is queued. */
 bool worker_pool_help(worker_pool *pool);
 /** A job that is done, each once, in the order in which they ended; NULL: none. */
