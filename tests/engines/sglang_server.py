@@ -105,10 +105,10 @@ class SGLangServer(HttpServer):
         return found
 
     @contextlib.contextmanager
-    def streaming(self, prompt: Sequence[int], count: int) -> Iterator[Iterator[Any]]:
+    def streaming(self, prompt: Sequence[int], count: int, **more: Any) -> Iterator[Iterator[Any]]:
         """The events of one request, as they come; leaving it ends the request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        body = generation(prompt, count) | {"stream": True, "return_logprob": False}
+        body = generation(prompt, count) | {"stream": True, "return_logprob": False} | more
         headers = {"Content-Type": "application/json"}
         with contextlib.closing(connection):
             connection.request("POST", "/generate", json.dumps(body), headers)
