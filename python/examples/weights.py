@@ -68,13 +68,20 @@ def train(options: argparse.Namespace, device: str) -> None:
         with server.updating(step):  # 5 of 6
             optimizer.step()
         optimizer.zero_grad()
+        failed: list[str | None] = [None]
         if registry is not None:
-            took = registry.sync(step).seconds  # 6 of 6: all engines have the step and generate
-            print(f"step {step}: loss {loss.item():.4f}, engines in {took:.2f} s", flush=True)
-            for engine in options.engine:
-                print(
-                    f"  {engine}: {completion(engine, options.ids or options.prompt)}", flush=True
-                )
+            try:
+                took = registry.sync(step).seconds  # 6 of 6: all engines have the step and generate
+            except FaninError as error:
+                failed[0] = str(error)
+            else:
+                print(f"step {step}: loss {loss.item():.4f}, engines in {took:.2f} s", flush=True)
+                for engine in options.engine:
+                    text = completion(engine, options.ids or options.prompt)
+                    print(f"  {engine}: {text}", flush=True)
+        dist.broadcast_object_list(failed)  # the other ranks wait here, and end with rank 0
+        if failed[0]:
+            raise SystemExit(f"weights.py: {failed[0]}")
     dist.barrier()  # no rank ends before all engines have read the last step from it
 
 
