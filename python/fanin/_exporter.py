@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -182,9 +181,10 @@ def main(address: str, publication: str, program: str, *words: str) -> None:
         program: nixl-fetch.
         words: of its ``status``.
     """
-    ended = threading.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda *_: ended.set())
+    ends = {signal.SIGINT, signal.SIGTERM}
+    # A handler may come at any line, and block on a lock that the line holds. Commands that this
+    # process starts do not hear these signals either; they end by themselves.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     command = [program, "status", *words, "--json"]
     told = _listen(lambda: page(publication, _status(command)), address)
     port = told.address.rpartition(":")[2]
@@ -193,5 +193,5 @@ def main(address: str, publication: str, program: str, *words: str) -> None:
         print(json.dumps(body, separators=(",", ":")), flush=True)
     else:
         print(f"listening on {address}, port {port}: /metrics", flush=True)
-    ended.wait()
+    signal.sigwait(ends)
     told.close()

@@ -214,6 +214,8 @@ def test_the_exporter_says_why_it_cannot_be(tmp_path: Path) -> None:
             done = subprocess.run([*command, address], capture_output=True, text=True)
             assert (done.returncode, done.stdout) == (code, "")
             assert why in done.stderr
+    if Path(nixl_fetch()).read_bytes().startswith(b"#!"):
+        return  # the package's own command, which is not there without it
     (tmp_path / "fanin.py").write_text("raise ImportError('no fanin here')")
     own = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, env=own)

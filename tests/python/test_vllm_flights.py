@@ -218,8 +218,7 @@ async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> Non
     await until(lambda: not bench.state.service.pool.stats()["busy"])
     assert (await fetch(bench.wanted(1, timeout=5.0))).step == 1
     assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
-    mine = [thread for thread in threading.enumerate() if thread.name == "fanin-pull"]
-    assert len(mine) < len(runs)
+    await until(lambda: [one.name for one in threading.enumerate()].count("fanin-pull") < len(runs))
     bench.trainer.commit(2, "1")
     assert (await waiting[0]).run == "1"
     bench.trainer.commit(4, "1")
