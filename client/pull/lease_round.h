@@ -16,15 +16,10 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                reader_lease *leases, deadline at, fanin_error *error);
 
 /** Ends all held leases, and tells each rank what of @p served, one a peer, it did not see.
-    FANIN_ERR_STALE: a rank's epoch has gone, the bytes must not be used. Ranks whose words show
-    that theirs stand are told, and not waited for. */
+    FANIN_ERR_STALE: a rank's epoch has gone, the bytes must not be used. */
 fanin_status lease_round_end(fanin_client *client, const publication *p,
                              const announcement *announced, reader_lease *leases,
                              const served *served, deadline at, fanin_error *error);
-/** Whether the peer's lease can be seen to stand, so that its end need not be waited for if it
-    does. */
-bool lease_has_word(const fanin_client *client, const publication *p, size_t peer,
-                    const reader_lease *lease);
 
 /** Gives leases back without waiting for an answer. */
 void lease_round_abandon(fanin_client *client, reader_lease *leases);
