@@ -8,14 +8,13 @@
  * Threads: one thread at a time uses a client. Any thread, and a signal handler, may call
  * fanin_client_cancel(). Callbacks other than the log's come in the calling thread. Of their client
  * they may call fanin_client_cancel() and nothing else. The calling thread does the work. Its
- * helper threads end before the call returns, except four kinds:
+ * helper threads end before the call returns, except three kinds:
  * - A thread that asks for a host's name; getaddrinfo() does not give it back.
  * - A thread that makes the spare file, if pull options ask for one.
  * - Threads that read beside the calling one (fanin_client_config.threads). They sleep between
  *   calls.
- * - A thread that tells four or more ranks that a pull by cma or cuda_ipc is over, and then sleeps.
  *
- * The last three kinds end when the client is disconnected or destroyed.
+ * The last two kinds end when the client is disconnected or destroyed.
  *
  * Environment, fork: see fanin/types.h.
  *
@@ -96,8 +95,7 @@ typedef struct fanin_client_config {
         the process may use (affinity, quota), and fewer for little data. By stream the default
         has at most 8. There are never more than data connections, nor than max_inflight / 4 MiB.
         With more threads than ranks, several threads read one rank. By TLS the threads do the
-        handshakes of their data connections. With eight or more ranks as many threads do those
-        of the control connections */
+        handshakes of their data connections */
     uint32_t threads;
     /** believe a rank that listens on its Unix socket with this process's uid, in whatever
         container, and read there. Default: not if the rank is in another user or pid namespace,
@@ -321,10 +319,9 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
  * All boxes of a tensor are in the same kind of memory and on the same device. The library finds
  * both out unless the tensor says them. @p count 0 is an error. The pull reads no other tensors.
  *
- * On success all boxes hold the bytes of one step. On failure their content is undefined, also if
- * the ranks agreed on no step. For a pull may begin to read the step that it expects before the
- * ranks have confirmed it. Nothing writes the boxes after the return. The memory stays the
- * caller's. Free *@p result_out (may be NULL) with fanin_result_free().
+ * On success all boxes hold the bytes of one step. On failure their content is undefined. Nothing
+ * writes the boxes after the return. The memory stays the caller's. Free *@p result_out (may be
+ * NULL) with fanin_result_free().
  *
  * Blocks at most options->timeout_ms. After that it waits at most a minute for one-sided reads and
  * device copies that are under way and cannot be recalled. Only a fabric or device that hangs for
