@@ -22,7 +22,7 @@ from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Cast, Casting
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import AdapterProof, Proof
-from fanin.torch._replicas import REFUSED
+from fanin.torch._replicas import REFUSED, At
 from fanin.torch._segments import tell_segments
 from fanin.torch._world import (
     Ranks,
@@ -481,7 +481,7 @@ class Publisher:
     def _prove(self, run: OneRun) -> None:
         """Raises if what the run is about to publish is not what its ranks train."""
 
-    def _unpublished(self, run: OneRun, error: BaseException) -> None:
+    def _unpublished(self, run: OneRun, error: BaseException, at: At) -> None:
         """Tells ranks that would wait for this one that it does not publish."""
 
     @contextlib.contextmanager
@@ -493,7 +493,7 @@ class Publisher:
             yield
         except BaseException as error:
             for run, _ in runs:
-                self._unpublished(run, error)
+                self._unpublished(run, error, run.at)
             raise
 
     @contextlib.contextmanager
@@ -503,9 +503,7 @@ class Publisher:
             yield
         except FaninError as error:
             for run in runs:
-                at, run.at = run.at, REFUSED
-                self._unpublished(run, error)
-                run.at = at
+                self._unpublished(run, error, REFUSED)
             raise
 
     @contextlib.contextmanager

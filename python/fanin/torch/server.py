@@ -17,6 +17,7 @@ from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, 
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source
+from fanin.torch._replicas import At
 from fanin.torch._scales import Scales
 from fanin.torch._tree import Found
 from fanin.torch._union import ranks_text
@@ -246,9 +247,9 @@ class AdapterServer(Publisher):
         if (common := self._common.get(run.publication)) is not None:
             common.check(run.at, run.parameters.values, run.whole)
 
-    def _unpublished(self, run: OneRun, error: BaseException) -> None:
+    def _unpublished(self, run: OneRun, error: BaseException, at: At) -> None:
         if (common := self._common.get(run.publication)) is not None:
-            common.fail(f"{type(error).__name__}: {error}"[:400], run.at)
+            common.fail(f"{type(error).__name__}: {error}"[:400], at)
 
     def _resolved(self, run: OneRun) -> Change:
         change, metadata = super()._resolved(run), run.describe()

@@ -20,7 +20,7 @@ from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
-from fanin.torch._replicas import Replicas, refuse_parts, replicas_of
+from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
 from fanin.torch._union import (
     Entry,
     Table,
@@ -381,9 +381,9 @@ class WeightServer(Publisher):
                 *(other, name, run.publication),
             )
 
-    def _unpublished(self, run: OneRun, error: BaseException) -> None:
+    def _unpublished(self, run: OneRun, error: BaseException, at: At) -> None:
         if (replicas := self._replicas.get(run.publication)) is not None:
-            replicas.fail(f"{type(error).__name__}: {error}"[:400], run.at)
+            replicas.fail(f"{type(error).__name__}: {error}"[:400], at)
 
     def _refresh(self, run: OneRun) -> None:
         change, error = None, None
