@@ -9,6 +9,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "log_choice.h"
+#include "net/connect.h"
 #include "pull/kept.h"
 #include "net/reading_threads.h"
 #include "net/spans.h"

@@ -2,6 +2,7 @@
 #include "catalog/survey.h"
 
 #include "error_set.h"
+#include "net/connect.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

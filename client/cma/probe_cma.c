@@ -3,6 +3,7 @@
 #include "cma/cma_internal.h"
 
 #include "error_set.h"
+#include "net/trust.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
 #include "catalog.h"
 #include "host.h"
 #include "log.h"
-#include "net/connection.h"
+#include "net/talk.h"
 #include "trace.h"
 #include "work_stop.h"
 #include <fanin/client.h>

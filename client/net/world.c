@@ -9,6 +9,7 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
+#include "net/connect.h"
 #include "net/spans.h"
 #include "text.h"
 #include <stdio.h>

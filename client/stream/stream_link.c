@@ -4,7 +4,8 @@
 #include "convert.h"
 #include "device/devices.h"
 #include "error_set.h"
-#include "net/secure.h"
+#include "net/connect.h"
+#include "net/trust.h"
 #include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control connection to one rank: greeting, odd frames, silence, its end and a new one. */
-#include "net/connection.h"
+#include "net/connect.h"
+#include "net/talk.h"
 #include "stub_ranks.h"
 #include "testing.h"
 #include <errno.h>

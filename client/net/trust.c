@@ -1,11 +1,117 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/secure.h"
+#include "net/trust.h"
 
 #include "error_set.h"
-#include "net/connection.h"
-
+#include "neighbour.h"
+#include "socket_owner.h"
+#include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
+
+/* ------------------------------- what the kernel tells of who listens */
+
+bool trust_listener(connection *c)
+{
+    const connection_shared *shared = c->shared;
+    unsigned differs = neighbour_differs(c->source.fd) & NEIGHBOUR_STRANGER;
+    if (differs == 0 || (differs & NEIGHBOUR_UID))
+        return differs == 0;
+    if (shared->trust_containers)
+        return true;
+    c->stranger = neighbour_why(differs);
+    if (differs & ~*shared->told) {
+        *shared->told |= differs;
+        log_write(&shared->log, FANIN_LOG_INFO, "unix-stranger",
+                  "%s is asked over TCP: on its Unix socket %s; %s", c->text,
+                  c->stranger,
+                  error_remedy(neighbour_lacks(differs), NEIGHBOUR_REMEDY));
+    }
+    return false;
+}
+
+bool trust_name(const connection *c, const msg_hello_ok *peer)
+{
+    char asked[SOCKET_TEXT];
+    socket_listen_text(&c->tcp, asked);
+    return !c->is_unix || strcmp(asked, peer->address) == 0;
+}
+
+/* The kernel tells nothing of who has closed its end. */
+static bool is_closed_there(int fd)
+{
+    struct pollfd end = {fd, POLLRDHUP, 0};
+    return poll(&end, 1, 0) > 0;
+}
+
+/* To see whose process it is takes a descriptor. To lack one may pass, and is no reason to trust
+   other users. */
+static void explain_shortage(int code, secure_fault *why)
+{
+    char reason[128];
+    *why = (secure_fault){.status = FANIN_ERR_UNREACHABLE};
+    snprintf(why->what, sizeof why->what,
+             "cannot be told from another user's process: %s",
+             strerror_r(code, reason, sizeof reason));
+    snprintf(why->remedy, sizeof why->remedy, "%s", error_remedy(code, ""));
+}
+
+bool trust_owner(const connection *c, int fd, secure_fault *why)
+{
+    uid_t uid;
+    if (c->shared->trust_other_users || !socket_is_loopback(&c->tcp))
+        return true;
+    bool told = socket_owner(fd, &uid);
+    int code = errno;
+    if (told && (uid == geteuid() || uid == 0))
+        return true;
+    *why =
+        (secure_fault){FANIN_ERR_AUTH,
+                       "may be any user's process: the kernel does not say whose it is",
+                       "run both as one user, or take it as it is: trust_other_users, "
+                       "--trust-other-users, FANIN_TRUST_OTHER_USERS=1"};
+    if (told)
+        snprintf(
+            why->what, sizeof why->what,
+            "is a process of uid %u, and this one is of uid %u: any user can take a "
+            "port of this host",
+            (unsigned)uid, (unsigned)geteuid());
+    else if (is_closed_there(fd))
+        *why = (secure_fault){FANIN_ERR_CLOSED,
+                              "closed the connection when it was made", STOPPED_REMEDY};
+    else if (error_remedy(code, NULL))
+        explain_shortage(code, why);
+    return false;
+}
+
+/* A port and a name are free again while their rank ends, which still answers by the connections
+   that it has. */
+static bool is_same_process(const connection *c, int fd, secure_fault *why)
+{
+    uid_t uid;
+    pid_t pid;
+    if (socket_peer_credentials(fd, &uid, &pid) && uid == c->uid && pid == c->pid)
+        return true;
+    *why = (secure_fault){FANIN_ERR_CLOSED,
+                          "has its Unix name no more: another process answers there",
+                          "has the trainer just ended?"};
+    return false;
+}
+
+bool connection_trusts(const connection *c, int fd, secure_fault *why)
+{
+    return c->is_unix ? is_same_process(c, fd, why) : trust_owner(c, fd, why);
+}
+
+bool connection_process(const connection *c, pid_t *pid_out)
+{
+    *pid_out = 0;
+    return c->is_unix && c->source.fd >= 0 &&
+           socket_peer_credentials(c->source.fd, NULL, pid_out);
+}
+
+/* --------------------------------------------------------------------- TLS */
 
 static void say(secure_fault *out, fanin_status status, const char *remedy)
 {
