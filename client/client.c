@@ -13,6 +13,7 @@
 #include "pull/kept.h"
 #include "net/reading_threads.h"
 #include "net/spans.h"
+#include "pull/choose_path.h"
 #include "pull/pull_session.h"
 #include "standard_descriptors.h"
 #include "stream/stream_link.h"
@@ -86,6 +87,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     client->config.trust_containers |= text_switched_on("FANIN_TRUST_CONTAINERS");
     client->config.trust_other_users |= text_switched_on("FANIN_TRUST_OTHER_USERS");
     fanin_status status = check_config(&client->config, error);
+    client->forced = path_of_number(client->config.path);
     if (status == FANIN_OK)
         status = log_choose(&client->config.log, &client->config.log_cookie, error);
     if (status != FANIN_OK)

@@ -24,6 +24,7 @@ typedef enum wire_path {
     WIRE_PATH_CMA = 2,
     WIRE_PATH_RDMA = 3,
     WIRE_PATH_CUDA_IPC = 4,
+    WIRE_KEYS_NONE = WIRE_PATH_STREAM, /**< regions that are asked for without keys */
 } wire_path;
 
 typedef enum wire_rule {

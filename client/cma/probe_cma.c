@@ -32,7 +32,7 @@ const cma_process *cma_process_of(const path_state *s)
 /* Ranks of which no other one-sided path knows anything better. */
 static bool is_mine(const path_round *r, size_t peer)
 {
-    return r->client->config.path == FANIN_PATH_CMA || path_is_local(r->client, peer);
+    return r->client->forced == &cma_reader || path_is_local(r->client, peer);
 }
 
 /* The kernel says whose socket it is: of who began to listen, and in this process's own numbers, 0
@@ -41,7 +41,7 @@ static const char *process_objection(const fanin_client *client, size_t peer,
                                      pid_t *pid)
 {
     const connection *c = client->peers[peer].control;
-    if (!path_is_offered(client, peer, FANIN_PATH_CMA))
+    if (!path_is_offered(client, peer, &cma_reader))
         return path_not_offered(client, peer,
                                 "the rank does not offer cma on this connection");
     if (!connection_process(c, pid))
@@ -154,7 +154,7 @@ static fanin_status keep(path_round *r, size_t peer, const cma_process *process,
         return error_set_memory(error);
     *h = (process_hold){.hold = {.drop = drop_process}, .process = *process};
     s->hold = &h->hold;
-    path_choose(r, peer, FANIN_PATH_CMA, "a probe read by cma succeeded");
+    path_choose(r, peer, &cma_reader, "a probe read by cma succeeded");
     return FANIN_OK;
 }
 
@@ -185,8 +185,7 @@ static fanin_status try_one(path_round *r, size_t peer, const opening *o,
 /* Takes what cma is for out of @p open; true: there is something. */
 static bool sort_out(const path_round *r, bool *open, bool *mine)
 {
-    fanin_path forced = r->client->config.path;
-    bool any = false, asked = forced == FANIN_PATH_AUTO || forced == FANIN_PATH_CMA;
+    bool any = false, asked = path_is_allowed(r->client, &cma_reader);
     for (size_t i = 0; i < r->client->n_peers; i++) {
         pid_t pid;
         mine[i] = open[i] && asked &&
@@ -206,7 +205,7 @@ fanin_status cma_probe(path_round *r, bool *open, fanin_error *error)
     if (status == FANIN_OK && sort_out(r, open, mine)) {
         status = ask_all(r, mine, o, error);
         if (status == FANIN_OK)
-            status = path_regions(r, mine, FANIN_PATH_CMA, error);
+            status = path_regions(r, mine, &cma_reader, error);
         for (size_t i = 0; i < n && status == FANIN_OK; i++) {
             if (mine[i])
                 status = try_one(r, i, &o[i], error);

@@ -290,7 +290,9 @@ void cma_disconnect(fanin_client *client)
 }
 
 const path_reader cma_reader = {
-    .paths = 1 << FANIN_PATH_CMA,
+    .name = "cma",
+    .number = FANIN_PATH_CMA,
+    .told_at = offsetof(msg_end, bytes_cma),
     .uses_sink = true,
     .probe = cma_probe,
     .plan = make_detail,

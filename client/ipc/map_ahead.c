@@ -3,6 +3,7 @@
 
 #include "device/devices.h"
 #include "ipc/mapped_regions.h"
+#include "ipc/reader_ipc.h"
 #include "net/spans.h"
 #include <stdlib.h>
 
@@ -69,14 +70,12 @@ static bool is_due(fanin_client *client, const publication *p,
                    const path_foresight *known, size_t peer)
 {
     const shard_table *s = &p->shards[peer];
-    fanin_path forced = client->config.path;
     bool here = s->boxes && s->generation == client->peers[peer].generation &&
                 s->version == known->announced[peer].version;
     return !here && peer_ready(&client->peers[peer]) &&
-           (forced == FANIN_PATH_AUTO || forced == FANIN_PATH_CUDA_IPC) &&
-           path_is_offered(client, peer, FANIN_PATH_CUDA_IPC) &&
-           path_is_local(client, peer) &&
-           !(forced == FANIN_PATH_AUTO && path_avoided(client, peer));
+           path_is_allowed(client, &ipc_reader) &&
+           path_is_offered(client, peer, &ipc_reader) && path_is_local(client, peer) &&
+           (client->forced || !path_avoided(client, peer));
 }
 
 /* All regions of a rank for one device; what cannot be done is found out again by who may tell. */
@@ -127,8 +126,8 @@ static void take_regions(void *cookie, fetch *f)
                                      f->request.catalog_version);
     if (!s->regions && region_table_decode(f->data.data, f->data.size, &a->work.stop,
                                            &s->regions, NULL) == FANIN_OK)
-        s->regions_path = FANIN_PATH_CUDA_IPC;
-    if (!s->regions || s->regions_path != FANIN_PATH_CUDA_IPC)
+        s->regions_path = &ipc_reader;
+    if (!s->regions || s->regions_path != &ipc_reader)
         return;
     a->n_here += is_on_devices(s->regions, &a->bytes);
     if (a->n_here == a->n)
@@ -157,8 +156,7 @@ static bool list_regions(map_ahead *a)
         if (!a->known->use[i])
             continue;
         fetch *f = &a->fetches[a->n++];
-        path_regions_request(p, i, a->known->announced[i].version, FANIN_PATH_CUDA_IPC,
-                             f);
+        path_regions_request(p, i, a->known->announced[i].version, &ipc_reader, f);
         f->here = take_regions;
         f->cookie = a;
     }

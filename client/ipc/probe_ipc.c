@@ -158,8 +158,7 @@ static fanin_status for_devices(path_round *r, size_t index,
                        .index = index,
                        .shard = regions_kept(r, index),
                        .rank = connection_peer(r->client->peers[index].control)->rank,
-                       .fresh = path_taken(r->publication, index)->path !=
-                                FANIN_PATH_CUDA_IPC};
+                       .fresh = path_taken(r->publication, index)->path != &ipc_reader};
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->devices.n && status == FANIN_OK; i++) {
         one.device = r->devices.device[i];
@@ -259,10 +258,8 @@ static void find_gatherers(path_round *r, const bool *mask)
 /* Whether what the rank holds is worth a look. */
 static bool is_in_question(const fanin_client *client, size_t peer)
 {
-    fanin_path forced = client->config.path;
-    return (forced == FANIN_PATH_AUTO || forced == FANIN_PATH_CUDA_IPC) &&
-           path_is_offered(client, peer, FANIN_PATH_CUDA_IPC) &&
-           path_is_local(client, peer);
+    return path_is_allowed(client, &ipc_reader) &&
+           path_is_offered(client, peer, &ipc_reader) && path_is_local(client, peer);
 }
 
 /* Which kinds of memory ranks hold is told by any region table: one that registers nothing. */
@@ -275,14 +272,14 @@ static fanin_status learn_kinds(path_round *r, const bool *open, bool *scratch,
                      !path_state_of(r->client, r->publication, i)->regions;
         any = any || scratch[i];
     }
-    return any ? path_regions(r, scratch, FANIN_PATH_STREAM, error) : FANIN_OK;
+    return any ? path_regions(r, scratch, NULL, error) : FANIN_OK;
 }
 
 /* What holds against the path; NULL: nothing. *mine false: the rank is another path's. */
 static const char *objection(const path_round *r, size_t peer, bool *mine)
 {
     const fanin_client *client = r->client;
-    bool forced = client->config.path == FANIN_PATH_CUDA_IPC;
+    bool forced = client->forced == &ipc_reader;
     bool host = false, cuda = false;
     *mine = forced;
     if (!is_in_question(client, peer))
@@ -315,7 +312,7 @@ static fanin_status sort_out(path_round *r, bool *open, bool *mine, fanin_error 
         if (status != FANIN_OK || !open[i])
             continue;
         /* The look at its regions may have decided. */
-        open[i] = path_taken(r->publication, i)->path == FANIN_PATH_AUTO;
+        open[i] = !path_taken(r->publication, i)->path;
         const char *why = open[i] ? objection(r, i, &mine[i]) : NULL;
         open[i] = open[i] && !mine[i];
         if (mine[i] && why) {
@@ -331,8 +328,8 @@ static bool gather_ranks(const path_round *r, bool *mask)
 {
     bool any = false;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        mask[i] = mask[i] || (r->want[i] && path_taken(r->publication, i)->path ==
-                                                FANIN_PATH_CUDA_IPC);
+        mask[i] = mask[i] ||
+                  (r->want[i] && path_taken(r->publication, i)->path == &ipc_reader);
         any = any || mask[i];
     }
     return any;
@@ -352,7 +349,7 @@ static fanin_status need_cuda(path_round *r, fanin_error *error)
 /* Drops from @p mask whoever's memory cannot be mapped at all. */
 static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
 {
-    fanin_status status = path_regions(r, mask, FANIN_PATH_CUDA_IPC, error);
+    fanin_status status = path_regions(r, mask, &ipc_reader, error);
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
         uint32_t rank = connection_peer(r->client->peers[i].control)->rank;
@@ -390,13 +387,12 @@ static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *err
 static fanin_status settle(path_round *r, size_t index, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    bool fresh = path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC;
+    bool fresh = path_taken(r->publication, index)->path != &ipc_reader;
     if (for_devices(r, index, confirm, &why) != FANIN_OK)
         return is_over(&why) ? error_copy(error, &why)
                              : path_give_up(r, index, why.message, error);
     if (fresh)
-        path_choose(r, index, FANIN_PATH_CUDA_IPC,
-                    "a probe read by cuda_ipc succeeded");
+        path_choose(r, index, &ipc_reader, "a probe read by cuda_ipc succeeded");
     return FANIN_OK;
 }
 

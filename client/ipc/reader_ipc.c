@@ -258,7 +258,9 @@ static bool finish(void *reading)
 }
 
 const path_reader ipc_reader = {
-    .paths = 1 << FANIN_PATH_CUDA_IPC,
+    .name = "cuda_ipc",
+    .number = FANIN_PATH_CUDA_IPC,
+    .told_at = offsetof(msg_end, bytes_cuda_ipc),
     .begin_ahead = map_ahead_begin,
     .end_ahead = map_ahead_free,
     .probe = ipc_probe,

@@ -28,6 +28,7 @@ typedef struct peer {
 struct fanin_client {
     pid_t pid;
     fanin_client_config config;
+    const struct path_reader *forced; /**< the path that it names; NULL: any */
     char *server_name;
     logger log;
     char host[HOST_ID_SIZE]; /**< "": not known, so that no rank is on it */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "path/path_state.h"
+#include "path/reader.h"
 
 #include "error_set.h"
 #include <stdio.h>
@@ -33,14 +33,14 @@ void path_state_drop(fanin_client *client, path_state *s, size_t peer)
     if (s->hold)
         s->hold->drop(client, peer, s->hold);
     s->hold = NULL;
-    s->path = FANIN_PATH_AUTO;
+    s->path = NULL;
 }
 
 static void drop_regions(fanin_client *client, path_state *s, size_t peer)
 {
     path_state_drop(client, s, peer);
     region_table_free(&s->regions);
-    s->regions_path = FANIN_PATH_AUTO;
+    s->regions_path = NULL;
 }
 
 void path_states_free(fanin_client *client, publication *p)
@@ -167,18 +167,19 @@ static fanin_status check_regions(const peer *owner, const shard_table *tables,
 }
 
 void path_regions_request(const publication *p, size_t peer, uint64_t version,
-                          fanin_path path, fetch *f)
+                          const path_reader *path, fetch *f)
 {
     *f = (fetch){.peer = peer, .type = MSG_REGIONS};
     snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
     f->request.catalog_version = version;
-    f->request.path = path;
+    f->request.path = path ? path->number : WIRE_KEYS_NONE;
 }
 
 /* Those that came. */
 static fanin_status take_regions(fanin_client *client, publication *p,
-                                 const fetch *fetches, size_t n, fanin_path path,
-                                 client_work *work, fanin_error *error)
+                                 const fetch *fetches, size_t n,
+                                 const path_reader *path, client_work *work,
+                                 fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
@@ -196,8 +197,8 @@ static fanin_status take_regions(fanin_client *client, publication *p,
 }
 
 fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
-                                fanin_path path, deadline at, fanin_error *refused,
-                                fanin_error *error)
+                                const path_reader *path, deadline at,
+                                fanin_error *refused, fanin_error *error)
 {
     fetch *fetches = calloc(client->n_peers, sizeof *fetches);
     if (!fetches)

@@ -12,6 +12,8 @@
 
 #define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
 
+struct path_reader;
+
 /** What a path keeps of a rank's regions, remote keys or mappings; embedded at the front. */
 typedef struct path_hold {
     void (*drop)(fanin_client *client, size_t peer, struct path_hold *hold);
@@ -19,13 +21,13 @@ typedef struct path_hold {
 
 /** One rank's path for one publication. */
 typedef struct path_state {
-    uint64_t serial;              /**< of the rank's paths: that it was made for */
-    uint64_t generation, version; /**< of the connection and the catalog: likewise */
-    fanin_path path;              /**< FANIN_PATH_AUTO: not decided */
+    uint64_t serial;                /**< of the rank's paths: that it was made for */
+    uint64_t generation, version;   /**< of the connection and the catalog: likewise */
+    const struct path_reader *path; /**< NULL: not decided */
     char reason[PATH_REASON];
     region_table *regions; /**< NULL until the choice of a path needs them */
-    fanin_path regions_path;
-    path_hold *hold; /**< of the regions; NULL: nothing yet */
+    const struct path_reader *regions_path; /**< whose keys they have; NULL: none */
+    path_hold *hold;                        /**< of the regions; NULL: nothing yet */
 } path_state;
 
 struct path_states {
@@ -59,16 +61,16 @@ void path_avoid(fanin_client *client, size_t peer, const char *why);
 /** Why the peer has to be read by stream; NULL: it need not be. */
 const char *path_avoided(fanin_client *client, size_t peer);
 
-/** Asks for the peer's regions by @p path, whose catalog is @p version; f->here and its cookie are
-    the caller's. */
+/** Asks for the peer's regions with the keys of @p path (NULL: none), whose catalog is @p version;
+    f->here and its cookie are the caller's. */
 void path_regions_request(const publication *p, size_t peer, uint64_t version,
-                          fanin_path path, fetch *f);
+                          const struct path_reader *path, fetch *f);
 
-/** Brings the region tables of peers with want[i] to @p path. @p refused, one a peer: a rank that
-    is there and gives none gets its error there, and the others go on. Errors as of tables_sync().
-    */
+/** Brings the region tables of peers with want[i] to the keys of @p path. @p refused, one a peer:
+    who is there and gives none gets its error there, and the others go on. Errors as of
+    tables_sync(). */
 fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
-                                fanin_path path, deadline at, fanin_error *refused,
-                                fanin_error *error);
+                                const struct path_reader *path, deadline at,
+                                fanin_error *refused, fanin_error *error);
 
 #endif

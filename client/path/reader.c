@@ -6,39 +6,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const names[] = {"auto", "stream", "cma", "rdma", "cuda_ipc"};
-
-const char *fanin_path_name(fanin_path path)
-{
-    return path >= 0 && path < (fanin_path)(sizeof names / sizeof *names) ? names[path]
-                                                                          : NULL;
-}
-
-fanin_path fanin_path_from_name(const char *name)
-{
-    for (size_t i = 0; name && i < sizeof names / sizeof *names; i++) {
-        if (strcmp(name, names[i]) == 0)
-            return (fanin_path)i;
-    }
-    return -1;
-}
-
 /* ---------------------------------------------------------------- choosing */
 
-void path_set(path_round *r, size_t peer, fanin_path path, const char *reason)
+void path_set(path_round *r, size_t peer, const path_reader *path, const char *reason)
 {
     path_state *s = path_state_of(r->client, r->publication, peer);
     s->path = path;
     snprintf(s->reason, sizeof s->reason, "%s", reason);
 }
 
-void path_choose(path_round *r, size_t peer, fanin_path path, const char *reason)
+void path_choose(path_round *r, size_t peer, const path_reader *path,
+                 const char *reason)
 {
     const connection *c = r->client->peers[peer].control;
     path_set(r, peer, path, reason);
     log_write(&r->client->log, FANIN_LOG_INFO, "path", "rank %u at %s uses %s: %s",
-              connection_peer(c)->rank, connection_text(c), fanin_path_name(path),
-              reason);
+              connection_peer(c)->rank, connection_text(c), path->name, reason);
+}
+
+bool path_is_allowed(const fanin_client *client, const path_reader *path)
+{
+    return !client->forced || client->forced == path;
 }
 
 /* A forced path. */
@@ -51,8 +39,8 @@ static fanin_status refuse(const path_round *r, size_t peer, const char *why,
     place.remedy = "use --path auto or stream, or set up what the path needs";
     return error_set(error, r->lacks ? FANIN_ERR_TRANSPORT : FANIN_ERR_UNSUPPORTED,
                      &place, "path %s to rank %u at %s is not possible: %s",
-                     fanin_path_name(client->config.path), connection_peer(c)->rank,
-                     connection_text(c), why);
+                     client->forced->name, connection_peer(c)->rank, connection_text(c),
+                     why);
 }
 
 fanin_status path_give_up(path_round *r, size_t peer, const char *why,
@@ -61,9 +49,9 @@ fanin_status path_give_up(path_round *r, size_t peer, const char *why,
     const struct peer *p = &r->client->peers[peer];
     if (!peer_ready(p)) /* lost, which says nothing about paths */
         return error_copy(error, connection_fault(p->control));
-    if (r->client->config.path != FANIN_PATH_AUTO)
+    if (r->client->forced)
         return refuse(r, peer, why, error);
-    path_choose(r, peer, FANIN_PATH_STREAM, why);
+    path_choose(r, peer, r->fallback, why);
     return FANIN_OK;
 }
 
@@ -78,7 +66,7 @@ fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
     return status;
 }
 
-fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
+fanin_status path_regions(path_round *r, bool *mask, const path_reader *path,
                           fanin_error *error)
 {
     size_t n = r->client->n_peers;
@@ -100,9 +88,10 @@ fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
     return status;
 }
 
-bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path)
+bool path_is_offered(const fanin_client *client, size_t peer, const path_reader *path)
 {
-    return connection_peer(client->peers[peer].control)->paths & (UINT32_C(1) << path);
+    return connection_peer(client->peers[peer].control)->paths &
+           (UINT32_C(1) << path->number);
 }
 
 const char *path_not_offered(const fanin_client *client, size_t peer, const char *plain)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The interface of a path: how it is tried with ranks, what it makes of a plan, how it reads.
- * pull/choose_path.c lists the paths; nobody else asks which one it is.
+ * The interface of a path: what it is, how it is tried with ranks, what it makes of a plan, how it
+ * reads. pull/choose_path.c lists the paths; nobody else asks which one it is.
  */
 #ifndef READER_H
 #define READER_H
@@ -73,8 +73,9 @@ typedef struct path_round {
     const bool *want;
     path_goal *goal;
     deadline at;
-    device_set devices; /**< that the destination is on */
-    bool host;          /**< some of the destination is host memory */
+    const path_reader *fallback; /**< that every rank can be read by */
+    device_set devices;          /**< that the destination is on */
+    bool host;                   /**< some of the destination is host memory */
     bool lacks; /**< a path found that this host lacks what it needs: no rank's fault */
 } path_round;
 
@@ -142,9 +143,17 @@ typedef struct path_reading {
         *served; /**< of each peer: what the reads before this one have brought */
 } path_reading;
 
-/** A path, or several of one kind. */
+/** A path. */
 struct path_reader {
-    uint32_t paths; /**< that it is: 1 << fanin_path each */
+    const char *name;
+    fanin_path number; /**< as on the wire */
+    bool is_fallback;  /**< every rank can be read by it: who fails otherwise is */
+    bool is_linked;    /**< reads over data connections */
+    /** How bytes from the rank are guarded on their way. NULL: they do not leave the host. */
+    fanin_checksums (*guard)(const connection *c);
+    size_t
+        told_at; /**< in a msg_end: the bytes read, which the rank saw nothing of; 0: it saw them
+                     */
     bool asks; /**< asks for destination memory part by part, not for all at once */
     bool uses_sink; /**< brings to devices by way of a device_sink */
     /** Begins what takes its time and needs no plan, and goes on beside all that is done until
@@ -194,22 +203,25 @@ struct path_reader {
 /* ------------------------------------------------------- for the paths' files */
 
 /** The peer's path for this publication from now on, and why. */
-void path_set(path_round *r, size_t peer, fanin_path path, const char *reason);
+void path_set(path_round *r, size_t peer, const path_reader *path, const char *reason);
 /** path_set(), and the log told. */
-void path_choose(path_round *r, size_t peer, fanin_path path, const char *reason);
-/** One rank's better path did not come about: stream, or an error if it was forced or if the
+void path_choose(path_round *r, size_t peer, const path_reader *path,
+                 const char *reason);
+/** Whether the configuration lets it be tried: it forces no other one. */
+bool path_is_allowed(const fanin_client *client, const path_reader *path);
+/** One rank's better path did not come about: the fallback, or an error if it was forced or if the
     rank itself was lost. */
 fanin_status path_give_up(path_round *r, size_t peer, const char *why,
                           fanin_error *error);
 /** The same of those with mask[i]. */
 fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
                               fanin_error *error);
-/** Region tables of peers with mask[i] for @p path; who refuses them is given up and its mask
-    cleared. */
-fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
+/** Region tables of peers with mask[i] with the keys of @p path (NULL: none); who refuses them is
+    given up and its mask cleared. */
+fanin_status path_regions(path_round *r, bool *mask, const path_reader *path,
                           fanin_error *error);
 /** Whether the rank offers it on this connection, and is on this host. */
-bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
+bool path_is_offered(const fanin_client *client, size_t peer, const path_reader *path);
 /** Why it is not: @p plain, unless more is known. */
 const char *path_not_offered(const fanin_client *client, size_t peer,
                              const char *plain);

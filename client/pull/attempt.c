@@ -74,8 +74,7 @@ static fanin_status need_whole(const pull *p, fanin_error *error)
     bool all_ask = true;
     for (size_t i = 0; i < p->client->n_peers; i++)
         all_ask =
-            all_ask && (!p->needed[i] ||
-                        path_reader_of(path_taken(p->publication, i)->path)->asks);
+            all_ask && (!p->needed[i] || path_taken(p->publication, i)->path->asks);
     if (!d->need || all_ask)
         return FANIN_OK;
     return d->need(d->cookie, 0, p->goal.ranges->length, error);

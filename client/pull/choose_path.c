@@ -7,6 +7,7 @@
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include <stdlib.h>
+#include <string.h>
 
 const path_reader *const path_readers[PATH_READERS] = {
     &ipc_reader, /* first: its kernels run while the others begin */
@@ -15,13 +16,36 @@ const path_reader *const path_readers[PATH_READERS] = {
     &ucx_reader,
 };
 
-const path_reader *path_reader_of(fanin_path path)
+const path_reader *path_of_number(fanin_path number)
 {
     for (size_t i = 0; i < PATH_READERS; i++) {
-        if (path_readers[i]->paths & UINT32_C(1) << path)
+        if (path_readers[i]->number == number)
             return path_readers[i];
     }
     return NULL;
+}
+
+const char *fanin_path_name(fanin_path path)
+{
+    const path_reader *reader = path_of_number(path);
+    return reader ? reader->name : path == 0 ? "auto" : NULL;
+}
+
+fanin_path fanin_path_from_name(const char *name)
+{
+    for (size_t i = 0; name && i < PATH_READERS; i++) {
+        if (strcmp(name, path_readers[i]->name) == 0)
+            return path_readers[i]->number;
+    }
+    return name && strcmp(name, "auto") == 0 ? FANIN_PATH_AUTO : (fanin_path)-1;
+}
+
+static const path_reader *find_fallback(void)
+{
+    size_t i = 0;
+    while (!path_readers[i]->is_fallback)
+        i++;
+    return path_readers[i];
 }
 
 /* There is one that maps. */
@@ -58,14 +82,13 @@ static void learn_goal(path_round *r)
 /* The undecided ranks; those of which a path has failed are decided here. */
 static void find_undecided(path_round *r, bool *open)
 {
-    bool any = r->client->config.path == FANIN_PATH_AUTO;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        open[i] = r->want[i] &&
-                  path_state_of(r->client, r->publication, i)->path == FANIN_PATH_AUTO;
-        const char *why = open[i] && any ? path_avoided(r->client, i) : NULL;
+        open[i] = r->want[i] && !path_state_of(r->client, r->publication, i)->path;
+        const char *why =
+            open[i] && !r->client->forced ? path_avoided(r->client, i) : NULL;
         if (!why)
             continue;
-        path_set(r, i, FANIN_PATH_STREAM, why);
+        path_set(r, i, r->fallback, why);
         open[i] = false;
     }
 }
@@ -73,8 +96,12 @@ static void find_undecided(path_round *r, bool *open)
 fanin_status path_prepare(fanin_client *client, publication *p, const bool *want,
                           path_goal *goal, deadline at, fanin_error *error)
 {
-    path_round r = {
-        .client = client, .publication = p, .want = want, .goal = goal, .at = at};
+    path_round r = {.client = client,
+                    .publication = p,
+                    .want = want,
+                    .goal = goal,
+                    .at = at,
+                    .fallback = find_fallback()};
     goal->gather = (gather_set){.n = 0};
     goal->map_ns = goal->table_ns = 0;
     bool *open = calloc(client->n_peers, sizeof *open);

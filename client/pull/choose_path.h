@@ -8,8 +8,8 @@
 #define PATH_READERS 4
 /** In the order in which they are tried, started and ended. */
 extern const path_reader *const path_readers[PATH_READERS];
-/** That carries @p path. */
-const path_reader *path_reader_of(fanin_path path);
+/** NULL: FANIN_PATH_AUTO, or there is none of that number. */
+const path_reader *path_of_number(fanin_path number);
 
 /** Begins what can be begun before there is a plan, if some rank's tables are not here; goal->ahead
     is to be ended, after path_prepare() or instead of it. @p known is to outlive that. */

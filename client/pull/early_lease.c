@@ -31,7 +31,7 @@ early_begin *early_lease_ask(pull *p)
             return NULL;
         if (plan->plan->ranks[i].n_pieces == 0)
             continue;
-        if (path_state_of(p->client, p->publication, peer)->path == FANIN_PATH_AUTO)
+        if (!path_state_of(p->client, p->publication, peer)->path)
             return NULL;
         p->versions[peer] = p->publication->shards[peer].version;
     }
@@ -45,9 +45,9 @@ static bool is_connected(const pull *p, size_t source)
 {
     const path_plan *plan = &p->cache->whole.plan;
     size_t peer = plan->peer_of[source];
-    bool by_stream = path_taken(p->publication, peer)->path == FANIN_PATH_STREAM;
     return plan->plan->ranks[source].n_pieces == 0 ||
-           !(by_stream || p->options->verify) || stream_at_hand(p->client, peer);
+           !(p->options->verify || path_taken(p->publication, peer)->path->is_linked) ||
+           stream_at_hand(p->client, peer);
 }
 
 /* Whether the plan is that of the ranks which are used, at what they announced, and no connection

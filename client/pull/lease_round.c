@@ -181,10 +181,10 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
 static msg_end end_of(const publication *p, size_t peer, const reader_lease *lease,
                       const served *served)
 {
-    fanin_path path = path_taken(p, peer)->path;
-    msg_end m = {.bytes_cma = path == FANIN_PATH_CMA ? served->bytes : 0,
-                 .bytes_rdma = path == FANIN_PATH_RDMA ? served->bytes : 0,
-                 .bytes_cuda_ipc = path == FANIN_PATH_CUDA_IPC ? served->bytes : 0};
+    const path_reader *path = path_taken(p, peer)->path;
+    msg_end m = {0};
+    if (path && path->told_at > 0)
+        memcpy((char *)&m + path->told_at, &served->bytes, sizeof served->bytes);
     memcpy(m.token, lease->token, sizeof m.token);
     return m;
 }

@@ -90,7 +90,7 @@ void plan_detail_readers(const path_plan *plan, const publication *p)
 {
     for (size_t i = 0; i < plan->n_sources; i++)
         plan->reader_of[i] = plan->plan->ranks[i].n_pieces > 0
-                                 ? path_reader_of(path_taken(p, plan->peer_of[i])->path)
+                                 ? path_taken(p, plan->peer_of[i])->path
                                  : NULL;
 }
 

@@ -88,12 +88,13 @@ static const fanin_rank_progress *describe(rank_watch *w, size_t source, uint64_
     uint64_t done = w->reading->served[peer].bytes + w->of_peer[peer].bytes;
     uint64_t since = w->of_peer[peer].since_ns;
     const connection *c = w->reading->client->peers[peer].control;
+    const path_reader *path = path_taken(w->reading->publication, peer)->path;
     if (total == 0)
         return NULL;
     w->ranks[source] =
         (fanin_rank_progress){.struct_size = sizeof(fanin_rank_progress),
                               .rank = (int32_t)connection_peer(c)->rank,
-                              .path = path_taken(w->reading->publication, peer)->path,
+                              .path = path ? path->number : FANIN_PATH_AUTO,
                               .address = connection_text(c),
                               .bytes_done = done < total ? done : total,
                               .bytes_total = total,

@@ -178,7 +178,7 @@ static void avoid_failed(const phase *w)
         fanin_error why = FANIN_ERROR_INIT;
         bool done;
         if (r->plan->reader_of[i] && reading_of(w, i) &&
-            !(r->plan->reader_of[i]->paths & 1 << FANIN_PATH_STREAM) &&
+            !r->plan->reader_of[i]->is_fallback &&
             r->plan->reader_of[i]->check(reading_of(w, i), i, &done, &why) ==
                 FANIN_ERR_TRANSPORT)
             path_avoid(r->client, r->plan->peer_of[i], why.message);

@@ -38,15 +38,9 @@ void fanin_result_get(const fanin_result *result, fanin_result_info *info)
 }
 
 /* How the bytes of one rank were guarded. */
-static fanin_checksums guard_of(const peer *p, fanin_path path)
+static fanin_checksums guard_of(const peer *p, const path_reader *path)
 {
-    if (path == FANIN_PATH_CMA || path == FANIN_PATH_CUDA_IPC ||
-        connection_is_unix(p->control))
-        return FANIN_CHECKSUMS_LOCAL;
-    return path == FANIN_PATH_STREAM &&
-                   (connection_is_sealed(p->control) || connection_tls(p->control))
-               ? FANIN_CHECKSUMS_ALL
-               : FANIN_CHECKSUMS_NONE;
+    return path && path->guard ? path->guard(p->control) : FANIN_CHECKSUMS_LOCAL;
 }
 
 fanin_checksums result_guard(const fanin_result *r, const fanin_client *client,
@@ -71,8 +65,8 @@ static json_t *describe(const peer *p, const path_state *taken, const served *s)
         "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i,s:o}", "rank",
         connection_known(p->control) ? (int)connection_peer(p->control)->rank : -1,
         "address", connection_text(p->control), "path",
-        s->used ? fanin_path_name(taken->path) : "none", "reason", taken->reason,
-        "bytes", (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
+        s->used ? taken->path->name : "none", "reason", taken->reason, "bytes",
+        (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
         (json_int_t)s->read_ns, "connections", (int)s->connections, "checksums",
         guard_json(s->used ? guard_of(p, taken->path) : FANIN_CHECKSUMS_NONE));
 }
@@ -89,7 +83,7 @@ fanin_status result_finish(fanin_result *r, const fanin_client *client,
         r->info.reads += s->reads;
         if (s->used && s->bytes >= most) {
             most = s->bytes;
-            r->info.path = taken->path;
+            r->info.path = taken->path->number;
             snprintf(r->reason, sizeof r->reason, "%s", taken->reason);
         }
         if (json_array_append_new(list, describe(&client->peers[i], taken, s)) != 0) {

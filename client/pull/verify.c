@@ -170,7 +170,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
                      "rank %u at %s holds other bytes of %.200s than those that have "
                      "landed, by path %s",
                      connection_peer(c)->rank, connection_text(c), name,
-                     fanin_path_name(path_taken(r->publication, q->peer)->path));
+                     path_taken(r->publication, q->peer)->path->name);
 }
 
 /* The digests of one request. */

@@ -24,9 +24,9 @@ static fanin_status probe(path_round *r, bool *open, fanin_error *error)
 {
     (void)error;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        if (!open[i] || r->client->config.path != FANIN_PATH_STREAM)
+        if (!open[i] || r->client->forced != &stream_reader)
             continue;
-        path_set(r, i, FANIN_PATH_STREAM, "asked for");
+        path_set(r, i, &stream_reader, "asked for");
         open[i] = false;
     }
     return FANIN_OK;
@@ -514,8 +514,20 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
     return status;
 }
 
+static fanin_checksums guard(const connection *c)
+{
+    if (connection_is_unix(c))
+        return FANIN_CHECKSUMS_LOCAL;
+    return connection_is_sealed(c) || connection_tls(c) ? FANIN_CHECKSUMS_ALL
+                                                        : FANIN_CHECKSUMS_NONE;
+}
+
 const path_reader stream_reader = {
-    .paths = 1 << FANIN_PATH_STREAM,
+    .name = "stream",
+    .number = FANIN_PATH_STREAM,
+    .is_fallback = true,
+    .is_linked = true,
+    .guard = guard,
     .asks = true,
     .uses_sink = true,
     .probe = probe,

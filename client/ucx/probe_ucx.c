@@ -185,7 +185,7 @@ static fanin_status get_keys(path_round *r, bool *mask, fanin_error *error)
     fanin_client *client = r->client;
     client_work work;
     client_work_start(&work, client, r->at);
-    fanin_status status = path_regions(r, mask, FANIN_PATH_RDMA, error);
+    fanin_status status = path_regions(r, mask, &ucx_reader, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
         if (!mask[i] || unpack_keys(r, i, &work.stop, &why) == FANIN_OK)
@@ -316,7 +316,7 @@ static fanin_status judge_probes(path_round *r, const bool *want, const probe *p
         } else {
             snprintf(reason, sizeof reason, "a probe read by rdma succeeded (%.60s)",
                      ucx_endpoint_transport(end->peers[i].endpoint));
-            path_choose(r, i, FANIN_PATH_RDMA, reason);
+            path_choose(r, i, &ucx_reader, reason);
         }
     }
     return status;
@@ -326,8 +326,7 @@ static fanin_status judge_probes(path_round *r, const bool *want, const probe *p
 static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
 {
     for (size_t i = 0; i < r->client->n_peers; i++)
-        want[i] = r->want[i] &&
-                  path_state_of(r->client, r->publication, i)->path == FANIN_PATH_AUTO;
+        want[i] = r->want[i] && !path_state_of(r->client, r->publication, i)->path;
     return path_give_up_all(r, want, "a probe read could not be recalled", error);
 }
 
@@ -385,7 +384,7 @@ static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON
                                   "nobody proves who is at the other end of this "
                                   "connection: rdma needs the launch's secret, or "
                                   "certificates"));
-    else if (!path_is_offered(client, peer, FANIN_PATH_RDMA))
+    else if (!path_is_offered(client, peer, &ucx_reader))
         snprintf(why, PATH_REASON, "%s",
                  path_not_offered(client, peer,
                                   "the rank does not offer rdma on this connection"));

@@ -314,8 +314,17 @@ static void account(const void *reading, size_t source, served *out)
     out->reads = w->done_spans;
 }
 
+/* What its transport checks is not known. */
+static fanin_checksums guard(const connection *c)
+{
+    return connection_is_unix(c) ? FANIN_CHECKSUMS_LOCAL : FANIN_CHECKSUMS_NONE;
+}
+
 const path_reader ucx_reader = {
-    .paths = 1 << FANIN_PATH_RDMA,
+    .name = "rdma",
+    .number = FANIN_PATH_RDMA,
+    .guard = guard,
+    .told_at = offsetof(msg_end, bytes_rdma),
     .uses_sink = true,
     .probe = ucx_probe,
     .plan = path_make_spans,

@@ -12,13 +12,11 @@
 fanin_status ucx_end_create(fanin_client *client, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_path forced = client->config.path;
     ucx_end *end = calloc(1, sizeof *end);
     client->one_sided = end;
     if (!end)
         return error_set_memory(error);
-    if (client->config.no_ucx ||
-        (forced != FANIN_PATH_AUTO && forced != FANIN_PATH_RDMA))
+    if (client->config.no_ucx || !path_is_allowed(client, &ucx_reader))
         snprintf(end->missing, sizeof end->missing,
                  client->config.no_ucx ? "UCX is switched off"
                                        : "a path that needs no UCX was asked for");

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/open_path.h"
 #include "control/reply.h"
+#include "shards/registration.h"
 #include "error_set.h"
 #include "neighbour.h"
 
+#include <stddef.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
@@ -59,7 +61,7 @@ static fanin_status may_open_cma(const session *s, fanin_error *error)
 /* Over the network whoever has proven itself, if the trainer calls that network trusted: remote
    keys of verbs write, and who is on the way could put an address of its own into a plain message.
    */
-static fanin_status may_have_keys(const session *s, fanin_error *error)
+static fanin_status may_use_rdma(const session *s, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect",
@@ -82,7 +84,7 @@ static fanin_status may_open_rdma(const session *s, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect"};
-    fanin_status status = may_have_keys(s, error);
+    fanin_status status = may_use_rdma(s, error);
     if (status != FANIN_OK)
         return status;
     if (!server->ucx)
@@ -97,27 +99,12 @@ static fanin_status may_open_rdma(const session *s, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
+/* The version was compared when it was opened. */
+static fanin_status may_have_rdma_keys(const session *s, fanin_error *error)
 {
-    if (path == WIRE_PATH_CUDA_IPC)
-        return may_open_ipc(s, error);
-    return path == WIRE_PATH_CMA ? may_open_cma(s, error) : may_open_rdma(s, error);
-}
-
-uint32_t offered_paths(const session *s)
-{
-    uint32_t paths = 1u << WIRE_PATH_STREAM;
-    for (int32_t path = WIRE_PATH_CMA; path <= WIRE_PATH_CUDA_IPC; path++)
-        if (may_open(s, path, NULL) == FANIN_OK)
-            paths |= 1u << path;
-    return paths;
-}
-
-bool has_path(const session *s, int32_t path)
-{
-    if (path != WIRE_PATH_RDMA)
-        return may_open(s, path, NULL) == FANIN_OK;
-    return may_have_keys(s, NULL) == FANIN_OK && s->control->server->registrar.ucx;
+    if (!s->control->server->registrar.ucx)
+        return FANIN_ERR_UNSUPPORTED;
+    return may_use_rdma(s, error);
 }
 
 /* The UCX end, made when it is first asked for. */
@@ -154,23 +141,98 @@ static void let_own_user_read(void)
     (void)prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
 }
 
-/* Makes the path usable and fills in what the client needs to know of this process. */
-static fanin_status open_one_sided(session *s, const msg_open_path *m,
-                                   msg_open_path *reply, fanin_error *error)
+static fanin_status open_cma(session *s, msg_open_path *reply, fanin_error *error)
+{
+    (void)error;
+    let_own_user_read();
+    reply->witness = (uintptr_t)s->control->server->witness;
+    return FANIN_OK;
+}
+
+static fanin_status open_rdma(session *s, msg_open_path *reply, fanin_error *error)
 {
     ucx_server *end = NULL;
-    fanin_status status = may_open(s, m->path, error);
-    if (status != FANIN_OK || m->path == WIRE_PATH_CUDA_IPC)
-        return status;
-    if (m->path == WIRE_PATH_CMA) {
-        let_own_user_read();
-        reply->witness = (uintptr_t)s->control->server->witness;
-        return FANIN_OK;
-    }
-    status = obtain_ucx(s->control, &end, error);
+    fanin_status status = obtain_ucx(s->control, &end, error);
     if (status == FANIN_OK)
         reply->address.data = ucx_server_address(end, &reply->address.size);
     return status;
+}
+
+/* -------------------------------------------------------------------- paths */
+
+/* A path besides stream, which every session has. */
+typedef struct served_path {
+    fanin_status (*may_open)(const session *s, fanin_error *error);
+    /* NULL: whoever may open it */
+    fanin_status (*may_have_keys)(const session *s, fanin_error *error);
+    /* Makes it usable and fills in what the client needs to know of this process; may be NULL. */
+    fanin_status (*open)(session *s, msg_open_path *reply, fanin_error *error);
+    const key_kind *keys;
+    size_t told_at, counted_at; /* in a msg_end and in the statistics */
+} served_path;
+
+static const served_path paths[] = {
+    [WIRE_PATH_CMA] = {.may_open = may_open_cma,
+                       .open = open_cma,
+                       .keys = &base_keys,
+                       .told_at = offsetof(msg_end, bytes_cma),
+                       .counted_at = offsetof(fanin_server_stats, bytes_cma)},
+    [WIRE_PATH_RDMA] = {.may_open = may_open_rdma,
+                        .may_have_keys = may_have_rdma_keys,
+                        .open = open_rdma,
+                        .keys = &ucx_keys,
+                        .told_at = offsetof(msg_end, bytes_rdma),
+                        .counted_at = offsetof(fanin_server_stats, bytes_rdma)},
+    [WIRE_PATH_CUDA_IPC] = {.may_open = may_open_ipc,
+                            .keys = &ipc_keys,
+                            .told_at = offsetof(msg_end, bytes_cuda_ipc),
+                            .counted_at = offsetof(fanin_server_stats, bytes_cuda_ipc)},
+};
+
+#define PATHS_END ((int32_t)(sizeof paths / sizeof *paths))
+
+uint32_t offered_paths(const session *s)
+{
+    uint32_t offered = 1u << WIRE_PATH_STREAM;
+    for (int32_t i = 0; i < PATHS_END; i++)
+        if (paths[i].may_open && paths[i].may_open(s, NULL) == FANIN_OK)
+            offered |= 1u << i;
+    return offered;
+}
+
+/* Whether the session may have remote keys of that path. */
+static bool has_keys(const session *s, const served_path *p)
+{
+    return (p->may_have_keys ? p->may_have_keys : p->may_open)(s, NULL) == FANIN_OK;
+}
+
+fanin_status encode_regions(session *s, shard_catalog *catalog,
+                            const msg_blob_request *m, buffer *out, fanin_error *error)
+{
+    const served_path *p = &paths[m->path];
+    if (!p->keys)
+        return region_set_encode(&catalog->regions, out, error);
+    if (!has_keys(s, p))
+        return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
+                         "this session has not opened the path");
+    key_reader to = {s->reader, s->peer, m->publication};
+    s->control->ucx_again = true; /* it may register */
+    return region_set_encode_keys(&s->control->server->registrar, &catalog->regions,
+                                  p->keys, &to, out, error);
+}
+
+void count_one_sided(session *s, const lease *l, const msg_end *m)
+{
+    for (const served_path *p = paths; p < paths + PATHS_END; p++) {
+        uint64_t told, counted, most = l->catalog->bytes;
+        char *counter = (char *)&s->control->server->stats + p->counted_at;
+        memcpy(&told, (const char *)m + p->told_at, sizeof told);
+        if (!p->keys || told == 0 || !has_keys(s, p))
+            continue;
+        memcpy(&counted, counter, sizeof counted);
+        counted += told < most ? told : most;
+        memcpy(counter, &counted, sizeof counted);
+    }
 }
 
 fanin_status handle_open_path(session *s, uint64_t request, body *in)
@@ -180,9 +242,12 @@ fanin_status handle_open_path(session *s, uint64_t request, body *in)
     fanin_status status = decode_open_path(in, &m);
     if (status != FANIN_OK)
         return status;
+    const served_path *p = &paths[m.path];
     msg_open_path reply = {.path = m.path, .address = {(const uint8_t *)"", 0}};
-    if (m.path != WIRE_PATH_STREAM)
-        status = open_one_sided(s, &m, &reply, &error);
+    if (p->may_open)
+        status = p->may_open(s, &error);
+    if (status == FANIN_OK && p->open)
+        status = p->open(s, &reply, &error);
     if (status == FANIN_OK)
         encode_open_path(&s->out.bytes, request, MSG_OPEN_PATH_OK, &reply);
     else

@@ -104,21 +104,6 @@ static void reply_page(session *s, uint64_t request, message_type type,
     encode_blob_page(&s->out.bytes, request, type, &page);
 }
 
-static fanin_status encode_regions(session *s, shard_catalog *catalog,
-                                   const msg_blob_request *m, buffer *out,
-                                   fanin_error *error)
-{
-    registrar *r = &s->control->server->registrar;
-    if (m->path == WIRE_PATH_STREAM)
-        return region_set_encode(&catalog->regions, out, error);
-    if (!has_path(s, m->path))
-        return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
-                         "this session has not opened the path");
-    key_reader to = {s->reader, s->peer, m->publication};
-    s->control->ucx_again = s->control->ucx_again || m->path == WIRE_PATH_RDMA;
-    return region_set_encode_keys(r, &catalog->regions, m->path, &to, out, error);
-}
-
 /* Of all keys, or of those that are asked for. */
 static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *catalog,
                                 const msg_blob_request *m, body *in)
@@ -252,23 +237,6 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     else
         encode_begin_ok(&s->out.bytes, request, &reply);
     return FANIN_OK;
-}
-
-/* What a reader says that it has read where this process saw nothing of it: no more, of any path
-   that the session may use, than there is. */
-static void count_one_sided(session *s, const lease *l, const msg_end *m)
-{
-    fanin_server_stats *stats = &s->control->server->stats;
-    const struct {
-        int32_t path;
-        uint64_t told, *count;
-    } paths[] = {{WIRE_PATH_CMA, m->bytes_cma, &stats->bytes_cma},
-                 {WIRE_PATH_RDMA, m->bytes_rdma, &stats->bytes_rdma},
-                 {WIRE_PATH_CUDA_IPC, m->bytes_cuda_ipc, &stats->bytes_cuda_ipc}};
-    uint64_t most = l->catalog->bytes;
-    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
-        if (paths[i].told > 0 && has_path(s, paths[i].path))
-            *paths[i].count += paths[i].told < most ? paths[i].told : most;
 }
 
 fanin_status handle_end(session *s, uint64_t request, body *in)

@@ -324,17 +324,41 @@ static void export_region(registrar *r, region *one)
     one->has_key = true;
 }
 
-static void add_ipc_key(registrar *r, region *one, region_entry *out)
+static fanin_status add_ipc_key(registrar *r, region *one, region_entry *out,
+                                fanin_error *error)
 {
+    (void)error;
     if (one->memory.kind != FANIN_MEMORY_CUDA)
-        return;
+        return FANIN_OK;
     if (!one->exported)
         export_region(r, one);
     if (!one->has_key)
-        return;
+        return FANIN_OK;
     out->rkey = one->key;
     out->rkey_size = sizeof one->key;
+    return FANIN_OK;
 }
+
+/* The kernel reads without a key. */
+static fanin_status add_base(registrar *r, region *one, region_entry *out,
+                             fanin_error *error)
+{
+    (void)r;
+    (void)error;
+    out->base = one->base;
+    return FANIN_OK;
+}
+
+struct key_kind {
+    /* The key of a region, if it can have one. */
+    fanin_status (*add)(registrar *r, region *one, region_entry *out,
+                        fanin_error *error);
+    bool maps; /* who gets them is a mapper */
+};
+
+const key_kind base_keys = {.add = add_base};
+const key_kind ucx_keys = {.add = add_ucx_key};
+const key_kind ipc_keys = {.add = add_ipc_key, .maps = true};
 
 /* ------------------------------------------------------------------- tables */
 
@@ -365,7 +389,7 @@ fanin_status region_set_encode(const region_set *set, buffer *out, fanin_error *
     return entries ? finish(entries, set, out, error) : error_set_memory(error);
 }
 
-fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
+fanin_status region_set_encode_keys(registrar *r, region_set *set, const key_kind *kind,
                                     const key_reader *to, buffer *out,
                                     fanin_error *error)
 {
@@ -379,14 +403,10 @@ fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
         if (one->gone || one->away)
             status = error_set(error, FANIN_ERR_STALE, NULL,
                                "the trainer is replacing shards of this catalog");
-        else if (path == WIRE_PATH_CUDA_IPC)
-            add_ipc_key(r, one, &entries[i]);
-        else if (path == WIRE_PATH_RDMA)
-            status = add_ucx_key(r, one, &entries[i], error);
         else
-            entries[i].base = one->base; /* the kernel reads without a key */
+            status = kind->add(r, one, &entries[i], error);
     }
-    if (status == FANIN_OK && path == WIRE_PATH_CUDA_IPC)
+    if (status == FANIN_OK && kind->maps)
         status = note_mapper(r, to, set, error);
     if (status == FANIN_OK)
         status = finish(entries, set, out, error);

@@ -39,14 +39,18 @@ typedef struct key_reader {
     const char *peer, *publication;
 } key_reader;
 
+/** What a path's remote keys are: bases alone, UCX's, CUDA's. */
+typedef struct key_kind key_kind;
+extern const key_kind base_keys, ucx_keys, ipc_keys;
+
 /**
- * Appends the region table with the remote keys of @p path (WIRE_PATH_CMA, _RDMA, _CUDA_IPC),
- * registering or exporting what is not yet: blocks for as long as that takes. Regions that the
- * path cannot read have no key. With keys of cuda_ipc @p to is a mapper from now on.
+ * Appends the region table with remote keys of @p kind, registering or exporting what is not yet:
+ * blocks for as long as that takes. Regions that have no key of that kind go without. With ipc_keys
+ * @p to is a mapper from now on.
  * FANIN_ERR_STALE if memory has gone meanwhile, FANIN_ERR_MEMORY, or an error of
  * ucx_region_create().
  */
-fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
+fanin_status region_set_encode_keys(registrar *r, region_set *set, const key_kind *kind,
                                     const key_reader *to, buffer *out,
                                     fanin_error *error);
 

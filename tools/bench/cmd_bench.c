@@ -92,7 +92,7 @@ static void measure_links(bench *b, uint64_t most)
     uint32_t all = processors > 1 ? (uint32_t)processors : 1;
     uint32_t half = stream_threads(b, all);
     uint32_t counts[] = {1, half, all};
-    bool tcp = b->line.connect.no_unix != 0 && b->last.path == FANIN_PATH_STREAM;
+    bool tcp = b->line.connect.no_unix != 0;
     const size_t n = sizeof counts / sizeof counts[0];
     for (size_t i = 0, last = 0; i < n && !interrupt_requested(); i++) {
         if (counts[i] > last) {

@@ -119,10 +119,9 @@ static int configure(session *s, const invocation *line)
                 "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
                 connect->path);
         }
-    }
-    if (config->no_ucx && config->path == FANIN_PATH_RDMA) {
-        return failure_usage(s->command->name, "--no-ucx excludes --path %s",
-                             connect->path);
+        if (config->no_ucx && strcmp(connect->path, "rdma") == 0) {
+            return failure_usage(s->command->name, "--no-ucx excludes --path rdma");
+        }
     }
     if (connect->world_id != NULL &&
         !target_world_id(connect->world_id, config->world_id)) {

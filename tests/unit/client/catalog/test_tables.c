@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a client makes of catalogs that ranks announce: what it asks for, keeps and refuses. */
-#include "path/path_state.h"
+#include "cma/reader_cma.h"
+#include "ucx/ucx_end.h"
 #include "pack.h"
 #include "stub_ranks.h"
 #include "testing.h"
@@ -182,7 +183,7 @@ static fanin_status sync_now(void)
                        deadline_in_ms(CALL_MS), &s.error);
 }
 
-static fanin_status sync_regions(fanin_path path)
+static fanin_status sync_regions(const path_reader *path)
 {
     s.error = (fanin_error)FANIN_ERROR_INIT;
     for (size_t i = 0; i < RANKS; i++)
@@ -454,20 +455,20 @@ static void fetching_can_be_cancelled(void **state)
 static void regions_are_of_a_path(void **state)
 {
     assert_ok(sync_now(), s.error);
-    assert_ok(sync_regions(FANIN_PATH_CMA), s.error);
+    assert_ok(sync_regions(&cma_reader), s.error);
     assert_asked(MSG_REGIONS, 1, 1);
     for (size_t i = 0; i < RANKS; i++) {
         assert_int_equal(regions(i)->count, 1);
         assert_int_equal(regions(i)->entries[0].length, PART);
     }
-    assert_ok(sync_regions(FANIN_PATH_CMA), s.error);
+    assert_ok(sync_regions(&cma_reader), s.error);
     assert_asked(MSG_REGIONS, 1, 1);
-    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
+    assert_ok(sync_regions(&ucx_reader), s.error);
     assert_asked(MSG_REGIONS, 2, 2);
     s.world.ranks[1].version++;
     assert_ok(sync_now(), s.error);
     assert_null(regions(1));
-    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
+    assert_ok(sync_regions(&ucx_reader), s.error);
     assert_asked(MSG_REGIONS, 0, 1);
 }
 
@@ -477,18 +478,18 @@ static void a_rank_may_refuse_its_regions(void **state)
     assert_ok(sync_now(), s.error);
     odd.of = MSG_REGIONS;
     odd.act = IS_REFUSED;
-    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
+    assert_ok(sync_regions(&ucx_reader), s.error);
     assert_int_equal(s.refused[0].status, FANIN_OK);
     assert_int_equal(s.refused[1].status, FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(s.refused[1].message, "not by this"));
     assert_non_null(regions(0));
     assert_null(regions(1));
     odd.act = IS_AWAY;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_PAUSED);
+    assert_int_equal(sync_regions(&ucx_reader), FANIN_ERR_PAUSED);
     odd.act = IS_STALE;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_STALE);
+    assert_int_equal(sync_regions(&ucx_reader), FANIN_ERR_STALE);
     odd.act = IS_END;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_CLOSED);
+    assert_int_equal(sync_regions(&ucx_reader), FANIN_ERR_CLOSED);
     assert_error("closed the connection");
 }
 
@@ -497,7 +498,7 @@ static void boxes_lie_in_regions(void **state)
     assert_ok(sync_now(), s.error);
     buffer_clear(&s.world.ranks[1].regions);
     region_table_encode(&s.world.ranks[1].regions, NULL, 0);
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_PROTOCOL);
+    assert_int_equal(sync_regions(&ucx_reader), FANIN_ERR_PROTOCOL);
     assert_error("has boxes in a region that its table does not list");
     assert_null(regions(1));
 }

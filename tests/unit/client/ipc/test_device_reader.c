@@ -720,7 +720,7 @@ static void idle_publications_are_unmapped(void **state)
     assert_ok(path_states_open(b.client, &p, &error), error);
     for (uint32_t i = 0; i < b.w.n_ranks; i++) {
         path_state *s = path_state_of(b.client, &p, i);
-        s->path = FANIN_PATH_CUDA_IPC;
+        s->path = &ipc_reader;
         ipc_regions *kept = malloc(sizeof *kept);
         assert_non_null(kept);
         *kept = b.shards[i];
@@ -735,7 +735,7 @@ static void idle_publications_are_unmapped(void **state)
     fake_cuda_count(&before);
     path_unmap_idle(b.client, 100);
     assert_int_equal(ipc_map_count(map), n);
-    assert_int_equal(path_taken(&p, 0)->path, FANIN_PATH_CUDA_IPC);
+    assert_ptr_equal(path_taken(&p, 0)->path, &ipc_reader);
     path_unmap_idle(b.client, 101);
     assert_int_equal(ipc_map_count(map), 0);
     assert_int_equal(path_taken(&p, 0)->path,

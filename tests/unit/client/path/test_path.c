@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Which path a rank's regions are read on and why, and when that is decided anew. */
+#include "cma/reader_cma.h"
 #include "pull/choose_path.h"
+#include "stream/stream_link.h"
 #include "stub_ranks.h"
 #include "testing.h"
 #include <errno.h>
@@ -90,7 +92,8 @@ static void begin(fanin_path forced)
                            .publication = s.run,
                            .want = s.want,
                            .goal = &s.goal,
-                           .at = UINT64_MAX};
+                           .at = UINT64_MAX,
+                           .fallback = &stream_reader};
 }
 
 static int tear_down(void **state)
@@ -116,18 +119,18 @@ static void on_drop(fanin_client *client, size_t peer, path_hold *hold)
 static void decide_on_cma(keepsake *k)
 {
     bool mask[RANKS] = {true, true};
-    assert_ok(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error), s.error);
-    path_set(&s.round, 1, FANIN_PATH_CMA, "so it is");
+    assert_ok(path_regions(&s.round, mask, &cma_reader, &s.error), s.error);
+    path_set(&s.round, 1, &cma_reader, "so it is");
     *k = (keepsake){.hold = {.drop = on_drop}};
     state_of(1)->hold = &k->hold;
-    assert_int_equal(state_of(1)->path, FANIN_PATH_CMA);
+    assert_string_equal(state_of(1)->path->name, "cma");
     assert_int_equal(k->dropped, 0);
 }
 
 static void assert_undecided(const keepsake *k)
 {
     path_state *state = state_of(1);
-    assert_int_equal(state->path, FANIN_PATH_AUTO);
+    assert_null(state->path);
     assert_null(state->hold);
     assert_int_equal(k->dropped, 1);
     assert_int_equal(k->peer, 1);
@@ -139,13 +142,13 @@ static void a_decision_stays(void **state)
 {
     keepsake k;
     begin(FANIN_PATH_AUTO);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(1)->path);
     decide_on_cma(&k);
     sync_tables();
-    assert_int_equal(state_of(1)->path, FANIN_PATH_CMA);
+    assert_string_equal(state_of(1)->path->name, "cma");
     assert_string_equal(path_taken(s.run, 1)->reason, "so it is");
     assert_int_equal(k.dropped, 0);
-    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(0)->path);
     path_state_drop(s.world.client, state_of(1), 1);
     assert_undecided(&k);
 }
@@ -177,7 +180,7 @@ static void it_ends_with_the_client(void **state)
     decide_on_cma(&k);
     path_states_free(s.world.client, s.run);
     assert_int_equal(k.dropped, 1);
-    assert_int_equal(path_taken(s.run, 1)->path, FANIN_PATH_AUTO);
+    assert_null(path_taken(s.run, 1)->path);
 }
 
 static void what_failed_is_avoided_until_the_next_life(void **state)
@@ -192,13 +195,13 @@ static void what_failed_is_avoided_until_the_next_life(void **state)
     assert_ok(
         path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
         s.error);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(state_of(1)->path->name, "stream");
     assert_string_equal(path_taken(s.run, 1)->reason, "it broke");
     stub_rank_hang_up(&s.world.ranks[1]);
     stub_world_settle(&s.world);
     stub_world_reconnect(&s.world);
     assert_null(path_avoided(s.world.client, 1));
-    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(1)->path);
 }
 
 /* ---------------------------------------------------------------- choosing */
@@ -210,8 +213,8 @@ static void who_asks_for_stream_gets_it(void **state)
     assert_ok(
         path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
         s.error);
-    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_null(state_of(0)->path);
+    assert_string_equal(state_of(1)->path->name, "stream");
     assert_string_equal(state_of(1)->reason, "asked for");
     assert_int_equal(s.goal.gather.n, 0);
     assert_int_equal(stub_world_asked(&s.world, MSG_REGIONS), 0);
@@ -229,12 +232,11 @@ static void what_no_other_path_takes_is_stream(void **state)
         path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
         s.error);
     for (size_t i = 0; i < RANKS; i++) {
-        assert_int_equal(state_of(i)->path, FANIN_PATH_STREAM);
+        assert_string_equal(state_of(i)->path->name, "stream");
         assert_non_null(strstr(state_of(i)->reason, i == 0 ? "offer cma" : "UCX"));
     }
-    assert_int_equal(path_readers[1]->paths, 1 << FANIN_PATH_STREAM);
-    assert_ptr_equal(path_reader_of(FANIN_PATH_STREAM), path_readers[1]);
-    assert_null(path_reader_of(FANIN_PATH_AUTO));
+    assert_ptr_equal(path_of_number(FANIN_PATH_STREAM), path_readers[1]);
+    assert_null(path_of_number(FANIN_PATH_AUTO));
 }
 
 static void a_forced_path_that_cannot_be_is_an_error(void **state)
@@ -259,15 +261,15 @@ static void what_ranks_are_is_told_by_their_hellos(void **state)
 {
     begin(FANIN_PATH_AUTO);
     fanin_client *client = s.world.client;
-    assert_true(path_is_offered(client, 0, FANIN_PATH_STREAM));
-    assert_false(path_is_offered(client, 0, FANIN_PATH_CMA));
+    assert_true(path_is_offered(client, 0, &stream_reader));
+    assert_false(path_is_offered(client, 0, &cma_reader));
     assert_true(path_is_local(client, 1));
     s.world.ranks[1].hello.paths |= 1u << WIRE_PATH_CMA;
     strcpy(s.world.ranks[1].hello.host_id, "elsewhere");
     stub_rank_hang_up(&s.world.ranks[1]);
     stub_world_settle(&s.world);
     stub_world_reconnect(&s.world);
-    assert_true(path_is_offered(client, 1, FANIN_PATH_CMA));
+    assert_true(path_is_offered(client, 1, &cma_reader));
     assert_false(path_is_local(client, 1));
     assert_true(path_is_local(client, 0));
 }
@@ -298,7 +300,7 @@ static void a_path_that_is_given_up_is_stream(void **state)
 {
     begin(FANIN_PATH_AUTO);
     assert_ok(path_give_up(&s.round, 1, "it does not work", &s.error), s.error);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(state_of(1)->path->name, "stream");
     assert_string_equal(state_of(1)->reason, "it does not work");
 }
 
@@ -313,7 +315,7 @@ static void unless_it_is_forced(void **state)
     s.round.lacks = true;
     assert_int_equal(path_give_up(&s.round, 1, "there is no fabric", &s.error),
                      FANIN_ERR_TRANSPORT);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(1)->path);
 }
 
 /* That a rank has gone says nothing of paths. */
@@ -325,7 +327,7 @@ static void or_the_rank_has_gone(void **state)
     assert_int_equal(path_give_up(&s.round, 1, "it does not work", &s.error),
                      FANIN_ERR_CLOSED);
     assert_null(strstr(s.error.message, "does not work"));
-    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(1)->path);
 }
 
 static void a_rank_that_refuses_its_regions_is_given_up(void **state)
@@ -333,18 +335,18 @@ static void a_rank_that_refuses_its_regions_is_given_up(void **state)
     bool mask[RANKS] = {true, true};
     begin(FANIN_PATH_AUTO);
     refuses = true;
-    assert_ok(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error), s.error);
+    assert_ok(path_regions(&s.round, mask, &cma_reader, &s.error), s.error);
     assert_true(mask[0] && !mask[1]);
-    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
+    assert_null(state_of(0)->path);
     assert_non_null(state_of(0)->regions);
-    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(state_of(1)->path->name, "stream");
     assert_non_null(strstr(state_of(1)->reason, "not by this"));
     tear_down(NULL);
 
     mask[1] = true;
     begin(FANIN_PATH_CMA);
     refuses = true;
-    assert_int_equal(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error),
+    assert_int_equal(path_regions(&s.round, mask, &cma_reader, &s.error),
                      FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(s.error.message, "not by this"));
 }

@@ -104,9 +104,12 @@ fanin_status __wrap_ucx_server_create(ucx *u, ucx_path path, const logger *log,
     return __real_ucx_server_create(u, UCX_PATH_HOST, log, out, error);
 }
 
-bool __real_path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
-bool __wrap_path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
-bool __wrap_path_is_offered(const fanin_client *client, size_t peer, fanin_path path)
+bool __real_path_is_offered(const fanin_client *client, size_t peer,
+                            const path_reader *path);
+bool __wrap_path_is_offered(const fanin_client *client, size_t peer,
+                            const path_reader *path);
+bool __wrap_path_is_offered(const fanin_client *client, size_t peer,
+                            const path_reader *path)
 {
     return ucx_does.offered || __real_path_is_offered(client, peer, path);
 }
