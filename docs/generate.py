@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/generate.py [--check]: writes the reference pages that the code tells.
 
-docs/reference/configuration.md is made of the tables in fanin.config, metrics.md of the tables of
-counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
+docs/reference/configuration.md is made of the options in fanin._options and fanin.config,
+metrics.md of the tables of counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
 docs/README.md is docs/nav.yml as a page, for those who read the tree.
 --check writes nothing, and fails if a page is not what the code says.
 """
@@ -20,10 +20,11 @@ REFERENCE = HERE / "reference"
 NAV = HERE / "nav.yml"
 sys.path.insert(0, str(TREE / "python"))
 
-from fanin import _exporter, config, errors  # noqa: E402
+from fanin import _exporter, _options, config, errors  # noqa: E402
 
 MADE = "<!-- Made by docs/generate.py: change the code, then run it. -->\n"
 
+LONGEST = 230  # characters of a cell
 OTHERS = (
     ("FANIN_CONFIG", "engines", "The TOML file of the engine's settings."),
     ("FANIN_LOG", "all", "`debug`, `info` or `warn`; with `,FILE` behind it into a file."),
@@ -50,32 +51,41 @@ def table(head, rows):
 # ------------------------------------------------------------------- configuration
 
 
-def default(kind, name):
+def default(field):
     """The default of a field, as a file would have it."""
-    for field in dataclasses.fields(kind):
-        if field.name == name and field.default is not dataclasses.MISSING:
-            value = field.default
-            if value is None or value == ():
-                return "–"
-            return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-    worked_out = getattr(config.inference_config({}), name, None)
-    return f"`{worked_out}`" if isinstance(worked_out, (str, int, float)) else "–"
+    value = field.default
+    if value in (None, (), dataclasses.MISSING):
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def settings(keys, kind):
-    rows = []
-    for key in keys:
-        name = key.path if key.table != (config.SECTION,) else key.key or key.name
-        variable = f"`{key.variable}`" if key.variable else "–"
-        rows.append((f"`{name}`", variable, default(kind, key.name), key.about))
+def short(text):
+    """Sentences of *text* that fit into a cell; the page of the class has all of it."""
+    kept = ""
+    for sentence in re.split(r"(?<=\.) (?=\S)", text):
+        if kept and len(kept) + len(sentence) > LONGEST:
+            break
+        kept += f" {sentence}"
+    return kept.strip()
+
+
+def settings(kind):
+    """The options of one part of a job."""
+    rows, texts = [], _options.texts_of(kind)
+    fields = {one.name: one for one in dataclasses.fields(kind)}
+    for name, one in _options.options_of(kind).items():
+        variable = f"`{one.variable}`" if one.variable else "–"
+        about = re.sub(r"\*(\w+)\*", r"`\1`", short(texts[name]))
+        rows.append((f"`{one.where or name}`", variable, default(fields[name]), about))
     return table(("key", "variable", "default", ""), rows)
 
 
 def configuration():
     groups = (
-        ("Engine", config._INFERENCE_KEYS, config.InferenceConfig),
-        ("Trainer", config._TRAINER_KEYS, config.TrainerConfig),
-        ("Orchestrator", config._ORCHESTRATOR_KEYS, config.OrchestratorConfig),
+        ("Engine", config.InferenceConfig),
+        ("Trainer", config.TrainerConfig),
+        ("Orchestrator", config.OrchestratorConfig),
+        ("Secret or certificate, of each of them", _options.Credentials),
     )
     text = f"""# Configuration
 
@@ -90,8 +100,8 @@ Engines with fanin's plugin read theirs by themselves. A trainer does not: hand 
 `WeightServer(model, **trainer_config().server_arguments())`. Without that a server reads the
 variables of its secret or certificates only, and `FANIN_INSECURE`, `FANIN_TRUST_CONTAINERS`.
 """
-    for title, keys, kind in groups:
-        text += f"\n## {title}\n\n{settings(keys, kind)}"
+    for title, kind in groups:
+        text += f"\n## {title}\n\n{settings(kind)}"
     rows = [(", ".join(f"`{one}`" for one in v.split(", ")), who, what) for v, who, what in OTHERS]
     text += f"\n## Other variables\n\n{table(('variable', 'of', ''), rows)}"
     text += """

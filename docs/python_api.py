@@ -157,12 +157,58 @@ def inherited(module, node):
     return found
 
 
+def fields(module, node):
+    """The fields of a dataclass and its bases in fanin, and what the docstrings say of each."""
+    found, texts = {}, {}
+    for base in node.bases:
+        where, above = find(module, base.id) if isinstance(base, ast.Name) else (module, None)
+        if isinstance(above, ast.ClassDef):
+            more, told_of = fields(where, above)
+            found, texts = {**found, **more}, {**texts, **told_of}
+    own = [one for one in node.body if isinstance(one, ast.AnnAssign) and one.target.id != "_"]
+    for one in own:
+        value = one.value
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option":
+            value = value.args[0] if value.args else None
+        default = "" if value is None else f" = {ast.unparse(value)}"
+        found[one.target.id] = f"{one.target.id}: {ast.unparse(one.annotation)}{default}"
+    text = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2]
+    for name, about in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.M):
+        texts[name] = about
+    return found, texts
+
+
+def arguments_of(texts):
+    lines = (f"- `{name}`: {' '.join(markdown(text).split())}\n" for name, text in texts.items())
+    return f"**Args**\n\n{''.join(lines)}\n"
+
+
+def options(module, init):
+    """The dataclass of the options that ``@takes`` says of a constructor; None: it has none."""
+    for one in init.decorator_list:
+        if isinstance(one, ast.Call) and getattr(one.func, "id", "") == "takes":
+            return fields(*find(module, one.args[0].id))
+    return None
+
+
 def class_page(module, node, where, missing, level):
     text = "#" * level + f" {node.name}\n\n"
     init = next((one for one in node.body if getattr(one, "name", "") == "__init__"), None)
-    if init is not None:
+    taken = options(module, init) if init is not None else None
+    if init is not None and taken is None:
         text += signature(init, node.name) + "\n"
-    text += told(node, where, missing) + "\n"
+    about = told(node, where, missing) + "\n"
+    if taken is not None:
+        found, texts = taken
+        first = [name for name in found if name in ("model", "addresses")]
+        names = [*first, "*", *(name for name in found if name not in first)]
+        arguments = ",\n    ".join(found.get(name, name) for name in names)
+        text += f"```python\n{node.name}(\n    {arguments},\n)\n```\n\n"
+        about += arguments_of({name: texts[name] for name in names if name in texts})
+    elif any(isinstance(one, ast.AnnAssign) for one in node.body) and node.bases:
+        about = re.sub(r"\*\*Args\*\*\n.*", "", about, flags=re.S)
+        about += arguments_of(fields(module, node)[1])
+    text += about
     for name, method in inherited(module, node).items():
         if any(isinstance(one, ast.Name) and one.id == "property" for one in method.decorator_list):
             back = f": `{ast.unparse(method.returns)}`" if method.returns else ""

@@ -173,21 +173,6 @@ def c_string(value: str, what: str) -> bytes:
     return encoded
 
 
-def set_paths(config: Any, **paths: str | os.PathLike[str] | None) -> None:
-    """Gives fields of *config* paths, each by its name; None leaves what is there.
-
-    Raises:
-        RequestError: one is no path, naming the field.
-    """
-    for field, path in paths.items():
-        if path is not None:
-            if not isinstance(path, (str, os.PathLike)):
-                raise RequestError.make(
-                    f"{field} is {type(path).__name__}, not a path", "give a str or a pathlib.Path"
-                )
-            setattr(config, field, c_string(os.fspath(path), field))
-
-
 def milliseconds(seconds: float, what: str, *, zero: bool = False) -> int:
     """Whole milliseconds, at least 1 unless *zero* seconds are allowed and given.
 

@@ -25,12 +25,11 @@ from ._library import (
     library,
     milliseconds,
     new_error,
-    set_paths,
     text,
-    world_id_bytes,
 )
 from ._log import log_target
 from ._named import Named
+from ._options import ClientOptions, filled, takes
 from ._otel import Span, span
 from ._prepared import prepare
 from ._records import (
@@ -87,7 +86,6 @@ _PHASES = (
     "write",
     "verify",
 )
-_PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 # A cancelled call ends within moments; only a file system that hangs takes longer.
 _CLOSE_SECONDS = 10.0
 
@@ -148,97 +146,17 @@ class Client(ClosableHandle):
     A client closes at :meth:`close`, at the end of a ``with`` block, or when the interpreter exits.
     In a forked child every method raises :class:`ProcessError` and touches nothing.
 
-    Args:
-        addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
-        server_name: demand this job's name; None: any.
-        world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None: any.
-        connect_timeout: seconds, for one rank, and for each data connection to it.
-        lost: a rank that owes an answer and is silent for so many seconds is lost.
-        max_inflight: bytes that are requested and not yet here, of all ranks together.
-        max_catalog: bytes of catalog accepted from a rank.
-        streams_per_rank: data connections to each rank, at most 16. 0: 4 to a rank on another host.
-            To a rank on this host: one for each thread that reads the rank, at most 4. There, by
-            TLS and unless *threads* is set, at most an eighth of the CPUs.
-        threads: that read at the same time into host memory on the paths "stream" and "cma", at
-            most 64. 0: half of the CPUs that the process may use, and fewer for little data. 1: the
-            calling thread alone. By "stream" at most one a data connection, and with 0 at most 8.
-        path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
-        use_unix: False: TCP even on one host.
-        use_ucx: False: never load UCX, which the path "rdma" needs.
-        trust_containers: ask a rank of this uid over its Unix socket, in whatever container of this
-            network. One-sided paths also need the server's *trust_containers*. Also
-            ``FANIN_TRUST_CONTAINERS=1``.
-        trust_other_users: a rank on a loopback address may be any user's. False: only this
-            process's user's, or root's. Also ``FANIN_TRUST_OTHER_USERS=1``.
-        checksums: False: no checksums over TCP, where the network itself detects altered bytes.
-        secret_file: a file with the launch's secret, 64 hexadecimal digits or 32 bytes. TCP then
-            uses TLS 1.3, to ranks that have the same secret and prove which rank they are. Unix
-            sockets stay as they are. None: the file that FANIN_SECRET_FILE in the environment
-            names, if any. "": no secret.
-        tls_cert: instead of a secret: a PEM file with this process's certificate, for
-            "fanin://JOB/reader". Behind it are the certificates that lead to an authority. TCP then
-            uses TLS 1.3, and both ends show a certificate. None: the files that FANIN_TLS_CERT,
-            FANIN_TLS_KEY and FANIN_TLS_CA name, if any. "": no certificates. The files are read
-            again when they change.
-        tls_key: the certificate's key, which no other user may read.
-        tls_ca: the authorities of the ranks' certificates, which are for "fanin://JOB/rank/N" (or a
-            star for N) of the same job.
-
     Raises:
         RequestError: an argument is wrong.
         HostError: the C library cannot be loaded; no memory.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str] | None = None,
-        *,
-        server_name: str | None = None,
-        world_id: bytes | str | None = None,
-        connect_timeout: float = 5.0,
-        lost: float = 5.0,
-        max_inflight: int = 64 << 20,
-        max_catalog: int = 256 << 20,
-        streams_per_rank: int = 0,
-        threads: int = 0,
-        path: str = "auto",
-        use_unix: bool = True,
-        use_ucx: bool = True,
-        checksums: bool = True,
-        trust_containers: bool = False,
-        trust_other_users: bool = False,
-        secret_file: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-    ) -> None:
+    @takes(ClientOptions)
+    def __init__(self, options: ClientOptions) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
         self._library = library()
-        config: _ffi.ClientConfig = initialised(
-            _ffi.ClientConfig, self._library.fanin_client_config_init
-        )
-        if path not in _PATHS:
-            raise RequestError.make(f"{path!r} is no path", f"the paths are {', '.join(_PATHS)}")
-        if server_name is not None:
-            config.server_name = c_string(server_name, "the server's name")
-        if world_id is not None:
-            config.world_id[:] = list(world_id_bytes(world_id))
-        config.connect_timeout_ms = milliseconds(connect_timeout, "connect_timeout")
-        config.lost_ms = milliseconds(lost, "lost")
-        config.max_inflight = integer(max_inflight, "max_inflight", 64)
-        config.max_catalog = integer(max_catalog, "max_catalog", 64)
-        config.streams_per_rank = integer(streams_per_rank, "streams_per_rank", 32)
-        config.threads = integer(threads, "threads", 32)
-        config.path = _PATHS.index(path)
-        config.no_unix = not use_unix
-        config.no_ucx = not use_ucx
-        config.no_checksums = not checksums
-        config.trust_containers = trust_containers
-        config.trust_other_users = trust_other_users
-        set_paths(
-            config, secret_file=secret_file, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca
-        )
+        config = filled(_ffi.ClientConfig, self._library.fanin_client_config_init, options)
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use". What enters a call there and takes it out is never the
@@ -260,9 +178,9 @@ class Client(ClosableHandle):
         check(status, error)
         self._handle = handle
         _open.add(self)
-        if addresses is not None:
+        if options.addresses is not None:
             try:
-                self.connect(addresses, connect_timeout)
+                self.connect(options.addresses, options.connect_timeout)
             except BaseException:
                 self.close()
                 raise

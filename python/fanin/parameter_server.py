@@ -39,8 +39,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fanin._credentials import VARIABLES
-from fanin._options import handed_on
+from fanin._options import VARIABLES, Configured, handed_on, options_of
 from fanin._tensors import TORCH_DTYPES, Shard, shard_of
 from fanin.config import trainer_config
 from fanin.errors import FaninError, StateError
@@ -146,17 +145,10 @@ class ParameterServer:
         name: of the server; clients must give the same.
         port: to listen on, 0: any, see :attr:`port`.
         tcp_only: no RDMA.
-        bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1.
-        allow: networks whose clients may connect, None: FANIN_ALLOW.
-        trusted_network: let them read by RDMA.
-        lease: seconds that readers may delay a change.
-        data_threads: threads that send tensors, 1 to 16. None: FANIN_DATA_THREADS, or by the CPUs.
-            FANIN_STRANGER_SHARE, FANIN_OWN_SHARE and FANIN_NICE count too, see
-            :class:`fanin.Server`.
         snapshot: serve copies, made when an update ends. Readers then never delay an update. Costs
             twice the memory.
-        more: what else :class:`fanin.Server` takes, such as secret_file, tls_cert, tls_key, tls_ca,
-            insecure and peer_cpu.
+        more: what else :class:`fanin.Server` takes, such as bind, allow, lease and secret_file. The
+            rest is as the trainer's variables say, such as FANIN_BIND and FANIN_ALLOW.
 
     Raises:
         RequestError: the port is in use, or bind needs allow.
@@ -171,51 +163,29 @@ class ParameterServer:
         port: int = 5555,
         tcp_only: bool = False,
         *,
-        bind: str | None = None,
-        allow: str | None = None,
-        trusted_network: bool | None = None,
-        lease: float | None = None,
-        data_threads: int | None = None,
         snapshot: bool | None = None,
         **more: Any,
     ) -> None:
-        own = ("world_id", "rank", "world_size", "base_port", "open", "use_ucx")
-        more = handed_on("ParameterServer", Server, more, *own)
+        own = ("world_id", "rank", "world_size", "name", "base_port", "open", "use_ucx")
+        given = handed_on("ParameterServer", Server, more, *own)
+        told = {name: given.pop(name, None) for name in options_of(Configured)}
         # What the server itself finds in the environment is not for this to judge.
         environ = {**os.environ, "FANIN_CAST": "", **dict.fromkeys(VARIABLES.values(), "")}
-        given = {
-            "FANIN_BIND": bind,
-            "FANIN_ALLOW": allow,
-            "FANIN_TRUSTED_NETWORK": trusted_network,
-            "FANIN_LEASE": lease,
-            "FANIN_DATA_THREADS": data_threads,
-            "FANIN_SNAPSHOT": snapshot,
-        }
-        environ.update({key: str(value) for key, value in given.items() if value is not None})
-        config = trainer_config(environ=environ)
+        config = trainer_config(environ=environ, snapshot=snapshot, **told)
         address = config.bind or "127.0.0.1"
         self.name = name
         self.running = False
         self._snapshot = config.snapshot
-        of_environment = {
-            "stranger_share": config.stranger_share,
-            "own_share": config.own_share,
-            "nice": config.nice,
-        }
         self._server = Server(
             world_id=os.urandom(16),
             rank=0,
             world_size=1,
             name=name,
-            bind=address,
-            allow=config.allow,
             base_port=port,
             open=not is_loopback(address),
-            trusted_network=config.trusted_network,
             use_ucx=not tcp_only,
-            lease=config.lease,
-            data_threads=config.data_threads,
-            **{**of_environment, **more},
+            **{**{one: getattr(config, one) for one in told}, "bind": address},
+            **given,
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

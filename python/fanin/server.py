@@ -23,11 +23,10 @@ from ._library import (
     library,
     milliseconds,
     new_error,
-    set_paths,
     text,
-    world_id_bytes,
 )
 from ._log import log_target
+from ._options import ServerOptions, filled, takes
 from ._tensors import PackedTensors, Shard, pack
 from .errors import ProcessError, RequestError, StateError
 
@@ -114,134 +113,22 @@ class Server(ClosableHandle):
 
     In a forked child every method raises :class:`ProcessError` and touches nothing.
 
-    Args:
-        world_id: 16 bytes (or 32 hexadecimal digits), not all zero: random, the same on all ranks,
-            new at every launch.
-        rank: below *world_size*.
-        world_size: ranks of the trainer, 1 to 65536.
-        name: rank r announces itself as ``<name>_<r>``.
-        bind: numeric address to listen on.
-        allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
-        base_port: listens on base_port + rank; 0: on a port that the system chooses.
-        open: listen on a network address, and serve networks by streams only.
-        trusted_network: peers in the allowed networks are no strangers. A reader there that has the
-            launch's secret or a certificate may read by RDMA. It can then also write registered
-            memory.
-        use_ucx: False: never load UCX, which the path "rdma" needs.
-        insecure: an open server may do without the launch's secret and allow networks that are
-            wider than any private one; also ``FANIN_INSECURE=1``.
-        trust_containers: processes of this uid in other containers that share this network count as
-            the own user; also ``FANIN_TRUST_CONTAINERS=1``.
-        lease: most seconds that readers can delay :meth:`begin_update`; 0: not at all.
-        max_sessions: connections, control and data, at least 2; 0: as many as the hard limit of
-            open files has room for, at most 5120. A worker takes up to 5, one address half of all.
-        max_memory: bytes for all sessions together.
-        idle: seconds after which a silent session is closed.
-        data_threads: threads that send tensors to readers, 1 to 16: the number of connections that
-            a rank serves at the same time. None: a quarter of the CPUs that the process may use, at
-            most 4. The server starts them when connections come. They sleep while nothing is read.
-        peer_cpu: CPU seconds a second that the requests of one peer may take, up to 1.0; 0: no
-            limit. All peers together may take twice as much. The own user, and readers that have
-            proven the secret or a certificate, have no limit.
-        stranger_cpu: CPU seconds a second that sending tensors to all strangers may take, up to 16.
-            One stranger has half of it. None: a tenth of the process's CPUs.
-        stranger_share: seconds of each minute for which one stranger's leases may hold up updates,
-            0 to 60. All strangers together have two and a half times as much. An update waits for
-            the stranger's leases only if *lease* of this is left, or half of it if that is less.
-            Pulls that an update overtakes begin again. 60: no such limit.
-        own_share: the same for each peer that is no stranger.
-        nice: added to the calling thread's nice value, for the threads that serve readers; -20 to
-            19. A value below 0 needs a privilege.
-        secret_file: the launch's secret, as of :class:`fanin.Client`. Only readers that have the
-            same secret may connect over TCP.
-        tls_cert: instead of a secret, as of :class:`fanin.Client`: a certificate for
-            "fanin://JOB/rank/N", or with a star for N any rank.
-        tls_key: the certificate's key, as of :class:`fanin.Client`.
-        tls_ca: the authorities of the readers' certificates, which are for "fanin://JOB/reader" of
-            the same job.
-
     Raises:
         RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
-        ConnectionFailedError: fewer descriptors than *max_sessions* needs.
+        ConnectionFailedError: the limit of open files has no room for its connections.
         HostError: the C library cannot be loaded; no memory, no sockets.
     """
 
-    def __init__(
-        self,
-        *,
-        world_id: bytes | str,
-        rank: int,
-        world_size: int,
-        name: str = "lora_param_server",
-        bind: str = "127.0.0.1",
-        allow: str | None = None,
-        base_port: int = 0,
-        open: bool = False,
-        trusted_network: bool = False,
-        use_ucx: bool = True,
-        lease: float = 1.0,
-        max_sessions: int = 0,
-        max_memory: int = 256 << 20,
-        idle: float = 300.0,
-        data_threads: int | None = None,
-        trust_containers: bool = False,
-        insecure: bool = False,
-        peer_cpu: float = 0.05,
-        stranger_cpu: float | None = None,
-        stranger_share: float = 2.0,
-        own_share: float = 60.0,
-        nice: int = 0,
-        secret_file: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-    ) -> None:
+    @takes(ServerOptions)
+    def __init__(self, options: ServerOptions) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
         self._library = library()
-        config: _ffi.ServerConfig = initialised(
-            _ffi.ServerConfig, self._library.fanin_server_config_init
-        )
-        raw_id = world_id_bytes(world_id)
-        config.name = c_string(name, "the server's name")
-        config.world_id[:] = list(raw_id)
-        config.rank = integer(rank, "rank", 32)
-        config.world_size = integer(world_size, "world_size", 32)
-        config.bind = c_string(bind, "bind")
-        config.allow = None if allow is None else c_string(allow, "allow")
-        config.base_port = integer(base_port, "base_port", 16)
-        config.flags = (
-            (_ffi.SERVER_OPEN if open else 0)
-            | (_ffi.SERVER_TRUSTED_NETWORK if trusted_network else 0)
-            | (0 if use_ucx else _ffi.SERVER_NO_UCX)
-            | (_ffi.SERVER_INSECURE if insecure else 0)
-            | (_ffi.SERVER_TRUST_CONTAINERS if trust_containers else 0)
-        )
-        config.lease_ms = milliseconds(lease, "lease", zero=True)
-        config.max_sessions = integer(max_sessions, "max_sessions", 32)
-        config.max_memory = integer(max_memory, "max_memory", 64)
-        config.idle_ms = milliseconds(idle, "idle")
-        if data_threads == 0:  # of C: None
-            raise RequestError.make("data_threads is not 1 to 16", "leave it out: by the CPUs")
-        if data_threads is not None:
-            config.data_threads = integer(data_threads, "data_threads", 32)
-        config.peer_cpu = milliseconds(peer_cpu, "peer_cpu", zero=True)
-        if stranger_cpu is not None:
-            config.stranger_cpu = milliseconds(stranger_cpu, "stranger_cpu")
-        config.stranger_share_ms = milliseconds(stranger_share, "stranger_share", zero=True)
-        config.own_share_ms = milliseconds(own_share, "own_share", zero=True)
-        if nice not in range(-20, 20):
-            raise RequestError.make(
-                "nice is not -20 to 19", "give 0 to 19: a larger one yields more"
-            )
-        config.nice = nice
-        set_paths(
-            config, secret_file=secret_file, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca
-        )
+        config = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, options)
         config.log, config.log_cookie = log_target("server")
 
-        self._name, self._rank, self._world_size = name, rank, world_size
-        self._world_id = raw_id.hex()
+        self._options = options
+        self._world_id = bytes(config.world_id).hex()
         self._closing = False
         self._idle = threading.Condition()
         self._calls: set[_Use] = set()  # under way
@@ -268,17 +155,17 @@ class Server(ClosableHandle):
     @property
     def name(self) -> str:
         """Without the rank."""
-        return self._name
+        return self._options.name
 
     @property
     def rank(self) -> int:
         """This server's rank."""
-        return self._rank
+        return self._options.rank
 
     @property
     def world_size(self) -> int:
         """Ranks of the trainer."""
-        return self._world_size
+        return self._options.world_size
 
     @property
     def world_id(self) -> str:
@@ -658,7 +545,7 @@ class Server(ClosableHandle):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"port {self._port}"
-        return f"<fanin.Server {self._name}_{self._rank} of {self._world_size}, {state}>"
+        return f"<fanin.Server {self.name}_{self.rank} of {self.world_size}, {state}>"
 
     # ------------------------------------------------------------------------------ calls
 

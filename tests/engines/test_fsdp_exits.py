@@ -10,6 +10,7 @@ from typing import Any
 
 import fanin
 import pytest
+from limits import limits
 from safetensors.torch import load_file
 from worlds import PATIENCE, World, digests
 
@@ -37,7 +38,7 @@ def test_trainers_end(how: str, tmp_path: pathlib.Path) -> None:
     """While a worker waits for their next step, which then fails and tells whom it lost."""
     with World(2, options_of(tmp_path), tmp_path / "world") as world:
         with (
-            fanin.Client(world.addresses(), lost=2.0) as client,
+            fanin.Client(world.addresses()) as client,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
             assert client.pull_adapter("0", tmp_path / "first").step == 1
@@ -92,7 +93,7 @@ def end_the_others(world: World, killed: int) -> None:
 def test_rank_killed_during_a_pull(path: str, tmp_path: pathlib.Path) -> None:
     with World(2, options_of(tmp_path, **LARGE), tmp_path / "world") as world:
         addresses = world.addresses()
-        with fanin.Client(addresses, path=path, lost=2.0, max_inflight=1 << 20) as client:
+        with limits(max_inflight=1 << 20), fanin.Client(addresses, path=path) as client:
             killer = Killer(world, 1)
             start = time.monotonic()
             with pytest.raises(fanin.FaninError) as failure:
@@ -110,7 +111,7 @@ def test_replica_killed_during_a_pull(tmp_path: pathlib.Path) -> None:
     """HSDP: the other replica has the bytes, so the pull succeeds."""
     options = options_of(tmp_path, layout="hsdp", **LARGE)
     with World(4, options, tmp_path / "world") as world:
-        with fanin.Client(world.addresses(), lost=2.0, max_inflight=1 << 20) as client:
+        with limits(max_inflight=1 << 20), fanin.Client(world.addresses()) as client:
             killer = Killer(world, 3)
             result = client.pull_adapter("0", tmp_path / "out", timeout=60.0, progress=killer)
             killer.check()
@@ -126,7 +127,7 @@ def test_rank_killed_while_a_worker_waits(tmp_path: pathlib.Path) -> None:
     with World(2, options_of(tmp_path), tmp_path / "world") as world:
         addresses = world.addresses()
         with (
-            fanin.Client(addresses, lost=2.0) as client,
+            fanin.Client(addresses) as client,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
             client.pull_adapter("0", tmp_path / "first")

@@ -20,7 +20,6 @@ from full_trainer import FullTrainer
 from test_full_worlds import DTYPES, Engine, same, saved
 from worlds import child
 
-LOST = 2.0
 SOON = 30.0  # far below the timeouts that the waits have
 
 
@@ -40,7 +39,7 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[FullTrainer]:
 def test_a_rank_that_ends_while_a_worker_waits(trainer: FullTrainer, how: str) -> None:
     """Named at once, not when the worker's time is over."""
     with (
-        Engine(trainer.addresses, lost=LOST) as engine,
+        Engine(trainer.addresses) as engine,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         assert engine.pull() == 0
@@ -63,7 +62,7 @@ def test_a_rank_that_ends_while_a_worker_waits(trainer: FullTrainer, how: str) -
 
 def test_a_rank_that_closes_while_a_session_reads(trainer: FullTrainer) -> None:
     """No bytes of memory that the server does not lend any more are taken for good."""
-    with fanin.Client(trainer.addresses, lost=LOST) as client:
+    with fanin.Client(trainer.addresses) as client:
         packed = destinations(client)
         with client.begin("full:0", packed, timeout=60) as session:
             session.read(0, 3)

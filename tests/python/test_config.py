@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fanin._credentials import Credentials
+from fanin._options import Credentials
 from fanin.config import (
     ConfigError,
     InferenceConfig,
@@ -70,7 +70,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         'port = 7000\nserver_name = "job"\nbind = "10.0.0.1"\nadvertise = "node-1"\n'
         'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\nsnapshot = true\ncast = "BF16"\n'
         'port_by = "local"\ntrusted_network = true\ndata_threads = 4\n'
-        "stranger_share = 0.25\nown_share = 30\nnice = 5\n"
+        "nice = 5\n"
     )
     config = trainer_config(write(tmp_path, text), {})
     assert config.server_arguments() == {
@@ -82,8 +82,6 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         "trusted_network": True,
         "lease": 0.25,
         "data_threads": 4,
-        "stranger_share": 0.25,
-        "own_share": 30,
         "nice": 5,
         "snapshot": True,
         "cast": "BF16",
@@ -120,7 +118,7 @@ TRAINER_MISTAKES = [
     ("allow = 'tens'", "weight_broadcast.allow is 'tens'", "networks such as"),
     ("trusted_network = true", "no network is given", "allow"),
     ("data_threads = 0", "weight_broadcast.data_threads is 0", "an integer from 1 to 16"),
-    ("stranger_share = 61", "weight_broadcast.stranger_share is 61", "from 0 to 60"),
+    ("stranger_share = 1", "weight_broadcast.stranger_share is unknown", "known are"),
     ("nice = 20", "weight_broadcast.nice is 20", "an integer from -20 to 19"),
     ("lease = -1", "weight_broadcast.lease is -1", "a number of seconds from 0 to 60"),
     ("lease = nan", "weight_broadcast.lease is nan", "a number of seconds"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fanin
 import pytest
+from limits import limits
 from local_world import Processes, stop
 
 LOST = 1.0  # seconds
@@ -30,7 +31,7 @@ def test_an_answer_that_nobody_read_is_no_silence(trainer: Processes, tmp_path: 
     """What rank 0 says ends the pull, and rank 1's answer comes when nobody listens."""
     slow = trainer.processes[1].pid
     assert slow is not None
-    with fanin.Client(trainer.addresses, lost=LOST, use_ucx=False) as client:
+    with limits(lost_ms=int(1000 * LOST)), fanin.Client(trainer.addresses, use_ucx=False) as client:
         assert client.pull_adapter("0", tmp_path / "a", step=3).step == 3
         stop(slow)
         try:

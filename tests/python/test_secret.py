@@ -11,7 +11,7 @@ from typing import Any
 import fanin
 import numpy as np
 import pytest
-from fanin._credentials import Credentials
+from fanin._options import Credentials
 from fanin.info import TrainerInfo, read_info, write_info
 from fanin.parameter_client import ParameterClient
 from fanin.parameter_server import ParameterServer
@@ -218,7 +218,7 @@ def test_engines_pull_with_it(tmp_path: Path) -> None:
 
 def test_a_parameter_server_serves_with_it(tmp_path: Path) -> None:
     one, other = secret(tmp_path, "one"), secret(tmp_path, "other")
-    server = ParameterServer("job", 0, True, secret_file=one, peer_cpu=0.5)
+    server = ParameterServer("job", 0, True, secret_file=one, stranger_cpu=0.5)
     try:
         at: tuple[Any, ...] = ("reader", "job", "127.0.0.1", server.port)
         reader = ParameterClient(*at, tcp_only=True, secret_file=one)
@@ -257,7 +257,7 @@ def test_torch_servers_serve_with_it(tmp_path: Path) -> None:
 
     one = secret(tmp_path, "one")
     model = torch.nn.Linear(4, 2)
-    with WeightServer(model, base_port=0, secret_file=one, peer_cpu=0.5) as server:
+    with WeightServer(model, base_port=0, secret_file=one, stranger_cpu=0.5) as server:
         server.publish(1)
         path = server.write_info(tmp_path / "job")
         assert path is not None and read_info(path).secret_file == str(one)

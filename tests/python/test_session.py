@@ -13,6 +13,7 @@ import fanin
 import local_world
 import numpy as np
 import pytest
+from limits import limits
 from local_world import A_NAME, B_NAME, client_of, publish, servers
 
 
@@ -218,7 +219,10 @@ def test_a_stopped_rank_is_named(got: dict[str, np.ndarray]) -> None:
     world = local_world.Processes(use_ucx=False)
     try:
         world.publish(1)
-        with fanin.Client(world.addresses, use_ucx=False, path="stream", lost=0.5) as client:
+        with (
+            limits(lost_ms=500),
+            fanin.Client(world.addresses, use_ucx=False, path="stream") as client,
+        ):
             session = client.begin(0, got, timeout=local_world.PATIENCE)
             local_world.stop(world.processes[1].pid or 0)
             with pytest.raises(fanin.ConnectionFailedError) as caught:

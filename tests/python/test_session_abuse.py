@@ -13,6 +13,7 @@ import fanin
 import local_world
 import numpy as np
 import pytest
+from limits import limits
 from local_world import (
     A_NAME,
     B_NAME,
@@ -107,7 +108,8 @@ def test_another_launch_between_two_reads() -> None:
     with servers() as old:
         publish(old, 1)
         ports = [server.port for server in old]
-        client = client_of(old, lost=1.0)
+        with limits(lost_ms=1000):
+            client = client_of(old)
         session = client.begin(0, got, timeout=PATIENCE)
         session.read(0, 1)
     world = os.urandom(16)

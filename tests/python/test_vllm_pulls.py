@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, Entry, FakeTrainer, Run
 from fanin import errors
-from fanin._credentials import Credentials
+from fanin._options import Credentials
 from fanin.config import inference_config
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm.checks import AdapterFacts, EngineFacts

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+from limits import limits
 from open_rank import serve, tensor, usable
 from strangers import PING, RUN, Stranger
 
@@ -47,7 +48,8 @@ def of_one_peer(target: str, allow: str, sources: list[str], other: str) -> dict
     """How many sessions addresses get that are one peer. Another peer gets in then: who comes from
     the address *other*, or, if that is "", the own user."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serve(target, allow, insecure=True, max_sessions=FEW))
+        with limits(max_sessions=FEW):
+            server = stack.enter_context(serve(target, allow, insecure=True))
         admitted = 0
         for source in sources:
             with contextlib.suppress(ConnectionError, ValueError):  # ended, or an error as answer

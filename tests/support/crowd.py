@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from limits import limits
 from open_rank import serve, usable
 from strangers import PING, Stranger, frame
 
@@ -57,7 +58,7 @@ class Crowd:
 
 def crowd(network: str, address: str, sources: str) -> tuple[float, float]:
     """Turns of the peer with one connection, and of the one of the others that had most."""
-    with serve(address, network, insecure=True, peer_cpu=SHARE) as server:
+    with limits(peer_cpu=round(1000 * SHARE)), serve(address, network, insecure=True) as server:
         all_of_them = Crowd(server.port, address, sources)
         deadline = time.monotonic() + DEADLINE_S
         while (delayed := server.stats()["requests_delayed"]) <= PEERS * EACH:

@@ -29,6 +29,7 @@ import fanin
 import talk
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+from limits import limits
 from strangers import ATTACKS, RUN, attack
 
 STEP_BYTES = 4 << 20
@@ -73,15 +74,17 @@ def rank(options: argparse.Namespace) -> None:
     lines = Lines()
     logging.basicConfig(level=logging.INFO, handlers=[lines])
     memory, shard, step = bytes(STEP_BYTES), tensor(), 1
-    with fanin.Server(
-        world_id=bytes(range(16)),
-        rank=0,
-        world_size=1,
-        use_ucx=False,
-        peer_cpu=options.peer_cpu,
-        stranger_cpu=options.stranger_cpu,
-        stranger_share=options.stranger_share,
-    ) as server:
+    shares = {"peer_cpu": options.peer_cpu, "stranger_share_ms": options.stranger_share}
+    with (
+        limits(**{name: round(1000 * share) for name, share in shares.items()}),
+        fanin.Server(
+            world_id=bytes(range(16)),
+            rank=0,
+            world_size=1,
+            use_ucx=False,
+            stranger_cpu=options.stranger_cpu,
+        ) as server,
+    ):
         server.put(RUN, [shard])
         server.commit(RUN, step)
         print(server.port, flush=True)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
-from fanin._options import handed_on
+from fanin._options import PATHS, handed_on
 from fanin.client import Client, PullResult
-from fanin.config import PATHS, default_cache_dir
+from fanin.config import default_cache_dir
 from fanin.errors import (
     ConnectionFailedError,
     FaninError,

@@ -142,7 +142,7 @@ class TransportBackend:
     - ``keep_on``: the device of the copies, "cpu".
     - ``timeout``, ``kind``, ``api_key``, ``pause_mode``, ``prefetch``: as Registry takes them.
     - what else :class:`fanin.Server` takes: ``allow``, ``trusted_network``, ``secret_file``,
-      ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure``, ``peer_cpu`` and so on.
+      ``tls_cert``, ``tls_key``, ``tls_ca``, ``insecure`` and so on.
 
     Raises:
         RequestError: a field is unknown, or ``api_key`` is a key that no header can have.

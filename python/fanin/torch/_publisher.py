@@ -8,18 +8,20 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fanin._options import handed_on
+from fanin._options import Publishing, Serving, option, options_of
 from fanin._served import publication_for
 from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, secret_here, write_info
 from fanin.server import Server, Stream, publication_of
-from fanin.torch._cast import Cast, Casting
+from fanin.torch._cast import Casting
+from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import AdapterProof, Proof
 from fanin.torch._replicas import REFUSED, At
@@ -34,16 +36,13 @@ from fanin.torch._world import (
 )
 from fanin.torch._writes import count_steps
 
-__all__ = ["Publisher", "Run", "Serving", "Source", "Steps"]
+__all__ = ["Publisher", "RankOptions", "Run", "Source", "Steps"]
 
 _log = logging.getLogger("fanin.torch")
 
 Run = str | int
 Steps = int | Mapping[Run, int]
 _Self = TypeVar("_Self", bound="Publisher")
-
-#: What a Publisher gives its fanin.Server itself, and has no argument for.
-_OWN = ("world_id", "rank", "world_size", "open")
 
 
 class Source(NamedTuple):
@@ -65,26 +64,25 @@ class Source(NamedTuple):
     """Of an adapter, what engines multiply the parameter of a path by."""
 
 
-class Serving(NamedTuple):
-    """How the ranks serve: the constructors' arguments of these names."""
+@dataclass(frozen=True)
+class RankOptions(Serving, Publishing):
+    """What the constructors take beside their own.
 
-    base_port: int
-    name: str
-    bind: str | None
-    advertise: str | None
-    port_by: str
-    allow: str | None
-    trusted_network: bool
-    lease: float
-    data_threads: int | None
-    stranger_share: float
-    own_share: float
-    nice: int
-    snapshot: bool
-    cast: Cast | None
-    use_ucx: bool
-    more: Mapping[str, Any]
-    """What else the ranks' fanin.Server is given."""
+    Args:
+        model: The module that is trained.
+        base_port: Rank r listens on ``base_port + r``. 0: any free port.
+        group: The process group whose ranks hold the model together. Default: all ranks, or this
+            process alone where torch.distributed is not initialised.
+        names: What is published of each tensor, see :data:`fanin.torch.NamesFunction` and
+            :mod:`fanin.torch.names`. Default: what transformers, or PEFT, would save; of other
+            models the tensors that are stored.
+    """
+
+    model: Any
+    _: KW_ONLY
+    base_port: int = option(6000)
+    group: Any = option(None)
+    names: NamesFunction | None = option(None)
 
 
 class OneRun:
@@ -137,21 +135,20 @@ class Publisher:
     _publication = staticmethod(publication_of)
 
     def __init__(
-        self, model: Any, group: Any, serving: Serving, prepare: Callable[[], Source | None]
+        self, serving: RankOptions, name: str, prepare: Callable[[], Source | None]
     ) -> None:
         """Blocks until all ranks have come here. If one rank fails, all raise, naming it.
 
         prepare: describes the first run, None: there is none yet.
         """
-        more = handed_on(type(self).__name__, Server, serving.more, *_OWN)
-        self._model = model
+        self._model = model = serving.model
         self._runs: dict[str, OneRun] = {}
         self._last: dict[str, int] = {}  # steps, also of runs that were removed
         #: The digests of what is trained, and the runs whose next step has to have some.
         self._proofs: dict[str, Proof] = {}
         self._unproven: set[str] = set()
         self._snapshot = serving.snapshot
-        ranks = Ranks(group, _first_device(model))
+        ranks = Ranks(serving.group, _first_device(model))
         source: Source | None = None
         server: Server | None = None
         error: FaninError | None = None
@@ -176,23 +173,17 @@ class Publisher:
         address = ""
         try:
             listening = choose_addresses(reports, serving.bind, serving.advertise, serving.allow)
+            own = {
+                "bind": listening.bind,
+                "base_port": base_port_for(reports, ranks.rank, serving.base_port, serving.port_by),
+            }
             server = Server(
                 world_id=world_id,
                 rank=ranks.rank,
                 world_size=ranks.size,
-                name=serving.name,
-                bind=listening.bind,
-                allow=serving.allow,
-                base_port=base_port_for(reports, ranks.rank, serving.base_port, serving.port_by),
+                name=name,
                 open=listening.open,
-                trusted_network=serving.trusted_network,
-                use_ucx=serving.use_ucx,
-                lease=serving.lease,
-                data_threads=serving.data_threads,
-                stranger_share=serving.stranger_share,
-                own_share=serving.own_share,
-                nice=serving.nice,
-                **more,
+                **{one: getattr(serving, one) for one in options_of(Serving)} | own,
             )
             address = join_address(listening.advertise, server.port)
             if source is not None:
@@ -209,7 +200,7 @@ class Publisher:
             raise
         assert server is not None
         self._server = server
-        self._secret_file = secret_here(more)
+        self._secret_file = secret_here(vars(serving))
         self._addresses = [item[1] for item in answers]
         tell_segments(ranks.rank, [one.network for one in reports], [item[2] for item in answers])
         self._finalizer = weakref.finalize(self, _finish, server, os.getpid())

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
+from fanin._options import option, takes
 from fanin.errors import RequestError
 from fanin.server import Server, publication_of
 from fanin.torch._adapters import choose_adapter, find_adapter
-from fanin.torch._cast import Cast
 from fanin.torch._common import Common
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
-from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source
+from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source
 from fanin.torch._replicas import At
 from fanin.torch._scales import Scales
 from fanin.torch._tree import Found
@@ -62,6 +63,27 @@ def _source(
     )
 
 
+@dataclass(frozen=True)
+class AdapterOptions(RankOptions):
+    """What :class:`AdapterServer` is told.
+
+    Args:
+        model: The module that PEFT made, or one that holds parameters named like PEFT's.
+        run: The run whose adapter this is; None: no run yet, see :meth:`AdapterServer.add_run`. If
+            only some ranks name a run, the others never have one.
+        name: Engines that demand a name of servers must demand this one.
+        adapter: PEFT's name of the adapter; default: the active one, or the only one.
+        config: PEFT's configuration or a dict; default: the model's own. A dict without
+            ``peft_type`` needs lora_alpha, r and base_model_name_or_path.
+    """
+
+    _: KW_ONLY
+    run: Run | None = option("0")
+    name: str = option("lora_param_server")
+    adapter: str | None = option(None)
+    config: Any = option(None)
+
+
 class AdapterServer(Publisher):
     """Publishes the LoRA adapters of a model by reference: workers read the trainer's own memory.
 
@@ -98,28 +120,6 @@ class AdapterServer(Publisher):
     replaced. The server is a context manager, and is also closed at exit, before or after the
     process group is destroyed. In a forked child it raises ProcessError and touches nothing.
 
-    Args:
-        model: the module that PEFT made, or one that holds parameters named like PEFT's.
-        run: the run whose adapter this is; None: no run yet, see :meth:`add_run`. If only some
-            ranks name a run, the others never have one.
-        name: engines must ask for servers of this name.
-        group: the process group whose ranks make up the trainer. Default: all ranks, or this
-            process alone where torch.distributed is not initialised. The ranks gather two small
-            objects.
-        snapshot: publish copies, as :class:`fanin.torch.WeightServer` does. Costs twice the
-            adapter's memory.
-        cast: "BF16" or "F16", or a mapping: as of :class:`fanin.torch.WeightServer`. Needs
-            *snapshot*.
-        names: what is published of each parameter, see :data:`fanin.torch.NamesFunction`.
-        adapter: PEFT's name of the adapter; default: the active one, or the only one.
-        config: PEFT's configuration or a dict; default: the model's own. A dict without
-            ``peft_type`` needs lora_alpha, r and base_model_name_or_path.
-        base_port, bind, advertise, port_by, allow, trusted_network: as of
-            :class:`fanin.torch.WeightServer`.
-        lease, data_threads, stranger_share, own_share, nice, use_ucx: as of
-            :class:`fanin.torch.WeightServer`.
-        more: what else :class:`fanin.Server` takes, as of :class:`fanin.torch.WeightServer`.
-
     Raises:
         RequestError: *model* has no LoRA parameters, several adapters, an adapter of another kind
             or one with unknown parts. Or tensors cannot be published (Partial placements, FSDP1,
@@ -131,57 +131,15 @@ class AdapterServer(Publisher):
         FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        run: Run | None = "0",
-        base_port: int = 6000,
-        name: str = "lora_param_server",
-        group: Any = None,
-        bind: str | None = None,
-        advertise: str | None = None,
-        port_by: str = "global",
-        allow: str | None = None,
-        trusted_network: bool = False,
-        lease: float = 1.0,
-        data_threads: int | None = None,
-        stranger_share: float = 2.0,
-        own_share: float = 60.0,
-        nice: int = 0,
-        snapshot: bool = False,
-        cast: Cast | None = None,
-        names: NamesFunction | None = None,
-        adapter: str | None = None,
-        config: Any = None,
-        use_ucx: bool = True,
-        **more: Any,
-    ) -> None:
+    @takes(AdapterOptions)
+    def __init__(self, options: AdapterOptions) -> None:
         #: The proof that replicas are replicas; empty: there is one rank.
         self._common: dict[str, Common] = {}
-        serving = Serving(
-            base_port,
-            name,
-            bind,
-            advertise,
-            port_by,
-            allow,
-            trusted_network,
-            lease,
-            data_threads,
-            stranger_share,
-            own_share,
-            nice,
-            snapshot,
-            cast,
-            use_ucx,
-            more,
-        )
+        run, model, names, config = options.run, options.model, options.names, options.config
         super().__init__(
-            model,
-            group,
-            serving,
-            lambda: None if run is None else _source(run, model, adapter, names, config),
+            options,
+            options.name,
+            lambda: None if run is None else _source(run, model, options.adapter, names, config),
         )
 
     def add_run(

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from fanin._options import option, takes
 from fanin._served import size_of
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
-from fanin.torch._cast import Cast
 from fanin.torch._config import model_config
 from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
-from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
+from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
 from fanin.torch._union import (
     Entry,
@@ -84,6 +85,30 @@ class Agreed(NamedTuple):
     kept: frozenset[str]
 
 
+@dataclass(frozen=True)
+class WeightOptions(RankOptions):
+    """What :class:`WeightServer` is told.
+
+    Args:
+        model: The module that is trained. A model with an adapter of PEFT's is refused: publish the
+            adapter by :class:`fanin.torch.AdapterServer`.
+        run: The publication is ``full:<run>``.
+        name: Engines that demand a name of servers must demand this one.
+        cast: "BF16" or "F16": snapshots of F32 tensors are converted. Needs *snapshot*. A mapping
+            gives exceptions by patterns of published names, and the first that fits decides:
+            ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. F32 that the model keeps stays F32:
+            transformers' ``_keep_in_fp32_modules`` and its ``_strict``, and persistent buffers. A
+            pattern that names one of them rounds it, and a warning says so.
+        config: The model's configuration for engines: transformers', a dict or JSON. Default:
+            ``model.config``, if any rank has one.
+    """
+
+    _: KW_ONLY
+    run: Run = option("0")
+    name: str = option("weight_param_server")
+    config: Any = option(None)
+
+
 class WeightServer(Publisher):
     """Publishes all weights of a model by reference: workers read the trainer's own memory.
 
@@ -119,47 +144,6 @@ class WeightServer(Publisher):
     server is a context manager, and is also closed at exit, before or after the process group is
     destroyed. In a forked child it raises ProcessError and touches nothing.
 
-    Args:
-        model: the module that is trained. A model with an adapter of PEFT's is refused: publish the
-            adapter by :class:`fanin.torch.AdapterServer`.
-        run: the publication is ``full:<run>``.
-        base_port: rank r listens on ``base_port + r``; 0: any free port.
-        name: engines that demand a name of servers must demand this one.
-        group: the process group whose ranks hold the model together. Default: all ranks, or this
-            process alone where torch.distributed is not initialised.
-        bind: numeric address to listen on. Default: 127.0.0.1 on one host, unless *allow* is given;
-            else *advertise*, or this host's address on the way to MASTER_ADDR.
-        advertise: the address that engines are told; default: *bind*.
-        port_by: "local": a rank listens on *base_port* plus its rank on its host.
-        allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything but
-            127.x.
-        trusted_network: also offer RDMA, in the networks allowed, to peers that have the secret or
-            a certificate. RDMA's remote keys permit writing.
-        lease: seconds that readers can delay an update, at most.
-        data_threads: threads with which each rank sends tensors, 1 to 16. A rank serves so many
-            readers at the same time. None: a quarter of its CPUs, at most 4.
-        stranger_share: seconds of a minute that one network peer may hold updates up; see
-            :class:`fanin.Server`.
-        own_share: the same for this user on this host; see :class:`fanin.Server`.
-        nice: of the threads that serve; see :class:`fanin.Server`.
-        snapshot: publish copies. Then readers never delay training, and updates never overtake long
-            reads. Costs twice the memory of what this rank publishes.
-        cast: "BF16" or "F16": snapshots of F32 tensors are converted. Needs *snapshot*. A mapping
-            gives exceptions by patterns of published names, and the first that fits decides:
-            ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. F32 that the model keeps stays F32:
-            transformers' ``_keep_in_fp32_modules`` and its ``_strict``, and persistent buffers. A
-            pattern that names one of them rounds it, and a warning says so.
-        names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
-            :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save;
-            of other models the tensors that are stored.
-        config: the model's configuration for engines: transformers', a dict or JSON. Default:
-            ``model.config``, if any rank has one.
-        use_ucx: False: never load UCX. Workers then use the stream path and CUDA IPC only.
-        more: what else :class:`fanin.Server` takes, for every rank: ``secret_file``, or
-            ``tls_cert``, ``tls_key`` and ``tls_ca``; ``insecure``, ``trust_containers``,
-            ``peer_cpu``, ``stranger_cpu``, ``max_sessions``, ``max_memory``, ``idle``.
-            :meth:`write_info` names the secret's file.
-
     Raises:
         RequestError: there is nothing to publish, or no rank holds some elements of a tensor. Or
             ranks contradict each other in dtype or shape. Or tensors cannot be published (Partial
@@ -172,31 +156,8 @@ class WeightServer(Publisher):
 
     _publication = staticmethod(full_publication)
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        run: Run = "0",
-        base_port: int = 6000,
-        name: str = "weight_param_server",
-        group: Any = None,
-        bind: str | None = None,
-        advertise: str | None = None,
-        port_by: str = "global",
-        allow: str | None = None,
-        trusted_network: bool = False,
-        lease: float = 1.0,
-        data_threads: int | None = None,
-        stranger_share: float = 2.0,
-        own_share: float = 60.0,
-        nice: int = 0,
-        snapshot: bool = False,
-        cast: Cast | None = None,
-        names: NamesFunction | None = None,
-        config: Any = None,
-        use_ucx: bool = True,
-        **more: Any,
-    ) -> None:
+    @takes(WeightOptions)
+    def __init__(self, options: WeightOptions) -> None:
         #: What this rank has told the others.
         self._tables: dict[str, Table] = {}
         #: The proof that replicas are replicas.
@@ -204,25 +165,8 @@ class WeightServer(Publisher):
         self._told_of_ties: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
-        serving = Serving(
-            base_port,
-            name,
-            bind,
-            advertise,
-            port_by,
-            allow,
-            trusted_network,
-            lease,
-            data_threads,
-            stranger_share,
-            own_share,
-            nice,
-            snapshot,
-            cast,
-            use_ucx,
-            more,
-        )
-        super().__init__(model, group, serving, lambda: _source(run, model, names, config))
+        run, model, names, config = options.run, options.model, options.names, options.config
+        super().__init__(options, options.name, lambda: _source(run, model, names, config))
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.

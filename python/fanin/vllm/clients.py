@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fanin._credentials import Credentials
+from fanin._options import Credentials
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,

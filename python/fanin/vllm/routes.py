@@ -25,8 +25,8 @@ import time
 from typing import Any
 
 from fanin import _allowed
+from fanin._options import LANDINGS, MOST_BYTES
 from fanin._otel import span, within
-from fanin.config import LANDINGS, MOST_BYTES
 from fanin.errors import (
     FaninError,
     HostError,
