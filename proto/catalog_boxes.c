@@ -34,7 +34,7 @@ typedef struct box_reader {
     bool broken_off; /* out of memory, or stopped */
 } box_reader;
 
-static bool break_off(box_reader *r)
+static bool boxes_break_off(box_reader *r)
 {
     r->broken_off = true;
     return false;
@@ -73,7 +73,7 @@ static bool read_distance(box_reader *r, uint32_t region, uint64_t *offset_out)
     return true;
 }
 
-static bool read_region(box_reader *r, uint32_t *region_out)
+static bool boxes_read_region(box_reader *r, uint32_t *region_out)
 {
     int64_t step, last = r->places.region;
     if (!cursor_int(&r->in, -last, LIMIT_BOXES - 1 - last, &step))
@@ -104,7 +104,7 @@ static bool read_place(box_reader *r, const key_entry *key, const block *b,
     out->region = r->places.region;
     out->packed = true;
     if (cursor_is_array(c)) {
-        if (!cursor_array(c, &parts) || !read_region(r, &out->region))
+        if (!cursor_array(c, &parts) || !boxes_read_region(r, &out->region))
             return false;
         if (parts == 2 && out->region == r->places.region)
             return cursor_fail(c, "a region is named again");
@@ -128,7 +128,8 @@ static bool read_place(box_reader *r, const key_entry *key, const block *b,
 
 static bool add_slot(box_reader *r, uint32_t key, const box_place *place)
 {
-    return box_table_add(r->table, key, place->region, place->offset) || break_off(r);
+    return box_table_add(r->table, key, place->region, place->offset) ||
+           boxes_break_off(r);
 }
 
 /* Boxes of run @p i follow. Until then its ordinal is the step from the run before. */
@@ -157,7 +158,7 @@ static bool read_runs(box_reader *r)
         return cursor_fail(c, "a part of no keys");
     t->runs = calloc(n, sizeof *t->runs);
     if (!t->runs)
-        return break_off(r);
+        return boxes_break_off(r);
     t->n_runs = n;
     if (!t->part) {
         t->runs[0].keys.count = t->keys->count;
@@ -183,7 +184,7 @@ static bool read_chunk(box_reader *r, uint32_t key)
     const key_entry *e = &t->keys->entries[key];
     box_place place;
     if (work_stopped(r->stop))
-        return break_off(r);
+        return boxes_break_off(r);
     if (e->n_dims <= t->dim)
         return cursor_fail(&r->in, "a chunk rule on a dimension that a key lacks");
     block b;
@@ -269,7 +270,7 @@ static bool keep_form(box_reader *r, const block *b, const box_place *place)
         r->forms[r->n_forms++ % FORMS_KNOWN] = (form){position, size};
     }
     return (!r->words.failed && number_column_add(&r->table->form_of, position)) ||
-           break_off(r);
+           boxes_break_off(r);
 }
 
 /* Moves on to the run that has the key. */
@@ -287,7 +288,7 @@ static bool find_run(box_reader *r, uint32_t key, uint32_t *run)
     return true;
 }
 
-static bool read_box(box_reader *r, uint32_t *key, uint32_t *run)
+static bool boxes_read_box(box_reader *r, uint32_t *key, uint32_t *run)
 {
     box_table *t = r->table;
     cursor *c = &r->in;
@@ -295,7 +296,7 @@ static bool read_box(box_reader *r, uint32_t *key, uint32_t *run)
     block b;
     box_place place;
     if (work_stopped(r->stop))
-        return break_off(r);
+        return boxes_break_off(r);
     if (!cursor_u32(c, UINT32_MAX, &step))
         return false;
     if (*key >= t->keys->count || step >= t->keys->count - *key)
@@ -318,9 +319,9 @@ static bool read_explicit(box_reader *r)
     if (count > cursor_left(c) / BOX_BYTES_MIN)
         return cursor_fail(c, "more boxes are announced than bytes are there");
     if (!buffer_reserve(&r->words, sizeof *t->words))
-        return break_off(r);
+        return boxes_break_off(r);
     for (r->index = 0; r->index < count; r->index++)
-        if (!read_box(r, &key, &run))
+        if (!boxes_read_box(r, &key, &run))
             return false;
     for (close_run(r, run); run + 1 < t->n_runs; close_run(r, run))
         if (!open_run(r, ++run))
@@ -347,7 +348,7 @@ static bool read_table(box_reader *r)
         return cursor_fail(&r->in, "the alignment is not that of the offsets");
     if (cursor_left(&r->in) > 0)
         return cursor_fail(&r->in, "bytes after the table's end");
-    return box_table_close(r->table) || break_off(r);
+    return box_table_close(r->table) || boxes_break_off(r);
 }
 
 fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
@@ -448,7 +449,7 @@ static void get_place(const box_table *table, uint64_t slot, const key_entry *ke
 }
 
 /* The run that has the box; a whole table has one. */
-static const box_run *run_of(const box_table *table, uint64_t ordinal)
+static const box_run *boxes_run_of(const box_table *table, uint64_t ordinal)
 {
     uint32_t low = 0, high = table->n_runs;
     while (high - low > 1) {
@@ -464,7 +465,7 @@ static const box_run *run_of(const box_table *table, uint64_t ordinal)
 void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
                    block *block_out, box_place *place_out)
 {
-    const box_run *run = run_of(table, ordinal);
+    const box_run *run = boxes_run_of(table, ordinal);
     uint64_t at = run->slot + (ordinal - run->ordinal);
     uint32_t number = box_table_key(table, at);
     const key_entry *key = &table->keys->entries[number];

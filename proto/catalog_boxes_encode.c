@@ -23,7 +23,7 @@ static bool is_packed(const box_list *list, const box_record *box)
            place_strides_packed(&list->keys[box->key], &box->block, box->place.stride);
 }
 
-static bool follows(const box_list *list, const chunk_rule *rule)
+static bool boxes_encode_follows(const box_list *list, const chunk_rule *rule)
 {
     uint64_t next = 0;
     for (uint32_t key = 0; key < list->n_keys; key++) {
@@ -54,7 +54,7 @@ static bool find_rule(const box_list *list, uint32_t rank, uint32_t world_size,
     for (uint32_t dim = 0; dim < dims; dim++)
         for (uint32_t world = world_size; world > 0; world--) {
             chunk_rule rule = {dim, world, rank % world};
-            if (world_size % world == 0 && follows(list, &rule)) {
+            if (world_size % world == 0 && boxes_encode_follows(list, &rule)) {
                 *out = rule;
                 return true;
             }
@@ -82,7 +82,7 @@ static void pack_place(buffer *out, place_state *s, const box_list *list,
     place_advance(s, place->region, end);
 }
 
-static void pack_block(buffer *out, const block *b)
+static void boxes_encode_pack_block(buffer *out, const block *b)
 {
     pack_array(out, 2 * b->n_dims);
     for (uint32_t dim = 0; dim < b->n_dims; dim++)
@@ -121,7 +121,7 @@ void box_table_encode(buffer *out, const key_entry *keys, uint32_t n_keys,
     for (uint64_t i = 0; i < n_boxes; i++) {
         if (!chunks) {
             pack_uint(out, boxes[i].key - last_key);
-            pack_block(out, &boxes[i].block);
+            boxes_encode_pack_block(out, &boxes[i].block);
             last_key = boxes[i].key;
         }
         pack_place(out, state, &list, &boxes[i]);
@@ -197,7 +197,7 @@ void box_table_encode_part(buffer *out, const box_table *table, const key_set *w
             get_record(table, ordinal, &box);
             if (!chunks) {
                 pack_uint(out, box.key - last_key);
-                pack_block(out, &box.block);
+                boxes_encode_pack_block(out, &box.block);
                 last_key = box.key;
             }
             pack_place(out, state, &list, &box);

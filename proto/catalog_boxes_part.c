@@ -68,7 +68,8 @@ static bool take_run(box_table *to, const box_table *from, uint32_t index,
 }
 
 /* Numbers ascend with the keys, and leave nothing out between neighbouring keys. */
-static bool follows(const box_table *to, const box_table *from, uint32_t index)
+static bool boxes_part_follows(const box_table *to, const box_table *from,
+                               uint32_t index)
 {
     const box_run *run = &from->runs[index];
     if (to->n_runs == 0)
@@ -90,7 +91,7 @@ static fanin_status take_runs(box_table *to, const box_table *a, const box_table
                     (i < a->n_runs && a->runs[i].keys.first < b->runs[j].keys.first);
         const box_table *from = of_a ? a : b;
         uint32_t *index = of_a ? &i : &j;
-        if (!follows(to, from, *index))
+        if (!boxes_part_follows(to, from, *index))
             return FANIN_ERR_PROTOCOL;
         if (!take_run(to, from, *index, of_a ? 0 : a->n_words))
             return FANIN_ERR_MEMORY;
@@ -100,7 +101,7 @@ static fanin_status take_runs(box_table *to, const box_table *a, const box_table
 }
 
 /* Of both, without boxes yet. NULL: no memory. */
-static box_table *make_room(const box_table *a, const box_table *b)
+static box_table *boxes_part_make_room(const box_table *a, const box_table *b)
 {
     box_table *t = calloc(1, sizeof *t);
     if (!t)
@@ -134,7 +135,7 @@ fanin_status box_table_join(box_table **table, box_table *more, fanin_error *err
     box_table *a = *table, *b = more, *both = NULL;
     fanin_status status = FANIN_ERR_PROTOCOL;
     if (are_alike(a, b)) {
-        both = make_room(a, b);
+        both = boxes_part_make_room(a, b);
         status = both ? take_runs(both, a, b) : FANIN_ERR_MEMORY;
     }
     if (status == FANIN_ERR_MEMORY)

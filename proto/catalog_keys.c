@@ -61,7 +61,7 @@ typedef struct key_reader {
     bool broken_off; /* out of memory, or stopped */
 } key_reader;
 
-static bool break_off(key_reader *r)
+static bool keys_break_off(key_reader *r)
 {
     r->broken_off = true;
     return false;
@@ -92,7 +92,7 @@ static bool read_name(key_reader *r, size_t last, size_t *last_size)
     if (r->text.size + size + 1 > LIMIT_NAMES)
         return cursor_fail(c, "the names are too long in all");
     if (!buffer_reserve(&r->text, size + 1))
-        return break_off(r);
+        return keys_break_off(r);
     const uint8_t *before = r->text.data + last;
     uint8_t *name = r->text.data + r->text.size;
     if (shared < *last_size && tail.data[0] <= before[shared])
@@ -108,7 +108,7 @@ static bool read_name(key_reader *r, size_t last, size_t *last_size)
     return true;
 }
 
-static bool read_shape(cursor *c, key_entry *e)
+static bool keys_read_shape(cursor *c, key_entry *e)
 {
     uint32_t dtype;
     if (!cursor_u32(c, INT32_MAX, &dtype) || !cursor_array(c, &e->n_dims))
@@ -135,8 +135,8 @@ static bool read_keys(key_reader *r)
         key_entry *e = &t->entries[r->index];
         size_t start = r->text.size;
         if (work_stopped(r->stop))
-            return break_off(r);
-        if (!read_name(r, last, &last_size) || !read_shape(&r->in, e))
+            return keys_break_off(r);
+        if (!read_name(r, last, &last_size) || !keys_read_shape(&r->in, e))
             return false;
         if (__builtin_add_overflow(t->bytes, e->bytes, &t->bytes))
             return cursor_fail(&r->in, "the tensors are too large in all");
@@ -145,13 +145,13 @@ static bool read_keys(key_reader *r)
     return true;
 }
 
-static bool read_text(key_reader *r, size_t min, size_t *budget, size_t *start_out)
+static bool keys_read_text(key_reader *r, size_t min, size_t *budget, size_t *start_out)
 {
     bytes_view v;
     if (!cursor_text(&r->in, min, *budget, &v))
         return false;
     if (!buffer_reserve(&r->text, v.size + 1))
-        return break_off(r);
+        return keys_break_off(r);
     *start_out = r->text.size;
     *budget -= v.size;
     buffer_append(&r->text, v.data, v.size);
@@ -166,9 +166,9 @@ static bool read_pairs(key_reader *r)
     r->what = "metadata pair";
     for (r->index = 0; r->index < r->table->n_pairs; r->index++, starts += 2) {
         if (work_stopped(r->stop))
-            return break_off(r);
-        if (!read_text(r, 1, &budget, &starts[0]) ||
-            !read_text(r, 0, &budget, &starts[1]))
+            return keys_break_off(r);
+        if (!keys_read_text(r, 1, &budget, &starts[0]) ||
+            !keys_read_text(r, 0, &budget, &starts[1]))
             return false;
         const char *text = (const char *)r->text.data;
         if (r->index > 0 && strcmp(text + starts[-2], text + starts[0]) >= 0)
@@ -192,7 +192,7 @@ static bool read_counts(key_reader *r)
     t->entries = calloc(t->count ? t->count : 1, sizeof *t->entries);
     t->pairs = calloc(t->n_pairs ? t->n_pairs : 1, sizeof *t->pairs);
     r->starts = malloc((n_starts ? n_starts : 1) * sizeof *r->starts);
-    return (t->entries && t->pairs && r->starts) || break_off(r);
+    return (t->entries && t->pairs && r->starts) || keys_break_off(r);
 }
 
 static void set_pointers(key_reader *r)
@@ -232,7 +232,7 @@ static void mark_kept(key_table *t)
     }
 }
 
-static fanin_status report(const key_reader *r, fanin_error *error)
+static fanin_status keys_report(const key_reader *r, fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
     if (r->broken_off)
@@ -261,7 +261,7 @@ fanin_status key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
         mark_kept(table);
         *out = table;
     } else {
-        status = report(&r, error);
+        status = keys_report(&r, error);
         key_table_free(&table);
     }
     buffer_free(&r.text);
@@ -280,7 +280,7 @@ void key_table_free(key_table **table)
     *table = NULL;
 }
 
-static int compare_name(const void *key, const void *element)
+static int keys_compare_name(const void *key, const void *element)
 {
     return strcmp(key, ((const key_entry *)element)->name);
 }
@@ -288,7 +288,7 @@ static int compare_name(const void *key, const void *element)
 int64_t key_table_find(const key_table *table, const char *name)
 {
     const key_entry *entry = array_find(name, table->entries, table->count,
-                                        sizeof *table->entries, compare_name);
+                                        sizeof *table->entries, keys_compare_name);
     return entry ? entry - table->entries : -1;
 }
 
@@ -306,7 +306,7 @@ int64_t key_table_find_near(const key_table *table, const char *name, uint32_t *
     } else if (first < end && strcmp(name, all[first].name) >= 0 &&
                strcmp(name, all[end - 1].name) <= 0) {
         const key_entry *entry =
-            array_find(name, all + first, end - first, sizeof *all, compare_name);
+            array_find(name, all + first, end - first, sizeof *all, keys_compare_name);
         found = entry ? entry - all : -1;
     } else {
         found = key_table_find(table, name);

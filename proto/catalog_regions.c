@@ -22,7 +22,7 @@ void region_table_encode(buffer *out, const region_entry *entries, uint32_t coun
     }
 }
 
-static bool read_region(cursor *c, region_entry *e)
+static bool regions_read_region(cursor *c, region_entry *e)
 {
     uint32_t memory;
     int64_t device;
@@ -62,8 +62,8 @@ static bool own_rkeys(region_table *table)
     return true;
 }
 
-static fanin_status fill(region_table *table, cursor *c, work_stop *stop,
-                         fanin_error *error)
+static fanin_status regions_fill(region_table *table, cursor *c, work_stop *stop,
+                                 fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
     uint32_t count = 0, index = 0;
@@ -79,7 +79,7 @@ static fanin_status fill(region_table *table, cursor *c, work_stop *stop,
             return work_broken_off(stop, "catalog", "a table of regions was read",
                                    error);
         table->entries[index].id = index;
-        if (!read_region(c, &table->entries[index]))
+        if (!regions_read_region(c, &table->entries[index]))
             break;
     }
     if (!c->why && cursor_left(c) != 0)
@@ -99,7 +99,7 @@ fanin_status region_table_decode(const uint8_t *blob, size_t size, work_stop *st
     if (!table)
         return error_set_memory(error);
     cursor c = {.at = blob, .end = blob + size, .canonical = true};
-    fanin_status status = fill(table, &c, stop, error);
+    fanin_status status = regions_fill(table, &c, stop, error);
     if (status != FANIN_OK)
         region_table_free(&table);
     *out = table;

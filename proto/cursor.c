@@ -34,7 +34,7 @@ static bool next_head(cursor *c, scan_head *out)
 }
 
 /* The same of one kind; @p what is expected otherwise. */
-static bool next_of(cursor *c, scan_kind kind, const char *what, scan_head *out)
+static bool cursor_next_of(cursor *c, scan_kind kind, const char *what, scan_head *out)
 {
     return next_head(c, out) && (out->kind == kind || cursor_fail(c, what));
 }
@@ -42,7 +42,7 @@ static bool next_of(cursor *c, scan_kind kind, const char *what, scan_head *out)
 bool cursor_uint(cursor *c, uint64_t max, uint64_t *out)
 {
     scan_head head;
-    if (!next_of(c, SCAN_UINT, "an unsigned integer is expected", &head))
+    if (!cursor_next_of(c, SCAN_UINT, "an unsigned integer is expected", &head))
         return false;
     if (head.value > max)
         return cursor_fail(c, "a number is out of range");
@@ -76,14 +76,14 @@ bool cursor_int(cursor *c, int64_t min, int64_t max, int64_t *out)
 bool cursor_bool(cursor *c, bool *out)
 {
     scan_head head;
-    if (!next_of(c, SCAN_BOOL, "a boolean is expected", &head))
+    if (!cursor_next_of(c, SCAN_BOOL, "a boolean is expected", &head))
         return false;
     *out = head.value != 0;
     return true;
 }
 
-static bool take(cursor *c, const scan_head *head, size_t min, size_t max,
-                 bytes_view *out)
+static bool cursor_take(cursor *c, const scan_head *head, size_t min, size_t max,
+                        bytes_view *out)
 {
     if (head->value < min || head->value > max)
         return cursor_fail(c, "a string's length is out of range");
@@ -97,8 +97,8 @@ static bool take(cursor *c, const scan_head *head, size_t min, size_t max,
 bool cursor_text(cursor *c, size_t min, size_t max, bytes_view *out)
 {
     scan_head head;
-    return next_of(c, SCAN_STR, "a text is expected", &head) &&
-           take(c, &head, min, max, out) &&
+    return cursor_next_of(c, SCAN_STR, "a text is expected", &head) &&
+           cursor_take(c, &head, min, max, out) &&
            (utf8_valid(out->data, out->size) ||
             cursor_fail(c, "a text is not UTF-8 or holds a NUL"));
 }
@@ -106,15 +106,15 @@ bool cursor_text(cursor *c, size_t min, size_t max, bytes_view *out)
 bool cursor_bin(cursor *c, size_t min, size_t max, bytes_view *out)
 {
     scan_head head;
-    return next_of(c, SCAN_BIN, "a byte string is expected", &head) &&
-           take(c, &head, min, max, out);
+    return cursor_next_of(c, SCAN_BIN, "a byte string is expected", &head) &&
+           cursor_take(c, &head, min, max, out);
 }
 
 static bool container(cursor *c, scan_kind kind, const char *what, uint32_t bytes_each,
                       uint32_t *count_out)
 {
     scan_head head;
-    if (!next_of(c, kind, what, &head))
+    if (!cursor_next_of(c, kind, what, &head))
         return false;
     if (head.value > cursor_left(c) / bytes_each)
         return cursor_fail(c, "more elements are announced than bytes are there");

@@ -31,7 +31,8 @@ void frame_encode(const frame *f, uint8_t out[FRAME_SIZE])
     put_le(out + 20, 0, 4);
 }
 
-static fanin_status refuse(const char **why_out, fanin_status status, const char *why)
+static fanin_status frame_refuse(const char **why_out, fanin_status status,
+                                 const char *why)
 {
     *why_out = why;
     return status;
@@ -41,17 +42,17 @@ fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
                           const char **why_out)
 {
     if (get_le(in, 4) != FRAME_MAGIC)
-        return refuse(why_out, FANIN_ERR_PROTOCOL,
-                      in[0] == TLS_HANDSHAKE ? "TLS is not spoken here"
-                                             : "not a frame of this protocol");
+        return frame_refuse(why_out, FANIN_ERR_PROTOCOL,
+                            in[0] == TLS_HANDSHAKE ? "TLS is not spoken here"
+                                                   : "not a frame of this protocol");
     if (in[4] != FRAME_MAJOR)
-        return refuse(why_out, FANIN_ERR_VERSION,
-                      "the frame has another major version");
+        return frame_refuse(why_out, FANIN_ERR_VERSION,
+                            "the frame has another major version");
     if (in[5] != 0)
-        return refuse(why_out, FANIN_ERR_PROTOCOL, "unknown frame flags");
+        return frame_refuse(why_out, FANIN_ERR_PROTOCOL, "unknown frame flags");
     if (get_le(in + 20, 4) != 0)
-        return refuse(why_out, FANIN_ERR_PROTOCOL,
-                      "the frame's reserved field is not zero");
+        return frame_refuse(why_out, FANIN_ERR_PROTOCOL,
+                            "the frame's reserved field is not zero");
     out->type = (message_type)get_le(in + 6, 2);
     out->request = get_le(in + 8, 8);
     out->length = (uint32_t)get_le(in + 16, 4);
@@ -76,7 +77,7 @@ fanin_status seal_decode(const uint8_t header[FRAME_SIZE], bool sealed, frame *o
         return frame_decode(header, out, why_out);
     if (get_le(header + FRAME_CHECKED, 4) !=
         (uint32_t)checksum_of(header, FRAME_CHECKED))
-        return refuse(why_out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+        return frame_refuse(why_out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
     memcpy(plain, header, FRAME_CHECKED);
     return frame_decode(plain, out, why_out);
 }

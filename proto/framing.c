@@ -80,7 +80,7 @@ static bool has_come(framing *f, size_t bytes)
     return f->bytes.size - f->used >= bytes;
 }
 
-static framing_result refuse(framed *out, fanin_status status, const char *why)
+static framing_result framing_refuse(framed *out, fanin_status status, const char *why)
 {
     out->status = status;
     out->why = why;
@@ -96,9 +96,9 @@ framing_result framing_peek(framing *f, framed *out)
     const uint8_t *start = f->bytes.data + f->used;
     fanin_status status = seal_decode(start, f->sealed, &out->head, &why);
     if (status != FANIN_OK)
-        return refuse(out, status, why);
+        return framing_refuse(out, status, why);
     if (out->head.length > f->longest)
-        return refuse(out, FANIN_ERR_PROTOCOL, "the request is too long");
+        return framing_refuse(out, FANIN_ERR_PROTOCOL, "the request is too long");
     out->body = (body){.data = start + FRAME_SIZE, .size = out->head.length};
     return FRAMING_WHOLE;
 }
@@ -126,7 +126,7 @@ framing_result framing_take(framing *f, framed *out)
         return FRAMING_MORE;
     if (sealed && !seal_check(f->bytes.data + f->used - f->hello, f->hello + whole)) {
         out->head = (frame){0};
-        return refuse(out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+        return framing_refuse(out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
     }
     f->sealed = sealed;
     f->hello = 0;

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static uint64_t end_of(const key_range *r)
+static uint64_t key_set_end_of(const key_range *r)
 {
     return (uint64_t)r->first + r->count;
 }
@@ -24,7 +24,7 @@ bool key_set_add(key_set *s, uint32_t first, uint32_t count)
     key_range *last = s->n > 0 ? &s->ranges[s->n - 1] : NULL;
     if (count == 0)
         return true;
-    if (last && end_of(last) == first) {
+    if (last && key_set_end_of(last) == first) {
         last->count += count;
         return true;
     }
@@ -35,7 +35,7 @@ bool key_set_add(key_set *s, uint32_t first, uint32_t count)
 }
 
 /* Given up half way. */
-static bool no_memory(key_set *out)
+static bool key_set_no_memory(key_set *out)
 {
     key_set_free(out);
     return false;
@@ -46,7 +46,7 @@ bool key_set_of_marks(const bool *marks, uint32_t n_keys, key_set *out)
     *out = (key_set){0};
     for (uint32_t key = 0; key < n_keys; key++)
         if (marks[key] && !key_set_add(out, key, 1))
-            return no_memory(out);
+            return key_set_no_memory(out);
     return true;
 }
 
@@ -63,7 +63,7 @@ bool key_set_has(const key_set *s, uint32_t key)
     size_t low = 0, high = s->n;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        if (end_of(&s->ranges[middle]) > key)
+        if (key_set_end_of(&s->ranges[middle]) > key)
             high = middle;
         else
             low = middle + 1;
@@ -81,10 +81,10 @@ bool key_set_holds(const key_set *s, const key_set *part)
 {
     size_t i = 0;
     for (size_t j = 0; j < part->n; j++) {
-        while (i < s->n && end_of(&s->ranges[i]) <= part->ranges[j].first)
+        while (i < s->n && key_set_end_of(&s->ranges[i]) <= part->ranges[j].first)
             i++;
         if (i == s->n || s->ranges[i].first > part->ranges[j].first ||
-            end_of(&s->ranges[i]) < end_of(&part->ranges[j]))
+            key_set_end_of(&s->ranges[i]) < key_set_end_of(&part->ranges[j]))
             return false;
     }
     return true;
@@ -99,11 +99,11 @@ bool key_set_join(const key_set *a, const key_set *b, key_set *out)
         bool of_a = j == b->n || (i < a->n && a->ranges[i].first <= b->ranges[j].first);
         const key_range *next = of_a ? &a->ranges[i++] : &b->ranges[j++];
         uint64_t first = next->first > at ? next->first : at;
-        if (end_of(next) <= first)
+        if (key_set_end_of(next) <= first)
             continue;
-        at = end_of(next);
+        at = key_set_end_of(next);
         if (!key_set_add(out, (uint32_t)first, (uint32_t)(at - first)))
-            return no_memory(out);
+            return key_set_no_memory(out);
     }
     return true;
 }
@@ -113,8 +113,8 @@ bool key_set_less(const key_set *a, const key_set *b, key_set *out)
     size_t j = 0;
     *out = (key_set){0};
     for (size_t i = 0; i < a->n; i++) {
-        uint64_t at = a->ranges[i].first, end = end_of(&a->ranges[i]);
-        while (j < b->n && end_of(&b->ranges[j]) <= at)
+        uint64_t at = a->ranges[i].first, end = key_set_end_of(&a->ranges[i]);
+        while (j < b->n && key_set_end_of(&b->ranges[j]) <= at)
             j++;
         for (size_t k = j; at < end; k++) {
             bool met = k < b->n && b->ranges[k].first < end;
@@ -122,8 +122,8 @@ bool key_set_less(const key_set *a, const key_set *b, key_set *out)
                              : b->ranges[k].first > at ? b->ranges[k].first
                                                        : at;
             if (!key_set_add(out, (uint32_t)at, (uint32_t)(until - at)))
-                return no_memory(out);
-            at = met ? end_of(&b->ranges[k]) : end;
+                return key_set_no_memory(out);
+            at = met ? key_set_end_of(&b->ranges[k]) : end;
         }
     }
     return true;
@@ -134,8 +134,8 @@ static void fill_gaps(key_set *s, uint64_t widest)
     size_t last = 0;
     for (size_t i = 1; i < s->n; i++) {
         key_range *before = &s->ranges[last];
-        if (s->ranges[i].first - end_of(before) <= widest)
-            before->count = (uint32_t)(end_of(&s->ranges[i]) - before->first);
+        if (s->ranges[i].first - key_set_end_of(before) <= widest)
+            before->count = (uint32_t)(key_set_end_of(&s->ranges[i]) - before->first);
         else
             s->ranges[++last] = s->ranges[i];
     }
@@ -154,7 +154,7 @@ void key_set_encode(buffer *out, const key_set *s)
     for (size_t i = 0; i < s->n; i++) {
         pack_uint(out, s->ranges[i].first - at);
         pack_uint(out, s->ranges[i].count);
-        at = end_of(&s->ranges[i]);
+        at = key_set_end_of(&s->ranges[i]);
     }
 }
 

@@ -33,7 +33,7 @@ static bool read_integer(cursor *c, void *message, const field *f)
     return true;
 }
 
-static bool read_value(cursor *c, void *message, const field *f)
+static bool body_read_value(cursor *c, void *message, const field *f)
 {
     bytes_view v;
     bool flag;
@@ -121,7 +121,7 @@ static fanin_status read_map(cursor *c, const field_table *table, void *message,
         if (!skip_required(c, table, &next, key))
             return FANIN_ERR_PROTOCOL;
         if (next < table->count && table->fields[next].key == key) {
-            read_value(c, message, &table->fields[next++]);
+            body_read_value(c, message, &table->fields[next++]);
         } else if ((array = find_array(arrays, key)) != NULL) {
             array->seen = true;
             array->read(c, array->context);
@@ -141,8 +141,8 @@ static fanin_status read_map(cursor *c, const field_table *table, void *message,
     return verdict(c);
 }
 
-static fanin_status read_body(body *in, const field_table *table, void *message,
-                              array_field *array)
+static fanin_status body_read_body(body *in, const field_table *table, void *message,
+                                   array_field *array)
 {
     cursor c = {.at = in->data, .end = in->data + in->size};
     fanin_status status = read_map(&c, table, message, array);
@@ -155,7 +155,7 @@ static fanin_status read_body(body *in, const field_table *table, void *message,
     return status;
 }
 
-static fanin_status refuse(body *in, const char *why)
+static fanin_status body_refuse(body *in, const char *why)
 {
     in->why = why;
     return FANIN_ERR_PROTOCOL;
@@ -165,9 +165,9 @@ static fanin_status read_message(body *in, const field_table *table, void *messa
                                  size_t size)
 {
     memset(message, 0, size);
-    fanin_status status = read_body(in, table, message, NULL);
+    fanin_status status = body_read_body(in, table, message, NULL);
     const char *why = status == FANIN_OK && table->check ? table->check(message) : NULL;
-    return why ? refuse(in, why) : status;
+    return why ? body_refuse(in, why) : status;
 }
 
 /* ------------------------------------------------------------- messages */
@@ -187,7 +187,7 @@ fanin_status decode_open_path(body *in, msg_open_path *out)
 fanin_status decode_list(body *in, char publication_out[80])
 {
     msg_list m = {.publication = ""};
-    fanin_status status = read_body(in, &fields_list, &m, NULL);
+    fanin_status status = body_read_body(in, &fields_list, &m, NULL);
     memcpy(publication_out, m.publication, sizeof m.publication);
     return status;
 }
@@ -229,7 +229,7 @@ fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *co
                     .most = LIMIT_PUBLICATIONS,
                     .too_many = "too many publications"};
     array_field array = {.key = KEY_LIST_ENTRIES, .read = read_maps, .context = &r};
-    fanin_status status = read_body(in, &fields_none, NULL, &array);
+    fanin_status status = body_read_body(in, &fields_none, NULL, &array);
     *entries_out = NULL;
     *count_out = 0;
     if (status != FANIN_OK) {
@@ -273,7 +273,7 @@ fanin_status decode_stats_ok(body *in, msg_stats_ok *out)
                          .context = &entries,
                          .next = &second};
     memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_stats, out, &first);
+    fanin_status status = body_read_body(in, &fields_stats, out, &first);
     out->entries = (stats_entry *)(void *)entries.items;
     out->holders = (stats_holder *)(void *)holders.items;
     out->n_entries = entries.count;
@@ -283,7 +283,7 @@ fanin_status decode_stats_ok(body *in, msg_stats_ok *out)
                : holders.status ? holders.status
                                 : status;
     const char *why = check_holders(out);
-    return why ? refuse(in, why) : FANIN_OK;
+    return why ? body_refuse(in, why) : FANIN_OK;
 }
 
 void stats_free(msg_stats_ok *m)
@@ -299,7 +299,7 @@ fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *
 {
     const field_table *table = fields_of_blob_request(type);
     if (!table)
-        return refuse(in, "no catalog request");
+        return body_refuse(in, "no catalog request");
     return read_message(in, table, out, sizeof *out);
 }
 
@@ -313,8 +313,8 @@ fanin_status decode_begin_ok(body *in, msg_begin_ok *out)
     fanin_status status = read_message(in, &fields_begin_verdict, out, sizeof *out);
     if (status != FANIN_OK)
         return status;
-    return read_body(in, out->granted ? &fields_begin_granted : &fields_begin_refused,
-                     out, NULL);
+    return body_read_body(
+        in, out->granted ? &fields_begin_granted : &fields_begin_refused, out, NULL);
 }
 
 typedef struct read_reader {
@@ -367,14 +367,14 @@ static fanin_status decode_entries(body *in, const field_table *table, msg_read 
     read_reader r = {.entries = entries};
     array_field array = {.key = KEY_READ_ENTRIES, .read = read_entries, .context = &r};
     memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, table, out, &array);
+    fanin_status status = body_read_body(in, table, out, &array);
     if (status != FANIN_OK)
         return status;
     /* Without the box table: a whole box holds a byte at least. */
     bool fits = r.boxes ? r.boxes <= out->bytes && r.bytes <= out->bytes - r.boxes
                         : r.bytes == out->bytes;
     if (!fits)
-        return refuse(in, "the entries do not sum up to the bytes announced");
+        return body_refuse(in, "the entries do not sum up to the bytes announced");
     out->entries = entries;
     out->n_entries = r.count;
     return FANIN_OK;
@@ -392,5 +392,5 @@ fanin_status decode_digest(body *in, msg_read *out, read_entry *entries)
 
 fanin_status decode_empty(body *in)
 {
-    return read_body(in, &fields_none, NULL, NULL);
+    return body_read_body(in, &fields_none, NULL, NULL);
 }

@@ -39,7 +39,7 @@ static const void *member(const void *message, const field *f)
     return (const char *)message + f->offset;
 }
 
-static uint64_t number(const void *message, const field *f)
+static uint64_t encode_number(const void *message, const field *f)
 {
     uint64_t u64;
     uint32_t u32;
@@ -82,7 +82,7 @@ static bool present(const void *message, const field *f)
     case FIELD_ID:
         return true;
     default:
-        return number(message, f) != 0;
+        return encode_number(message, f) != 0;
     }
 }
 
@@ -108,13 +108,13 @@ static void pack_value(buffer *b, const void *message, const field *f)
     switch ((field_kind)f->kind) {
     case FIELD_U32:
     case FIELD_U64:
-        pack_uint(b, number(message, f));
+        pack_uint(b, encode_number(message, f));
         break;
     case FIELD_I32:
-        pack_int(b, (int64_t)number(message, f));
+        pack_int(b, (int64_t)encode_number(message, f));
         break;
     case FIELD_BOOL:
-        pack_bool(b, number(message, f) != 0);
+        pack_bool(b, encode_number(message, f) != 0);
         break;
     case FIELD_TEXT:
         pack_member_text(b, member(message, f), (size_t)f->max);

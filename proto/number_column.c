@@ -49,7 +49,7 @@ static void put_bits(uint64_t *words, uint64_t at, uint32_t width, uint64_t bits
 }
 
 /* The block that is being filled is full, or the last one. */
-static bool pack_block(number_column *c)
+static bool column_pack_block(number_column *c)
 {
     uint32_t n = (uint32_t)(c->count - (uint64_t)c->n_blocks * COLUMN_BLOCK);
     column_block b = fit(c->open, n);
@@ -75,12 +75,12 @@ bool number_column_add(number_column *c, uint64_t number)
     if (!c->open && !(c->open = malloc(COLUMN_BLOCK * sizeof *c->open)))
         return false;
     c->open[c->count++ % COLUMN_BLOCK] = number;
-    return c->count % COLUMN_BLOCK != 0 || pack_block(c);
+    return c->count % COLUMN_BLOCK != 0 || column_pack_block(c);
 }
 
 bool number_column_close(number_column *c)
 {
-    if (c->count % COLUMN_BLOCK != 0 && !pack_block(c))
+    if (c->count % COLUMN_BLOCK != 0 && !column_pack_block(c))
         return false;
     free(c->open);
     c->open = NULL;

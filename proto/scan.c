@@ -104,8 +104,8 @@ typedef struct scan_state {
     uint64_t objects; /* seen and pending */
 } scan_state;
 
-static const char *enter(scan_state *s, const scan_head *head, size_t left,
-                         const scan_limits *limits)
+static const char *scan_enter(scan_state *s, const scan_head *head, size_t left,
+                              const scan_limits *limits)
 {
     uint64_t count = head->kind == SCAN_MAP ? 2 * head->value : head->value;
     if (count == 0)
@@ -142,7 +142,7 @@ bool scan_object(const uint8_t *data, size_t size, const scan_limits *limits,
             }
             at += head.value;
         } else if (head.kind == SCAN_ARRAY || head.kind == SCAN_MAP) {
-            const char *why = enter(&s, &head, size - at, limits);
+            const char *why = scan_enter(&s, &head, size - at, limits);
             if (why) {
                 *why_out = why;
                 return false;

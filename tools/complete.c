@@ -57,7 +57,7 @@ typedef struct lister {
     size_t count;
 } lister;
 
-static bool on_publication(void *cookie, const fanin_publication_info *info)
+static bool complete_on_publication(void *cookie, const fanin_publication_info *info)
 {
     lister *l = cookie;
     for (size_t i = 0; i < l->count; i++) {
@@ -71,7 +71,7 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
     return true;
 }
 
-static bool on_entry(void *cookie, const fanin_entry *entry)
+static bool complete_on_entry(void *cookie, const fanin_entry *entry)
 {
     const lister *l = cookie;
     char key[FANIN_MAX_NAME + 128];
@@ -83,7 +83,7 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
 static void offer_publications(lister *l)
 {
     fanin_status status = fanin_client_list(l->client, progress_left_ms(l->end_ns),
-                                            on_publication, l, NULL);
+                                            complete_on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             offer_of_ranks(l->whole ? l->names[i] : options_run_of(l->names[i]),
@@ -96,7 +96,8 @@ static void offer_publications(lister *l)
         }
         l->publication = l->names[i];
         status = fanin_client_catalog(l->client, l->names[i], NULL,
-                                      progress_left_ms(l->end_ns), on_entry, l, NULL);
+                                      progress_left_ms(l->end_ns), complete_on_entry, l,
+                                      NULL);
     }
 }
 
@@ -198,7 +199,7 @@ static void offer_options(const line *line, const char *prefix)
 /* ------------------------------------------------------------------------ the line */
 
 /* Takes @p text, the listing of options_list_only(), apart. */
-static void read_options(line *line, char *text)
+static void complete_read_options(line *line, char *text)
 {
     for (char *row = strtok(text, "\n"); row != NULL && line->n_options < MAX_OPTIONS;
          row = strtok(NULL, "\n")) {
@@ -215,7 +216,7 @@ static void read_options(line *line, char *text)
 }
 
 /* What the command prints of its options, to @p stream. */
-static int list_options(const command *c, FILE *stream)
+static int complete_list_options(const command *c, FILE *stream)
 {
     const char *argv[] = {c->name, NULL};
     options_list_only(stream);
@@ -227,9 +228,9 @@ static void learn_command(line *line)
     char *text = NULL;
     size_t size = 0;
     FILE *stream = output_require(open_memstream(&text, &size));
-    (void)list_options(line->command, stream);
+    (void)complete_list_options(line->command, stream);
     fclose(stream);
-    read_options(line, text);
+    complete_read_options(line, text);
     free(text);
 }
 
@@ -330,7 +331,7 @@ int complete(const command *const *all, int argc, const char *const *argv)
         complete_line(all, argc - 2, argv + 2);
     } else if (strcmp(what, "options") == 0) {
         const command *found = command_find(all, argv[2]);
-        return found != NULL ? list_options(found, stdout) : 0;
+        return found != NULL ? complete_list_options(found, stdout) : 0;
     }
     return 0;
 }

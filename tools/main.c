@@ -40,7 +40,7 @@ static const command *const commands[] = {
     &cmd_serve,  &cmd_bench, &cmd_doctor,   &cmd_secret, &cmd_trace,  NULL,
 };
 
-static void print_help(FILE *stream)
+static void main_print_help(FILE *stream)
 {
     fputs(intro, stream);
     for (size_t i = 0; commands[i] != NULL; i++) {
@@ -49,7 +49,7 @@ static void print_help(FILE *stream)
     fputs(outro, stream);
 }
 
-static int unknown(const char *word)
+static int main_unknown(const char *word)
 {
     const char *names[sizeof commands / sizeof commands[0]] = {NULL};
     for (size_t i = 0; commands[i] != NULL; i++) {
@@ -63,13 +63,13 @@ static int unknown(const char *word)
     return failure_usage(NULL, "unknown command '%s'", word);
 }
 
-static int dispatch(const char *name, int argc, char **argv)
+static int main_dispatch(const char *name, int argc, char **argv)
 {
     const command *found = command_find(commands, name);
     bool completion = strcmp(name, "__complete") == 0;
     if (found == NULL && !completion) {
         options_expect_json(argc, (const char *const *)argv);
-        return unknown(name);
+        return main_unknown(name);
     }
     char title[64];
     const char **words = output_require(calloc((size_t)argc + 1, sizeof *words));
@@ -113,7 +113,7 @@ int main(int argc, char **argv)
     setlocale(LC_CTYPE, "");
     raise_descriptor_limit();
     if (argc < 2) {
-        print_help(stderr);
+        main_print_help(stderr);
         return EXIT_USAGE;
     }
     const char *word = argv[1];
@@ -124,7 +124,7 @@ int main(int argc, char **argv)
         return failure_of_output(0);
     }
     if (help && argc == 2) {
-        print_help(stdout);
+        main_print_help(stdout);
         return failure_of_output(0);
     }
     if (help) { /* help COMMAND is COMMAND --help */
@@ -136,5 +136,5 @@ int main(int argc, char **argv)
     if (word[0] == '-') {
         return failure_usage(NULL, "unknown option '%s' before a command", word);
     }
-    return dispatch(word, argc - 1, argv + 1);
+    return main_dispatch(word, argc - 1, argv + 1);
 }

@@ -56,7 +56,7 @@ static void name_found(tls *t, const X509 *cert)
 }
 
 /* Why not. */
-static void refuse(tls *t, X509_STORE_CTX *chain, bool is_believed)
+static void certs_refuse(tls *t, X509_STORE_CTX *chain, bool is_believed)
 {
     /* X509_V_ERR_HOSTNAME_MISMATCH: the other hears bad_certificate; X509_V_ERR_OUT_OF_MEM */
     enum { OTHER_NAME = 62, OUT_OF_MEMORY = 17 };
@@ -76,7 +76,7 @@ static void refuse(tls *t, X509_STORE_CTX *chain, bool is_believed)
 }
 
 /* Within the handshake: what OpenSSL thinks of the chain, and then who it is. */
-static int verify(int good, X509_STORE_CTX *chain)
+static int certs_verify(int good, X509_STORE_CTX *chain)
 {
     const openssl *o = openssl_of_callback();
     const SSL *ssl =
@@ -87,7 +87,7 @@ static int verify(int good, X509_STORE_CTX *chain)
     if (good && (o->X509_STORE_CTX_get_error_depth(chain) > 0 ||
                  pem_is_for(o, o->X509_STORE_CTX_get0_cert(chain), &wanted)))
         return 1;
-    refuse(t, chain, good);
+    certs_refuse(t, chain, good);
     return 0;
 }
 
@@ -101,15 +101,15 @@ bool certificates_peer_is(const openssl *o, const SSL *ssl, const identity *want
 
 /* ------------------------------------------------------------------- contexts */
 
-static fanin_status fill(const openssl *o, SSL_CTX *context,
-                         const certificate_files *files, identity *is,
-                         fanin_error *error)
+static fanin_status certs_fill(const openssl *o, SSL_CTX *context,
+                               const certificate_files *files, identity *is,
+                               fanin_error *error)
 {
     enum { MAX_CERT_LIST = 51, LIST_MOST = 32 << 10, VERIFY = 1 | 2, DEPTH = 6 };
     /* Keys of 112 bits at least, and no SHA-1: RSA from 2048 on, any curve that is used. */
     o->SSL_CTX_set_security_level(context, 2);
     o->SSL_CTX_ctrl(context, MAX_CERT_LIST, LIST_MOST, NULL);
-    o->SSL_CTX_set_verify(context, VERIFY, verify);
+    o->SSL_CTX_set_verify(context, VERIFY, certs_verify);
     o->SSL_CTX_set_verify_depth(context, DEPTH);
     fanin_status status = pem_use_certificate(o, context, files->cert, is, error);
     if (status == FANIN_OK)
@@ -127,7 +127,7 @@ static fanin_status read_context(const openssl *o, const certificate_files *file
     openssl_enter(o);
     SSL_CTX *context = tls_context_new(o);
     fanin_status status =
-        context ? fill(o, context, files, is, error) : tls_no_context(o, error);
+        context ? certs_fill(o, context, files, is, error) : tls_no_context(o, error);
     if (status == FANIN_OK)
         *out = context;
     else
@@ -139,7 +139,7 @@ static fanin_status read_context(const openssl *o, const certificate_files *file
 /* ------------------------------------------------------------------- rotation */
 
 /* What cannot be looked at has a stamp of its own. */
-static void look(const certificates *c, stamp out[3])
+static void certs_look(const certificates *c, stamp out[3])
 {
     struct stat s;
     memset(out, 0, 3 * sizeof *out);
@@ -156,7 +156,7 @@ static void look(const certificates *c, stamp out[3])
 /* Keeps what was read, if it was. The files may be exchanged one after the other: what does not fit
    together yet is read again. True: the log is to be told, which it is once a change. With the
    lock. */
-static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
+static bool certs_settle(certificates *c, const stamp now[3], SSL_CTX *context)
 {
     bool was_told = c->is_told;
     c->is_told = !context;
@@ -170,7 +170,7 @@ static bool settle(certificates *c, const stamp now[3], SSL_CTX *context)
 
 /* Without the lock, for which connections would wait as long as the log does; the end waits for it.
    */
-static void tell(certificates *c, bool is_read, const fanin_error *why)
+static void certs_tell(certificates *c, bool is_read, const fanin_error *why)
 {
     c->tells = true;
     pthread_mutex_unlock(&c->lock);
@@ -186,7 +186,7 @@ static void tell(certificates *c, bool is_read, const fanin_error *why)
 
 /* Takes as long as the files' file system and the log do, without the lock, with which it is called
    and returns. */
-static void look_again(certificates *c)
+static void certs_look_again(certificates *c)
 {
     stamp now[3];
     SSL_CTX *context = NULL;
@@ -195,7 +195,7 @@ static void look_again(certificates *c)
     const certificate_files files = {c->files[0], c->files[1], c->files[2]};
     c->looks_ns = clock_ns();
     pthread_mutex_unlock(&c->lock);
-    look(c, now);
+    certs_look(c, now);
     bool is_other = memcmp(now, c->stamps, sizeof now) != 0;
     if (is_other)
         (void)read_context(c->o, &files, &is, &context, &why);
@@ -204,8 +204,8 @@ static void look_again(certificates *c)
     c->slow_told = false;
     if (!is_other || c->ended) {
         tls_context_free(c->o, context);
-    } else if (settle(c, now, context)) {
-        tell(c, context != NULL, &why);
+    } else if (certs_settle(c, now, context)) {
+        certs_tell(c, context != NULL, &why);
     }
 }
 
@@ -222,7 +222,7 @@ static void wipe(certificates *c)
 
 /* A thread of its own, for a file system that has gone away answers nobody, and cannot be waited
    for with a deadline. It may so outlive the end, and uses nothing then that is not its own. */
-static void *watch(void *cookie)
+static void *certs_watch(void *cookie)
 {
     certificates *c = cookie;
     pthread_setname_np(pthread_self(), "fanin-certs");
@@ -232,7 +232,7 @@ static void *watch(void *cookie)
         while (!c->ended && condition_wait(&c->turn, &c->lock, next))
             ;
         if (!c->ended)
-            look_again(c);
+            certs_look_again(c);
     }
     c->left = true;
     bool is_alone = c->is_alone;
@@ -291,9 +291,9 @@ const identity *certificates_identity(const certificates *c)
 /* ----------------------------------------------------------------------- life */
 
 /* Without what the files hold. */
-static fanin_status begin(certificates *c, const openssl *o,
-                          const certificate_files *files, const logger *log,
-                          fanin_error *error)
+static fanin_status certs_begin(certificates *c, const openssl *o,
+                                const certificate_files *files, const logger *log,
+                                fanin_error *error)
 {
     const char *paths[3] = {files->cert, files->key, files->ca};
     pthread_mutex_init(&c->lock, NULL);
@@ -310,7 +310,7 @@ static fanin_status begin_watch(certificates *c, fanin_error *error)
 {
     const error_place place = {.remedy = THREAD_REMEDY};
     pin_own_library(); /* the thread may still run when the library is unloaded */
-    if (worker_thread_start(&c->thread, watch, c))
+    if (worker_thread_start(&c->thread, certs_watch, c))
         return FANIN_OK;
     return error_set(error, FANIN_ERR_LIMIT, &place,
                      "cannot start the thread that looks at the file %s", c->files[0]);
@@ -324,10 +324,10 @@ fanin_status certificates_new(const openssl *o, const certificate_files *files,
     *out = NULL;
     if (!c)
         return error_set_memory(error);
-    fanin_status status = begin(c, o, files, log, error);
+    fanin_status status = certs_begin(c, o, files, log, error);
     if (status == FANIN_OK) {
         c->is = *wanted;
-        look(c, c->stamps);
+        certs_look(c, c->stamps);
         status = read_context(o, files, &c->is, &c->context, error);
     }
     if (status == FANIN_OK)

@@ -26,34 +26,37 @@ static certificate_files or_environments(const certificate_files *configured)
                                .ca = or_environment(configured->ca, CA_ENV)};
 }
 
-static fanin_status refuse(fanin_error *error, const char *what, const char *remedy)
+static fanin_status credentials_refuse(fanin_error *error, const char *what,
+                                       const char *remedy)
 {
     const error_place place = {.phase = "certificate", .remedy = remedy};
     return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
 }
 
-static fanin_status check(const credentials *c, fanin_error *error)
+static fanin_status credentials_check(const credentials *c, fanin_error *error)
 {
     if (!names_files(&c->tls))
         return FANIN_OK;
     if (c->secret)
-        return refuse(error, "both a launch's secret and certificates are given",
-                      "give one of them: secret_file (FANIN_SECRET_FILE), or tls_cert, "
-                      "tls_key and tls_ca (FANIN_TLS_CERT, _KEY, _CA)");
+        return credentials_refuse(
+            error, "both a launch's secret and certificates are given",
+            "give one of them: secret_file (FANIN_SECRET_FILE), or tls_cert, "
+            "tls_key and tls_ca (FANIN_TLS_CERT, _KEY, _CA)");
     if (c->tls.cert && c->tls.key && c->tls.ca)
         return FANIN_OK;
-    return refuse(error,
-                  !c->tls.cert  ? "a key or authorities, and no certificate (tls_cert)"
-                  : !c->tls.key ? "a certificate without its key (tls_key)"
-                                : "a certificate without authorities that the other "
-                                  "end's is from (tls_ca)",
-                  "give all three: tls_cert, tls_key, tls_ca; --tls-cert, --tls-key, "
-                  "--tls-ca; FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA");
+    return credentials_refuse(
+        error,
+        !c->tls.cert  ? "a key or authorities, and no certificate (tls_cert)"
+        : !c->tls.key ? "a certificate without its key (tls_key)"
+                      : "a certificate without authorities that the other "
+                        "end's is from (tls_ca)",
+        "give all three: tls_cert, tls_key, tls_ca; --tls-cert, --tls-key, "
+        "--tls-ca; FANIN_TLS_CERT, FANIN_TLS_KEY, FANIN_TLS_CA");
 }
 
 /* Afterwards nothing is empty, and all that is not NULL is to be used. */
-static fanin_status resolve(const credentials *configured, credentials *out,
-                            fanin_error *error)
+static fanin_status credentials_resolve(const credentials *configured, credentials *out,
+                                        fanin_error *error)
 {
     bool has_secret = given(configured->secret);
     bool has_files = names_files(&configured->tls);
@@ -62,7 +65,7 @@ static fanin_status resolve(const credentials *configured, credentials *out,
         out->secret = secret_file_of(configured->secret);
     if (has_files || !has_secret)
         out->tls = or_environments(&configured->tls);
-    return check(out, error);
+    return credentials_check(out, error);
 }
 
 fanin_status credentials_of_rank(const credentials *configured,
@@ -71,7 +74,7 @@ fanin_status credentials_of_rank(const credentials *configured,
 {
     credentials c;
     *out = NULL;
-    fanin_status status = resolve(configured, &c, error);
+    fanin_status status = credentials_resolve(configured, &c, error);
     if (status == FANIN_OK && c.secret)
         return tls_end_of_rank(c.secret, world_id, rank, out, error);
     if (status == FANIN_OK && c.tls.cert) {
@@ -86,7 +89,7 @@ fanin_status credentials_of_reader(const credentials *configured, const logger *
 {
     credentials c;
     *out = NULL;
-    fanin_status status = resolve(configured, &c, error);
+    fanin_status status = credentials_resolve(configured, &c, error);
     if (status == FANIN_OK && c.secret)
         return tls_end_of_reader(c.secret, out, error);
     if (status == FANIN_OK && c.tls.cert) {

@@ -12,7 +12,7 @@ typedef struct text {
     size_t size;
 } text;
 
-static bool take(text *t, const char *word)
+static bool identity_take(text *t, const char *word)
 {
     size_t size = strlen(word);
     if (t->size < size || memcmp(t->at, word, size) != 0)
@@ -28,7 +28,7 @@ static bool is_of_job(char c)
            c == '.' || c == '_' || c == '-';
 }
 
-static bool take_job(text *t, char out[JOB_MOST + 1])
+static bool identity_take_job(text *t, char out[JOB_MOST + 1])
 {
     size_t size = 0;
     while (size < t->size && size < JOB_MOST && is_of_job(t->at[size]))
@@ -37,11 +37,11 @@ static bool take_job(text *t, char out[JOB_MOST + 1])
     out[size] = '\0';
     t->at += size;
     t->size -= size;
-    return size > 0 && take(t, "/");
+    return size > 0 && identity_take(t, "/");
 }
 
 /* A number as it is written, without zeros before it. */
-static bool take_rank(text *t, uint32_t *out)
+static bool identity_take_rank(text *t, uint32_t *out)
 {
     uint64_t rank = 0;
     if (t->size == 0 || (t->at[0] == '0' && t->size > 1))
@@ -57,7 +57,7 @@ static bool take_rank(text *t, uint32_t *out)
     return true;
 }
 
-static bool is(const text *t, const char *word)
+static bool identity_is(const text *t, const char *word)
 {
     return t->size == strlen(word) && memcmp(t->at, word, t->size) == 0;
 }
@@ -66,13 +66,13 @@ bool identity_parse(const char *uri, size_t size, identity *out)
 {
     text t = {uri, size};
     identity id = {.role = AS_READER};
-    if (!take(&t, SCHEME) || !take_job(&t, id.job))
+    if (!identity_take(&t, SCHEME) || !identity_take_job(&t, id.job))
         return false;
-    if (!is(&t, "reader")) {
-        if (!take(&t, RANKS))
+    if (!identity_is(&t, "reader")) {
+        if (!identity_take(&t, RANKS))
             return false;
-        id.role = is(&t, "*") ? AS_ANY_RANK : AS_RANK;
-        if (id.role == AS_RANK && !take_rank(&t, &id.rank))
+        id.role = identity_is(&t, "*") ? AS_ANY_RANK : AS_RANK;
+        if (id.role == AS_RANK && !identity_take_rank(&t, &id.rank))
             return false;
     }
     *out = id;

@@ -24,7 +24,8 @@ static load_lock loading = LOAD_LOCK_INIT;
 static openssl table;
 static bool loaded;
 
-static fanin_status refuse(fanin_error *error, const char *file, const char *why)
+static fanin_status openssl_refuse(fanin_error *error, const char *file,
+                                   const char *why)
 {
     const error_place place = {.phase = "load", .remedy = install_hint};
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "no TLS: %s%s%.400s",
@@ -32,7 +33,7 @@ static fanin_status refuse(fanin_error *error, const char *file, const char *why
 }
 
 /* Of libssl and, by its dependence, of the libcrypto that it was linked with. */
-static bool read_functions(void *handle, openssl *o, char why[128])
+static bool openssl_read_functions(void *handle, openssl *o, char why[128])
 {
     static const library_function functions[] = {
 #define X(name) {#name, offsetof(openssl, name)},
@@ -52,16 +53,16 @@ static fanin_status load(fanin_error *error)
     const char *file = named ? named : SONAME;
     char why[128];
     if (!file[0])
-        return refuse(error, NULL, "FANIN_OPENSSL_LIBRARY is empty");
+        return openssl_refuse(error, NULL, "FANIN_OPENSSL_LIBRARY is empty");
     void *handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (!handle)
-        return refuse(error, NULL, dlerror());
-    if (!read_functions(handle, &table, why))
-        return refuse(error, file, why);
+        return openssl_refuse(error, NULL, dlerror());
+    if (!openssl_read_functions(handle, &table, why))
+        return openssl_refuse(error, file, why);
     if (MAJOR(table.OpenSSL_version_num()) != 3)
-        return refuse(error, file, "it is not of version 3");
+        return openssl_refuse(error, file, "it is not of version 3");
     if (table.OPENSSL_init_ssl(INIT_NO_ATEXIT, NULL) != 1)
-        return refuse(error, file, "it does not start");
+        return openssl_refuse(error, file, "it does not start");
     loaded = true;
     return FANIN_OK;
 }

@@ -68,9 +68,9 @@ static fanin_status check_owner(const own_file_rules *rules, int fd, const char 
     return s.st_mode & 0777 & ~most ? refuse_mode(rules, path, &s, error) : FANIN_OK;
 }
 
-static fanin_status read_all(const own_file_rules *rules, int fd, const char *path,
-                             char *out, size_t room, size_t *size_out,
-                             fanin_error *error)
+static fanin_status own_file_read_all(const own_file_rules *rules, int fd,
+                                      const char *path, char *out, size_t room,
+                                      size_t *size_out, fanin_error *error)
 {
     *size_out = 0;
     while (*size_out < room) {
@@ -95,7 +95,7 @@ fanin_status own_file_read(const own_file_rules *rules, const char *path, void *
         return refuse_errno(rules, path, errno, error);
     fanin_status status = check_owner(rules, fd, path, error);
     if (status == FANIN_OK)
-        status = read_all(rules, fd, path, out, room, size_out, error);
+        status = own_file_read_all(rules, fd, path, out, room, size_out, error);
     close(fd);
     return status;
 }

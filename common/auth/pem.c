@@ -61,7 +61,7 @@ typedef struct listing {
     size_t room, used;
 } listing;
 
-static bool list(void *cookie, const char *uri, size_t size)
+static bool pem_list(void *cookie, const char *uri, size_t size)
 {
     listing *l = cookie;
     size_t most = size < IDENTITY_URI_MOST ? size : IDENTITY_URI_MOST;
@@ -82,7 +82,7 @@ void pem_names(const openssl *o, const X509 *cert, char *out, size_t room)
 {
     listing l = {.out = out, .room = room};
     snprintf(out, room, "nobody: it has no URI among its alternative names");
-    each_uri(o, cert, list, &l);
+    each_uri(o, cert, pem_list, &l);
 }
 
 /* Of one's own certificate: the job of all names that have the role. */
@@ -92,7 +92,7 @@ typedef struct search {
 } search;
 
 /* True: another job than before. */
-static bool take_job(void *cookie, const char *uri, size_t size)
+static bool pem_take_job(void *cookie, const char *uri, size_t size)
 {
     search *s = cookie;
     identity id, wanted = *s->is;
@@ -115,7 +115,7 @@ static fanin_status settle_identity(const openssl *o, const X509 *cert,
     char names[NAMES_MOST], wanted[IDENTITY_URI_MOST], why[512];
     search s = {.is = is};
     identity shown = *is;
-    bool is_two = each_uri(o, cert, take_job, &s);
+    bool is_two = each_uri(o, cert, pem_take_job, &s);
     if (s.found && !is_two)
         return FANIN_OK;
     if (!shown.job[0])
@@ -179,8 +179,8 @@ static fanin_status text_read(const openssl *o, const own_file_rules *rules,
     return status;
 }
 
-static fanin_status refuse(const openssl *o, const own_file_rules *rules,
-                           const char *path, const char *why, fanin_error *error)
+static fanin_status pem_refuse(const openssl *o, const own_file_rules *rules,
+                               const char *path, const char *why, fanin_error *error)
 {
     if (openssl_fault(o) == OPENSSL_NO_MEMORY)
         return error_set_memory(error);
@@ -196,10 +196,10 @@ static fanin_status settle_end(const openssl *o, const own_file_rules *rules,
     char why[128];
     if (o->ERR_peek_last_error() == no_start_line)
         return n > 1 ? FANIN_OK
-                     : refuse(o, rules, path, "holds no certificate in PEM", error);
+                     : pem_refuse(o, rules, path, "holds no certificate in PEM", error);
     snprintf(why, sizeof why,
              "is damaged, or not whole: certificate number %u in it cannot be read", n);
-    return refuse(o, rules, path, why, error);
+    return pem_refuse(o, rules, path, why, error);
 }
 
 static fanin_status check_dates(const openssl *o, const X509 *cert, const char *path,
@@ -224,7 +224,7 @@ static fanin_status use_chain(const openssl *o, SSL_CTX *context, BIO *from,
     for (; (next = o->PEM_read_bio_X509(from, NULL, no_password, NULL)); n++)
         if (o->SSL_CTX_ctrl(context, CHAIN_CERT, 0, next) != 1) {
             o->X509_free(next);
-            return refuse(o, &cert_rules, path, NOT_TAKEN, error);
+            return pem_refuse(o, &cert_rules, path, NOT_TAKEN, error);
         }
     return settle_end(o, &cert_rules, path, n, error);
 }
@@ -244,7 +244,7 @@ fanin_status pem_use_certificate(const openssl *o, SSL_CTX *context, const char 
     if (status == FANIN_OK)
         status = settle_identity(o, cert, path, is, error);
     if (status == FANIN_OK && o->SSL_CTX_use_certificate(context, cert) != 1)
-        status = refuse(o, &cert_rules, path, NOT_TAKEN, error);
+        status = pem_refuse(o, &cert_rules, path, NOT_TAKEN, error);
     if (status == FANIN_OK)
         status = use_chain(o, context, text.bio, path, error);
     o->X509_free(cert);
@@ -262,11 +262,11 @@ fanin_status pem_use_key(const openssl *o, SSL_CTX *context, const char *path,
         return status;
     EVP_PKEY *key = o->PEM_read_bio_PrivateKey(text.bio, NULL, no_password, NULL);
     if (!key) {
-        status = refuse(o, &key_rules, path,
-                        "holds no private key in PEM without password", error);
+        status = pem_refuse(o, &key_rules, path,
+                            "holds no private key in PEM without password", error);
     } else if (o->SSL_CTX_use_PrivateKey(context, key) != 1) {
         snprintf(why, sizeof why, "is not that of the certificate %.300s", cert);
-        status = refuse(o, &key_rules, path, why, error);
+        status = pem_refuse(o, &key_rules, path, why, error);
     }
     o->EVP_PKEY_free(key);
     text_free(o, &text);

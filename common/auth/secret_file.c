@@ -44,7 +44,8 @@ bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE])
     return true;
 }
 
-static bool parse(const uint8_t *text, size_t size, uint8_t out[SECRET_SIZE])
+static bool secret_file_parse(const uint8_t *text, size_t size,
+                              uint8_t out[SECRET_SIZE])
 {
     if ((size == HEX_SIZE + 1 || size == SECRET_SIZE + 1) && text[size - 1] == '\n')
         size--;
@@ -70,7 +71,7 @@ fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
     uint8_t text[MOST + 1];
     size_t size = 0;
     fanin_status status = own_file_read(&rules, path, text, sizeof text, &size, error);
-    if (status == FANIN_OK && !parse(text, size, out))
+    if (status == FANIN_OK && !secret_file_parse(text, size, out))
         status = own_file_refuse(&rules, path, FANIN_ERR_ARGUMENT,
                                  "holds neither 64 hexadecimal digits nor 32 bytes",
                                  rules.make, error);

@@ -113,7 +113,7 @@ static tls_fault fault_of_certificates(unsigned long reason)
 
 /* Why it failed, by OpenSSL's number of it; what is known already stays, but for a lack of memory:
    what else went wrong may follow from that. */
-static void fail(tls *t, unsigned long code)
+static void tls_fail(tls *t, unsigned long code)
 {
     unsigned long reason = code ^ LIBRARY_SSL; /* of other libraries': no reason here */
     if (code == OPENSSL_NO_MEMORY || t->sys_errno == ENOMEM)
@@ -131,7 +131,7 @@ static void fail(tls *t, unsigned long code)
 
 void tls_give_up(tls *t)
 {
-    fail(t, openssl_fault(t->end->o));
+    tls_fail(t, openssl_fault(t->end->o));
     if (t->fault == TLS_MEMORY) /* the alert may accuse the other */
         t->out.used = t->out.size;
     (void)tls_flush(t);
@@ -253,7 +253,7 @@ bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE])
 }
 
 /* In a time that does not depend on where they differ. */
-static bool is_same(const uint8_t *a, const uint8_t *b, size_t size)
+static bool tls_is_same(const uint8_t *a, const uint8_t *b, size_t size)
 {
     unsigned differ = 0;
     for (size_t i = 0; i < size; i++)
@@ -284,7 +284,7 @@ static bool has_key(tls *t, const uint8_t world_id[16], uint32_t rank,
     explicit_bzero(key, sizeof key);
     if (!made) /* by ciphers that have just worked */
         (void)tls_lack_memory(t);
-    return made && is_same(expected, proof, TLS_PROOF_SIZE);
+    return made && tls_is_same(expected, proof, TLS_PROOF_SIZE);
 }
 
 bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,

@@ -32,7 +32,7 @@ size_t tls_left(const tls_bytes *b)
 }
 
 /* Room for @p more bytes behind those that are there. False: no memory. */
-static bool reserve(tls_bytes *b, size_t more)
+static bool tls_bytes_reserve(tls_bytes *b, size_t more)
 {
     if (b->used == b->size)
         b->used = b->size = 0;
@@ -60,7 +60,7 @@ static ssize_t refill(tls *t)
         memmove(in->data, in->data + in->used, have); /* of one record */
     in->used = 0;
     in->size = have;
-    if (!reserve(in, (want ? want : FIRST) - have)) {
+    if (!tls_bytes_reserve(in, (want ? want : FIRST) - have)) {
         t->sys_errno = ENOMEM;
         return -1;
     }
@@ -121,7 +121,7 @@ static void refuse_hello(tls *t)
     static const uint8_t alert[TLS_ALERT_SIZE] = {0x15, 3, 3, 0, 2, 2, 50};
     t->fault = TLS_BROKEN;
     t->why = TLS_HELLO_ODD;
-    if (!reserve(&t->out, sizeof alert))
+    if (!tls_bytes_reserve(&t->out, sizeof alert))
         return;
     memcpy(t->out.data + t->out.size, alert, sizeof alert);
     t->out.size += sizeof alert;
@@ -144,7 +144,7 @@ static ssize_t allowed(tls *t)
 }
 
 /* Whoever sends nothing but records without data wants this thread's time. */
-static bool is_idle(tls *t, size_t step)
+static bool tls_bytes_is_idle(tls *t, size_t step)
 {
     t->idle += t->up ? step : 0;
     if (t->idle <= IDLE_MOST)
@@ -170,7 +170,7 @@ static int bio_read(BIO *bio, char *to, int room)
     if (step < 0)
         return -1;
     step = step < room ? step : room;
-    if (is_idle(t, (size_t)step))
+    if (tls_bytes_is_idle(t, (size_t)step))
         return -1;
     memcpy(to, t->in.data + t->in.used, (size_t)step);
     t->in.used += (size_t)step;
@@ -207,7 +207,7 @@ static int bio_write(BIO *bio, const char *data, int size)
             send_alert(t, data, (size_t)size);
         return size;
     }
-    if (!reserve(&t->out, (size_t)size)) {
+    if (!tls_bytes_reserve(&t->out, (size_t)size)) {
         t->sys_errno = ENOMEM;
         return -1;
     }

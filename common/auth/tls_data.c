@@ -17,7 +17,7 @@
 
 /* Forgets errors of before, and lets OpenSSL know the thread, which takes a lock of its: what data
    takes of OpenSSL then does not, but for a change of keys. */
-static const openssl *enter(const tls *t)
+static const openssl *tls_data_enter(const tls *t)
 {
     const openssl *o = t->end->o;
     openssl_enter(o);
@@ -49,7 +49,7 @@ static ssize_t receive_some(tls *t, void *to, size_t room)
     errno = EBADMSG;
     if (!is_usable(t))
         return -1;
-    const openssl *o = enter(t);
+    const openssl *o = tls_data_enter(t);
     t->sys_errno = 0;
     int result = o->SSL_read_ex(t->ssl, to, room, &got);
     if (result == 1) {
@@ -123,7 +123,7 @@ static bool change_keys(tls *t)
 static bool seal(tls *t, const void *data, size_t size)
 {
     size_t written;
-    const openssl *o = enter(t);
+    const openssl *o = tls_data_enter(t);
     t->sys_errno = 0;
     t->records += size / TLS_RECORD + 1;
     if ((t->records <= RECORDS_MOST || change_keys(t)) &&

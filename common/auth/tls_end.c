@@ -57,7 +57,7 @@ static int use_session(SSL *ssl, const EVP_MD *md, const unsigned char **identit
 }
 
 /* By the key alone. */
-static bool settle(tls_end *end)
+static bool tls_end_settle(tls_end *end)
 {
     const openssl *o = end->o;
     SSL_CTX *c = end->context = tls_context_new(o);
@@ -74,7 +74,8 @@ static bool settle(tls_end *end)
 }
 
 /* @p identity: of the key that is kept; NULL: the root. */
-static fanin_status derive(tls_end *end, const char *identity, fanin_error *error)
+static fanin_status tls_end_derive(tls_end *end, const char *identity,
+                                   fanin_error *error)
 {
     uint8_t secret[SECRET_SIZE], root[KEY_SIZE];
     fanin_status status = secret_file_read(end->file, secret, error);
@@ -89,15 +90,15 @@ static fanin_status derive(tls_end *end, const char *identity, fanin_error *erro
     else
         memcpy(end->key, root, sizeof root);
     explicit_bzero(root, sizeof root);
-    if (!good || !settle(end))
+    if (!good || !tls_end_settle(end))
         status = tls_no_context(end->o, error);
     openssl_leave();
     return status;
 }
 
 /* Without keys yet. */
-static fanin_status begin(const char *file, bool is_rank, tls_end **out,
-                          fanin_error *error)
+static fanin_status tls_end_begin(const char *file, bool is_rank, tls_end **out,
+                                  fanin_error *error)
 {
     tls_end *end = *out = calloc(1, sizeof *end);
     if (!end || !(end->file = strdup(file)))
@@ -109,12 +110,12 @@ static fanin_status begin(const char *file, bool is_rank, tls_end **out,
     return status;
 }
 
-static fanin_status make(const char *file, const char *identity, tls_end **out,
-                         fanin_error *error)
+static fanin_status tls_end_make(const char *file, const char *identity, tls_end **out,
+                                 fanin_error *error)
 {
-    fanin_status status = begin(file, identity != NULL, out, error);
+    fanin_status status = tls_end_begin(file, identity != NULL, out, error);
     if (status == FANIN_OK)
-        status = derive(*out, identity, error);
+        status = tls_end_derive(*out, identity, error);
     if (status != FANIN_OK)
         tls_end_free(out);
     return status;
@@ -124,7 +125,8 @@ fanin_status tls_end_by_certificate(const certificate_files *files,
                                     const identity *wanted, const logger *log,
                                     tls_end **out, fanin_error *error)
 {
-    fanin_status status = begin(files->cert, wanted->role != AS_READER, out, error);
+    fanin_status status =
+        tls_end_begin(files->cert, wanted->role != AS_READER, out, error);
     if (status == FANIN_OK)
         status = certificates_new((*out)->o, files, wanted, log, &(*out)->certificates,
                                   error);
@@ -138,12 +140,12 @@ fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
 {
     char identity[IDENTITY_MOST];
     rank_identity(world_id, rank, identity);
-    return make(file, identity, out, error);
+    return tls_end_make(file, identity, out, error);
 }
 
 fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error)
 {
-    return make(file, NULL, out, error);
+    return tls_end_make(file, NULL, out, error);
 }
 
 void tls_end_free(tls_end **end)

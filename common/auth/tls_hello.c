@@ -8,7 +8,7 @@
 #define CLIENT_HELLO 1
 #define MESSAGE_HEADER 4
 
-static size_t number(const uint8_t *at, unsigned bytes)
+static size_t tls_hello_number(const uint8_t *at, unsigned bytes)
 {
     size_t value = 0;
     while (bytes-- > 0)
@@ -19,7 +19,7 @@ static size_t number(const uint8_t *at, unsigned bytes)
 static bool is_short_hello(const uint8_t *message, size_t record)
 {
     return message[0] == CLIENT_HELLO && record <= TLS_HELLO_MOST &&
-           record == MESSAGE_HEADER + number(message + 1, 3);
+           record == MESSAGE_HEADER + tls_hello_number(message + 1, 3);
 }
 
 ssize_t hello_guard_pass(hello_guard *g, const uint8_t *data, size_t size)
@@ -27,7 +27,7 @@ ssize_t hello_guard_pass(hello_guard *g, const uint8_t *data, size_t size)
     if (g->left == 0) {
         if (size < RECORD_HEADER)
             return 0;
-        size_t record = number(data + 3, 2);
+        size_t record = tls_hello_number(data + 3, 2);
         if (data[0] == RECORD_HANDSHAKE) {
             if (size < RECORD_HEADER + MESSAGE_HEADER)
                 return 0;

@@ -36,7 +36,7 @@ void box_digest_free(box_digest *d)
     free(d);
 }
 
-static void put_number(uint8_t *to, uint64_t number)
+static void box_digest_put_number(uint8_t *to, uint64_t number)
 {
     for (int i = 0; i < 8; i++)
         to[i] = (uint8_t)(number >> (8 * i));
@@ -45,7 +45,7 @@ static void put_number(uint8_t *to, uint64_t number)
 static void add_number(box_digest *d, uint64_t number)
 {
     uint8_t bytes[8];
-    put_number(bytes, number);
+    box_digest_put_number(bytes, number);
     (void)XXH3_128bits_update(d->pieces, bytes, sizeof bytes);
 }
 
@@ -108,7 +108,7 @@ void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t lengt
     while (left > 0) { /* by way of d->piece, which is empty */
         size_t n = left < BOX_DIGEST_PIECE / 8 ? (size_t)left : BOX_DIGEST_PIECE / 8;
         for (size_t i = 0; i < n; i++)
-            put_number(d->piece + 8 * i, pieces[i]);
+            box_digest_put_number(d->piece + 8 * i, pieces[i]);
         (void)XXH3_128bits_update(d->pieces, d->piece, 8 * n);
         pieces += n;
         left -= n;

@@ -74,8 +74,9 @@ static const char *usual_remedy(fanin_status status)
 }
 
 /* The text, and behind it the system's words for *sys_errno, if there is one. */
-static void fill(fanin_error *error, fanin_status status, const int *sys_errno,
-                 const error_place *place, const char *format, va_list arguments)
+static void error_set_fill(fanin_error *error, fanin_status status,
+                           const int *sys_errno, const error_place *place,
+                           const char *format, va_list arguments)
 {
     static const error_place nowhere;
     const error_place *p = place ? place : &nowhere;
@@ -110,7 +111,7 @@ fanin_status error_set(fanin_error *error, fanin_status status,
 {
     va_list arguments;
     va_start(arguments, format);
-    fill(error, status, NULL, place, format, arguments);
+    error_set_fill(error, status, NULL, place, format, arguments);
     va_end(arguments);
     return status;
 }
@@ -120,7 +121,7 @@ fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_er
 {
     va_list arguments;
     va_start(arguments, format);
-    fill(error, status, &sys_errno, place, format, arguments);
+    error_set_fill(error, status, &sys_errno, place, format, arguments);
     va_end(arguments);
     return status;
 }

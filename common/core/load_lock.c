@@ -13,7 +13,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static load_lock *_Atomic all;
 
 /* Who is within a library is so for moments, mostly: then the child can use it too. */
-static void before_fork(void)
+static void load_lock_before_fork(void)
 {
     static const struct timespec look = {.tv_nsec = LOOK_NS};
     deadline at = deadline_in_ms(WAIT_MS);
@@ -23,7 +23,7 @@ static void before_fork(void)
 }
 
 /* Who held a lock is not here. */
-static void in_child(void)
+static void load_lock_in_child(void)
 {
     for (load_lock *l = atomic_load(&all); l; l = l->next) {
         bool is_free = pthread_mutex_trylock(&l->mutex) == 0;
@@ -34,14 +34,14 @@ static void in_child(void)
     }
 }
 
-static void install(void)
+static void load_lock_install(void)
 {
-    (void)pthread_atfork(before_fork, NULL, in_child);
+    (void)pthread_atfork(load_lock_before_fork, NULL, load_lock_in_child);
 }
 
 bool load_lock_take(load_lock *l)
 {
-    pthread_once(&once, install);
+    pthread_once(&once, load_lock_install);
     if (!atomic_exchange(&l->known, true)) {
         l->next = atomic_load(&all);
         while (!atomic_compare_exchange_weak(&all, &l->next, l))

@@ -37,7 +37,7 @@ typedef struct record {
 
 /* ------------------------------------------------------------------- dtypes */
 
-static fanin_dtype integer_of(uint8_t bits, bool is_signed)
+static fanin_dtype objects_integer_of(uint8_t bits, bool is_signed)
 {
     switch (bits) {
     case 8:
@@ -79,7 +79,7 @@ static fanin_dtype dtype_of(const dl_tensor *t)
     switch (t->code) {
     case DL_INT:
     case DL_UINT:
-        return integer_of(t->bits, t->code == DL_INT);
+        return objects_integer_of(t->bits, t->code == DL_INT);
     case DL_FLOAT:
         return t->bits == 16   ? FANIN_DTYPE_F16
                : t->bits == 32 ? FANIN_DTYPE_F32
@@ -137,7 +137,7 @@ static bool is_doubtful(const dl_tensor *t)
 }
 
 /* Of its arrays only what the object has. */
-static bool find(const dl_tensor *t, record *out, bool *empty)
+static bool objects_find(const dl_tensor *t, record *out, bool *empty)
 {
     fanin_dtype dtype = dtype_of(t);
     if (dtype == 0 || t->n_dims < 0 || t->n_dims > FANIN_MAX_DIMS ||
@@ -179,14 +179,14 @@ typedef struct summary {
     size_t used;
 } summary;
 
-static void close_block(summary *s)
+static void objects_close_block(summary *s)
 {
     digest both[2] = {s->before, digest_of(s->block, s->used)};
     s->before = digest_of(both, sizeof both);
     s->used = 0;
 }
 
-static void append(summary *s, const void *from, size_t size)
+static void objects_append(summary *s, const void *from, size_t size)
 {
     memcpy(s->block + s->used, from, size);
     s->used += size;
@@ -196,10 +196,10 @@ static void add_record(summary *s, const record *r)
 {
     size_t size = r->head.n_dims * sizeof *r->extent;
     if (s->used + sizeof *r > sizeof s->block)
-        close_block(s);
-    append(s, &r->head, sizeof r->head);
-    append(s, r->extent, size);
-    append(s, r->stride, size);
+        objects_close_block(s);
+    objects_append(s, &r->head, sizeof r->head);
+    objects_append(s, r->extent, size);
+    objects_append(s, r->stride, size);
 }
 
 /* Keeps what the object's memory is kept by, then reads the object. */
@@ -242,7 +242,7 @@ bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
         dl_tensor t;
         bool empty;
         record r;
-        if (!read_one(o, i, owned, &t) || !find(&t, &r, &empty))
+        if (!read_one(o, i, owned, &t) || !objects_find(&t, &r, &empty))
             return false;
         add_record(&s, &r);
         if (is_doubtful(&t))
@@ -254,7 +254,7 @@ bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
         write_out(&r, empty, names, &tensors[i], &boxes[i]);
         names += strlen(names) + 1;
     }
-    close_block(&s);
+    objects_close_block(&s);
     memcpy(o->digest, s.before.bytes, sizeof o->digest);
     return true;
 }

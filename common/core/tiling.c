@@ -130,7 +130,7 @@ static block_tiling report_hole(const tiling *t, const uint64_t *point, block *f
 }
 
 /* Sorts and drops replicas; finds the dimensions in which any block is not full. */
-static bool prepare(tiling *t, size_t count)
+static bool tiling_prepare(tiling *t, size_t count)
 {
     t->unique = malloc((count ? count : 1) * sizeof *t->unique);
     if (!t->unique)
@@ -240,7 +240,7 @@ block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *bl
         result = TILING_CONFLICT;
     }
     if (result == TILING_EXACT && !block_is_empty(&t.whole)) {
-        if (count >= UINT32_MAX || !prepare(&t, count))
+        if (count >= UINT32_MAX || !tiling_prepare(&t, count))
             result = TILING_MEMORY;
         else if (is_stopped(&t))
             result = TILING_STOPPED;

@@ -75,7 +75,7 @@ void utf8_copy(char *to, size_t capacity, const char *from)
 }
 
 /* The character that @p text begins with, and how many bytes it has; 0: none, or not UTF-8. */
-static size_t next(const char *text, uint32_t *character_out)
+static size_t utf8_next(const char *text, uint32_t *character_out)
 {
     static const uint8_t bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
     const uint8_t *p = (const uint8_t *)text;
@@ -87,7 +87,7 @@ static size_t next(const char *text, uint32_t *character_out)
     return size;
 }
 
-static bool is_hidden(uint32_t c)
+static bool utf8_is_hidden(uint32_t c)
 {
     static const uint32_t ranges[][2] = {
         {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
@@ -108,8 +108,8 @@ void utf8_make_harmless(char *text)
 {
     while (*text) {
         uint32_t c;
-        size_t size = next(text, &c);
-        if (size > 0 && is_hidden(c))
+        size_t size = utf8_next(text, &c);
+        if (size > 0 && utf8_is_hidden(c))
             memset(text, ' ', size);
         text += size ? size : 1;
     }

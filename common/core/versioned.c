@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-static size_t size_of(const void *s)
+static size_t versioned_size_of(const void *s)
 {
     size_t size;
     memcpy(&size, s, sizeof size);
@@ -27,16 +27,17 @@ void versioned_init(void *to, size_t size, const void *defaults, size_t known)
 
 bool versioned_read(void *to, size_t known, const void *from, size_t least)
 {
-    if (!from || size_of(from) < least || size_of(from) < sizeof(size_t))
+    if (!from || versioned_size_of(from) < least ||
+        versioned_size_of(from) < sizeof(size_t))
         return false;
-    memcpy(to, from, smaller(size_of(from), known));
+    memcpy(to, from, smaller(versioned_size_of(from), known));
     memcpy(to, &known, sizeof known);
     return true;
 }
 
 void versioned_write(void *to, const void *from, size_t known)
 {
-    size_t skip = sizeof(size_t), both = smaller(size_of(to), known);
+    size_t skip = sizeof(size_t), both = smaller(versioned_size_of(to), known);
     if (both > skip)
         memcpy((uint8_t *)to + skip, (const uint8_t *)from + skip, both - skip);
 }
@@ -44,5 +45,6 @@ void versioned_write(void *to, const void *from, size_t known)
 void versioned_element(void *to, size_t known, const void *array, size_t index)
 {
     memset(to, 0, known);
-    (void)versioned_read(to, known, (const uint8_t *)array + index * size_of(array), 0);
+    (void)versioned_read(to, known,
+                         (const uint8_t *)array + index * versioned_size_of(array), 0);
 }

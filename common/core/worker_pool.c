@@ -26,7 +26,7 @@ static void empty(queue *q)
     q->end = &q->first;
 }
 
-static void push(queue *q, worker_job *job)
+static void pool_push(queue *q, worker_job *job)
 {
     job->next = NULL;
     *q->end = job;
@@ -52,13 +52,13 @@ static void run_one(worker_pool *pool, worker_job *job)
     job->run(job);
     pthread_mutex_lock(&pool->lock);
     pool->running--;
-    push(&pool->done, job);
+    pool_push(&pool->done, job);
     pthread_cond_signal(&pool->done_cond);
     if (pool->event >= 0)
         (void)eventfd_write(pool->event, 1);
 }
 
-static void *work(void *cookie)
+static void *pool_work(void *cookie)
 {
     worker_pool *pool = cookie;
     pthread_setname_np(pthread_self(), "fanin-work");
@@ -87,7 +87,7 @@ worker_pool *worker_pool_create(unsigned least, unsigned most, int event)
     pthread_cond_init(&pool->done_cond, NULL);
     empty(&pool->waiting);
     empty(&pool->done);
-    pool->n_threads = worker_threads_start(pool->threads, n, work, pool);
+    pool->n_threads = worker_threads_start(pool->threads, n, pool_work, pool);
     return pool;
 }
 
@@ -126,7 +126,7 @@ void worker_pool_destroy(worker_pool **pool)
 void worker_pool_submit(worker_pool *pool, worker_job *job)
 {
     pthread_mutex_lock(&pool->lock);
-    push(&pool->waiting, job);
+    pool_push(&pool->waiting, job);
     pthread_cond_signal(&pool->work);
     pthread_mutex_unlock(&pool->lock);
 }

@@ -14,7 +14,7 @@ void copy_list_free(copy_list *list)
     memset(list, 0, sizeof *list);
 }
 
-static void append(copy_list *list, const copy_entry *entry)
+static void copy_list_append(copy_list *list, const copy_entry *entry)
 {
     list->failed =
         list->failed || work_stopped(list->stop) ||
@@ -36,7 +36,7 @@ static void append_run(copy_list *list, uint32_t base, uint64_t from, uint64_t t
             .base = base,
             .convert = convert,
         };
-        append(list, &entry);
+        copy_list_append(list, &entry);
         from += entry.run;
         to += convert_bytes(convert, entry.run);
         length -= entry.run;
@@ -74,7 +74,7 @@ static void add_line(copy_list *list, uint32_t base, uint64_t from, uint64_t to,
             .base = base,
             .convert = view->convert,
         };
-        append(list, &entry);
+        copy_list_append(list, &entry);
         done += entry.runs;
     }
 }

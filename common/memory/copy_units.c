@@ -10,7 +10,7 @@
 #define SHARES_OF_A_WARP 4
 
 /* One long run. */
-static uint64_t cut_run(const copy_entry *run, copy_entry *out)
+static uint64_t copy_units_cut_run(const copy_entry *run, copy_entry *out)
 {
     uint64_t n = 0;
     for (uint64_t done = 0; done < run->run; n++) {
@@ -38,7 +38,7 @@ static uint64_t cut_long_runs(const copy_entry *entry, copy_entry *out)
     run.runs = 1;
     run.from_step = run.to_step = 0;
     for (uint32_t i = 0; i < entry->runs; i++) {
-        n += cut_run(&run, out ? out + n : NULL);
+        n += copy_units_cut_run(&run, out ? out + n : NULL);
         run.from += (uint64_t)entry->from_step;
         run.to += (uint64_t)entry->to_step;
     }

@@ -29,7 +29,7 @@ struct cut_ahead {
     cut_block blocks[BLOCKS];
 };
 
-static void cut(worker_job *job)
+static void cut_ahead_cut(worker_job *job)
 {
     cut_block *b = (cut_block *)job; /* its first member */
     const uint32_t *first = b->of->first;
@@ -47,7 +47,7 @@ static uint64_t entries_of_block(const cut_ahead *c, uint64_t i)
 }
 
 /* Gives the block the next entries, if there are any. */
-static void begin(cut_ahead *c, cut_block *b)
+static void cut_ahead_begin(cut_ahead *c, cut_block *b)
 {
     uint64_t i = c->given;
     b->n = 0;
@@ -80,14 +80,14 @@ cut_ahead *cut_ahead_open(const copy_entry *entries, const uint32_t *first, uint
         return NULL;
     }
     for (unsigned i = 0; i < BLOCKS; i++) {
-        c->blocks[i].job.run = cut;
+        c->blocks[i].job.run = cut_ahead_cut;
         c->blocks[i].of = c;
-        begin(c, &c->blocks[i]);
+        cut_ahead_begin(c, &c->blocks[i]);
     }
     return c;
 }
 
-static void wait_for(cut_ahead *c, const cut_block *b)
+static void cut_ahead_wait_for(cut_ahead *c, const cut_block *b)
 {
     while (!b->done) {
         worker_job *job = worker_pool_collect(c->pool);
@@ -101,7 +101,7 @@ static void wait_for(cut_ahead *c, const cut_block *b)
 bool cut_ahead_next(cut_ahead *c, const copy_entry **units, uint32_t *count)
 {
     if (c->started) {
-        begin(c, &c->blocks[c->turn]);
+        cut_ahead_begin(c, &c->blocks[c->turn]);
         c->turn = (c->turn + 1) % BLOCKS;
     }
     c->started = true;
@@ -110,7 +110,7 @@ bool cut_ahead_next(cut_ahead *c, const copy_entry **units, uint32_t *count)
     *count = 0;
     if (b->n == 0)
         return !c->failed;
-    wait_for(c, b);
+    cut_ahead_wait_for(c, b);
     *units = b->units;
     *count = c->first[b->entry + b->n] - c->first[b->entry];
     return true;

@@ -33,7 +33,7 @@ static bool begin_piece(digest_list *list, uint32_t entry, uint32_t skip)
     return true;
 }
 
-static bool append(digest_list *list, const copy_entry *e)
+static bool digest_list_append(digest_list *list, const copy_entry *e)
 {
     if (list->n_entries == list->most_entries)
         return false;
@@ -42,7 +42,7 @@ static bool append(digest_list *list, const copy_entry *e)
 }
 
 /* Into the last piece, which has room for it. */
-static bool add_entry(digest_list *list, copy_entry e)
+static bool digest_list_add_entry(digest_list *list, copy_entry e)
 {
     digest_piece *piece = &list->pieces[list->n_pieces - 1];
     copy_entry *last = piece->count > 0 ? &list->entries[list->n_entries - 1] : NULL;
@@ -55,7 +55,7 @@ static bool add_entry(digest_list *list, copy_entry e)
         return true;
     }
     piece->count++;
-    return append(list, &e);
+    return digest_list_append(list, &e);
 }
 
 /* Whole pieces of one run, which share an entry. Returns the bytes they take of it, 0: no room. */
@@ -68,7 +68,7 @@ static uint64_t add_whole(digest_list *list, uint64_t from, uint64_t run,
                         (uint32_t)(run < LONGEST_RUN ? run / each * each : LONGEST_RUN),
                     .runs = 1,
                     .convert = convert};
-    if (!append(list, &e))
+    if (!digest_list_append(list, &e))
         return 0;
     for (uint32_t skip = 0; skip < e.run; skip += each) {
         if (!begin_piece(list, list->n_entries - 1, skip))
@@ -79,8 +79,9 @@ static uint64_t add_whole(digest_list *list, uint64_t from, uint64_t run,
 }
 
 /* Whole runs, as many as the piece has room for. Returns how many, 0: no room for entries. */
-static uint64_t add_runs(digest_list *list, uint64_t from, uint64_t run, uint64_t runs,
-                         int64_t step, uint64_t room, uint32_t convert)
+static uint64_t digest_list_add_runs(digest_list *list, uint64_t from, uint64_t run,
+                                     uint64_t runs, int64_t step, uint64_t room,
+                                     uint32_t convert)
 {
     uint64_t whole = room / run < runs ? room / run : runs;
     const copy_entry e = {.from = from,
@@ -88,18 +89,18 @@ static uint64_t add_runs(digest_list *list, uint64_t from, uint64_t run, uint64_
                           .run = (uint32_t)run,
                           .runs = (uint32_t)whole,
                           .convert = convert};
-    return add_entry(list, e) ? whole : 0;
+    return digest_list_add_entry(list, e) ? whole : 0;
 }
 
 /* The next bytes of one run; how many, 0: no room. */
-static uint64_t add_part(digest_list *list, uint64_t from, uint64_t left, uint64_t room,
-                         uint32_t convert)
+static uint64_t digest_list_add_part(digest_list *list, uint64_t from, uint64_t left,
+                                     uint64_t room, uint32_t convert)
 {
     const copy_entry e = {.from = from,
                           .run = (uint32_t)(left < room ? left : room),
                           .runs = 1,
                           .convert = convert};
-    return add_entry(list, e) ? e.run : 0;
+    return digest_list_add_entry(list, e) ? e.run : 0;
 }
 
 /* One run that is longer than the piece has room for. */
@@ -114,7 +115,7 @@ static bool add_run(digest_list *list, uint64_t from, uint64_t run, uint32_t con
         } else {
             if (filled == 0 && !begin_piece(list, list->n_entries, 0))
                 return false;
-            n = add_part(list, from + done, left, each - filled, convert);
+            n = digest_list_add_part(list, from + done, left, each - filled, convert);
         }
         if (n == 0)
             return false;
@@ -140,7 +141,7 @@ bool digest_list_add(digest_list *list, uint64_t from, uint64_t run, uint64_t ru
         }
         if (list->filled == 0 && !begin_piece(list, list->n_entries, 0))
             return false;
-        n = add_runs(list, from, run, runs, step, room, convert);
+        n = digest_list_add_runs(list, from, run, runs, step, room, convert);
         if (n == 0)
             return false;
     }

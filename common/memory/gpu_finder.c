@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool holds(const gpu_range *r, const void *address)
+static bool gpu_finder_holds(const gpu_range *r, const void *address)
 {
     return (uint64_t)(uintptr_t)address - r->base < r->length;
 }
@@ -18,7 +18,7 @@ static int compare_end(const void *address, const void *element)
     return r->base + r->length <= (uint64_t)(uintptr_t)address;
 }
 
-static void remember(gpu_finder *f, size_t at, const gpu_range *r)
+static void gpu_finder_remember(gpu_finder *f, size_t at, const gpu_range *r)
 {
     if (!f->known)
         f->known = malloc(GPU_FINDER_KNOWN * sizeof *f->known);
@@ -39,10 +39,10 @@ fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
     if (*host == grain + 1)
         return FANIN_OK;
     size_t at = f->last;
-    if (f->n_known == 0 || !holds(&f->known[at], address))
+    if (f->n_known == 0 || !gpu_finder_holds(&f->known[at], address))
         at = array_search(address, f->known, f->n_known, sizeof *f->known, compare_end,
                           NULL);
-    if (at < f->n_known && holds(&f->known[at], address)) {
+    if (at < f->n_known && gpu_finder_holds(&f->known[at], address)) {
         f->last = at;
         *out = f->known[at];
         return FANIN_OK;
@@ -51,7 +51,7 @@ fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
     if (status != FANIN_OK)
         return status;
     if (out->memory.kind == FANIN_MEMORY_CUDA)
-        remember(f, at, out);
+        gpu_finder_remember(f, at, out);
     else
         *host = grain + 1;
     return FANIN_OK;
@@ -64,7 +64,7 @@ void gpu_finder_free(gpu_finder *f)
     f->n_known = f->last = 0;
 }
 
-static bool is_beside(gpu_finder *f, const gpu_range *in, uint64_t address)
+static bool gpu_finder_is_beside(gpu_finder *f, const gpu_range *in, uint64_t address)
 {
     gpu_range there;
     if (address - in->base < in->length)
@@ -78,7 +78,7 @@ static bool is_beside(gpu_finder *f, const gpu_range *in, uint64_t address)
 
 bool gpu_find_holds(gpu_finder *f, const gpu_range *in, uint64_t low, uint64_t end)
 {
-    return is_beside(f, in, low) && is_beside(f, in, end - 1);
+    return gpu_finder_is_beside(f, in, low) && gpu_finder_is_beside(f, in, end - 1);
 }
 
 bool gpu_range_continues(const gpu_range *before, uint64_t end, const gpu_range *one,

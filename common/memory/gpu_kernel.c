@@ -118,9 +118,9 @@ fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
 }
 
 /* The kernel is loaded and the context current. More blocks than are resident would wait. */
-static fanin_status launch(gpu_stream *stream, const gpu_kernel *kernel,
-                           const char *name, uint64_t blocks, unsigned threads,
-                           void *parameters, fanin_error *error)
+static fanin_status kernel_launch(gpu_stream *stream, const gpu_kernel *kernel,
+                                  const char *name, uint64_t blocks, unsigned threads,
+                                  void *parameters, fanin_error *error)
 {
     void *arguments[] = {parameters};
     if (blocks > kernel->resident_blocks)
@@ -143,8 +143,8 @@ fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
     uint64_t shares =
         copy_turns(parameters->count, parameters->ways) * parameters->parts;
     uint64_t blocks = (shares + COPY_KERNEL_WARPS - 1) / COPY_KERNEL_WARPS;
-    return launch(stream, &stream->g->slots[stream->device].copy, "copy", blocks,
-                  COPY_KERNEL_THREADS, parameters, error);
+    return kernel_launch(stream, &stream->g->slots[stream->device].copy, "copy", blocks,
+                         COPY_KERNEL_THREADS, parameters, error);
 }
 
 fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint64_t n,
@@ -190,8 +190,8 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                                     .out = list->digests,
                                     .count = list->n_pieces};
     unsigned blocks = (list->n_pieces + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
-    status = launch(stream, &g->slots[stream->device].digest, "digest", blocks,
-                    DIGEST_KERNEL_THREADS, &parameters, error);
+    status = kernel_launch(stream, &g->slots[stream->device].digest, "digest", blocks,
+                           DIGEST_KERNEL_THREADS, &parameters, error);
     gpu_context_leave(g);
     return status;
 }
@@ -208,8 +208,8 @@ fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t
     if (status != FANIN_OK)
         return status;
     digest_file_parameters parameters = {.bytes = bytes, .out = out, .count = n};
-    status = launch(stream, &g->slots[stream->device].file_digest, "digest", n,
-                    DIGEST_FILE_KERNEL_THREADS, &parameters, error);
+    status = kernel_launch(stream, &g->slots[stream->device].file_digest, "digest", n,
+                           DIGEST_FILE_KERNEL_THREADS, &parameters, error);
     gpu_context_leave(g);
     return status;
 }

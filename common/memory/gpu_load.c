@@ -23,7 +23,8 @@ bool gpu_built(void)
     return true;
 }
 
-static fanin_status refuse(fanin_error *error, const char *remedy, const char *text)
+static fanin_status gpu_load_refuse(fanin_error *error, const char *remedy,
+                                    const char *text)
 {
     const error_place place = {.phase = "load", .remedy = remedy};
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", text);
@@ -41,20 +42,21 @@ static fanin_status open_library(void **out, fanin_error *error)
 {
     const char *name = library_name();
     if (!name[0])
-        return refuse(error, "unset FANIN_CUDA_LIBRARY to use CUDA",
-                      "CUDA is switched off: FANIN_CUDA_LIBRARY is empty");
+        return gpu_load_refuse(error, "unset FANIN_CUDA_LIBRARY to use CUDA",
+                               "CUDA is switched off: FANIN_CUDA_LIBRARY is empty");
     *out = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (*out)
         return FANIN_OK;
     char text[512];
     snprintf(text, sizeof text, "no CUDA driver: %.480s", dlerror());
-    return refuse(error,
-                  "install NVIDIA's driver; in a container, start it with the GPUs "
-                  "(docker run --gpus all)",
-                  text);
+    return gpu_load_refuse(
+        error,
+        "install NVIDIA's driver; in a container, start it with the GPUs "
+        "(docker run --gpus all)",
+        text);
 }
 
-static bool read_functions(void *handle, gpu *g, char reason[256])
+static bool gpu_load_read_functions(void *handle, gpu *g, char reason[256])
 {
 #define NAME_OF(name) #name
 #define EXPORTED(name) NAME_OF(name)
@@ -143,17 +145,17 @@ static fanin_status refuse_result(const gpu *g, CUresult result, fanin_error *er
 {
     fanin_error why = FANIN_ERROR_INIT;
     gpu_error(g, &why, result, "%s", what);
-    return refuse(error, init_remedy(result), why.message);
+    return gpu_load_refuse(error, init_remedy(result), why.message);
 }
 
-static fanin_status examine(gpu *g, fanin_error *error)
+static fanin_status gpu_load_examine(gpu *g, fanin_error *error)
 {
     int count = 0;
     /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): dlsym() has set it */
     CUresult result = g->cuInit(0);
     if (result == CUDA_ERROR_NO_DEVICE)
-        return refuse(error, init_remedy(result),
-                      "the CUDA driver finds no GPU on this machine");
+        return gpu_load_refuse(error, init_remedy(result),
+                               "the CUDA driver finds no GPU on this machine");
     if (result != CUDA_SUCCESS)
         return refuse_result(g, result, error, "the CUDA driver does not start");
     result = g->cuDeviceGetCount(&count);
@@ -164,8 +166,8 @@ static fanin_status examine(gpu *g, fanin_error *error)
     if (result != CUDA_SUCCESS)
         return refuse_result(g, result, error, "the CUDA driver denies its devices");
     if (g->n == 0)
-        return refuse(error, init_remedy(CUDA_ERROR_NO_DEVICE),
-                      "the CUDA driver finds no GPU on this machine");
+        return gpu_load_refuse(error, init_remedy(CUDA_ERROR_NO_DEVICE),
+                               "the CUDA driver finds no GPU on this machine");
     return FANIN_OK;
 }
 
@@ -183,26 +185,26 @@ static fanin_status check_version(gpu *g, fanin_error *error)
     snprintf(text, sizeof text,
              "the CUDA driver is too old: it supports CUDA %s, and %d.%d is needed",
              g->version_text, OLDEST_VERSION / 1000, OLDEST_VERSION % 1000 / 10);
-    return refuse(error, "update NVIDIA's driver", text);
+    return gpu_load_refuse(error, "update NVIDIA's driver", text);
 }
 
 /* Takes the reference of @p handle over. */
-static fanin_status load(void *handle, gpu **out, fanin_error *error)
+static fanin_status gpu_load_load(void *handle, gpu **out, fanin_error *error)
 {
     char reason[256], text[512];
     fanin_status status = FANIN_OK;
     gpu *g = calloc(1, sizeof *g);
     if (!g) {
         status = error_set_memory(error);
-    } else if (!read_functions(handle, g, reason)) {
+    } else if (!gpu_load_read_functions(handle, g, reason)) {
         snprintf(text, sizeof text, "the CUDA driver %.200s cannot be used: %s",
                  library_name(), reason);
-        status = refuse(error, "update NVIDIA's driver", text);
+        status = gpu_load_refuse(error, "update NVIDIA's driver", text);
     } else {
         status = check_version(g, error);
     }
     if (status == FANIN_OK)
-        status = examine(g, error);
+        status = gpu_load_examine(g, error);
     if (status != FANIN_OK) {
         /* The library stays: threads of a driver that has started may be in it. */
         free(g);
@@ -230,7 +232,7 @@ fanin_status gpu_load(const logger *log, gpu **out, fanin_error *error)
         const sigset_t signals = signals_block();
         status = open_library(&handle, error);
         if (status == FANIN_OK)
-            status = load(handle, &g, error);
+            status = gpu_load_load(handle, &g, error);
         signals_restore(&signals);
         if (status == FANIN_OK) {
             log_write(log, FANIN_LOG_INFO, "cuda-loaded",

@@ -46,7 +46,7 @@ static fanin_status enter_callers(gpu *g, const fanin_stream *callers,
 
 /* An event behind what is on @p stream, whose context is current. The driver keeps it alive while
    something waits for it, so it may be destroyed at once after that. */
-static CUresult mark(gpu *g, CUstream stream, CUevent *out)
+static CUresult gpu_order_mark(gpu *g, CUstream stream, CUevent *out)
 {
     CUresult result = g->cuEventCreate(out, CU_EVENT_DISABLE_TIMING);
     if (result != CUDA_SUCCESS)
@@ -73,7 +73,7 @@ static fanin_status order(gpu_stream *stream, const fanin_stream *callers,
         status = gpu_context_enter(g, stream->device, error);
     if (status == FANIN_OK) {
         CUresult result =
-            mark(g, callers_first ? callers->handle : stream->handle, &event);
+            gpu_order_mark(g, callers_first ? callers->handle : stream->handle, &event);
         if (!callers_first)
             gpu_context_leave(g);
         if (result == CUDA_SUCCESS) {
@@ -107,7 +107,8 @@ typedef struct notice {
     void *cookie;
 } notice;
 
-static void CUDA_CB on_reached(CUstream stream, CUresult result, void *argument)
+static void CUDA_CB gpu_order_on_reached(CUstream stream, CUresult result,
+                                         void *argument)
 {
     (void)stream;
     const notice n = *(notice *)argument;
@@ -118,15 +119,15 @@ static void CUDA_CB on_reached(CUstream stream, CUresult result, void *argument)
 /* With cuStreamAddCallback(), the older of two functions: it calls back when the device has failed
    as well, and says so; cuLaunchHostFunc() then drops its function without a word, and whoever
    waits for it would wait forever. The context must be current. */
-static fanin_status notify(gpu *g, CUstream stream, gpu_reached_fn fn, void *cookie,
-                           fanin_error *error)
+static fanin_status gpu_order_notify(gpu *g, CUstream stream, gpu_reached_fn fn,
+                                     void *cookie, fanin_error *error)
 {
     notice *n = malloc(sizeof *n);
     if (!n)
         return error_set_memory(error);
     *n = (notice){fn, cookie};
     const sigset_t signals = signals_block();
-    CUresult result = g->cuStreamAddCallback(stream, on_reached, n, 0);
+    CUresult result = g->cuStreamAddCallback(stream, gpu_order_on_reached, n, 0);
     signals_restore(&signals);
     if (result == CUDA_SUCCESS)
         return FANIN_OK;
@@ -140,7 +141,7 @@ fanin_status gpu_stream_notify(gpu_stream *stream, gpu_reached_fn fn, void *cook
     fanin_status status = gpu_context_enter(stream->g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    status = notify(stream->g, stream->handle, fn, cookie, error);
+    status = gpu_order_notify(stream->g, stream->handle, fn, cookie, error);
     gpu_context_leave(stream->g);
     return status;
 }
@@ -151,7 +152,7 @@ fanin_status gpu_notify(gpu *g, const fanin_stream *callers, gpu_reached_fn fn,
     fanin_status status = enter_callers(g, callers, error);
     if (status != FANIN_OK)
         return status;
-    status = notify(g, callers->handle, fn, cookie, error);
+    status = gpu_order_notify(g, callers->handle, fn, cookie, error);
     gpu_context_leave(g);
     return status;
 }

@@ -31,7 +31,7 @@ typedef struct attributes {
 } attributes;
 
 /* The plural function: it knows no error for a pointer that is not CUDA's, and makes no context. */
-static CUresult ask(const gpu *g, const void *pointer, attributes *out)
+static CUresult gpu_range_ask(const gpu *g, const void *pointer, attributes *out)
 {
     CUpointer_attribute which[] = {
         CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -65,7 +65,7 @@ fanin_status gpu_range_of(gpu *g, const void *pointer, gpu_range *out,
                           fanin_error *error)
 {
     attributes a;
-    CUresult result = ask(g, pointer, &a);
+    CUresult result = gpu_range_ask(g, pointer, &a);
     if (result != CUDA_SUCCESS)
         return gpu_error(g, error, result, "what memory %p is in", pointer);
     *out = (gpu_range){

@@ -108,7 +108,8 @@ static fanin_status upload(gpu_table *t, const copy_entry *entries, fanin_error 
     return FANIN_OK;
 }
 
-static fanin_status fill(gpu_table *t, const copy_entry *entries, fanin_error *error)
+static fanin_status gpu_table_fill(gpu_table *t, const copy_entry *entries,
+                                   fanin_error *error)
 {
     if (t->n >= SIZE_MAX / sizeof *t->first)
         return error_set_memory(error);
@@ -140,7 +141,7 @@ fanin_status gpu_table_create(gpu *g, int device, const copy_entry *entries, uin
     t->n = n;
     t->ways = 1;
     t->n_bases = n_bases;
-    fanin_status status = fill(t, entries, error);
+    fanin_status status = gpu_table_fill(t, entries, error);
     if (status == FANIN_OK)
         *out = t;
     else
@@ -172,8 +173,8 @@ uint64_t gpu_table_count(const gpu_table *table)
     return table->n;
 }
 
-static fanin_status check_device(const gpu_table *t, const gpu_stream *stream,
-                                 fanin_error *error)
+static fanin_status gpu_table_check_device(const gpu_table *t, const gpu_stream *stream,
+                                           fanin_error *error)
 {
     if (t->device == stream->device)
         return FANIN_OK;
@@ -187,7 +188,7 @@ fanin_status gpu_table_set_bases(gpu_table *table, gpu_stream *stream,
 {
     gpu *g = table->g;
     size_t bytes = (size_t)table->n_bases * sizeof *bases;
-    fanin_status status = check_device(table, stream, error);
+    fanin_status status = gpu_table_check_device(table, stream, error);
     if (status != FANIN_OK || bytes == 0 ||
         (!table->unsure && memcmp(table->bases, bases, bytes) == 0))
         return status;
@@ -213,7 +214,7 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
                            uint64_t count, uint64_t from_add, uint64_t to_add,
                            fanin_error *error)
 {
-    fanin_status status = check_device(table, stream, error);
+    fanin_status status = gpu_table_check_device(table, stream, error);
     if (status != FANIN_OK)
         return status;
     if (first > table->n || count > table->n - first)

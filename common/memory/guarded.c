@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 /* -1: there is none. Beyond the limit of file sizes a write would end the process (SIGXFSZ). */
-static int make_file(size_t size)
+static int guarded_make_file(size_t size)
 {
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < size)
@@ -25,7 +25,7 @@ static int make_file(size_t size)
 
 fanin_status guarded_open(guarded *g, size_t size, fanin_error *error)
 {
-    int fd = make_file(size);
+    int fd = guarded_make_file(size);
     int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
     void *data = mmap(NULL, size, PROT_READ | PROT_WRITE, flags | MAP_POPULATE, fd, 0);
     if (data != MAP_FAILED) {

@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static bool join(char out[PATH_MAX], const char *root, const char *name)
+static bool sysfs_join(char out[PATH_MAX], const char *root, const char *name)
 {
     int length = snprintf(out, PATH_MAX, "%s/%s", root, name);
     return length > 0 && length < PATH_MAX;
@@ -18,7 +18,7 @@ static bool join(char out[PATH_MAX], const char *root, const char *name)
 bool sysfs_line(const char *root, const char *name, char *out, size_t size)
 {
     char path[PATH_MAX];
-    FILE *file = join(path, root, name) ? fopen(path, "re") : NULL;
+    FILE *file = sysfs_join(path, root, name) ? fopen(path, "re") : NULL;
     if (!file)
         return false;
     bool good = fgets(out, (int)size, file) != NULL;
@@ -40,7 +40,7 @@ double sysfs_number(const char *root, const char *name, double otherwise)
 bool sysfs_exists(const char *root, const char *name)
 {
     char path[PATH_MAX];
-    return join(path, root, name) && access(path, F_OK) == 0;
+    return sysfs_join(path, root, name) && access(path, F_OK) == 0;
 }
 
 static int by_version(const void *a, const void *b)
@@ -53,7 +53,7 @@ char **sysfs_names(const char *root, const char *folder, size_t *count_out)
     char path[PATH_MAX];
     char **names = NULL;
     size_t count = 0, capacity = 0;
-    DIR *directory = join(path, root, folder) ? opendir(path) : NULL;
+    DIR *directory = sysfs_join(path, root, folder) ? opendir(path) : NULL;
     for (struct dirent *entry; directory && (entry = readdir(directory));) {
         if (entry->d_name[0] == '.')
             continue;
@@ -90,7 +90,7 @@ void sysfs_place(const char *root, const char *name, topology_place *out)
 {
     char path[PATH_MAX], real[PATH_MAX], base[PATH_MAX];
     *out = (topology_place){.numa = -1};
-    if (!join(path, root, name) || !realpath(path, real) || !realpath(root, base))
+    if (!sysfs_join(path, root, name) || !realpath(path, real) || !realpath(root, base))
         return;
     const char *last = strrchr(real, '/');
     if (last && is_pci_address(last + 1))

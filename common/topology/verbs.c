@@ -27,7 +27,7 @@ typedef struct verbs {
                                     int);
 } verbs;
 
-static bool load(verbs *v)
+static bool verbs_load(verbs *v)
 {
     v->library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!v->library)
@@ -73,7 +73,7 @@ verbs_facts verbs_probe(const char *nic)
 {
     verbs_facts out = {.built_in = true};
     verbs v = {.library = NULL};
-    out.loaded = load(&v);
+    out.loaded = verbs_load(&v);
     int count = 0;
     /* NULL, with some error or other, is also what it says when there are none. */
     struct ibv_device **list = out.loaded ? v.ibv_get_device_list(&count) : NULL;

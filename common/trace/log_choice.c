@@ -23,7 +23,7 @@ typedef struct choice {
 static _Atomic(choice *) chosen;
 
 /* The level in front of the comma; 0: it is none. */
-static fanin_log_level level_of(const char *text, size_t size)
+static fanin_log_level log_choice_level_of(const char *text, size_t size)
 {
     static const struct {
         const char *name;
@@ -38,7 +38,8 @@ static fanin_log_level level_of(const char *text, size_t size)
     return 0;
 }
 
-static fanin_status refuse_file(const char *file, int code, fanin_error *error)
+static fanin_status log_choice_refuse_file(const char *file, int code,
+                                           fanin_error *error)
 {
     const error_place place = {
         .phase = "log",
@@ -50,7 +51,7 @@ static fanin_status refuse_file(const char *file, int code, fanin_error *error)
 /* Nothing is told to another user's file or pipe, nor where that one's link leads to. Terminals and
    /dev/null belong to whom they may: the kernel says who writes there. A pipe that nobody reads is
    not waited for; once it is open, who writes there is. */
-static fanin_status open_file(const char *file, int *out, fanin_error *error)
+static fanin_status log_choice_open_file(const char *file, int *out, fanin_error *error)
 {
     const error_place place = {.phase = "log",
                                .remedy = "let FANIN_LOG name a file of this user"};
@@ -63,7 +64,7 @@ static fanin_status open_file(const char *file, int *out, fanin_error *error)
         int code = errno;
         if (fd >= 0)
             close(fd);
-        return refuse_file(file, code, error);
+        return log_choice_refuse_file(file, code, error);
     }
     if (!S_ISCHR(there.st_mode) && there.st_uid != geteuid() && there.st_uid != 0) {
         close(fd);
@@ -85,7 +86,7 @@ fanin_status fanin_log_choice(const char *text, fanin_log_level *level, int *des
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "no text, or no place for the level or descriptor, is given");
     size_t size = strcspn(text, ",");
-    fanin_log_level most = level_of(text, size);
+    fanin_log_level most = log_choice_level_of(text, size);
     if (most == 0 || (text[size] == ',' && !text[size + 1]))
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "FANIN_LOG=%.200s is not debug, info or warn, with or without "
@@ -93,8 +94,9 @@ fanin_status fanin_log_choice(const char *text, fanin_log_level *level, int *des
                          text);
     standard_descriptors_hold();
     int fd = -1;
-    fanin_status status =
-        text[size] == ',' ? open_file(text + size + 1, &fd, error) : FANIN_OK;
+    fanin_status status = text[size] == ','
+                              ? log_choice_open_file(text + size + 1, &fd, error)
+                              : FANIN_OK;
     if (status == FANIN_OK) {
         *level = most;
         *descriptor = fd;
@@ -144,7 +146,8 @@ static bool is_same_file(int one, int other)
 
 /* Whoever is first, for all: no lock, which a forked child could find held. The thread that writes
    stayed with the parent, so that a child makes its own. */
-static fanin_status choose(const char *text, choice **out, fanin_error *error)
+static fanin_status log_choice_choose(const char *text, choice **out,
+                                      fanin_error *error)
 {
     choice *now = atomic_load(&chosen), *made = NULL;
     if (now && now->pid == getpid()) {
@@ -173,7 +176,7 @@ fanin_status log_choose(fanin_log_fn *fn, void **cookie, fanin_error *error)
     choice *is = NULL;
     if (*fn || !text || !text[0])
         return FANIN_OK;
-    fanin_status status = choose(text, &is, error);
+    fanin_status status = log_choice_choose(text, &is, error);
     if (status != FANIN_OK)
         return status;
     *fn = fanin_log_ring_write;

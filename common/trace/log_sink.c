@@ -41,7 +41,7 @@ static void write_line(int fd, const char *text, size_t size)
     }
 }
 
-static void tell(int fd, const fanin_log_line *line)
+static void log_sink_tell(int fd, const fanin_log_line *line)
 {
     static const char *const names[] = {"", "error", "warn", "info", "debug"};
     const time_t seconds = (time_t)(line->time_ns / UINT64_C(1000000000));
@@ -56,7 +56,7 @@ static void tell(int fd, const fanin_log_line *line)
         write_line(fd, text, (size_t)size);
 }
 
-static void *work(void *cookie)
+static void *log_sink_work(void *cookie)
 {
     log_sink *s = cookie;
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -65,7 +65,7 @@ static void *work(void *cookie)
     while ((status = fanin_log_ring_read(s->ring, UINT32_MAX, &line)) == FANIN_OK ||
            status == FANIN_ERR_TIMEOUT)
         if (status == FANIN_OK)
-            tell(s->fd, &line);
+            log_sink_tell(s->fd, &line);
     pthread_mutex_lock(&s->lock);
     s->left = true;
     pthread_cond_signal(&s->turn);
@@ -73,7 +73,7 @@ static void *work(void *cookie)
     return NULL;
 }
 
-static void release(log_sink *s)
+static void log_sink_release(log_sink *s)
 {
     fanin_log_ring_destroy(&s->ring);
     pthread_cond_destroy(&s->turn);
@@ -93,13 +93,13 @@ log_sink *log_sink_new(int fd, fanin_log_level level, fanin_error *error)
     condition_init(&s->turn);
     pin_own_library(); /* the thread may still wait for a reader when the library is unloaded */
     fanin_status status = fanin_log_ring_create(LINES, level, &s->ring, error);
-    if (status == FANIN_OK && worker_thread_start(&s->thread, work, s))
+    if (status == FANIN_OK && worker_thread_start(&s->thread, log_sink_work, s))
         return s;
     const error_place place = {.phase = "log", .remedy = THREAD_REMEDY};
     if (status == FANIN_OK)
         (void)error_set(error, FANIN_ERR_LIMIT, &place,
                         "cannot start the thread that writes the log of FANIN_LOG");
-    release(s);
+    log_sink_release(s);
     return NULL;
 }
 
@@ -127,5 +127,5 @@ void log_sink_free(log_sink *s)
     fanin_log_ring_close(s->ring);
     if (!s->is_joined)
         pthread_join(s->thread, NULL);
-    release(s);
+    log_sink_release(s);
 }

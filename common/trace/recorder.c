@@ -45,7 +45,7 @@ struct recorder {
 
 /* -------------------------------------------------------------------- the thread */
 
-static void drop(recorder *r)
+static void recorder_drop(recorder *r)
 {
     if (--r->users > 0)
         return;
@@ -110,7 +110,7 @@ static void write_on(recorder *r)
     }
 }
 
-static void *work(void *cookie)
+static void *recorder_work(void *cookie)
 {
     recorder *r = cookie;
     fanin_error error = FANIN_ERROR_INIT;
@@ -135,7 +135,7 @@ static void *work(void *cookie)
     r->left = true;
     pthread_cond_broadcast(&r->done);
     pthread_mutex_t *lock = r->lock;
-    drop(r);
+    recorder_drop(r);
     pthread_mutex_unlock(lock);
     return NULL;
 }
@@ -162,9 +162,9 @@ fanin_status recorder_new(const char *where, bool is_folder, pthread_mutex_t *lo
     condition_init(&r->done);
     pin_own_library(); /* the thread may still wait for a file system when the library is unloaded
                           */
-    if (!worker_thread_start(&thread, work, r)) {
+    if (!worker_thread_start(&thread, recorder_work, r)) {
         r->users = 1;
-        drop(r);
+        recorder_drop(r);
         return error_set(error, FANIN_ERR_LIMIT, &place,
                          "cannot start the thread that writes the trace");
     }
@@ -214,7 +214,7 @@ void recorder_write(recorder *r, deadline at)
     while (r->written < asked && !r->left && !deadline_passed(at) &&
            condition_wait(&r->done, r->lock, at))
         ;
-    drop(r);
+    recorder_drop(r);
 }
 
 int recorder_end(recorder *r, deadline at)
@@ -224,7 +224,7 @@ int recorder_end(recorder *r, deadline at)
     while (!r->left && condition_wait(&r->done, r->lock, at))
         ;
     int failed = r->left ? r->failed : ETIMEDOUT;
-    drop(r);
+    recorder_drop(r);
     return failed;
 }
 

@@ -66,18 +66,18 @@ void trace_flush(void)
 
 /* -------------------------------------------------------------- start, stop */
 
-static void before_fork(void)
+static void trace_before_fork(void)
 {
     pthread_mutex_lock(&lock);
 }
 
-static void in_parent(void)
+static void trace_in_parent(void)
 {
     pthread_mutex_unlock(&lock);
 }
 
 /* The file is the parent's, and so is what is to be written. */
-static void in_child(void)
+static void trace_in_child(void)
 {
     if (current)
         recorder_leave(current);
@@ -87,13 +87,13 @@ static void in_child(void)
     pthread_mutex_unlock(&lock);
 }
 
-static void install(void)
+static void trace_install(void)
 {
-    (void)pthread_atfork(before_fork, in_parent, in_child);
+    (void)pthread_atfork(trace_before_fork, trace_in_parent, trace_in_child);
 }
 
 /* With the lock, which others have while it waits. */
-static fanin_status start(const char *where, bool is_folder, fanin_error *error)
+static fanin_status trace_start(const char *where, bool is_folder, fanin_error *error)
 {
     recorder *r;
     const deadline at = deadline_in_ms(PATIENCE_MS);
@@ -118,12 +118,12 @@ fanin_status fanin_trace_start(const char *file, fanin_error *error)
                          .remedy = "stop it first, or unset FANIN_TRACE"};
     if (!file || !file[0])
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no file is given");
-    pthread_once(&once, install);
+    pthread_once(&once, trace_install);
     pthread_mutex_lock(&lock);
     fanin_status status = current || starting
                               ? error_set(error, FANIN_ERR_STATE, &place,
                                           "this process has a trace already")
-                              : start(file, false, error);
+                              : trace_start(file, false, error);
     pthread_mutex_unlock(&lock);
     return status;
 }
@@ -149,13 +149,13 @@ void trace_of_environment(const logger *log)
     const char *folder = getenv("FANIN_TRACE");
     if (!folder || !folder[0])
         return;
-    pthread_once(&once, install);
+    pthread_once(&once, trace_install);
     pthread_mutex_lock(&lock);
     fanin_status status = FANIN_OK;
     bool first = !asked && !current && !starting;
     asked = true;
     if (first)
-        status = start(folder, true, &error);
+        status = trace_start(folder, true, &error);
     pthread_mutex_unlock(&lock);
     if (status != FANIN_OK)
         log_write(log, FANIN_LOG_WARNING, "trace", "there is no trace: %s",

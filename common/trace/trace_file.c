@@ -39,7 +39,7 @@ void trace_escape(char *out, size_t size, const char *from)
 
 /* -------------------------------------------------------------- writing */
 
-static bool write_all(trace_file *f, const char *text, size_t size)
+static bool trace_file_write_all(trace_file *f, const char *text, size_t size)
 {
     size_t done = 0;
     while (done < size) {
@@ -67,7 +67,7 @@ void trace_file_flush(trace_file *f)
     size_t with_end = f->used;
     memcpy(f->text + with_end, CLOSING, sizeof CLOSING - 1);
     with_end += sizeof CLOSING - 1;
-    if (write_all(f, f->text, with_end))
+    if (trace_file_write_all(f, f->text, with_end))
         f->size += f->used;
     else if (ftruncate(f->fd, (off_t)f->size) == 0)
         (void)!pwrite(f->fd, CLOSING, sizeof CLOSING - 1, (off_t)f->size);
@@ -168,7 +168,7 @@ static void write_beginning(trace_file *f)
         (int)getpid(), (int)getpid(), shown, where);
 }
 
-static fanin_status refuse(const char *path, int code, fanin_error *error)
+static fanin_status trace_file_refuse(const char *path, int code, fanin_error *error)
 {
     const error_place place = {
         .phase = "trace",
@@ -188,7 +188,7 @@ static fanin_status make_at(trace_file *f, int folder, const char *name,
     f->fd = openat(folder, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                    0600);
     if (f->fd < 0)
-        return refuse(shown, errno, error);
+        return trace_file_refuse(shown, errno, error);
     write_beginning(f);
     trace_file_flush(f);
     if (!f->failed)
@@ -197,7 +197,7 @@ static fanin_status make_at(trace_file *f, int folder, const char *name,
     (void)unlinkat(folder, name, 0);
     close(f->fd);
     f->fd = -1;
-    return refuse(shown, code, error);
+    return trace_file_refuse(shown, code, error);
 }
 
 fanin_status trace_file_make(trace_file *f, const char *path, fanin_error *error)
@@ -219,11 +219,11 @@ static fanin_status make_in(trace_file *f, const char *folder, fanin_error *erro
     struct stat link, there;
     char name[80], shown[320];
     if (lstat(folder, &link) != 0)
-        return refuse(folder, errno, error);
+        return trace_file_refuse(folder, errno, error);
     int at =
         is_own(link.st_uid) ? open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
     if (at < 0 && is_own(link.st_uid))
-        return refuse(folder, errno, error);
+        return trace_file_refuse(folder, errno, error);
     if (at < 0 || fstat(at, &there) != 0 || !is_own(there.st_uid)) {
         if (at >= 0)
             close(at);
@@ -242,7 +242,7 @@ fanin_status trace_file_make_in(trace_file *f, const char *folder, fanin_error *
     char bare[PATH_MAX];
     size_t size = strlen(folder);
     if (size >= sizeof bare)
-        return refuse(folder, ENAMETOOLONG, error);
+        return trace_file_refuse(folder, ENAMETOOLONG, error);
     while (size > 1 && folder[size - 1] == '/')
         size--;
     memcpy(bare, folder, size);

@@ -5,7 +5,8 @@
 
 #define LEAST 64u
 
-static trace_row *place_of(const trace_rows *rows, uint32_t thread, int32_t rank)
+static trace_row *trace_rows_place_of(const trace_rows *rows, uint32_t thread,
+                                      int32_t rank)
 {
     size_t at = (thread * 31u + (uint32_t)(rank + 1)) * UINT32_C(2654435761) >> 8;
     for (;; at++) {
@@ -26,7 +27,7 @@ static bool grow(trace_rows *rows)
     for (size_t i = 0; i < rows->size; i++) {
         const trace_row *row = &rows->table[i];
         if (row->thread != 0)
-            *place_of(&larger, row->thread, row->rank) = *row;
+            *trace_rows_place_of(&larger, row->thread, row->rank) = *row;
     }
     free(rows->table);
     *rows = larger;
@@ -36,14 +37,14 @@ static bool grow(trace_rows *rows)
 const trace_row *trace_rows_find(trace_rows *rows, uint32_t thread, int32_t rank,
                                  bool *is_new)
 {
-    trace_row *row = rows->size ? place_of(rows, thread, rank) : NULL;
+    trace_row *row = rows->size ? trace_rows_place_of(rows, thread, rank) : NULL;
     *is_new = !row || row->thread == 0;
     if (!*is_new)
         return row;
     if (2 * (size_t)rows->used >= rows->size) {
         if (!grow(rows))
             return NULL;
-        row = place_of(rows, thread, rank);
+        row = trace_rows_place_of(rows, thread, rank);
     }
     *row = (trace_row){thread, rank, rows->used++};
     return row;

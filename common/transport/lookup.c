@@ -27,7 +27,7 @@ struct lookup {
 
 static atomic_int running;
 
-static void let_go(lookup *l)
+static void lookup_let_go(lookup *l)
 {
     if (atomic_fetch_sub(&l->holders, 1) > 1)
         return;
@@ -35,7 +35,7 @@ static void let_go(lookup *l)
     free(l);
 }
 
-static void ask(lookup *l)
+static void lookup_ask(lookup *l)
 {
     struct addrinfo hints = {
         .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_ADDRCONFIG};
@@ -53,20 +53,20 @@ static void ask(lookup *l)
         freeaddrinfo(found);
 }
 
-static void *run(void *cookie)
+static void *lookup_run(void *cookie)
 {
     lookup *l = cookie;
     pthread_setname_np(pthread_self(), "fanin-lookup");
-    ask(l);
+    lookup_ask(l);
     atomic_store(&l->done, true);
     (void)eventfd_write(l->event, 1);
-    let_go(l);
+    lookup_let_go(l);
     atomic_fetch_sub(&running, 1);
     return NULL;
 }
 
 /* Detached, and deaf to the process's signals. */
-static int start_thread(lookup *l)
+static int lookup_start_thread(lookup *l)
 {
     pthread_attr_t attributes;
     pthread_t thread;
@@ -75,7 +75,7 @@ static int start_thread(lookup *l)
         return code;
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     const sigset_t before = signals_block();
-    code = pthread_create(&thread, &attributes, run, l);
+    code = pthread_create(&thread, &attributes, lookup_run, l);
     signals_restore(&before);
     pthread_attr_destroy(&attributes);
     return code;
@@ -92,7 +92,7 @@ fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
     l->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pin_own_library(); /* the thread may still run when the library is unloaded */
     bool many = atomic_fetch_add(&running, 1) >= LOOKUPS_MOST;
-    int code = l->event < 0 ? errno : many ? EAGAIN : start_thread(l);
+    int code = l->event < 0 ? errno : many ? EAGAIN : lookup_start_thread(l);
     if (code == 0) {
         *out = l;
         return FANIN_OK;
@@ -147,6 +147,6 @@ fanin_status lookup_result(const lookup *l, socket_address *out, fanin_error *er
 void lookup_drop(lookup **l)
 {
     if (*l)
-        let_go(*l);
+        lookup_let_go(*l);
     *l = NULL;
 }

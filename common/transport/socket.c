@@ -58,7 +58,7 @@ static void write_scope(const socket_address *a, char out[IF_NAMESIZE + 1])
         snprintf(out + 1, IF_NAMESIZE, "%u", (unsigned)in6->sin6_scope_id);
 }
 
-static void write_text(socket_address *a)
+static void socket_write_text(socket_address *a)
 {
     char host[INET6_ADDRSTRLEN] = "?", scope[IF_NAMESIZE + 1];
     int family = a->storage.ss_family;
@@ -87,7 +87,7 @@ void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
         memcpy(&in.sin_addr, bytes, sizeof in.sin_addr);
         memcpy(&plain.storage, &in, sizeof in);
     }
-    write_text(&plain);
+    socket_write_text(&plain);
     memcpy(out, plain.text, SOCKET_TEXT);
 }
 
@@ -205,7 +205,7 @@ void socket_to_connect(socket_address *a)
     if (family == AF_INET)
         own[0] = 127;
     own[family == AF_INET ? 3 : 15] = 1;
-    write_text(a);
+    socket_write_text(a);
 }
 
 bool socket_is_local(const socket_address *a)
@@ -263,7 +263,7 @@ void socket_set_port(socket_address *a, uint16_t port)
         ((struct sockaddr_in *)(void *)&a->storage)->sin_port = htons(port);
     else if (a->storage.ss_family == AF_INET6)
         ((struct sockaddr_in6 *)(void *)&a->storage)->sin6_port = htons(port);
-    write_text(a);
+    socket_write_text(a);
 }
 
 static fanin_status is_in_use(const socket_address *a, fanin_error *error)
@@ -346,7 +346,7 @@ int socket_accept(int listener, socket_address *peer_out)
     int fd =
         socket_take(listener, (struct sockaddr *)&peer_out->storage, &peer_out->length);
     if (fd >= 0)
-        write_text(peer_out);
+        socket_write_text(peer_out);
     return fd;
 }
 

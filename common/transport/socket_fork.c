@@ -23,7 +23,7 @@ static void before(void)
     pthread_mutex_lock(&lock);
 }
 
-static void in_parent(void)
+static void socket_fork_in_parent(void)
 {
     pthread_mutex_unlock(&lock);
 }
@@ -36,7 +36,7 @@ static bool is_still_ours(int fd)
 }
 
 /* Calls nothing but what is safe between fork and exec. */
-static void in_child(void)
+static void socket_fork_in_child(void)
 {
     int nothing = -1;
     for (int fd = 0; fd < capacity; fd++) {
@@ -53,12 +53,12 @@ static void in_child(void)
     pthread_mutex_unlock(&lock);
 }
 
-static void install(void)
+static void socket_fork_install(void)
 {
-    (void)pthread_atfork(before, in_parent, in_child);
+    (void)pthread_atfork(before, socket_fork_in_parent, socket_fork_in_child);
 }
 
-static bool make_room(int fd)
+static bool socket_fork_make_room(int fd)
 {
     if (fd < capacity)
         return true;
@@ -72,12 +72,12 @@ static bool make_room(int fd)
     return true;
 }
 
-static int note(int fd)
+static int socket_fork_note(int fd)
 {
     struct stat info;
     if (fd < 0)
         return fd;
-    if (fstat(fd, &info) == 0 && make_room(fd)) {
+    if (fstat(fd, &info) == 0 && socket_fork_make_room(fd)) {
         inodes[fd] = info.st_ino;
         return fd;
     }
@@ -88,9 +88,10 @@ static int note(int fd)
 
 int socket_make(int family)
 {
-    pthread_once(&once, install);
+    pthread_once(&once, socket_fork_install);
     pthread_mutex_lock(&lock);
-    int fd = note(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    int fd =
+        socket_fork_note(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     int code = errno;
     pthread_mutex_unlock(&lock);
     errno = code;
@@ -100,7 +101,8 @@ int socket_make(int family)
 int socket_take(int listener, struct sockaddr *peer, socklen_t *length)
 {
     pthread_mutex_lock(&lock);
-    int fd = note(accept4(listener, peer, length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    int fd =
+        socket_fork_note(accept4(listener, peer, length, SOCK_NONBLOCK | SOCK_CLOEXEC));
     int code = errno;
     pthread_mutex_unlock(&lock);
     errno = code;

@@ -40,7 +40,7 @@ typedef struct question {
 
 /* Asks for the socket at the other end: what is its own is the peer's here. False: no such
    addresses. */
-static bool ask_for(const ends *e, question *q)
+static bool socket_owner_ask_for(const ends *e, question *q)
 {
     int family, peer_family;
     const uint8_t *own, *peer;
@@ -85,7 +85,7 @@ static bool told_by_diag(const ends *e, uid_t *uid_out)
     question q;
     uint8_t answer[1024];
     const struct sockaddr_nl kernel = {.nl_family = AF_NETLINK};
-    if (!ask_for(e, &q))
+    if (!socket_owner_ask_for(e, &q))
         return false;
     int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
     if (fd < 0)

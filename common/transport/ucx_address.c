@@ -43,7 +43,7 @@ typedef struct transport {
 
 static const char cut[] = "it ends in the middle";
 
-static const uint8_t *take(reader *r, size_t size)
+static const uint8_t *ucx_address_take(reader *r, size_t size)
 {
     const uint8_t *at = r->at;
     if (size > (size_t)(r->end - r->at))
@@ -56,7 +56,7 @@ static bool skip_counted(reader *r, uint8_t flag, bool *zero)
 {
     if (!(r->device_flags & flag))
         return true;
-    const uint8_t *value = take(r, 1);
+    const uint8_t *value = ucx_address_take(r, 1);
     *zero = value && flag == HAS_PATHS && *value == 0;
     return value != NULL;
 }
@@ -64,21 +64,22 @@ static bool skip_counted(reader *r, uint8_t flag, bool *zero)
 static const char *open_device(reader *r)
 {
     bool zero = false;
-    const uint8_t *head = take(r, 2);
+    const uint8_t *head = ucx_address_take(r, 2);
     if (!head)
         return cut;
     r->domain = head[0];
     r->device_length = head[1] & DEVICE_LENGTH;
     r->device_flags = head[1] & (uint8_t)~DEVICE_LENGTH;
     if (!skip_counted(r, HAS_PATHS, &zero) ||
-        !skip_counted(r, HAS_SYSTEM_DEVICE, &zero) || !take(r, r->device_length))
+        !skip_counted(r, HAS_SYSTEM_DEVICE, &zero) ||
+        !ucx_address_take(r, r->device_length))
         return cut;
     r->in_device = !(r->domain & NO_TRANSPORTS);
     return zero ? "a device without paths" : NULL;
 }
 
 /* The next transport; false at the end, with *why if it is not a good one. */
-static bool next(reader *r, transport *out, const char **why)
+static bool ucx_address_next(reader *r, transport *out, const char **why)
 {
     *why = NULL;
     while (!r->in_device) {
@@ -90,7 +91,7 @@ static bool next(reader *r, transport *out, const char **why)
         if (*why)
             return false;
     }
-    const uint8_t *p = take(r, 2 + 3 * 4 + 4 + 1);
+    const uint8_t *p = ucx_address_take(r, 2 + 3 * 4 + 4 + 1);
     *why = cut;
     if (!p)
         return false;
@@ -103,7 +104,7 @@ static bool next(reader *r, transport *out, const char **why)
     out->domain = r->domain;
     out->device_length = r->device_length;
     r->in_device = !(p[18] & LAST);
-    if (!take(r, out->length))
+    if (!ucx_address_take(r, out->length))
         return false;
     *why = p[18] & HAS_ENDPOINTS ? "it has endpoints" : NULL;
     if (++r->count > TRANSPORTS_MOST)
@@ -111,10 +112,10 @@ static bool next(reader *r, transport *out, const char **why)
     return !*why;
 }
 
-static bool start(reader *r, const uint8_t *address, size_t size)
+static bool ucx_address_start(reader *r, const uint8_t *address, size_t size)
 {
     *r = (reader){.at = address, .end = address + size};
-    const uint8_t *header = take(r, HEADER);
+    const uint8_t *header = ucx_address_take(r, HEADER);
     return header && *header == VERSION_1;
 }
 
@@ -125,13 +126,14 @@ static bool is_plausible(const transport *t)
 }
 
 /* What this worker says of the same transport; false: it has none of that name. */
-static bool find(const uint8_t *own, size_t own_size, uint16_t name, transport *out)
+static bool ucx_address_find(const uint8_t *own, size_t own_size, uint16_t name,
+                             transport *out)
 {
     reader r;
     const char *why;
-    if (!start(&r, own, own_size))
+    if (!ucx_address_start(&r, own, own_size))
         return false;
-    while (next(&r, out, &why))
+    while (ucx_address_next(&r, out, &why))
         if (out->name == name)
             return true;
     return false;
@@ -143,12 +145,12 @@ const char *ucx_address_check(const uint8_t *address, size_t size, const uint8_t
     reader r;
     transport theirs, ours;
     const char *why;
-    if (!start(&r, address, size))
+    if (!ucx_address_start(&r, address, size))
         return "it does not begin like one";
-    while (next(&r, &theirs, &why)) {
+    while (ucx_address_next(&r, &theirs, &why)) {
         if (!is_plausible(&theirs))
             return "a transport's speed is no number";
-        if (!find(own, own_size, theirs.name, &ours))
+        if (!ucx_address_find(own, own_size, theirs.name, &ours))
             continue; /* UCX passes over what it does not know */
         if (theirs.length != ours.length ||
             (same_host &&
@@ -165,15 +167,15 @@ const char *ucx_rkey_check(const uint8_t *rkey, size_t size)
 {
     reader r = {.at = rkey, .end = rkey + size};
     uint64_t domains;
-    const uint8_t *head = take(&r, sizeof domains + 1);
+    const uint8_t *head = ucx_address_take(&r, sizeof domains + 1);
     if (!head)
         return cut;
     memcpy(&domains, head, sizeof domains);
     if (head[8] > 1) /* the host's, CUDA's */
         return "it is of no kind of memory that is published";
     for (; domains; domains &= domains - 1) {
-        const uint8_t *length = take(&r, 1);
-        if (!length || !take(&r, *length))
+        const uint8_t *length = ucx_address_take(&r, 1);
+        if (!length || !ucx_address_take(&r, *length))
             return cut;
     }
     return NULL;

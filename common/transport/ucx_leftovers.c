@@ -38,7 +38,7 @@ static bool is_leftover(int fd)
     return is_ours_alone(fd) && is_in_nobodys_use(fd);
 }
 
-static unsigned remove_all(int directory, DIR *entries)
+static unsigned ucx_leftovers_remove_all(int directory, DIR *entries)
 {
     unsigned removed = 0;
     const struct dirent *entry;
@@ -61,7 +61,7 @@ void ucx_leftovers_remove(const char *directory, const logger *log)
     DIR *entries = opendir(directory);
     if (!entries)
         return;
-    unsigned removed = remove_all(dirfd(entries), entries);
+    unsigned removed = ucx_leftovers_remove_all(dirfd(entries), entries);
     closedir(entries);
     if (removed > 0)
         log_write(log, FANIN_LOG_INFO, "ucx-leftovers",

@@ -87,7 +87,7 @@ static bool read_version(void *handle, ucx *u, char reason[256])
     return false;
 }
 
-static bool read_functions(void *handle, ucx *u, char reason[256])
+static bool ucx_load_read_functions(void *handle, ucx *u, char reason[256])
 {
     static const library_function functions[] = {
 #define X(name) {#name, offsetof(ucx, name)},
@@ -108,7 +108,7 @@ static bool read_functions(void *handle, ucx *u, char reason[256])
     return false;
 }
 
-static bool examine(void *handle, ucx *u, char reason[256])
+static bool ucx_load_examine(void *handle, ucx *u, char reason[256])
 {
     char path[PATH_MAX];
     if (!file_of_symbol(handle, "ucp_get_version", path)) {
@@ -116,11 +116,13 @@ static bool examine(void *handle, ucx *u, char reason[256])
         return false;
     }
     snprintf(u->path, sizeof u->path, "%.511s", path);
-    return read_version(handle, u, reason) && read_functions(handle, u, reason) &&
+    return read_version(handle, u, reason) &&
+           ucx_load_read_functions(handle, u, reason) &&
            is_of_one_installation(handle, path, reason);
 }
 
-static fanin_status refuse(fanin_error *error, const char *remedy, const char *text)
+static fanin_status ucx_load_refuse(fanin_error *error, const char *remedy,
+                                    const char *text)
 {
     const error_place place = {.phase = "load", .remedy = remedy};
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", text);
@@ -132,8 +134,8 @@ static fanin_status open_named(const char *file, void *present, void **out,
 {
     char text[512], wanted[PATH_MAX], found[PATH_MAX];
     if (!file[0])
-        return refuse(error, "unset FANIN_UCX_LIBRARY to use UCX",
-                      "UCX is switched off: FANIN_UCX_LIBRARY is empty");
+        return ucx_load_refuse(error, "unset FANIN_UCX_LIBRARY to use UCX",
+                               "UCX is switched off: FANIN_UCX_LIBRARY is empty");
     if (present && file_of_symbol(present, "ucp_get_version", found)) {
         if (realpath(file, wanted) && strcmp(wanted, found) == 0) {
             *out = present;
@@ -142,14 +144,15 @@ static fanin_status open_named(const char *file, void *present, void **out,
         snprintf(text, sizeof(text),
                  "FANIN_UCX_LIBRARY is %.200s, but UCX is already loaded from %.200s",
                  file, found);
-        return refuse(error, "a process can hold one UCX: name that file, or none",
-                      text);
+        return ucx_load_refuse(
+            error, "a process can hold one UCX: name that file, or none", text);
     }
     *out = open_harmlessly(file);
     if (*out)
         return FANIN_OK;
     snprintf(text, sizeof(text), "FANIN_UCX_LIBRARY: %.400s", dlerror());
-    return refuse(error, "let FANIN_UCX_LIBRARY name a libucp.so.0, or unset it", text);
+    return ucx_load_refuse(
+        error, "let FANIN_UCX_LIBRARY name a libucp.so.0, or unset it", text);
 }
 
 /* Where the dynamic loader looks; the build tree's run paths name the UCX of the build. */
@@ -160,10 +163,10 @@ static fanin_status open_found(void **out, fanin_error *error)
     if (*out)
         return FANIN_OK;
     snprintf(text, sizeof(text), "no UCX: %.400s", dlerror());
-    return refuse(error, install_hint, text);
+    return ucx_load_refuse(error, install_hint, text);
 }
 
-static fanin_status find(void **out, bool *ours_out, fanin_error *error)
+static fanin_status ucx_load_find(void **out, bool *ours_out, fanin_error *error)
 {
     const char *named = getenv("FANIN_UCX_LIBRARY");
     void *present = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
@@ -177,26 +180,26 @@ static fanin_status find(void **out, bool *ours_out, fanin_error *error)
     return open_found(out, error);
 }
 
-static fanin_status load(const logger *log, fanin_error *error)
+static fanin_status ucx_load_load(const logger *log, fanin_error *error)
 {
     void *handle = NULL;
     char reason[256];
     ucx *u = calloc(1, sizeof *u);
     if (!u)
         return error_set_memory(error);
-    fanin_status status = find(&handle, &u->ours, error);
+    fanin_status status = ucx_load_find(&handle, &u->ours, error);
     if (status != FANIN_OK || loaded) {
         free(u);
         return status;
     }
-    if (!examine(handle, u, reason)) {
+    if (!ucx_load_examine(handle, u, reason)) {
         char text[768];
         const char *named = getenv("FANIN_UCX_LIBRARY");
         snprintf(text, sizeof(text), "%s%.255s cannot be used: %s",
                  u->ours ? "" : "the UCX already loaded from ",
                  u->path[0] ? u->path : (named ? named : SONAME), reason);
         free(u);
-        return refuse(error, install_hint, text);
+        return ucx_load_refuse(error, install_hint, text);
     }
     pin_own_library(); /* UCX keeps a pointer to our log handler */
     ucx_log_install(u);
@@ -211,7 +214,7 @@ fanin_status ucx_load(const logger *log, ucx **out, fanin_error *error)
     if (!load_lock_take(&loading))
         return load_lock_lost("UCX", error);
     const ucx_scope scope = ucx_scope_enter(log, true);
-    fanin_status status = load(log, error);
+    fanin_status status = ucx_load_load(log, error);
     ucx_scope_leave(&scope);
     if (status == FANIN_OK)
         *out = loaded;

@@ -25,7 +25,7 @@ void ucx_scope_leave(const ucx_scope *scope)
 
 /* Whatever fails is also returned to the caller, who decides how bad that is: hence UCX's
    errors are warnings here. */
-static fanin_log_level level_of(int level)
+static fanin_log_level ucx_log_level_of(int level)
 {
     if (level == UCX_LOG_FATAL)
         return FANIN_LOG_ERROR;
@@ -43,7 +43,7 @@ static void log_message(int level, const char *format, va_list arguments)
     for (char *c = text; *c; c++)
         if (*c == '\n')
             *c = ' ';
-    log_write(current_log, level_of(level), "ucx", "%s", text);
+    log_write(current_log, ucx_log_level_of(level), "ucx", "%s", text);
 }
 
 /* Outside of our calls messages come from UCX's own thread or from another user of the same

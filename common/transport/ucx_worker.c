@@ -180,8 +180,9 @@ static bool is_writable(uintptr_t from, uintptr_t to)
 }
 
 /* UCX says no more than that it failed: look for the usual causes. */
-static fanin_status explain(const ucx_worker *w, ucs_status_t ucs, void *base,
-                            size_t length, bool cuda, fanin_error *error)
+static fanin_status ucx_worker_explain(const ucx_worker *w, ucs_status_t ucs,
+                                       void *base, size_t length, bool cuda,
+                                       fanin_error *error)
 {
     char what[192];
     text t = text_in(what, sizeof what);
@@ -235,7 +236,8 @@ fanin_status ucx_mapping_open(const ucx_worker *w, void *base, size_t length,
     const ucs_status_t ucs = w->u->ucp_mem_map(w->context, &params, &handle);
     ucx_scope_leave(&scope);
     if (ucs != UCS_OK)
-        return explain(w, ucs, base, length, type == UCS_MEMORY_TYPE_CUDA, error);
+        return ucx_worker_explain(w, ucs, base, length, type == UCS_MEMORY_TYPE_CUDA,
+                                  error);
     *out = (ucx_mapping){.handle = handle, .type = type};
     return FANIN_OK;
 }

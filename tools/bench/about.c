@@ -29,7 +29,7 @@ static void name_processor(char *out, size_t size)
     }
 }
 
-static void put_word(FILE *stream, const char *word)
+static void about_put_word(FILE *stream, const char *word)
 {
     static const char plain[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
                                 "0123456789-_./:,=+@%";
@@ -44,7 +44,7 @@ static void put_word(FILE *stream, const char *word)
     fputc('\'', stream);
 }
 
-static char *join(int argc, const char **argv)
+static char *about_join(int argc, const char **argv)
 {
     char *text = NULL;
     size_t size = 0;
@@ -52,7 +52,7 @@ static char *join(int argc, const char **argv)
     fputs(argv[0], stream); /* "nixl-fetch bench" */
     for (int i = 1; i < argc; i++) {
         fputc(' ', stream);
-        put_word(stream, argv[i]);
+        about_put_word(stream, argv[i]);
     }
     (void)fclose(stream);
     return output_require(text);
@@ -64,7 +64,7 @@ void about_make(int argc, const char **argv, about *out)
     struct tm utc;
     cpu_set_t usable;
     time_t now = time(NULL);
-    *out = (about){.command = join(argc, argv)};
+    *out = (about){.command = about_join(argc, argv)};
     name_processor(out->processor, sizeof out->processor);
     if (uname(&host) == 0) {
         snprintf(out->kernel, sizeof out->kernel, "%s %s", host.sysname, host.release);

@@ -26,7 +26,7 @@ void *arena_map(uint64_t size)
     return memory == MAP_FAILED ? NULL : memory;
 }
 
-static bool on_entry(void *cookie, const fanin_entry *e)
+static bool bench_arena_on_entry(void *cookie, const fanin_entry *e)
 {
     arena *a = cookie;
     a->tensors = output_room(a->tensors, a->count, &a->capacity, sizeof a->tensors[0]);
@@ -43,7 +43,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-static fanin_status no_memory(const arena *a, fanin_error *error)
+static fanin_status bench_arena_no_memory(const arena *a, fanin_error *error)
 {
     return failure_set(error, FANIN_ERR_MEMORY, "free memory",
                        "no memory for %s of tensors", output_bytes(a->bytes).s);
@@ -53,7 +53,7 @@ static fanin_status make_memory(arena *a, fanin_error *error)
 {
     if (a->device == DEVICE_HOST) {
         a->memory = arena_map(a->size);
-        return a->memory != NULL ? FANIN_OK : no_memory(a, error);
+        return a->memory != NULL ? FANIN_OK : bench_arena_no_memory(a, error);
     }
     void *memory = NULL;
     fanin_status status = device_open(a->device, error);
@@ -102,7 +102,8 @@ static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
 }
 
 /* Memory for parameters, and boxes in it. */
-static fanin_status lay_out(arena *a, const engine_layout *l, fanin_error *error)
+static fanin_status bench_arena_lay_out(arena *a, const engine_layout *l,
+                                        fanin_error *error)
 {
     uint64_t *begin = output_require(calloc(l->n_parameters + 1, sizeof begin[0]));
     for (size_t i = 0; i < l->n_parameters; i++) {
@@ -118,8 +119,8 @@ static fanin_status lay_out(arena *a, const engine_layout *l, fanin_error *error
 }
 
 /* As @p mapping says; NULL: every tensor whole, in a parameter of its own. */
-static fanin_status layout_of(const arena *a, const char *mapping, engine_layout *out,
-                              fanin_error *error)
+static fanin_status bench_arena_layout_of(const arena *a, const char *mapping,
+                                          engine_layout *out, fanin_error *error)
 {
     mapping_file m;
     if (mapping == NULL) {
@@ -143,13 +144,13 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     engine_layout l = {.boxes = NULL};
     *out = (arena){.device = device, .half = half};
     fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
-                                               on_entry, out, error);
+                                               bench_arena_on_entry, out, error);
     if (status != FANIN_OK) {
         return status;
     }
-    status = layout_of(out, mapping, &l, error);
+    status = bench_arena_layout_of(out, mapping, &l, error);
     if (status == FANIN_OK) {
-        status = lay_out(out, &l, error);
+        status = bench_arena_lay_out(out, &l, error);
         engine_layout_free(&l);
     }
     return status == FANIN_OK
@@ -181,7 +182,7 @@ static fanin_status transfer(arena *a, bool out, fanin_error *error)
     if (a->copy == NULL) {
         a->copy = arena_map(a->size + 1);
         if (a->copy == NULL) {
-            return no_memory(a, error);
+            return bench_arena_no_memory(a, error);
         }
     }
     if (out) {

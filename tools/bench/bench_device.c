@@ -82,8 +82,8 @@ static fanin_status open_source(transfer *t, fanin_error *error)
                               : device_alloc(t->device, t->bytes + 1, &t->from, error);
 }
 
-static fanin_status prepare(transfer *t, int from, int to, uint64_t bytes,
-                            fanin_error *error)
+static fanin_status bench_device_prepare(transfer *t, int from, int to, uint64_t bytes,
+                                         fanin_error *error)
 {
     *t = (transfer){.device = from, .bytes = bytes};
     fanin_status status = open_source(t, error);
@@ -102,7 +102,7 @@ static fanin_status prepare(transfer *t, int from, int to, uint64_t bytes,
     return status;
 }
 
-static void release(transfer *t, int to)
+static void bench_device_release(transfer *t, int to)
 {
     if (to != DEVICE_HOST) {
         device_free(to, t->to);
@@ -136,7 +136,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
         if (from == DEVICE_HOST || spread->bytes[i] == 0) {
             continue;
         }
-        status = prepare(&copies[count++], from, to, spread->bytes[i], &error);
+        status =
+            bench_device_prepare(&copies[count++], from, to, spread->bytes[i], &error);
         if (status != FANIN_OK) {
             bench_limit_end(bench_limit_add(limits, "copies between devices"), NULL, 0,
                             error.message);
@@ -154,7 +155,7 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
                     count);
     }
     for (size_t i = 0; i < count; i++) {
-        release(&copies[i], to);
+        bench_device_release(&copies[i], to);
     }
 }
 

@@ -30,8 +30,8 @@ typedef struct pieces {
     uint64_t bytes;
 } pieces;
 
-static void add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
-                      uint64_t room)
+static void limits_add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
+                             uint64_t room)
 {
     p->items = output_room(p->items, p->count, &p->capacity, sizeof p->items[0]);
     /* Allocations lie a few bytes apart, so that a little more is read than the tensors
@@ -43,7 +43,7 @@ static void add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
     p->bytes += length;
 }
 
-static int by_address(const void *a, const void *b)
+static int limits_by_address(const void *a, const void *b)
 {
     const rank_extent *x = a;
     const rank_extent *y = b;
@@ -52,12 +52,12 @@ static int by_address(const void *a, const void *b)
 
 /* Stretches of shards that share pages or neighbouring ones, cut into pieces; until there are
    @p most bytes. */
-static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t count,
-                     uint64_t room, uint64_t most)
+static void limits_add_rank(pieces *p, pid_t pid, const rank_extent *shards,
+                            size_t count, uint64_t room, uint64_t most)
 {
     rank_extent *sorted = output_require(malloc((count + 1) * sizeof sorted[0]));
     memcpy(sorted, shards, count * sizeof sorted[0]);
-    qsort(sorted, count, sizeof sorted[0], by_address);
+    qsort(sorted, count, sizeof sorted[0], limits_by_address);
     for (size_t i = 0; i < count;) {
         uint64_t from = sorted[i].address;
         uint64_t end = from + sorted[i].bytes;
@@ -65,7 +65,8 @@ static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t cou
             end = sorted[i].address + sorted[i].bytes;
         }
         for (; from < end && p->bytes < most; from += PIECE) {
-            add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
+            limits_add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE,
+                             room);
         }
     }
     free(sorted);
@@ -125,8 +126,8 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
     uint32_t parts = options->world_size / options->replicate;
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     for (uint32_t rank = 0; rank < parts; rank++) {
-        add_rank(&p, ranks_slot(r, rank)->pid, ranks_extents(r, rank),
-                 options->tensors->count, a->size, most);
+        limits_add_rank(&p, ranks_slot(r, rank)->pid, ranks_extents(r, rank),
+                        options->tensors->count, a->size, most);
     }
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = progress_now_ns();
@@ -333,7 +334,7 @@ static struct {
 } evp;
 
 /* NULL, or why there is none. */
-static const char *load(void)
+static const char *limits_load(void)
 {
     const char *named = getenv("FANIN_OPENSSL_LIBRARY");
     void *handle = dlopen(named != NULL ? named : "libssl.so.3", RTLD_NOW | RTLD_LOCAL);
@@ -411,7 +412,7 @@ void bench_cipher(bench_limits *limits, uint64_t bytes, uint32_t threads)
 {
     uint64_t times[ROUNDS];
     bench_limit *limit = bench_limit_add(limits, "AES-128-GCM of one end");
-    const char *problem = load();
+    const char *problem = limits_load();
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     limit->threads = threads;
     limit->bytes = bytes;

@@ -12,14 +12,14 @@
 
 /* ---------------------------------------------------------------------- figures */
 
-static int ascending(const void *a, const void *b)
+static int samples_ascending(const void *a, const void *b)
 {
     uint64_t x = *(const uint64_t *)a;
     uint64_t y = *(const uint64_t *)b;
     return (x > y) - (x < y);
 }
 
-static uint64_t middle(uint64_t low, uint64_t high)
+static uint64_t samples_middle(uint64_t low, uint64_t high)
 {
     return low + (high - low) / 2;
 }
@@ -36,9 +36,9 @@ stats_figure stats_figure_of(uint64_t *values, uint32_t count)
     if (count == 0) {
         return (stats_figure){0};
     }
-    qsort(values, count, sizeof values[0], ascending);
+    qsort(values, count, sizeof values[0], samples_ascending);
     return (stats_figure){
-        .median = middle(values[(count - 1) / 2], values[count / 2]),
+        .median = samples_middle(values[(count - 1) / 2], values[count / 2]),
         .least = values[0],
         .most = values[count - 1],
         .p90 = percentile(values, count, 90),

@@ -33,7 +33,8 @@ int bench_open_workers(bench *b)
     for (size_t i = 0; i < b->n_others; i++) {
         bench_worker *w = &b->others[i];
         fanin_error error = FANIN_ERROR_INIT;
-        int code = session_open(&w->session, b->self, &b->line, b->target, b->line.run);
+        int code =
+            session_start(&w->session, b->self, &b->line, b->target, b->line.run);
         code =
             code != 0 ? code : session_connect(&w->session, b->line.common.timeout_ms);
         if (code == 0 && bench_make_arena(b, &w->session, (uint32_t)i + 1, &w->arena,
@@ -51,7 +52,7 @@ int bench_open_workers(bench *b)
 void bench_close_workers(bench *b)
 {
     for (size_t i = 0; i < b->n_others; i++) {
-        session_close(&b->others[i].session);
+        session_end(&b->others[i].session);
         arena_free(&b->others[i].arena);
     }
     free(b->others);
@@ -61,7 +62,7 @@ void bench_close_workers(bench *b)
 
 /* --------------------------------------------------------------------- their pulls */
 
-static void *work(void *cookie)
+static void *bench_worker_work(void *cookie)
 {
     bench_worker *w = cookie;
     fanin_result *result = NULL;
@@ -77,13 +78,13 @@ static void *work(void *cookie)
     return NULL;
 }
 
-static fanin_status start(bench *b, const fanin_pull_options *options,
-                          fanin_error *error)
+static fanin_status bench_worker_start(bench *b, const fanin_pull_options *options,
+                                       fanin_error *error)
 {
     for (size_t i = 0; i < b->n_others; i++) {
         bench_worker *w = &b->others[i];
         w->options = options;
-        w->running = pthread_create(&w->thread, NULL, work, w) == 0;
+        w->running = pthread_create(&w->thread, NULL, bench_worker_work, w) == 0;
         if (!w->running) {
             return failure_set(error, FANIN_ERR_LIMIT, "raise ulimit -u",
                                "no thread for rank %zu of the engine", i + 1);
@@ -93,7 +94,7 @@ static fanin_status start(bench *b, const fanin_pull_options *options,
 }
 
 /* Waits for all; the first error counts. */
-static fanin_status join(bench *b, fanin_status status, fanin_error *error)
+static fanin_status bench_worker_join(bench *b, fanin_status status, fanin_error *error)
 {
     for (size_t i = 0; i < b->n_others; i++) {
         bench_worker *w = &b->others[i];
@@ -112,7 +113,7 @@ static fanin_status join(bench *b, fanin_status status, fanin_error *error)
     return status;
 }
 
-static void add(const bench *b, fanin_result_info *info)
+static void bench_worker_add(const bench *b, fanin_result_info *info)
 {
     uint64_t tensors = info->tensors, bytes = info->bytes, reads = info->reads;
     for (size_t i = 0; i < b->n_others; i++) {
@@ -164,8 +165,8 @@ static fanin_status check_all(bench *b, uint64_t step, fanin_error *error)
 }
 
 /* Warm, a worker has described its memory long ago; a new one does it first of all. */
-static fanin_status pull(const bench *b, const fanin_pull_options *options,
-                         fanin_result **result, fanin_error *error)
+static fanin_status bench_worker_pull(const bench *b, const fanin_pull_options *options,
+                                      fanin_result **result, fanin_error *error)
 {
     const arena *a = &b->arena;
     return b->cold ? fanin_client_pull(b->session.client, options, a->tensors, a->count,
@@ -185,9 +186,9 @@ static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
     if (status != FANIN_OK) {
         return status;
     }
-    status = start(b, options, error);
+    status = bench_worker_start(b, options, error);
     if (status == FANIN_OK) {
-        status = pull(b, options, &result, error);
+        status = bench_worker_pull(b, options, &result, error);
     }
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
@@ -197,15 +198,15 @@ static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
     }
     fanin_result_free(&result);
     uint64_t step = info->step;
-    status = join(b, status, error);
+    status = bench_worker_join(b, status, error);
     if (status == FANIN_OK) {
-        add(b, info);
+        bench_worker_add(b, info);
     }
     return status == FANIN_OK && check ? check_all(b, step, error) : status;
 }
 
 /* Removes a directory that a pull of this bench made: never what a link leads to. */
-static void remove_directory(const char *path)
+static void bench_worker_remove_directory(const char *path)
 {
     int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR *directory = descriptor >= 0 ? fdopendir(descriptor) : NULL;
@@ -225,9 +226,11 @@ static void remove_directory(const char *path)
 }
 
 /* One pull into a directory; @p path is what it makes. */
-static fanin_status pull_directory(bench *b, const fanin_pull_options *options,
-                                   const char *path, bool check,
-                                   fanin_result_info *info, fanin_error *error)
+static fanin_status bench_worker_pull_directory(bench *b,
+                                                const fanin_pull_options *options,
+                                                const char *path, bool check,
+                                                fanin_result_info *info,
+                                                fanin_error *error)
 {
     fanin_result *result = NULL;
     uint64_t checked;
@@ -247,7 +250,7 @@ static fanin_status pull_directory(bench *b, const fanin_pull_options *options,
                                  &checked, error);
     }
     if (made) {
-        remove_directory(path);
+        bench_worker_remove_directory(path);
     }
     fanin_result_free(&result);
     return status;
@@ -276,5 +279,5 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     }
     snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
              b->mark, b->serial++);
-    return pull_directory(b, &options, path, check, info, error);
+    return bench_worker_pull_directory(b, &options, path, check, info, error);
 }

@@ -23,9 +23,9 @@ enum { START_MS = 300000 };
 static int pull_cold(bench *b, fanin_result_info *info)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    session_close(&b->session);
+    session_end(&b->session);
     uint64_t start = progress_now_ns();
-    int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
+    int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     uint64_t connected = progress_now_ns() - start;
     if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
@@ -38,7 +38,7 @@ static int pull_cold(bench *b, fanin_result_info *info)
 }
 
 /* One round of pulls. */
-static int measure(bench *b)
+static int bench_measure(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
@@ -210,7 +210,7 @@ static int start_ranks(bench *b)
 }
 
 /* Destination and pattern. */
-static int prepare(bench *b)
+static int bench_prepare(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint32_t timeout_ms = b->line.common.timeout_ms;
@@ -237,13 +237,13 @@ static int bench_all(bench *b)
 {
     uint32_t rounds = (uint32_t)b->repeat;
     bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds);
-    int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
+    int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
     code = code != 0 ? code : session_need_run(&b->session);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
-    code = code != 0 ? code : prepare(b);
+    code = code != 0 ? code : bench_prepare(b);
     code = code != 0 || b->workers == 1 ? code : bench_open_workers(b);
     for (uint32_t round = 0; code == 0 && round < rounds; round++) {
-        code = measure(b);
+        code = bench_measure(b);
     }
     b->peak_bytes = report_peak_bytes();
     if (code != 0) {
@@ -273,7 +273,7 @@ static int resolve_mappings(bench *b)
 }
 
 /* --dest and --pull-dtype. */
-static int resolve(bench *b)
+static int bench_resolve(bench *b)
 {
     const char *name = b->self->name;
     b->dest_device = DEVICE_HOST;
@@ -315,7 +315,7 @@ static int check_numbers(const bench *b)
 }
 
 /* Options that would do nothing. */
-static int check_idle(const bench *b)
+static int bench_check_idle(const bench *b)
 {
     static const char own[] =
         "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
@@ -341,7 +341,7 @@ static int check_idle(const bench *b)
     return 0;
 }
 
-static int check_usage(bench *b)
+static int bench_check_usage(bench *b)
 {
     int code = check_numbers(b);
     if (code != 0) {
@@ -356,8 +356,8 @@ static int check_usage(bench *b)
                              b->line.parsed.positional[1]);
     }
     code = resolve_mappings(b);
-    code = code != 0 ? code : resolve(b);
-    code = code != 0 ? code : check_idle(b);
+    code = code != 0 ? code : bench_resolve(b);
+    code = code != 0 ? code : bench_check_idle(b);
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
     }
@@ -369,7 +369,7 @@ static void close_all(bench *b)
 {
     about_free(&b->about);
     bench_close_workers(b);
-    session_close(&b->session);
+    session_end(&b->session);
     ranks_free(&b->ranks);
     source_close(&b->source);
     arena_free(&b->arena);
@@ -414,7 +414,7 @@ static struct poptOption option_table[] = {
 
 static int measure_all(bench *b, int argc, const char **argv)
 {
-    int code = check_usage(b);
+    int code = bench_check_usage(b);
     if (code != 0) {
         return code;
     }
@@ -424,7 +424,7 @@ static int measure_all(bench *b, int argc, const char **argv)
     return code != 0 ? code : session_trace_stop(b->line.connect.trace, bench_all(b));
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int bench_run(const command *self, int argc, const char **argv)
 {
     whole = (bench){.self = self,
                     .line.common.timeout_ms = 60000,
@@ -463,5 +463,5 @@ const command cmd_bench = {
             "same memory, memcpy, and with --no-unix TCP over 127.0.0.1; of devices, "
             "copies of\n"
             "as many bytes in one piece.",
-    .run = run,
+    .run = bench_run,
 };

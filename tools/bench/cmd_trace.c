@@ -40,7 +40,7 @@ typedef struct trace_options {
 
 /* ------------------------------------------------------------------------ figures */
 
-static int by_place(const trace_event *a, const trace_event *b)
+static int cmd_trace_by_place(const trace_event *a, const trace_event *b)
 {
     return (a > b) - (a < b);
 }
@@ -51,14 +51,15 @@ static int by_phase(const void *a, const void *b)
     const trace_event *x = *(const trace_event *const *)a;
     const trace_event *y = *(const trace_event *const *)b;
     int names = x->rank != y->rank ? x->rank - y->rank : strcmp(x->name, y->name);
-    return names != 0 ? names : by_place(x, y);
+    return names != 0 ? names : cmd_trace_by_place(x, y);
 }
 
 /* Calls first, then ranks; each in the order in which phases were seen first. */
-static int by_rank(const void *a, const void *b)
+static int cmd_trace_by_rank(const void *a, const void *b)
 {
     const phase_row *x = a, *y = b;
-    return x->rank != y->rank ? x->rank - y->rank : by_place(x->first, y->first);
+    return x->rank != y->rank ? x->rank - y->rank
+                              : cmd_trace_by_place(x->first, y->first);
 }
 
 /* Ranks of one phase stand together, the slowest first. */
@@ -112,7 +113,7 @@ static const phase_row *laggard(const trace_options *o)
     return found;
 }
 
-static void add_span(phase_row *row, const trace_event *e)
+static void cmd_trace_add_span(phase_row *row, const trace_event *e)
 {
     row->ns[row->count++] = (uint64_t)(e->took_us * 1000);
     row->bad += strcmp(e->outcome, "FANIN_OK") != 0;
@@ -141,10 +142,10 @@ static void make_rows(trace_options *o)
                                 .first = spans[i],
                                 .ns = &o->ns[i]};
         }
-        add_span(last, spans[i]);
+        cmd_trace_add_span(last, spans[i]);
     }
     free(spans);
-    qsort(o->rows, o->count, sizeof *o->rows, by_rank);
+    qsort(o->rows, o->count, sizeof *o->rows, cmd_trace_by_rank);
     for (size_t i = 0; i < o->count; i++) {
         o->rows[i].figure = stats_figure_of(o->rows[i].ns, o->rows[i].count);
     }
@@ -170,7 +171,7 @@ static void tell_laggard(const phase_row *row)
                    output_duration(row->others).s);
 }
 
-static void tell_text(const trace_options *o)
+static void cmd_trace_tell_text(const trace_options *o)
 {
     struct libscols_table *table = output_table("RANK PHASE N> MEDIAN> P90> MAX> NOTE");
     const trace_event *longest = trace_events_pull(&o->events, (size_t)o->pull);
@@ -215,7 +216,7 @@ static json_t *laggard_json(const phase_row *row)
                                output_u64(row->others), NULL);
 }
 
-static void tell_json(const trace_options *o)
+static void cmd_trace_tell_json(const trace_options *o)
 {
     json_t *list = json_array();
     for (size_t i = 0; i < o->count; i++) {
@@ -261,7 +262,7 @@ static int write_files(const trace_options *o, const trace_event *whole)
     return code;
 }
 
-static int tell(trace_options *o, const char *name)
+static int cmd_trace_tell(trace_options *o, const char *name)
 {
     if (o->parsed.count == 0) {
         return failure_usage(name, "give a FILE of --trace or FANIN_TRACE, or several");
@@ -279,7 +280,7 @@ static int tell(trace_options *o, const char *name)
     make_rows(o);
     code = write_files(o, whole);
     if (code == 0) {
-        (o->common.json ? tell_json : tell_text)(o);
+        (o->common.json ? cmd_trace_tell_json : cmd_trace_tell_text)(o);
     }
     return code;
 }
@@ -300,7 +301,7 @@ static int run(const command *self, int argc, const char **argv)
     };
     int code = 0;
     if (options_parse(self, argc, argv, table, &o.common, &o.parsed, &code)) {
-        code = tell(&o, self->name);
+        code = cmd_trace_tell(&o, self->name);
     }
     trace_events_free(&o.events);
     free(o.ns);

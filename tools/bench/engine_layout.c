@@ -53,7 +53,7 @@ void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size
 
 /* ------------------------------------------------------------------ a mapping */
 
-static int by_name(const void *a, const void *b)
+static int engine_layout_by_name(const void *a, const void *b)
 {
     const fanin_tensor *const *x = a;
     const fanin_tensor *const *y = b;
@@ -67,7 +67,9 @@ static const fanin_tensor *find_tensor(const fanin_tensor **sorted, size_t count
     const fanin_tensor key = {.name = s->name};
     const fanin_tensor *wanted = &key;
     const fanin_tensor **found =
-        count > 0 ? bsearch(&wanted, sorted, count, sizeof sorted[0], by_name) : NULL;
+        count > 0
+            ? bsearch(&wanted, sorted, count, sizeof sorted[0], engine_layout_by_name)
+            : NULL;
     if (found == NULL || (*found)->n_dims != s->n_dims ||
         memcmp((*found)->shape, s->shape, s->n_dims * sizeof s->shape[0]) != 0) {
         failure_set(error, FANIN_ERR_MISMATCH,
@@ -163,7 +165,7 @@ fanin_status engine_layout_of_mapping(const fanin_tensor *tensors, size_t count,
     for (size_t i = 0; i < count; i++) {
         sorted[i] = &tensors[i];
     }
-    qsort(sorted, count, sizeof sorted[0], by_name);
+    qsort(sorted, count, sizeof sorted[0], engine_layout_by_name);
     for (size_t i = 0; status == FANIN_OK && i < m->n_modules; i++) {
         status = place_module(out, tensors, sorted, count, &m->modules[i], error);
     }

@@ -14,13 +14,13 @@
 /* Some thirty years, of spans and clocks: nanoseconds of more are no number of 64 bits. */
 #define LONGEST_US 1e15
 
-static int refuse(const char *path, const char *why)
+static int events_refuse(const char *path, const char *why)
 {
     return failure_local("cannot read the trace", FANIN_ERR_ARGUMENT,
                          "give files of --trace or FANIN_TRACE", "%s: %s", path, why);
 }
 
-static const char *text_of(const json_t *object, const char *name)
+static const char *events_text_of(const json_t *object, const char *name)
 {
     const char *text = json_string_value(json_object_get(object, name));
     return text != NULL ? text : "";
@@ -36,8 +36,8 @@ static json_int_t number_of(const json_t *object, const char *name)
 /* Times of day less the clock's, in microseconds: when the clock began. */
 static double began_at(const json_t *about)
 {
-    return ((double)strtoll(text_of(about, "realtime_ns"), NULL, 10) -
-            (double)strtoll(text_of(about, "monotonic_ns"), NULL, 10)) /
+    return ((double)strtoll(events_text_of(about, "realtime_ns"), NULL, 10) -
+            (double)strtoll(events_text_of(about, "monotonic_ns"), NULL, 10)) /
            1e3;
 }
 
@@ -46,26 +46,26 @@ static double lag(const json_t *first, const json_t *file)
 {
     const json_t *a = json_object_get(first, "otherData");
     const json_t *b = json_object_get(file, "otherData");
-    bool same = strcmp(text_of(a, "boot_id"), text_of(b, "boot_id")) == 0;
+    bool same = strcmp(events_text_of(a, "boot_id"), events_text_of(b, "boot_id")) == 0;
     return same ? 0 : began_at(b) - began_at(a);
 }
 
 /* ------------------------------------------------------------------------ reading */
 
-static bool add_span(trace_events *e, const json_t *span, size_t file)
+static bool events_add_span(trace_events *e, const json_t *span, size_t file)
 {
     const json_t *arguments = json_object_get(span, "args");
     const json_t *rank = json_object_get(arguments, "rank");
-    trace_event one = {.name = text_of(span, "name"),
-                       .outcome = text_of(arguments, "outcome"),
-                       .about = text_of(arguments, "about"),
+    trace_event one = {.name = events_text_of(span, "name"),
+                       .outcome = events_text_of(arguments, "outcome"),
+                       .about = events_text_of(arguments, "about"),
                        .began_us = json_number_value(json_object_get(span, "ts")) +
                                    e->later_us[file],
                        .took_us = json_number_value(json_object_get(span, "dur")),
                        .pull = number_of(arguments, "pull"),
                        .bytes = number_of(arguments, "bytes"),
                        .rank = -1,
-                       .trainer = strcmp(text_of(span, "cat"), "trainer") == 0,
+                       .trainer = strcmp(events_text_of(span, "cat"), "trainer") == 0,
                        .file = file};
     if (one.name[0] == '\0' || one.took_us < 0 || one.took_us > LONGEST_US ||
         one.bytes < 0 || one.began_us < -LONGEST_US || one.began_us > LONGEST_US ||
@@ -90,7 +90,7 @@ static bool add_lost(trace_events *e, const json_t *event)
     return spans >= 0 && !__builtin_add_overflow(e->lost, spans, &e->lost);
 }
 
-static bool add_file(trace_events *e, json_t *root, size_t file)
+static bool events_add_file(trace_events *e, json_t *root, size_t file)
 {
     const json_t *list = json_object_get(root, "traceEvents");
     size_t i;
@@ -101,8 +101,8 @@ static bool add_file(trace_events *e, json_t *root, size_t file)
     e->later_us[file] = lag(e->files[0], root);
     json_array_foreach(list, i, event)
     {
-        const char *kind = text_of(event, "ph");
-        if (strcmp(kind, "X") == 0 && !add_span(e, event, file)) {
+        const char *kind = events_text_of(event, "ph");
+        if (strcmp(kind, "X") == 0 && !events_add_span(e, event, file)) {
             return false;
         }
         if (strcmp(kind, "i") == 0 && !add_lost(e, event)) {
@@ -157,15 +157,15 @@ int trace_events_read(const char *const *paths, size_t count, trace_events *out)
         json_error_t why;
         int descriptor = open(paths[i], O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
         if (descriptor < 0) {
-            return refuse(paths[i], strerror(errno));
+            return events_refuse(paths[i], strerror(errno));
         }
         out->files[i] = json_file_read(descriptor, &why);
         out->n_files = i + 1;
         if (out->files[i] == NULL) {
-            return refuse(paths[i], why.text);
+            return events_refuse(paths[i], why.text);
         }
-        if (!add_file(out, out->files[i], i)) {
-            return refuse(paths[i], "it is no trace of this kind");
+        if (!events_add_file(out, out->files[i], i)) {
+            return events_refuse(paths[i], "it is no trace of this kind");
         }
     }
     number_pulls(out);

@@ -30,7 +30,7 @@ typedef struct picture {
     size_t rows, capacity, room;
 } picture;
 
-static size_t phase_of(const char *name)
+static size_t picture_phase_of(const char *name)
 {
     size_t i = 0;
     while (i < PHASES && strcmp(phases[i].name, name) != 0) {
@@ -42,7 +42,7 @@ static size_t phase_of(const char *name)
 /* Of the pull itself, or a trainer's while it ran. */
 static bool is_shown(const picture *p, const trace_event *e)
 {
-    if (phase_of(e->name) == PHASES) {
+    if (picture_phase_of(e->name) == PHASES) {
         return false;
     }
     if (p->whole == NULL || (!e->trainer && e->n == p->whole->n)) {
@@ -125,7 +125,7 @@ static void put_span(const picture *p, const trace_event *e, FILE *out)
             "<rect x=\"%.2f\" y=\"%zu\" width=\"%.2f\" height=\"%d\" fill=\"%s\"%s>"
             "<title>",
             from, TOP + row_of(p, e) * ROW + 3, to - from > 0.5 ? to - from : 0.5,
-            ROW - 6, phases[phase_of(e->name)].color,
+            ROW - 6, phases[picture_phase_of(e->name)].color,
             bad ? " stroke=\"#cf222e\" stroke-width=\"2\"" : "");
     output_xml(out, e->name);
     fprintf(out, " %s%s", output_duration((uint64_t)(e->took_us * 1000)).s,
@@ -160,7 +160,7 @@ static void put_legend(const picture *p, FILE *out)
         bool used = false;
         for (size_t j = 0; j < p->events->count && !used; j++) {
             const trace_event *e = &p->events->all[j];
-            used = phase_of(e->name) == i && is_shown(p, e);
+            used = picture_phase_of(e->name) == i && is_shown(p, e);
         }
         if (!used) {
             continue;

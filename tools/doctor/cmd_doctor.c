@@ -159,7 +159,7 @@ static json_t *json_of_nics(const doctor_facts *f)
     return list;
 }
 
-static void print_json(const doctor_facts *f, const doctor_report *report)
+static void doctor_print_json(const doctor_facts *f, const doctor_report *report)
 {
     json_t *findings = json_array();
     for (unsigned i = 0; i < report->n; i++) {
@@ -191,7 +191,7 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
     session s = {0};
     fanin_error error = FANIN_ERROR_INIT;
     doctor_ranks ranks;
-    int code = session_open(&s, self, &d->line, where, d->line.run);
+    int code = session_start(&s, self, &d->line, where, d->line.run);
     if (code == 0) {
         fanin_status status = session_try(&s, &error);
         fanin_error asked = FANIN_ERROR_INIT;
@@ -210,7 +210,7 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
                        error.message);
         }
     }
-    session_close(&s);
+    session_end(&s);
     if (code == 0 && interrupt_requested()) {
         failure_warn("interrupted");
         code = interrupt_exit_code();
@@ -232,7 +232,7 @@ static int check_tree(const char *option, const char *path)
 }
 
 /* Without a TARGET nobody is asked, whatever an option says of it. */
-static int check_idle(const command *self, const arguments *parsed)
+static int doctor_check_idle(const command *self, const arguments *parsed)
 {
     static const char asking[] = "run world-size path no-unix no-ucx timeout "
                                  "no-checksums threads streams server-name "
@@ -243,7 +243,7 @@ static int check_idle(const command *self, const arguments *parsed)
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }
 
-static int examine(const command *self, doctor_line *d)
+static int doctor_examine(const command *self, doctor_line *d)
 {
     doctor_facts facts;
     doctor_report *report = calloc(1, sizeof *report);
@@ -270,7 +270,7 @@ static int examine(const command *self, doctor_line *d)
     }
     if (code == 0) {
         if (common->json) {
-            print_json(&facts, report);
+            doctor_print_json(&facts, report);
         } else {
             if (!common->quiet) {
                 print_gpus(&facts);
@@ -288,7 +288,7 @@ static int examine(const command *self, doctor_line *d)
     return code;
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int doctor_run(const command *self, int argc, const char **argv)
 {
     doctor_line d = {.line.common.timeout_ms = 3000};
     struct poptOption table[] = {
@@ -304,11 +304,11 @@ static int run(const command *self, int argc, const char **argv)
         if (d.line.parsed.count > 1) {
             code = failure_usage(self->name, "one TARGET at most");
         } else {
-            code = check_idle(self, &d.line.parsed);
+            code = doctor_check_idle(self, &d.line.parsed);
             code = code != 0 ? code : check_tree("--sysfs", d.sysfs);
             code = code != 0 ? code : check_tree("--procfs", d.procfs);
             code = code != 0 ? code : check_tree("--dev", d.dev);
-            code = code != 0 ? code : examine(self, &d);
+            code = code != 0 ? code : doctor_examine(self, &d);
         }
     }
     options_free(&d.line.parsed);
@@ -328,5 +328,5 @@ const command cmd_doctor = {
             "Tells in plain words which paths this host can use and what stands in the "
             "way.\n"
             "Exit status 0: nothing worse than a note, 3: warnings, 4: problems.",
-    .run = run,
+    .run = doctor_run,
 };

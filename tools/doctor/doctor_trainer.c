@@ -38,7 +38,7 @@ static void set_bit(rank_bits *bits, unsigned rank)
     bits->bytes[rank / 8] |= (uint8_t)(1u << rank % 8);
 }
 
-static publication *find(asking *a, const char *name)
+static publication *doctor_find(asking *a, const char *name)
 {
     for (size_t i = 0; i < a->count; i++) {
         if (strcmp(a->all[i].name, name) == 0) {
@@ -48,9 +48,9 @@ static publication *find(asking *a, const char *name)
     return NULL;
 }
 
-static void note(asking *a, const fanin_publication_info *info)
+static void doctor_note(asking *a, const fanin_publication_info *info)
 {
-    publication *p = find(a, info->name);
+    publication *p = doctor_find(a, info->name);
     if (p == NULL) {
         a->all = output_room(a->all, a->count, &a->capacity, sizeof a->all[0]);
         p = &a->all[a->count++];
@@ -61,13 +61,13 @@ static void note(asking *a, const fanin_publication_info *info)
     set_bit(&a->publish, info->rank);
 }
 
-static bool on_publication(void *cookie, const fanin_publication_info *info)
+static bool doctor_on_publication(void *cookie, const fanin_publication_info *info)
 {
     asking *a = cookie;
     doctor_ranks *r = a->ranks;
     bool draining = info->state == FANIN_PUBLICATION_DRAINING;
     if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0) {
-        note(a, info);
+        doctor_note(a, info);
     }
     if ((!draining && info->state != FANIN_PUBLICATION_WRITING) ||
         info->state_age_ms < DOCTOR_STUCK_MS) {
@@ -90,7 +90,7 @@ static bool is_loopback(const char *address)
            strncmp(address, "localhost", 9) == 0;
 }
 
-static void compare(asking *a, const fanin_rank_info *info)
+static void doctor_compare(asking *a, const fanin_rank_info *info)
 {
     doctor_ranks *r = a->ranks;
     char here[64];
@@ -114,14 +114,14 @@ static void compare(asking *a, const fanin_rank_info *info)
     }
 }
 
-static bool on_rank(void *cookie, const fanin_rank_info *info)
+static bool doctor_on_rank(void *cookie, const fanin_rank_info *info)
 {
     asking *a = cookie;
     doctor_ranks *r = a->ranks;
     r->addresses++;
     r->is_local = r->is_local && is_loopback(info->address);
     if (info->status == FANIN_OK) {
-        compare(a, info);
+        doctor_compare(a, info);
     } else if (info->silent) {
         if (r->silent++ == 0) {
             snprintf(r->silent_address, sizeof r->silent_address, "%s", info->address);
@@ -163,7 +163,7 @@ static void compare_publications(asking *a, const char *wanted)
     doctor_ranks *r = a->ranks;
     r->empty = count_lacking(a, &a->publish, &r->empty_rank);
     if (wanted[0] != '\0') {
-        const publication *p = find(a, wanted);
+        const publication *p = doctor_find(a, wanted);
         snprintf(r->run, sizeof r->run, "%s", wanted);
         r->lacking = count_lacking(a, p != NULL ? p->ranks : NULL, &r->lacking_rank);
         return;
@@ -186,8 +186,8 @@ fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
     *out = (doctor_ranks){.ucx_rank = -1, .software_rank = -1, .is_local = true};
     asking a = {.facts = facts, .ranks = out};
     fanin_status status =
-        fanin_client_list(client, timeout_ms, on_publication, &a, error);
-    fanin_status seen = fanin_client_ranks(client, on_rank, &a, NULL);
+        fanin_client_list(client, timeout_ms, doctor_on_publication, &a, error);
+    fanin_status seen = fanin_client_ranks(client, doctor_on_rank, &a, NULL);
     if (status == FANIN_OK) { /* else nobody's are known */
         compare_publications(&a, publication);
     }

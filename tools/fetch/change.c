@@ -141,7 +141,7 @@ static double float_of(uint64_t bits)
     return (double)value;
 }
 
-static double integer_of(fanin_dtype dtype, uint64_t bits)
+static double change_integer_of(fanin_dtype dtype, uint64_t bits)
 {
     switch (dtype) {
     case FANIN_DTYPE_BOOL:
@@ -182,7 +182,7 @@ static void numbers_values(fanin_dtype dtype, const uint64_t *bits, size_t count
         memcpy(out, bits, count * sizeof *out);
     } else {
         for (size_t i = 0; i < count; i++) {
-            out[i] = integer_of(dtype, bits[i]);
+            out[i] = change_integer_of(dtype, bits[i]);
         }
     }
 }
@@ -298,7 +298,7 @@ static void compare_slowly(change *c, piece *p, fanin_dtype dtype)
 }
 
 /* The same of other elements: no calls and few branches, as whole models come this way. */
-static void compare(change *c, piece *p)
+static void change_compare(change *c, piece *p)
 {
     uint64_t changed = 0, lost = 0, nans[2] = {0}, odd[2] = {0};
     double largest = c->largest;
@@ -342,7 +342,7 @@ void change_add(change *c, const fanin_dtype dtypes[2], const uint8_t *const byt
     if (p.parts > 1 || (p.one_dtype && fanin_dtype_bits(dtypes[0]) == 64)) {
         compare_slowly(c, &p, dtypes[0]);
     } else {
-        compare(c, &p);
+        change_compare(c, &p);
     }
     size_t numbers = count * p.parts;
     for (unsigned side = 0; side < 2; side++) {

@@ -29,7 +29,7 @@ typedef struct expected {
         half; /**< what the pattern's F32 elements became; 0: they are as they were */
 } expected;
 
-static bool on_pair(void *cookie, const char *key, const char *value)
+static bool check_on_pair(void *cookie, const char *key, const char *value)
 {
     check_pattern *pattern = cookie;
     if (strcmp(key, PATTERN_PAIR_KEY) == 0 && strcmp(value, PATTERN_PAIR_VALUE) == 0) {
@@ -45,13 +45,14 @@ fanin_status check_ask(fanin_client *client, const char *publication,
                        uint32_t timeout_ms, check_pattern *out, fanin_error *error)
 {
     *out = (check_pattern){0};
-    return fanin_client_metadata(client, publication, timeout_ms, on_pair, out, error);
+    return fanin_client_metadata(client, publication, timeout_ms, check_on_pair, out,
+                                 error);
 }
 
 /* Index of the first of @p size bytes at @p offset that is wrong at @p step; @p size: none.
    Converted tensors are looked at in whole elements. */
-static size_t compare(const expected *e, uint64_t step, uint64_t offset,
-                      const uint8_t *bytes, size_t size)
+static size_t check_compare(const expected *e, uint64_t step, uint64_t offset,
+                            const uint8_t *bytes, size_t size)
 {
     uint64_t start = pattern_start(e->seed, step);
     if (e->half == 0) {
@@ -82,7 +83,7 @@ static bool find_step(const expected *e, uint64_t offset, const uint8_t *bytes,
     for (uint64_t i = 1; size >= 4 && i <= 2 * STEPS_AROUND; i++) {
         uint64_t distance = (i + 1) / 2;
         uint64_t other = i % 2 != 0 ? e->step - distance : e->step + distance;
-        if (compare(e, other, offset, bytes, size) == size) {
+        if (check_compare(e, other, offset, bytes, size) == size) {
             *found = other;
             return true;
         }
@@ -111,7 +112,7 @@ static fanin_status tell_wrong(const expected *e, uint64_t offset, const uint8_t
 static fanin_status check_piece(const expected *e, uint64_t offset,
                                 const uint8_t *bytes, size_t size, fanin_error *error)
 {
-    size_t wrong = compare(e, e->step, offset, bytes, size);
+    size_t wrong = check_compare(e, e->step, offset, bytes, size);
     if (wrong == size) {
         return FANIN_OK;
     }

@@ -39,7 +39,7 @@ static void become(const char *program, const char *const *words, const ends *e,
     _exit(CHILD_ABSENT);
 }
 
-static char *read_back(int file, size_t *size_out)
+static char *child_read_back(int file, size_t *size_out)
 {
     struct stat st;
     size_t size = fstat(file, &st) == 0 ? (size_t)st.st_size : 0;
@@ -59,7 +59,7 @@ static char *read_back(int file, size_t *size_out)
 }
 
 /* Whether it ended by itself. A signal that comes before the wait ends it too. */
-static bool wait_for(const ends *e, uint64_t end_ns)
+static bool child_wait_for(const ends *e, uint64_t end_ns)
 {
     struct pollfd ended = {.fd = e->alive[0]};
     uint32_t left_ms;
@@ -77,8 +77,8 @@ static bool wait_for(const ends *e, uint64_t end_ns)
     return n > 0;
 }
 
-static void run(const char *program, const char *const *words, const ends *e,
-                uint32_t limit_ms, child *out)
+static void child_main(const char *program, const char *const *words, const ends *e,
+                       uint32_t limit_ms, child *out)
 {
     int status = 0;
     uint64_t started = progress_now_ns();
@@ -91,7 +91,7 @@ static void run(const char *program, const char *const *words, const ends *e,
         snprintf(out->why, sizeof out->why, "cannot be started: %s", strerror(errno));
         return;
     }
-    bool ended = wait_for(e, started + (uint64_t)limit_ms * 1000000);
+    bool ended = child_wait_for(e, started + (uint64_t)limit_ms * 1000000);
     if (!ended) {
         kill(pid, SIGKILL);
     }
@@ -119,10 +119,10 @@ void child_run(const char *program, const char *const *words, uint32_t limit_ms,
     if (e.out < 0 || e.err < 0 || pipe2(e.alive, O_CLOEXEC) != 0) {
         snprintf(out->why, sizeof out->why, "cannot be started: %s", strerror(errno));
     } else {
-        run(program, words, &e, limit_ms, out);
+        child_main(program, words, &e, limit_ms, out);
         close(e.alive[0]);
-        out->out = read_back(e.out, &out->out_size);
-        out->err = read_back(e.err, &out->err_size);
+        out->out = child_read_back(e.out, &out->out_size);
+        out->err = child_read_back(e.err, &out->err_size);
     }
     if (e.out >= 0) {
         close(e.out);

@@ -104,7 +104,8 @@ static const part parts[] = {
 
 /* --------------------------------------------------------------------------- files */
 
-static void add_file(const bundler *b, const char *name, const char *bytes, size_t size)
+static void bundle_add_file(const bundler *b, const char *name, const char *bytes,
+                            size_t size)
 {
     char path[100];
     snprintf(path, sizeof path, "nixl-fetch-bundle/%.60s", name);
@@ -139,7 +140,7 @@ typedef struct text {
 
 static void add_text(const bundler *b, const char *name, text *t, const char *why)
 {
-    add_file(b, name, t->bytes, t->size);
+    bundle_add_file(b, name, t->bytes, t->size);
     tell_part(b, name, -1, why, 0, t->size);
     free(t->bytes);
 }
@@ -174,7 +175,7 @@ static void take_trace(const bundler *b, const trace_place *t)
     char *bytes = output_require(malloc(most + 1));
     ssize_t n = most > 0 ? pread(file, bytes, most, 0) : 0;
     if (n > 0) {
-        add_file(b, TRACE_PART, bytes, (size_t)n);
+        bundle_add_file(b, TRACE_PART, bytes, (size_t)n);
         tell_part(b, TRACE_PART, -1, "for ui.perfetto.dev and nixl-fetch trace", 0,
                   (size_t)n);
     } else {
@@ -195,8 +196,8 @@ static void first_line(const char *err, char *out, size_t size)
 }
 
 /* The part's command line; @p trace "": it writes none. */
-static void put_words(const bundler *b, const part *p, const char *limit,
-                      const char *trace, const char *words[MAX_WORDS + 16])
+static void bundle_put_words(const bundler *b, const part *p, const char *limit,
+                             const char *trace, const char *words[MAX_WORDS + 16])
 {
     size_t count = 0;
     words[count++] = "nixl-fetch";
@@ -236,14 +237,14 @@ static void tell_child(const bundler *b, const part *p, const child *c)
     }
     tell_part(b, p->name, c->status, why, c->ns, c->out_size);
     snprintf(name, sizeof name, "%s.%s", p->name, p->asks ? "json" : "txt");
-    add_file(b, name, c->out, c->out_size);
+    bundle_add_file(b, name, c->out, c->out_size);
     if (c->err_size > 0) {
         snprintf(name, sizeof name, "%s.stderr.txt", p->name);
-        add_file(b, name, c->err, c->err_size);
+        bundle_add_file(b, name, c->err, c->err_size);
     }
 }
 
-static void run_part(const bundler *b, const part *p)
+static void bundle_run_part(const bundler *b, const part *p)
 {
     const char *words[MAX_WORDS + 16];
     char limit[32];
@@ -258,7 +259,7 @@ static void run_part(const bundler *b, const part *p)
     snprintf(limit, sizeof limit, "%ums",
              patience > 2 * GRACE_MS ? patience - GRACE_MS : (patience + 1) / 2);
     bool traced = p->pulls && make_place(&trace);
-    put_words(b, p, limit, traced ? trace.file : "", words);
+    bundle_put_words(b, p, limit, traced ? trace.file : "", words);
     child_run(NULL, words, patience, &c);
     tell_child(b, p, &c);
     child_free(&c);
@@ -293,7 +294,7 @@ static void add_commands(const bundler *b)
         if (why != NULL) {
             tell_part(b, parts[i].name, -1, why, 0, 0);
         } else {
-            run_part(b, &parts[i]);
+            bundle_run_part(b, &parts[i]);
         }
     }
 }
@@ -380,7 +381,7 @@ static void add_log(const bundler *b, const char *path, size_t number)
 
 /* --------------------------------------------------------------------- the command */
 
-static json_t *told(const bundler *b)
+static json_t *bundle_told(const bundler *b)
 {
     return output_object("target", output_string(b->target), "publication",
                          output_string(b->publication), "time_s",
@@ -390,22 +391,22 @@ static json_t *told(const bundler *b)
 
 static void add_manifest(const bundler *b)
 {
-    json_t *all = told(b);
+    json_t *all = bundle_told(b);
     json_object_set_new(all, "schema", json_integer(1));
     char *dumped = output_require(json_dumps(all, JSON_INDENT(2) | JSON_ENSURE_ASCII));
-    add_file(b, "manifest.json", dumped, strlen(dumped));
+    bundle_add_file(b, "manifest.json", dumped, strlen(dumped));
     free(dumped);
     json_decref(all);
 }
 
-static void tell(const bundler *b, const char *path, size_t size)
+static void bundle_tell(const bundler *b, const char *path, size_t size)
 {
     if (b->table != NULL) {
         output_print(b->table);
         terminal_print("%s: %s; look it over before you hand it on", path,
                        output_bytes(size).s);
     } else {
-        json_t *object = told(b);
+        json_t *object = bundle_told(b);
         output_set(object, "file", output_string(path), "bytes", output_u64(size),
                    NULL);
         output_json(object);
@@ -437,7 +438,7 @@ static int write_bundle(bundler *b, const char *path)
     }
     free(bytes);
     if (code == 0) {
-        tell(b, path, size);
+        bundle_tell(b, path, size);
     } else {
         scols_unref_table(b->table);
     }

@@ -64,7 +64,7 @@ static fanin_status compare_block(differ *d, diff_row *row, uint64_t at, size_t 
     return FANIN_OK;
 }
 
-static fanin_status compare(differ *d, diff_row *row, fanin_error *error)
+static fanin_status diff_compare(differ *d, diff_row *row, fanin_error *error)
 {
     uint64_t elements = 1;
     for (uint32_t i = 0; i < row->of[0]->n_dims; i++) {
@@ -94,13 +94,13 @@ static diff_kind kind_of(const diff_row *row)
     return a->dtype != b->dtype ? DIFF_DTYPE : DIFF_SAME;
 }
 
-static fanin_status judge(differ *d, diff_row *row, fanin_error *error)
+static fanin_status diff_judge(differ *d, diff_row *row, fanin_error *error)
 {
     row->kind = kind_of(row);
     bool comparable =
         (row->kind == DIFF_SAME || row->kind == DIFF_DTYPE) &&
         numbers_parts(row->of[0]->dtype) == numbers_parts(row->of[1]->dtype);
-    fanin_status status = comparable ? compare(d, row, error) : FANIN_OK;
+    fanin_status status = comparable ? diff_compare(d, row, error) : FANIN_OK;
     if (row->kind == DIFF_SAME && row->change.changed > 0) {
         row->kind = DIFF_CHANGED;
     }
@@ -108,7 +108,7 @@ static fanin_status judge(differ *d, diff_row *row, fanin_error *error)
 }
 
 /* Both lists ascend by name: each name once. */
-static void pair_up(differ *d)
+static void diff_pair_up(differ *d)
 {
     const diff_side *a = &d->sides[0], *b = &d->sides[1];
     diff_report *r = &d->report;
@@ -130,7 +130,7 @@ static int compare_all(differ *d)
     const common_options *common = &d->line->common;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = FANIN_OK;
-    pair_up(d);
+    diff_pair_up(d);
     if (d->report.count == 0) {
         return trouble(failure_local("cannot compare", FANIN_ERR_NOT_FOUND,
                                      d->pattern != NULL ? "see --pattern" : "",
@@ -139,7 +139,7 @@ static int compare_all(differ *d)
     }
     progress_start(&d->bar, "diff", common->quiet != 0, common->no_color != 0);
     for (size_t i = 0; status == FANIN_OK && i < d->report.count; i++) {
-        status = judge(d, &d->report.rows[i], &error);
+        status = diff_judge(d, &d->report.rows[i], &error);
     }
     progress_end(&d->bar);
     if (status != FANIN_OK) {
@@ -153,7 +153,7 @@ static int compare_all(differ *d)
 /* --------------------------------------------------------------------------- sides */
 
 /* Takes "@STEP" off a word that is no path; false: it has none. */
-static bool take_step(char *word, uint64_t *step_out)
+static bool diff_take_step(char *word, uint64_t *step_out)
 {
     char *at = strrchr(word, '@');
     if (at == NULL || at[1] == '\0' || strspn(at + 1, "0123456789") != strlen(at + 1) ||
@@ -198,12 +198,12 @@ static int open_target(differ *d, unsigned i, diff_request *request)
     session s = {0};
     const char *run = d->runs[i] != NULL ? d->runs[i] : d->line->run;
     char *text = output_require(strdup(d->words[i]));
-    if (take_step(text, &request->step)) {
+    if (diff_take_step(text, &request->step)) {
         request->rule = FANIN_STEP_EXACT;
     }
-    int code = session_open(&s, d->self, d->line, text, run);
+    int code = session_start(&s, d->self, d->line, text, run);
     code = code != 0 ? code : pull_sides(d, &s, i, request);
-    session_close(&s);
+    session_end(&s);
     free(text);
     return code;
 }
@@ -232,7 +232,7 @@ static int open_side(differ *d, unsigned i)
 }
 
 /* A [RUN] B [RUN]; 0 or the exit status after a message. */
-static int take_words(differ *d)
+static int diff_take_words(differ *d)
 {
     const arguments *parsed = &d->line->parsed;
     int count = 0, wanted = d->wait_step ? 1 : 2;
@@ -255,7 +255,7 @@ static int take_words(differ *d)
     return 0;
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int diff_run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
     differ d = {.self = self, .line = &line};
@@ -273,7 +273,7 @@ static int run(const command *self, int argc, const char **argv)
         POPT_TABLEEND,
     };
     if (session_parse(self, &line, argc, argv, table, &code)) {
-        code = take_words(&d);
+        code = diff_take_words(&d);
         for (unsigned i = 0; code == 0 && i < 2 && d.words[i] != NULL; i++) {
             code = open_side(&d, i);
         }
@@ -308,5 +308,5 @@ const command cmd_diff = {
         "write anything? Exit status, as diff's, 0: byte for byte the same, 1: "
         "different, 2:\n"
         "trouble.",
-    .run = run,
+    .run = diff_run,
 };

@@ -29,7 +29,7 @@ typedef struct exporter {
 } exporter;
 
 /* The words of the command line for `status`: all but --listen. */
-static void take_words(const char **from, const char **to)
+static void exporter_take_words(const char **from, const char **to)
 {
     while (*from != NULL) {
         if (strcmp(*from, "--listen") == 0) {
@@ -66,7 +66,7 @@ static int serve(session *s, const invocation *line, void *cookie)
     size_t n_first = sizeof first / sizeof *first;
     const char **words = output_require(calloc(n_first + count + 1, sizeof *words));
     memcpy(words, first, sizeof first);
-    take_words(e->argv + 1, words + n_first);
+    exporter_take_words(e->argv + 1, words + n_first);
     setenv("PYTHONSAFEPATH", "1", 1); /* modules are not the working directory's */
     execvp(PYTHON, (char *const *)words);
     code = failure_local("no exporter", FANIN_ERR_IO, REMEDY,

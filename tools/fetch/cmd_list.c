@@ -23,7 +23,7 @@ typedef struct views {
     size_t count, capacity;
 } views;
 
-static bool on_publication(void *cookie, const fanin_publication_info *info)
+static bool list_on_publication(void *cookie, const fanin_publication_info *info)
 {
     views *v = cookie;
     v->items = output_room(v->items, v->count, &v->capacity, sizeof v->items[0]);
@@ -58,7 +58,7 @@ static const char *common_state(const view *items, size_t count)
             return "mixed";
         }
     }
-    return state_name(items[0].is.state);
+    return rank_state_name(items[0].is.state);
 }
 
 /* Ranks of the world that do not show the publication. */
@@ -113,8 +113,8 @@ static output_text step_range(const view *items, size_t count)
     return text;
 }
 
-static void add_row(struct libscols_table *table, struct libscols_line *parent,
-                    const char *name, const char *state)
+static void list_add_row(struct libscols_table *table, struct libscols_line *parent,
+                         const char *name, const char *state)
 {
     output_row(table, parent, name, state, "-", "-", "-", "-", "-");
 }
@@ -125,14 +125,14 @@ static void add_others(struct libscols_table *table, struct libscols_line *paren
     char name[32];
     for (size_t i = 0; i < absent->count; i++) {
         snprintf(name, sizeof name, "rank %u", absent->ranks[i]);
-        add_row(table, parent, name, "absent");
+        list_add_row(table, parent, name, "absent");
     }
     for (uint32_t i = 0; i < m->count; i++) {
-        add_row(table, parent, missing_name(&m->ranks[i]).s, "unreachable");
+        list_add_row(table, parent, missing_name(&m->ranks[i]).s, "unreachable");
     }
 }
 
-static uint64_t bytes_of(const view *items, size_t count)
+static uint64_t list_bytes_of(const view *items, size_t count)
 {
     uint64_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
@@ -150,16 +150,17 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
     if (m->asked > count) {
         output_append(state, sizeof state, ", %zu of %u ranks", count, m->asked);
     }
-    struct libscols_line *parent = output_row(
-        table, NULL, options_run_of(items[0].name), state, NULL,
-        step_range(items, count).s, NULL, NULL, output_bytes(bytes_of(items, count)).s);
+    struct libscols_line *parent =
+        output_row(table, NULL, options_run_of(items[0].name), state, NULL,
+                   step_range(items, count).s, NULL, NULL,
+                   output_bytes(list_bytes_of(items, count)).s);
     for (size_t i = 0; i < count; i++) {
         const fanin_publication_info *v = &items[i].is;
         char rank[32], committed[80];
         snprintf(rank, sizeof rank, "rank %u", v->rank);
         snprintf(committed, sizeof committed, v->commit_age_ms > 0 ? "%.60s ago" : "%s",
                  output_age(v->commit_age_ms).s);
-        output_row(table, parent, rank, state_name(v->state),
+        output_row(table, parent, rank, rank_state_name(v->state),
                    output_age(v->state_age_ms).s, output_number(v->step).s, committed,
                    output_number(v->tensors).s, output_bytes(v->bytes).s);
     }
@@ -167,7 +168,7 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
     free(absent.ranks);
 }
 
-static bool on_pair(void *cookie, const char *key, const char *value)
+static bool list_on_pair(void *cookie, const char *key, const char *value)
 {
     output_set(cookie, key, output_string(value), NULL);
     return true;
@@ -204,7 +205,7 @@ static json_t *metadata_of(session *s, const view *items, size_t count)
     }
     fanin_status status =
         committed ? fanin_client_metadata(s->client, items[0].name, session_left_ms(s),
-                                          on_pair, pairs, &error)
+                                          list_on_pair, pairs, &error)
                   : FANIN_OK;
     if (status != FANIN_OK && !(paused && status == FANIN_ERR_PAUSED)) {
         failure_warn("no metadata of %s: %s", items[0].name, error.message);
@@ -241,9 +242,9 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
         json_array_append_new(
             ranks, output_object(
                        "rank", output_u64(v->rank), "state",
-                       output_string(state_name(v->state)), "step", output_u64(v->step),
-                       "epoch", output_u64(v->epoch), "catalog_version",
-                       output_u64(v->catalog_version), "tensors",
+                       output_string(rank_state_name(v->state)), "step",
+                       output_u64(v->step), "epoch", output_u64(v->epoch),
+                       "catalog_version", output_u64(v->catalog_version), "tensors",
                        output_u64(v->tensors), "bytes", output_u64(v->bytes),
                        "state_age_ns", output_age_ns(v->state_age_ms), "commit_age_ns",
                        output_age_ns(v->commit_age_ms), "key_digest",
@@ -252,8 +253,8 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
     return output_object("publication", output_string(items[0].name), "run",
                          output_string(options_run_of(items[0].name)), "state",
                          output_string(common_state(items, count)), "bytes",
-                         output_u64(bytes_of(items, count)), "ranks", ranks, "absent",
-                         others, "metadata", json_incref(metadata), NULL);
+                         output_u64(list_bytes_of(items, count)), "ranks", ranks,
+                         "absent", others, "metadata", json_incref(metadata), NULL);
 }
 
 static void print_runs(const views *v, const missing *m, const json_t *metadata)
@@ -293,8 +294,8 @@ static int list_runs(session *s, const common_options *common)
     views v = {0};
     missing m;
     /* Half of the time: the metadata come after it. */
-    if (fanin_client_list(s->client, session_left_ms(s) / 2 + 1, on_publication, &v,
-                          &error) != FANIN_OK) {
+    if (fanin_client_list(s->client, session_left_ms(s) / 2 + 1, list_on_publication,
+                          &v, &error) != FANIN_OK) {
         free(v.items);
         return session_failure(s, "cannot list", &error);
     }
@@ -363,7 +364,7 @@ static void add_key_row(struct libscols_table *table, const fanin_entry *entry,
     free(text);
 }
 
-static bool on_entry(void *cookie, const fanin_entry *entry)
+static bool list_on_entry(void *cookie, const fanin_entry *entry)
 {
     key_lister *l = cookie;
     char key[FANIN_MAX_NAME + 128];
@@ -399,7 +400,7 @@ static int list_keys(session *s, const common_options *common)
         l.table = output_table("KEY DTYPE SHAPE RANKS BYTES>");
     }
     if (fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
-                             on_entry, &l, &error) != FANIN_OK) {
+                             list_on_entry, &l, &error) != FANIN_OK) {
         scols_unref_table(l.table);
         json_decref(l.list);
         return session_failure(s, "cannot list keys", &error);
@@ -417,7 +418,7 @@ static int list_keys(session *s, const common_options *common)
     return code;
 }
 
-static int list(session *s, const invocation *line, void *cookie)
+static int list_target(session *s, const invocation *line, void *cookie)
 {
     const int *map = cookie;
     int code = *map ? session_need_run(s) : 0;
@@ -428,7 +429,7 @@ static int list(session *s, const invocation *line, void *cookie)
                                : list_runs(s, &line->common);
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int list_run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
     int map = 0;
@@ -438,7 +439,7 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, list, &map);
+    return session_run(self, argc, argv, &line, table, 0, list_target, &map);
 }
 
 const command cmd_list = {
@@ -455,5 +456,5 @@ const command cmd_list = {
             "With --run: every key, its dtype, shape, the ranks that hold parts, its "
             "bytes.\n"
             "A rank that does not answer is named; the exit status is then 13.",
-    .run = run,
+    .run = list_run,
 };

@@ -23,7 +23,7 @@ typedef struct totals {
     uint64_t bytes;
 } totals;
 
-static bool wanted(const map_options *o, const char *source)
+static bool map_wanted(const map_options *o, const char *source)
 {
     return o->key == NULL || fnmatch(o->key, source, 0) == 0;
 }
@@ -33,7 +33,7 @@ static bool shows_tensor(const map_options *o, const mapping_tensor *t)
 {
     bool shown = o->key == NULL;
     for (size_t i = 0; i < t->n_sources; i++) {
-        shown = shown || wanted(o, t->sources[i].name);
+        shown = shown || map_wanted(o, t->sources[i].name);
     }
     return shown;
 }
@@ -49,7 +49,7 @@ static bool shows_module(const map_options *o, const mapping_module *m)
     json_array_foreach(m->taken, i, name)
     {
         const char *text = json_string_value(name);
-        shown = shown || (text != NULL && wanted(o, text));
+        shown = shown || (text != NULL && map_wanted(o, text));
     }
     return shown;
 }
@@ -81,7 +81,7 @@ static void count(const map_options *o, const mapping_module *m, totals *sum)
         sum->tensors += shows_tensor(o, t);
         sum->own += t->own != NULL;
         for (size_t j = 0; j < t->n_sources; j++) {
-            if (wanted(o, t->sources[j].name)) {
+            if (map_wanted(o, t->sources[j].name)) {
                 sum->sources++;
                 sum->boxes += t->sources[j].n_boxes;
                 sum->bytes += mapping_source_bytes(&t->sources[j]);
@@ -115,7 +115,7 @@ static void add_module(const map_options *o, struct libscols_table *table,
     for (size_t i = 0; i < m->n_tensors; i++) {
         const mapping_tensor *t = &m->tensors[i];
         for (size_t j = 0; j < t->n_sources; j++) {
-            if (wanted(o, t->sources[j].name)) {
+            if (map_wanted(o, t->sources[j].name)) {
                 add_source(table, parent, t, &t->sources[j]);
             }
         }
@@ -146,7 +146,8 @@ static void print_summary(const mapping_file *m, const totals *sum)
            sum->own, sum->by_loader, json_array_size(m->unwanted), m->published);
 }
 
-static void tell_text(const map_options *o, const mapping_file *m, const totals *sum)
+static void map_tell_text(const map_options *o, const mapping_file *m,
+                          const totals *sum)
 {
     struct libscols_table *table =
         output_table("TENSOR^ SOURCE OFFSET EXTENT AT> BYTES> MODE");
@@ -182,11 +183,11 @@ static json_t *source_json(const mapping_source *s)
                          output_u64(mapping_source_bytes(s)), NULL);
 }
 
-static json_t *tensor_json(const map_options *o, const mapping_tensor *t)
+static json_t *map_tensor_json(const map_options *o, const mapping_tensor *t)
 {
     json_t *sources = json_array();
     for (size_t i = 0; i < t->n_sources; i++) {
-        if (wanted(o, t->sources[i].name)) {
+        if (map_wanted(o, t->sources[i].name)) {
             json_array_append_new(sources, source_json(&t->sources[i]));
         }
     }
@@ -202,7 +203,7 @@ static json_t *module_json(const map_options *o, const mapping_module *m)
     json_t *tensors = json_array();
     for (size_t i = 0; i < m->n_tensors; i++) {
         if (shows_tensor(o, &m->tensors[i])) {
-            json_array_append_new(tensors, tensor_json(o, &m->tensors[i]));
+            json_array_append_new(tensors, map_tensor_json(o, &m->tensors[i]));
         }
     }
     /* A model's own path is "", which is a text like any other. */
@@ -214,7 +215,8 @@ static json_t *module_json(const map_options *o, const mapping_module *m)
                          "tensors", tensors, NULL);
 }
 
-static void tell_json(const map_options *o, const mapping_file *m, const totals *sum)
+static void map_tell_json(const map_options *o, const mapping_file *m,
+                          const totals *sum)
 {
     json_t *modules = json_array();
     for (size_t i = 0; i < m->n_modules; i++) {
@@ -233,7 +235,7 @@ static void tell_json(const map_options *o, const mapping_file *m, const totals 
 
 /* ------------------------------------------------------------------- command */
 
-static int map(const map_options *o, const char *path)
+static int map_target(const map_options *o, const char *path)
 {
     fanin_error error = FANIN_ERROR_INIT;
     mapping_file m;
@@ -252,9 +254,9 @@ static int map(const map_options *o, const char *path)
                              "leave out --key to see all",
                              "%s takes no published tensor like '%s'", path, o->key);
     } else if (o->common.json) {
-        tell_json(o, &m, &sum);
+        map_tell_json(o, &m, &sum);
     } else {
-        tell_text(o, &m, &sum);
+        map_tell_text(o, &m, &sum);
     }
     mapping_free(&m);
     return code;
@@ -281,7 +283,7 @@ static int run(const command *self, int argc, const char **argv)
                : parsed.count > 1
                    ? failure_usage(self->name, "unexpected argument '%s'",
                                    parsed.positional[1])
-                   : map(&given, parsed.positional[0]);
+                   : map_target(&given, parsed.positional[0]);
     }
     options_free(&parsed);
     return code;

@@ -37,8 +37,8 @@ static void add_json(report *r, const fanin_rank_info *info, int32_t rank,
     json_array_append_new(r->ranks, o);
 }
 
-static void add_row(report *r, const fanin_rank_info *info, int32_t rank,
-                    uint64_t rtt_ns)
+static void ping_add_row(report *r, const fanin_rank_info *info, int32_t rank,
+                         uint64_t rtt_ns)
 {
     bool good = info->status == FANIN_OK;
     output_row(r->table, NULL, rank >= 0 ? output_number((uint64_t)rank).s : "-",
@@ -70,12 +70,12 @@ static void add_note(report *r, const fanin_rank_info *info, int32_t rank)
     memcpy(r->facts, facts, sizeof r->facts);
 }
 
-static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
+static bool ping_on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
 {
     report *r = cookie;
     int32_t rank = missing_number(r->session, info, r->asked++);
     if (r->table != NULL) {
-        add_row(r, info, rank, rtt_ns);
+        ping_add_row(r, info, rank, rtt_ns);
         add_note(r, info, rank);
     } else {
         add_json(r, info, rank, rtt_ns);
@@ -85,8 +85,8 @@ static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
 
 /* @p notes: what was written below the table. @p error: what is wrong with ranks that answer, if @p
    status says so. */
-static int finish(const report *r, const char *notes, fanin_status status,
-                  fanin_error *error)
+static int ping_finish(const report *r, const char *notes, fanin_status status,
+                       fanin_error *error)
 {
     missing m;
     missing_gather(r->session, &m);
@@ -123,12 +123,13 @@ static int ping(session *s, const invocation *line, void *cookie)
     }
     fanin_status status = session_try(s, &error);
     if (status == FANIN_OK) {
-        status = fanin_client_ping(s->client, session_left_ms(s), on_rank, &r, &error);
+        status =
+            fanin_client_ping(s->client, session_left_ms(s), ping_on_rank, &r, &error);
     }
     fclose(r.notes);
     int code;
     if (status == FANIN_OK || r.asked > 0) {
-        code = finish(&r, notes, status, &error);
+        code = ping_finish(&r, notes, status, &error);
     } else {
         bool nobody = status == FANIN_ERR_UNREACHABLE;
         snprintf(what, sizeof what, "0 of %u ranks answered", s->target.count);

@@ -40,8 +40,9 @@ static int demand_pattern(session *s, check_pattern *out)
     return 0;
 }
 
-static int tell(const session *s, const common_options *common, const pull_options *o,
-                const fanin_result_info *info, uint64_t checked)
+static int pull_tell(const session *s, const common_options *common,
+                     const pull_options *o, const fanin_result_info *info,
+                     uint64_t checked)
 {
     if (common->json) {
         json_t *object = report_json(info);
@@ -96,7 +97,7 @@ static void print_line(const fanin_pull_progress *p)
         output_rank(p->slowest != NULL ? p->slowest->rank : -1), "ranks", ranks, NULL));
 }
 
-static void on_progress(void *cookie, const fanin_pull_progress *p)
+static void pull_on_progress(void *cookie, const fanin_pull_progress *p)
 {
     telling *t = cookie;
     waiting_hush(t->waiting);
@@ -116,7 +117,7 @@ static bool is_of_ranks(fanin_status status)
             status != FANIN_ERR_LIMIT);
 }
 
-static int pull(session *s, const common_options *common, const pull_options *o)
+static int pull_target(session *s, const common_options *common, const pull_options *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
@@ -134,7 +135,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.max_bytes = (uint64_t)o->max_bytes;
     options.max_file_bytes = (uint64_t)o->max_file_bytes;
     options.verify = o->verify != 0;
-    options.rank_progress = on_progress;
+    options.rank_progress = pull_on_progress;
     options.progress_cookie = &telling;
     if (o->step >= 0) {
         options.rule = FANIN_STEP_EXACT;
@@ -169,12 +170,12 @@ static int pull(session *s, const common_options *common, const pull_options *o)
                                  &checked, &error);
     }
     int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)
-                                  : tell(s, common, o, &info, checked);
+                                  : pull_tell(s, common, o, &info, checked);
     fanin_result_free(&result);
     return code;
 }
 
-static int check_usage(const session *s, const invocation *line, pull_options *o)
+static int pull_check_usage(const session *s, const invocation *line, pull_options *o)
 {
     const command *self = s->command;
     bool model = options_is_model(s->publication);
@@ -207,20 +208,20 @@ static int check_usage(const session *s, const invocation *line, pull_options *o
     return 0;
 }
 
-static int pull_directory(session *s, const invocation *line, void *cookie)
+static int pull_to_directory(session *s, const invocation *line, void *cookie)
 {
     pull_options *o = cookie;
     int code = session_need_run(s);
-    code = code != 0 ? code : check_usage(s, line, o);
+    code = code != 0 ? code : pull_check_usage(s, line, o);
     session_be_patient(s, line);
     code = code != 0 ? code : session_reach(s);
     if (code == 0 && o->prove) {
         code = demand_pattern(s, &o->pattern);
     }
-    return code != 0 ? code : pull(s, &line->common, o);
+    return code != 0 ? code : pull_target(s, &line->common, o);
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int pull_command(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
     pull_options o = {.step = -1, .min_step = -1};
@@ -257,7 +258,7 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, pull_directory, &o);
+    return session_run(self, argc, argv, &line, table, 0, pull_to_directory, &o);
 }
 
 const command cmd_pull = {
@@ -280,5 +281,5 @@ const command cmd_pull = {
         "config.json. A directory that holds this very identity is left as it is, any\n"
         "other content is refused. Ctrl-C leaves nothing behind (exit status 130).",
     .takes_directory = true,
-    .run = run,
+    .run = pull_command,
 };

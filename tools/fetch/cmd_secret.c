@@ -14,7 +14,7 @@
 enum { SECRET = 32, LINE = 2 * SECRET + 1 };
 
 /* False: the kernel gives none. */
-static bool draw(char line[LINE])
+static bool secret_draw(char line[LINE])
 {
     static const char digits[] = "0123456789abcdef";
     uint8_t bytes[SECRET];
@@ -28,7 +28,7 @@ static bool draw(char line[LINE])
     return drawn;
 }
 
-static int cannot(const char *path, int reason)
+static int secret_cannot(const char *path, int reason)
 {
     bool exists = reason == EEXIST;
     return failure_local("cannot make a secret",
@@ -39,16 +39,16 @@ static int cannot(const char *path, int reason)
 }
 
 /* Never over a file that is there, nor through a link. What was begun and failed is taken away. */
-static int make_file(const char *path)
+static int secret_make_file(const char *path)
 {
     char line[LINE];
-    if (!draw(line)) {
-        return cannot(path, EIO);
+    if (!secret_draw(line)) {
+        return secret_cannot(path, EIO);
     }
     int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (file < 0) {
         explicit_bzero(line, sizeof line);
-        return cannot(path, errno);
+        return secret_cannot(path, errno);
     }
     errno = 0;
     bool good = write(file, line, LINE) == LINE && fsync(file) == 0;
@@ -57,7 +57,7 @@ static int make_file(const char *path)
     good = close(file) == 0 && good;
     if (!good) {
         unlink(path);
-        return cannot(path, reason);
+        return secret_cannot(path, reason);
     }
     return 0;
 }
@@ -75,7 +75,7 @@ static int run(const command *self, int argc, const char **argv)
         if (parsed.count != 1) {
             code = failure_usage(self->name, "give one FILE, which is not there yet");
         } else {
-            code = make_file(parsed.positional[0]);
+            code = secret_make_file(parsed.positional[0]);
         }
         if (code == 0 && common.json) {
             output_json(

@@ -79,7 +79,7 @@ static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
     output_print(table);
 }
 
-static void draw(const pictures *asked, const fanin_entry *e)
+static void show_draw(const pictures *asked, const fanin_entry *e)
 {
     if (asked->map && asked->style.columns < SHARD_MAP_LEAST) {
         printf("a picture needs %d columns\n", SHARD_MAP_LEAST);
@@ -98,7 +98,7 @@ static char *svg_of(const char *key, const fanin_entry *e)
     return text;
 }
 
-static bool on_entry(void *cookie, const fanin_entry *e)
+static bool show_on_entry(void *cookie, const fanin_entry *e)
 {
     shower *s = cookie;
     char key[FANIN_MAX_NAME + 128];
@@ -112,7 +112,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     } else {
         fputs(s->found > 0 ? "\n" : "", stdout);
         show_table(key, e, distinct);
-        draw(s->asked, e);
+        show_draw(s->asked, e);
     }
     if (s->asked->svg != NULL && s->svg == NULL) {
         s->svg = svg_of(key, e);
@@ -140,7 +140,7 @@ static const char *split_key(const char *key, char run_out[OPTIONS_PUBLICATION])
 }
 
 /* With a pattern an object with a list, else the key's own. */
-static void tell(const shower *s, const missing *absent)
+static void show_tell(const shower *s, const missing *absent)
 {
     if (s->keys == NULL) {
         missing_print(absent);
@@ -161,7 +161,7 @@ static bool is_pattern(const char *name)
     return strpbrk(name, "*?[") != NULL;
 }
 
-static int show(session *s, const char *name, bool json, const pictures *asked)
+static int show_target(session *s, const char *name, bool json, const pictures *asked)
 {
     fanin_error error = FANIN_ERROR_INIT;
     missing absent = {0};
@@ -173,7 +173,7 @@ static int show(session *s, const char *name, bool json, const pictures *asked)
     s->key = cookie.pattern ? NULL : name;
     fanin_status status =
         fanin_client_catalog(s->client, s->publication, s->key, session_left_ms(s),
-                             on_entry, &cookie, &error);
+                             show_on_entry, &cookie, &error);
     if (status == FANIN_OK && cookie.found == 0) {
         status = failure_set(&error, FANIN_ERR_NOT_FOUND,
                              "'nixl-fetch list --run R' shows the names",
@@ -188,7 +188,7 @@ static int show(session *s, const char *name, bool json, const pictures *asked)
         code = session_failure(s, "cannot show the key", &error);
     } else {
         missing_gather(s, &absent);
-        tell(&cookie, &absent);
+        show_tell(&cookie, &absent);
         code = missing_report(&absent);
         missing_free(&absent);
     }
@@ -221,10 +221,10 @@ static int show_key(session *s, const invocation *line, void *cookie)
     }
     code = code != 0 ? code : session_need_run(s);
     code = code != 0 ? code : session_reach(s);
-    return code != 0 ? code : show(s, name, line->common.json != 0, asked);
+    return code != 0 ? code : show_target(s, name, line->common.json != 0, asked);
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int show_run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
     pictures asked = {.map = 0};
@@ -255,5 +255,5 @@ const command cmd_show = {
         "name may be a pattern\n"
         "with *, ? and [...]. A rank that does not answer is named; the exit status is "
         "then 13.",
-    .run = run,
+    .run = show_run,
 };

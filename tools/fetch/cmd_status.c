@@ -19,13 +19,13 @@ typedef struct request {
     uint32_t max_age_ms;
 } request;
 
-static void add_row(struct libscols_table *table, const look_rank *r)
+static void status_add_row(struct libscols_table *table, const look_rank *r)
 {
     bool good = look_answered(r) && r->there, known = good && r->stats.counted;
     uint64_t p99 = look_drain_ns(&r->stats, 99);
     output_row(table, NULL,
                r->at.rank >= 0 ? output_number((uint64_t)r->at.rank).s : "-",
-               good               ? state_name(r->is.state)
+               good               ? rank_state_name(r->is.state)
                : look_answered(r) ? "absent"
                                   : "no answer",
                good ? output_number(r->is.step).s : "-",
@@ -73,7 +73,7 @@ static void print_text(const session *s, const look *l, const problems *p)
     struct libscols_table *table =
         output_table("RANK> STATE STEP> AGE> LEASES> HELD> STALE> DRAIN>");
     for (uint32_t i = 0; i < l->count; i++) {
-        add_row(table, &l->ranks[i]);
+        status_add_row(table, &l->ranks[i]);
     }
     output_print(table);
 }

@@ -47,7 +47,7 @@ static void on_change(int number)
 }
 
 /* False: it cannot be written, or the user interrupted while it was stopped by Ctrl-S. */
-static bool write_all(const char *text, size_t size)
+static bool top_write_all(const char *text, size_t size)
 {
     while (size > 0) {
         ssize_t n = write(STDOUT_FILENO, text, size);
@@ -67,7 +67,7 @@ static void screen_close(void)
         return;
     }
     screen.open = false;
-    (void)write_all(LEAVE, strlen(LEAVE));
+    (void)top_write_all(LEAVE, strlen(LEAVE));
     if (screen.keys) {
         tcsetattr(STDIN_FILENO, TCSAFLUSH, &screen.before);
     }
@@ -91,7 +91,7 @@ static void catch_fatal(void)
     }
 }
 
-static void enter(void)
+static void top_enter(void)
 {
     struct termios raw = screen.before;
     raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO);
@@ -101,7 +101,7 @@ static void enter(void)
     if (screen.keys) {
         tcsetattr(STDIN_FILENO, TCSADRAIN, &raw);
     }
-    (void)write_all(ENTER, strlen(ENTER));
+    (void)top_write_all(ENTER, strlen(ENTER));
 }
 
 /* Takes standard output's terminal, and keys from standard input if that is one. False, and
@@ -126,7 +126,7 @@ static bool screen_open(void)
         catch_fatal();
     }
     screen.open = true;
-    enter();
+    top_enter();
     return true;
 }
 
@@ -157,7 +157,7 @@ static bool screen_draw(const char *text)
     if (fclose(stream) != 0) {
         output_require(NULL);
     }
-    bool good = write_all(frame, size);
+    bool good = top_write_all(frame, size);
     free(frame);
     return good;
 }
@@ -169,7 +169,7 @@ static screen_event stop(void)
     raise(SIGTSTP);
     continued = 0;
     screen.open = true;
-    enter();
+    top_enter();
     return SCREEN_RESIZED;
 }
 
@@ -225,7 +225,7 @@ static screen_event screen_wait(uint32_t ms)
             event = take_key();
         }
         if (continued && screen.open) {
-            enter(); /* a shell may have changed it while the process was stopped */
+            top_enter(); /* a shell may have changed it while the process was stopped */
         }
         event = (resized || continued) && screen.open ? SCREEN_RESIZED : event;
         resized = continued = 0;
@@ -249,7 +249,7 @@ typedef struct top {
     fanin_status verdict;
 } top;
 
-static void forget(top *t)
+static void top_forget(top *t)
 {
     problems_free(&t->problems);
     look_free(&t->look);
@@ -257,16 +257,16 @@ static void forget(top *t)
 }
 
 /* What another look would not mend. */
-static bool is_final(fanin_status status)
+static bool top_is_final(fanin_status status)
 {
     int group = -status / 100;
     return status == FANIN_ERR_CANCELLED || group == 1 || group >= 5;
 }
 
 /* Asks the ranks. 0, or the exit status after a message. */
-static int look_again(top *t, session *s)
+static int top_look_again(top *t, session *s)
 {
-    forget(t);
+    top_forget(t);
     s->end_ns = progress_in_ms(t->timeout_ms);
     fanin_status status = t->reached ? FANIN_OK : session_try(s, &t->error);
     if (status == FANIN_OK) {
@@ -280,7 +280,7 @@ static int look_again(top *t, session *s)
         t->verdict = problems_verdict(&t->problems);
         return 0;
     }
-    if (is_final(status) || interrupt_requested()) {
+    if (top_is_final(status) || interrupt_requested()) {
         screen_close();
         return session_failure(s, "no status", &t->error);
     }
@@ -297,7 +297,7 @@ static void tail_of(bool drawn, char *out, size_t size)
              drawn ? ", q ends" : "");
 }
 
-static char *text_of(const top *t, const session *s)
+static char *top_text_of(const top *t, const session *s)
 {
     char tail[64];
     look_view v = {.look = &t->look,
@@ -315,7 +315,7 @@ static char *text_of(const top *t, const session *s)
 }
 
 /* False: nobody can see it any more. */
-static bool show(const top *t, const session *s)
+static bool top_show(const top *t, const session *s)
 {
     if (t->json) {
         output_json_line(t->error.status == FANIN_OK
@@ -325,7 +325,7 @@ static bool show(const top *t, const session *s)
     }
     char *text = NULL;
     if (t->error.status == FANIN_OK) {
-        text = text_of(t, s);
+        text = top_text_of(t, s);
     } else {
         size_t size;
         FILE *stream = output_require(open_memstream(&text, &size));
@@ -359,21 +359,21 @@ static bool pause_until(const top *t, const session *s, uint64_t due_ns)
             (event == SCREEN_TIME && !progress_left_ms(due_ns))) {
             return true;
         }
-        if (event == SCREEN_RESIZED && !show(t, s)) {
+        if (event == SCREEN_RESIZED && !top_show(t, s)) {
             return false;
         }
     }
 }
 
-static int watch(top *t, session *s)
+static int top_watch(top *t, session *s)
 {
     long long left = t->count;
     bool more = true;
     int code = 0;
     while (more && code == 0) {
         uint64_t due = progress_in_ms(t->interval_ms);
-        code = look_again(t, s);
-        more = code == 0 && show(t, s) && (t->count == 0 || --left > 0) &&
+        code = top_look_again(t, s);
+        more = code == 0 && top_show(t, s) && (t->count == 0 || --left > 0) &&
                pause_until(t, s, due);
     }
     screen_close();
@@ -385,7 +385,7 @@ static int watch(top *t, session *s)
                                        : 0;
 }
 
-static int begin(session *s, const invocation *line, void *cookie)
+static int top_begin(session *s, const invocation *line, void *cookie)
 {
     top *t = cookie;
     const char *plain = getenv("NO_COLOR");
@@ -408,8 +408,8 @@ static int begin(session *s, const invocation *line, void *cookie)
     t->drawn = !t->json && screen_open();
     t->color =
         t->drawn && !line->common.no_color && (plain == NULL || plain[0] == '\0');
-    code = watch(t, s);
-    forget(t);
+    code = top_watch(t, s);
+    top_forget(t);
     look_rates_free(&t->rates);
     return code;
 }
@@ -427,7 +427,7 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, begin, &t);
+    return session_run(self, argc, argv, &line, table, 0, top_begin, &t);
 }
 
 const command cmd_top = {

@@ -139,7 +139,7 @@ static int load_directory(verifier *v, const char *directory)
 }
 
 /* Finds the ranks' tensor in the file; false stops, with an error. */
-static bool on_entry(void *cookie, const fanin_entry *e)
+static bool verify_on_entry(void *cookie, const fanin_entry *e)
 {
     verifier *v = cookie;
     char name[FANIN_MAX_NAME + 64];
@@ -175,7 +175,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-static bool on_rank(void *cookie, const fanin_rank_info *info)
+static bool verify_on_rank(void *cookie, const fanin_rank_info *info)
 {
     verifier *v = cookie;
     if (info->status == FANIN_OK &&
@@ -250,13 +250,13 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
 }
 
 /* Catalog against file; the worlds first, since all else follows from them. */
-static fanin_status pair_up(verifier *v, fanin_error *error)
+static fanin_status verify_pair_up(verifier *v, fanin_error *error)
 {
     session *s = v->session;
-    fanin_status status = fanin_client_ranks(s->client, on_rank, v, error);
+    fanin_status status = fanin_client_ranks(s->client, verify_on_rank, v, error);
     if (status == FANIN_OK && v->error.status == FANIN_OK) {
         status = fanin_client_catalog(s->client, v->publication, NULL,
-                                      session_left_ms(s), on_entry, v, error);
+                                      session_left_ms(s), verify_on_entry, v, error);
     }
     if (v->error.status != FANIN_OK) {
         *error = v->error;
@@ -270,8 +270,8 @@ static fanin_status pair_up(verifier *v, fanin_error *error)
     return status;
 }
 
-static fanin_status compare(const verifier *v, const whole_tensor *p,
-                            const uint8_t *memory, fanin_error *error)
+static fanin_status verify_compare(const verifier *v, const whole_tensor *p,
+                                   const uint8_t *memory, fanin_error *error)
 {
     static uint8_t piece[PIECE];
     for (uint64_t done = 0; done < p->bytes; done += PIECE) {
@@ -336,7 +336,7 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
     fanin_status status = pull_batch(v, first, end, memory, error);
     const uint8_t *from = memory;
     for (size_t i = first; status == FANIN_OK && i < end; i++) {
-        status = compare(v, &v->pairs[i], from, error);
+        status = verify_compare(v, &v->pairs[i], from, error);
         from += v->pairs[i].bytes;
         v->done += v->pairs[i].bytes;
         progress_update(&v->bar, v->done, v->bytes, NULL);
@@ -347,7 +347,7 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
 
 static fanin_status verify_all(verifier *v, fanin_error *error)
 {
-    fanin_status status = pair_up(v, error);
+    fanin_status status = verify_pair_up(v, error);
     status = status != FANIN_OK ? status : ask_config(v, error);
     for (size_t first = 0; status == FANIN_OK && first < v->count;) {
         size_t end = first + 1;
@@ -368,7 +368,7 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
     return status;
 }
 
-static void tell(const verifier *v)
+static void verify_tell(const verifier *v)
 {
     if (v->common->json) {
         json_t *names = json_array();
@@ -398,7 +398,7 @@ static void tell(const verifier *v)
     putchar('\n');
 }
 
-static int verify(verifier *v)
+static int verify_target(verifier *v)
 {
     fanin_error error = FANIN_ERROR_INIT;
     int code = session_connect(v->session, session_left_ms(v->session));
@@ -418,7 +418,7 @@ static int verify(verifier *v)
                                                              : "cannot verify",
                               &error);
     }
-    tell(v);
+    verify_tell(v);
     return 0;
 }
 
@@ -435,7 +435,7 @@ static int verify_directory(verifier *v, const invocation *line)
                              s->publication);
     }
     session_be_patient(s, line);
-    return code != 0 ? code : verify(v);
+    return code != 0 ? code : verify_target(v);
 }
 
 static int verify_engine(const verifier *v, session *s, const invocation *line)
@@ -475,7 +475,7 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
     return code;
 }
 
-static int run(const command *self, int argc, const char **argv)
+static int verify_command(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
     verifier v = {.error = FANIN_ERROR_INIT};
@@ -516,5 +516,5 @@ const command cmd_verify = {
         "tensor\n"
         "is served otherwise, named. 15: Python or fanin's package is not there.",
     .takes_directory = true,
-    .run = run,
+    .run = verify_command,
 };

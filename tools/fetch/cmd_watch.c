@@ -19,7 +19,7 @@ typedef struct watcher {
     long long idle_ms;     /**< without a step until the ranks' states are told */
 } watcher;
 
-static uint64_t time_of_day_ns(void)
+static uint64_t watch_time_of_day_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -41,18 +41,19 @@ static output_text clock_text(uint64_t unix_ns)
 static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t now)
 {
     if (w->json) {
-        json_t *o = output_object(
-            "event", output_string("step"), "time_ns", output_u64(time_of_day_ns()),
-            "step", output_u64(e->step), "step_newest", output_u64(e->step_newest),
-            "spread_ns", output_u64(e->spread_ns), "slowest_rank",
-            output_rank(e->slowest_rank), NULL);
+        json_t *o = output_object("event", output_string("step"), "time_ns",
+                                  output_u64(watch_time_of_day_ns()), "step",
+                                  output_u64(e->step), "step_newest",
+                                  output_u64(e->step_newest), "spread_ns",
+                                  output_u64(e->spread_ns), "slowest_rank",
+                                  output_rank(e->slowest_rank), NULL);
         if (w->any) {
             output_set(o, "since_last_ns", output_u64(now - w->last_ns), NULL);
         }
         output_json_line(o);
         return;
     }
-    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(time_of_day_ns()).s,
+    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(watch_time_of_day_ns()).s,
            e->step, output_duration(e->spread_ns).s);
     if (e->slowest_rank >= 0) {
         printf("  slowest rank %d", (int)e->slowest_rank);
@@ -67,7 +68,7 @@ static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t n
     fflush(stdout);
 }
 
-static bool on_event(void *cookie, const fanin_watch_event *event)
+static bool watch_on_event(void *cookie, const fanin_watch_event *event)
 {
     watcher *w = cookie;
     if (w->any && event->step == w->last_step) {
@@ -88,19 +89,19 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     char text[1024];
     if (w->json) {
         output_json_line(output_object("event", output_string("quiet"), "time_ns",
-                                       output_u64(time_of_day_ns()), "quiet_ns",
+                                       output_u64(watch_time_of_day_ns()), "quiet_ns",
                                        output_u64(quiet_ms * 1000000), "ranks",
                                        rank_states_json(ranks, count), NULL));
     } else {
         rank_states_text(ranks, count, text, sizeof text);
-        printf("%s  no step for %s: %s\n", clock_text(time_of_day_ns()).s,
+        printf("%s  no step for %s: %s\n", clock_text(watch_time_of_day_ns()).s,
                output_age(quiet_ms).s, text);
         fflush(stdout);
     }
     return ferror(stdout) == 0;
 }
 
-static int watch(session *s, const invocation *line, void *cookie)
+static int watch_target(session *s, const invocation *line, void *cookie)
 {
     watcher *w = cookie;
     const common_options *common = &line->common;
@@ -115,7 +116,7 @@ static int watch(session *s, const invocation *line, void *cookie)
     fanin_status status;
     do {
         uint32_t limit = common->timeout_given ? session_left_ms(s) : UINT32_MAX;
-        status = fanin_client_follow(s->client, s->publication, limit, on_event,
+        status = fanin_client_follow(s->client, s->publication, limit, watch_on_event,
                                      (uint32_t)w->idle_ms, on_quiet, w, &error);
     } while (status == FANIN_ERR_TIMEOUT && !common->timeout_given &&
              !interrupt_requested());
@@ -133,7 +134,7 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, watch, &w);
+    return session_run(self, argc, argv, &line, table, 0, watch_target, &w);
 }
 
 const command cmd_watch = {

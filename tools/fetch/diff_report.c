@@ -157,7 +157,7 @@ static json_t *summary(const diff_report *r)
 
 /* ----------------------------------------------------------------------------- text */
 
-static output_text number(double value)
+static output_text diff_report_number(double value)
 {
     output_text text;
     snprintf(text.s, sizeof text.s, "%.4g", value);
@@ -195,7 +195,7 @@ static output_text counts(const uint64_t of[2])
     return text;
 }
 
-static void add_row(struct libscols_table *table, const diff_row *row)
+static void diff_report_add_row(struct libscols_table *table, const diff_row *row)
 {
     output_text dims[2];
     const char *dtypes[2] = {NULL, NULL}, *shapes[2] = {NULL, NULL};
@@ -208,12 +208,14 @@ static void add_row(struct libscols_table *table, const diff_row *row)
             shapes[side] = dims[side].s;
         }
     }
-    output_row(
-        table, NULL, kind_names[row->kind], told ? number(change_relative(c)).s : "-",
-        told ? share(c).s : "-", told ? number(c->norm[0]).s : "-",
-        told ? number(c->norm[1]).s : "-", told ? number(c->norm_of_change).s : "-",
-        told ? number(c->largest).s : "-", counts(c->nans).s, counts(c->infinite).s,
-        both(dtypes[0], dtypes[1]).s, both(shapes[0], shapes[1]).s, name_of(row));
+    output_row(table, NULL, kind_names[row->kind],
+               told ? diff_report_number(change_relative(c)).s : "-",
+               told ? share(c).s : "-", told ? diff_report_number(c->norm[0]).s : "-",
+               told ? diff_report_number(c->norm[1]).s : "-",
+               told ? diff_report_number(c->norm_of_change).s : "-",
+               told ? diff_report_number(c->largest).s : "-", counts(c->nans).s,
+               counts(c->infinite).s, both(dtypes[0], dtypes[1]).s,
+               both(shapes[0], shapes[1]).s, name_of(row));
 }
 
 void diff_report_print(const diff_report *r, size_t limit)
@@ -235,7 +237,7 @@ void diff_report_print(const diff_report *r, size_t limit)
             output_table("WHAT RELATIVE> CHANGED> NORM-A> NORM-B> NORM-OF-CHANGE> "
                          "LARGEST> NAN> INF> DTYPE SHAPE NAME");
         for (size_t i = 0; i < differ && i < most; i++) {
-            add_row(table, &r->rows[i]);
+            diff_report_add_row(table, &r->rows[i]);
         }
         output_print(table);
     }
@@ -261,7 +263,7 @@ static json_t *side_json(const diff_side *side)
                          output_u64(side->bytes), NULL);
 }
 
-static json_t *tensor_json(const whole_tensor *t)
+static json_t *diff_report_tensor_json(const whole_tensor *t)
 {
     return t == NULL ? json_null()
                      : output_object("dtype", output_string(fanin_dtype_name(t->dtype)),
@@ -286,11 +288,12 @@ void diff_report_json(const diff_report *r, size_t limit)
     for (size_t i = 0; i < most; i++) {
         const diff_row *row = &r->rows[i];
         json_array_append_new(
-            rows, output_object(
-                      "name", output_string(name_of(row)), "what",
-                      output_string(kind_names[row->kind]), "a",
-                      tensor_json(row->of[0]), "b", tensor_json(row->of[1]), "change",
-                      row->compared ? change_json(&row->change) : json_null(), NULL));
+            rows, output_object("name", output_string(name_of(row)), "what",
+                                output_string(kind_names[row->kind]), "a",
+                                diff_report_tensor_json(row->of[0]), "b",
+                                diff_report_tensor_json(row->of[1]), "change",
+                                row->compared ? change_json(&row->change) : json_null(),
+                                NULL));
     }
     output_json(output_object("equal", json_boolean(diff_report_equal(r)), "summary",
                               summary(r), "a", side_json(&r->sides[0]), "b",

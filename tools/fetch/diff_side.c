@@ -17,7 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static bool holds(const char *directory, const char *name)
+static bool diff_side_holds(const char *directory, const char *name)
 {
     char path[4096];
     int length = snprintf(path, sizeof path, "%s/%s", directory, name);
@@ -26,24 +26,25 @@ static bool holds(const char *directory, const char *name)
 
 static bool holds_model(const char *directory)
 {
-    return holds(directory, TENSORS_OF_MODEL) || holds(directory, TENSORS_INDEX);
+    return diff_side_holds(directory, TENSORS_OF_MODEL) ||
+           diff_side_holds(directory, TENSORS_INDEX);
 }
 
 bool diff_side_is_directory(const char *path)
 {
     struct stat st;
     return stat(path, &st) == 0 && S_ISDIR(st.st_mode) &&
-           (holds_model(path) || holds(path, TENSORS_OF_ADAPTER) ||
-            !holds(path, "nixl_info.json"));
+           (holds_model(path) || diff_side_holds(path, TENSORS_OF_ADAPTER) ||
+            !diff_side_holds(path, "nixl_info.json"));
 }
 
-static bool is_wanted(const diff_request *request, const char *name)
+static bool diff_side_is_wanted(const diff_request *request, const char *name)
 {
     return request->pattern == NULL || fnmatch(request->pattern, name, 0) == 0;
 }
 
 /* The next place of the list, with a name of its own. */
-static whole_tensor *add(diff_side *side, const char *name)
+static whole_tensor *diff_side_add(diff_side *side, const char *name)
 {
     side->tensors =
         output_room(side->tensors, side->count, &side->capacity, sizeof(whole_tensor));
@@ -71,8 +72,8 @@ fanin_status diff_side_open(diff_side *side, const char *path,
     for (size_t i = 0; i < side->files.count; i++) {
         const tensor_place *place = &side->files.tensors[i];
         const fanin_safetensors_entry *e = &place->entry;
-        if (is_wanted(request, e->name)) {
-            whole_tensor *t = add(side, e->name);
+        if (diff_side_is_wanted(request, e->name)) {
+            whole_tensor *t = diff_side_add(side, e->name);
             t->dtype = e->dtype;
             t->n_dims = e->n_dims;
             memcpy(t->shape, e->shape, sizeof t->shape);
@@ -101,12 +102,12 @@ static const char *file_name(const char *name, bool model,
     return !model && fanin_adapter_name(name, room, FANIN_MAX_NAME + 64) ? room : name;
 }
 
-static bool on_entry(void *cookie, const fanin_entry *e)
+static bool diff_side_on_entry(void *cookie, const fanin_entry *e)
 {
     const taking *taking = cookie;
     char room[FANIN_MAX_NAME + 64];
-    if (is_wanted(taking->request, file_name(e->name, taking->model, room))) {
-        whole_tensor *t = add(taking->side, e->name);
+    if (diff_side_is_wanted(taking->request, file_name(e->name, taking->model, room))) {
+        whole_tensor *t = diff_side_add(taking->side, e->name);
         t->dtype = e->dtype;
         t->n_dims = e->n_dims;
         memcpy(t->shape, e->shape, sizeof t->shape);
@@ -134,8 +135,8 @@ static uint64_t available_bytes(void)
     return kib * 1024;
 }
 
-static fanin_status make_room(diff_side *side, const diff_request *request,
-                              fanin_error *error)
+static fanin_status diff_side_make_room(diff_side *side, const diff_request *request,
+                                        fanin_error *error)
 {
     uint64_t most = request->max_bytes > 0 ? request->max_bytes : available_bytes();
     if (side->bytes > most) {
@@ -151,7 +152,7 @@ static fanin_status make_room(diff_side *side, const diff_request *request,
     return side->memory != NULL ? FANIN_OK : error->status;
 }
 
-static void on_progress(void *cookie, const fanin_pull_progress *p)
+static void diff_side_on_progress(void *cookie, const fanin_pull_progress *p)
 {
     progress_update(cookie, p->bytes_done, p->bytes_total, p->slowest);
 }
@@ -168,7 +169,7 @@ static fanin_status pull(diff_side *side, session *s, const diff_request *reques
     options.rule = request->rule;
     options.step = request->step;
     options.timeout_ms = session_left_ms(s);
-    options.rank_progress = on_progress;
+    options.rank_progress = diff_side_on_progress;
     options.progress_cookie = &bar;
     progress_start(&bar, s->publication, request->quiet, request->no_color);
     waiting *waiting = request->quiet ? NULL : waiting_start(s, options.step);
@@ -182,7 +183,7 @@ static fanin_status pull(diff_side *side, session *s, const diff_request *reques
     return status;
 }
 
-static int by_name(const void *a, const void *b)
+static int diff_side_by_name(const void *a, const void *b)
 {
     const whole_tensor *x = a, *y = b;
     return strcmp(x->name, y->name);
@@ -199,7 +200,7 @@ static void rename_all(diff_side *side, bool model)
         side->tensors[i].name = name;
     }
     if (side->count > 0) {
-        qsort(side->tensors, side->count, sizeof side->tensors[0], by_name);
+        qsort(side->tensors, side->count, sizeof side->tensors[0], diff_side_by_name);
     }
 }
 
@@ -209,12 +210,13 @@ fanin_status diff_side_pull(diff_side *side, session *s, const diff_request *req
     bool model = options_is_model(s->publication);
     taking taking = {.side = side, .request = request, .model = model};
     snprintf(side->publication, sizeof side->publication, "%s", s->publication);
-    fanin_status status = fanin_client_catalog(
-        s->client, s->publication, NULL, session_left_ms(s), on_entry, &taking, error);
+    fanin_status status =
+        fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
+                             diff_side_on_entry, &taking, error);
     if (status == FANIN_OK && side->count == 0) {
         return FANIN_OK; /* nothing is like the pattern: the caller says so */
     }
-    status = status != FANIN_OK ? status : make_room(side, request, error);
+    status = status != FANIN_OK ? status : diff_side_make_room(side, request, error);
     status = status != FANIN_OK ? status : pull(side, s, request, error);
     if (status == FANIN_OK) {
         rename_all(side, model);

@@ -23,7 +23,7 @@ typedef struct words {
     size_t count;
 } words;
 
-static void add(words *w, const char *option, const char *value)
+static void engine_proof_add(words *w, const char *option, const char *value)
 {
     if (value != NULL && w->count + 2 <= MAX_WORDS) {
         w->at[w->count++] = option;
@@ -46,7 +46,8 @@ static char *trainer_of(const target *t)
     return text;
 }
 
-static void put_words(const session *s, const common_options *common, words *w)
+static void engine_proof_put_words(const session *s, const common_options *common,
+                                   words *w)
 {
     static char left[32], world[2 * FANIN_WORLD_ID_SIZE + 1];
     static const uint8_t none[FANIN_WORLD_ID_SIZE];
@@ -56,15 +57,15 @@ static void put_words(const session *s, const common_options *common, words *w)
     snprintf(world, sizeof world, "%.*s", 2 * FANIN_WORLD_ID_SIZE,
              output_hex(config->world_id, sizeof none).s);
     *w = (words){.at = {PYTHON, "-m", "fanin.check"}, .count = 3};
-    add(w, "--run", s->publication);
-    add(w, "--timeout", left);
-    add(w, "--server-name", config->server_name);
-    add(w, "--world-id",
-        memcmp(config->world_id, none, sizeof none) != 0 ? world : NULL);
-    add(w, "--secret-file", config->secret_file);
-    add(w, "--tls-cert", config->tls_cert);
-    add(w, "--tls-key", config->tls_key);
-    add(w, "--tls-ca", config->tls_ca);
+    engine_proof_add(w, "--run", s->publication);
+    engine_proof_add(w, "--timeout", left);
+    engine_proof_add(w, "--server-name", config->server_name);
+    engine_proof_add(w, "--world-id",
+                     memcmp(config->world_id, none, sizeof none) != 0 ? world : NULL);
+    engine_proof_add(w, "--secret-file", config->secret_file);
+    engine_proof_add(w, "--tls-cert", config->tls_cert);
+    engine_proof_add(w, "--tls-key", config->tls_key);
+    engine_proof_add(w, "--tls-ca", config->tls_ca);
     if (common->json) {
         w->at[w->count++] = "--json";
     }
@@ -91,7 +92,7 @@ static const char *last_line(char *text)
     return line != NULL ? line + 1 : text;
 }
 
-static int tell(child *c)
+static int engine_proof_tell(child *c)
 {
     if (c->status < 0) {
         return failure_local("cannot verify", FANIN_ERR_TIMEOUT,
@@ -133,12 +134,12 @@ int engine_proof(session *s, const invocation *line, const char *url)
     }
     session_be_patient(s, line);
     char *trainer = trainer_of(&s->target);
-    put_words(s, &line->common, &w);
+    engine_proof_put_words(s, &line->common, &w);
     w.at[w.count++] = url;
     w.at[w.count++] = trainer;
     setenv("PYTHONSAFEPATH", "1", 1); /* modules are not the working directory's */
     child_run(PYTHON, w.at, session_left_ms(s) + GRACE_MS, &c);
-    code = tell(&c);
+    code = engine_proof_tell(&c);
     child_free(&c);
     free(trainer);
     return code;

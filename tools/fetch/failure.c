@@ -44,7 +44,7 @@ static bool mentions(const char *text, const char *word)
     return false;
 }
 
-static void tell(const char *what, const fanin_error *error)
+static void failure_tell(const char *what, const fanin_error *error)
 {
     const char *why =
         error->message[0] != '\0' ? error->message : fanin_status_text(error->status);
@@ -60,7 +60,7 @@ static void tell(const char *what, const fanin_error *error)
 
 int failure_report(const char *what, const fanin_error *error)
 {
-    tell(what, error);
+    failure_tell(what, error);
     /* Ctrl-C reaches the ranks of a bench too: what they do then is not the cause. */
     if (interrupt_requested()) {
         return interrupt_exit_code();
@@ -68,8 +68,8 @@ int failure_report(const char *what, const fanin_error *error)
     return exit_code_of(error->status);
 }
 
-static void fill(fanin_error *error, fanin_status status, const char *remedy,
-                 const char *format, va_list arguments)
+static void failure_fill(fanin_error *error, fanin_status status, const char *remedy,
+                         const char *format, va_list arguments)
 {
     *error = (fanin_error)FANIN_ERROR_INIT;
     error->status = status;
@@ -82,7 +82,7 @@ fanin_status failure_set(fanin_error *error, fanin_status status, const char *re
 {
     va_list arguments;
     va_start(arguments, format);
-    fill(error, status, remedy, format, arguments);
+    failure_fill(error, status, remedy, format, arguments);
     va_end(arguments);
     return status;
 }
@@ -99,7 +99,7 @@ int failure_local(const char *what, fanin_status status, const char *remedy,
     fanin_error error;
     va_list arguments;
     va_start(arguments, format);
-    fill(&error, status, remedy, format, arguments);
+    failure_fill(&error, status, remedy, format, arguments);
     va_end(arguments);
     return failure_report(what, &error);
 }
@@ -113,9 +113,9 @@ int failure_usage(const char *command, const char *format, ...)
         snprintf(remedy, sizeof remedy, "see 'nixl-fetch %s --help'", command);
     }
     va_start(arguments, format);
-    fill(&error, FANIN_ERR_ARGUMENT, remedy, format, arguments);
+    failure_fill(&error, FANIN_ERR_ARGUMENT, remedy, format, arguments);
     va_end(arguments);
-    tell(command != NULL ? command : "usage", &error);
+    failure_tell(command != NULL ? command : "usage", &error);
     return EXIT_USAGE;
 }
 

@@ -8,7 +8,7 @@
 static _Atomic(fanin_client *) current;
 static volatile sig_atomic_t requested;
 
-static void on_signal(int number)
+static void interrupt_on_signal(int number)
 {
     requested = number;
     fanin_client *client = atomic_load(&current);
@@ -19,7 +19,7 @@ static void on_signal(int number)
 
 void interrupt_install(fanin_client *client)
 {
-    struct sigaction action = {.sa_handler = on_signal};
+    struct sigaction action = {.sa_handler = interrupt_on_signal};
     atomic_store(&current, client);
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
@@ -38,7 +38,7 @@ void interrupt_install(fanin_client *client)
 
 void interrupt_with_output(void)
 {
-    struct sigaction action = {.sa_handler = on_signal};
+    struct sigaction action = {.sa_handler = interrupt_on_signal};
     sigemptyset(&action.sa_mask);
     sigaction(SIGPIPE, &action, NULL);
 }

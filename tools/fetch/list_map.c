@@ -31,7 +31,7 @@ typedef struct dealing {
     fault gaps, overlaps;
 } dealing;
 
-static share *share_of(dealing *d, uint32_t rank)
+static share *list_map_share_of(dealing *d, uint32_t rank)
 {
     if (rank >= d->count) {
         d->ranks =
@@ -42,7 +42,7 @@ static share *share_of(dealing *d, uint32_t rank)
     return &d->ranks[rank];
 }
 
-static void note(fault *f, const char *name, uint64_t bytes)
+static void list_map_note(fault *f, const char *name, uint64_t bytes)
 {
     f->bytes += bytes;
     f->tensors += bytes > 0;
@@ -51,19 +51,19 @@ static void note(fault *f, const char *name, uint64_t bytes)
     }
 }
 
-static bool on_entry(void *cookie, const fanin_entry *e)
+static bool list_map_on_entry(void *cookie, const fanin_entry *e)
 {
     dealing *d = cookie;
     const shard_faults faults = shard_faults_of(e);
     for (size_t i = 0; i < e->n_owners; i++) {
-        share *s = share_of(d, e->owners[i].rank);
+        share *s = list_map_share_of(d, e->owners[i].rank);
         s->boxes++;
         s->bytes += e->owners[i].bytes;
         s->replica_bytes += shard_original(e, i) != i ? e->owners[i].bytes : 0;
     }
     d->bytes += e->bytes;
-    note(&d->gaps, e->name, faults.gaps);
-    note(&d->overlaps, e->name, faults.overlaps);
+    list_map_note(&d->gaps, e->name, faults.gaps);
+    list_map_note(&d->overlaps, e->name, faults.overlaps);
     return !interrupt_requested();
 }
 
@@ -96,7 +96,8 @@ static void print(const dealing *d, const missing *absent)
     missing_print(absent);
 }
 
-static void print_json(const session *s, const dealing *d, const missing *absent)
+static void list_map_print_json(const session *s, const dealing *d,
+                                const missing *absent)
 {
     json_t *ranks = json_array();
     for (size_t i = 0; i < d->count; i++) {
@@ -120,12 +121,12 @@ int list_map(session *s, const common_options *common)
     missing absent;
     int code;
     if (fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
-                             on_entry, &d, &error) != FANIN_OK) {
+                             list_map_on_entry, &d, &error) != FANIN_OK) {
         code = session_failure(s, "cannot list keys", &error);
     } else {
         missing_gather(s, &absent);
         if (common->json) {
-            print_json(s, &d, &absent);
+            list_map_print_json(s, &d, &absent);
         } else {
             print(&d, &absent);
         }

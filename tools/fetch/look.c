@@ -25,7 +25,8 @@ static void take_holders(const fanin_rank_stats *s, const char *publication,
     }
 }
 
-static void take_stats(const fanin_rank_stats *s, const char *publication, look_rank *r)
+static void look_take_stats(const fanin_rank_stats *s, const char *publication,
+                            look_rank *r)
 {
     r->stats = *s;
     r->stats.entries = NULL;
@@ -42,8 +43,8 @@ static void take_stats(const fanin_rank_stats *s, const char *publication, look_
     take_holders(s, publication, r);
 }
 
-static bool on_rank(void *cookie, const fanin_rank_info *info,
-                    const fanin_rank_stats *stats)
+static bool look_on_rank(void *cookie, const fanin_rank_info *info,
+                         const fanin_rank_stats *stats)
 {
     gathering *g = cookie;
     look *l = g->out;
@@ -60,14 +61,14 @@ static bool on_rank(void *cookie, const fanin_rank_info *info,
     if (stats == NULL) {
         snprintf(r->at.message, sizeof r->at.message, "%s", missing_why(info));
     } else {
-        take_stats(stats, g->session->publication, r);
+        look_take_stats(stats, g->session->publication, r);
         l->newest = r->is.step > l->newest ? r->is.step : l->newest;
     }
     return true;
 }
 
 /* If only one of several ranks is not known, it is the one that is left. */
-static void name_last(look *l)
+static void look_name_last(look *l)
 {
     look_rank *unknown = NULL;
     int64_t left = (int64_t)l->count * (l->count - 1) / 2;
@@ -89,9 +90,9 @@ fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
     gathering g = {.session = s, .out = out};
     *out = (look){.asked = s->target.count};
     out->ranks = output_require(calloc(out->asked, sizeof *out->ranks));
-    fanin_status status =
-        fanin_client_stats(s->client, s->publication, timeout_ms, on_rank, &g, error);
-    name_last(out);
+    fanin_status status = fanin_client_stats(s->client, s->publication, timeout_ms,
+                                             look_on_rank, &g, error);
+    look_name_last(out);
     int group = -status / 100;
     bool own = status == FANIN_ERR_CANCELLED || status == FANIN_ERR_WORLD ||
                group == 1 || group >= 5;
@@ -176,7 +177,7 @@ static look_rate rate_of(const look_before *b, const look_rank *r, uint64_t now_
     return rate;
 }
 
-static void remember(look_before *b, const look_rank *r, uint64_t now_ns)
+static void look_remember(look_before *b, const look_rank *r, uint64_t now_ns)
 {
     look_read reads[LOOK_PATHS];
     *b =
@@ -200,7 +201,7 @@ void look_rates_take(look_rates *r, const look *l, uint64_t now_ns)
         const look_rank *rank = &l->ranks[i];
         r->list[i] = rate_of(&r->before[i], rank, now_ns);
         if (look_answered(rank)) {
-            remember(&r->before[i], rank, now_ns);
+            look_remember(&r->before[i], rank, now_ns);
         }
     }
 }
@@ -280,7 +281,7 @@ static json_t *rank_json(const look_rank *r)
                               output_string(fanin_status_name(r->at.status)), "message",
                               output_string(r->at.message), NULL);
     if (look_answered(r) && r->there) {
-        output_set(o, "state", output_string(state_name(r->is.state)), "step",
+        output_set(o, "state", output_string(rank_state_name(r->is.state)), "step",
                    output_u64(r->is.step), "state_age_ns",
                    output_age_ns(r->is.state_age_ms), "commit_age_ns",
                    output_age_ns(r->is.commit_age_ms), "update_age_ns",

@@ -19,7 +19,7 @@ typedef struct drawing {
 } drawing;
 
 /* Bytes of @p text that fill at most @p columns. */
-static size_t cut(const char *text, int columns)
+static size_t look_view_cut(const char *text, int columns)
 {
     size_t i = 0;
     for (int seen = 0; text[i] != '\0'; i++) {
@@ -41,8 +41,8 @@ static void put_line(drawing *d, const char *style, const char *text)
         output_require(NULL);
     }
     bool styled = d->v->color && style[0] != '\0';
-    fprintf(d->out, "%s%.*s%s\n", styled ? style : "", (int)cut(safe, d->v->columns),
-            safe, styled ? "\033[0m" : "");
+    fprintf(d->out, "%s%.*s%s\n", styled ? style : "",
+            (int)look_view_cut(safe, d->v->columns), safe, styled ? "\033[0m" : "");
     free(safe);
     d->used++;
 }
@@ -62,7 +62,7 @@ static void put_problem(drawing *d, const char *text)
     char line[sizeof((problem *)NULL)->text + 8];
     size_t first = strlen(text);
     if (lines_of(d->v, text) == 2) {
-        first = cut(text, d->v->columns - 2);
+        first = look_view_cut(text, d->v->columns - 2);
         size_t blank = first;
         while (blank > 0 && text[blank] != ' ') {
             blank--;
@@ -154,7 +154,7 @@ static const struct {
     [PATH] = {"PATH", false, 12},
 };
 
-static output_text holder_of(const look_rank *r)
+static output_text look_view_holder_of(const look_rank *r)
 {
     output_text text = {"-"};
     if (r->n_holders > 0) {
@@ -176,7 +176,7 @@ static output_text state_cell(const look_rank *r, cell which)
     }
     if (which == STATE) {
         snprintf(text.s, sizeof text.s, "%s",
-                 good               ? state_name(r->is.state)
+                 good               ? rank_state_name(r->is.state)
                  : look_answered(r) ? "absent"
                                     : "no answer");
     } else if (which == STEP && good) {
@@ -210,7 +210,7 @@ static output_text cell_of(const look_rank *r, const look_rate *rate, cell which
     case HELD:
         return output_age(r->is.lease_age_ms);
     case HOLDER:
-        return holder_of(r);
+        return look_view_holder_of(r);
     case LEASES:
         return output_number(r->is.leases);
     case SESSIONS:
@@ -256,8 +256,8 @@ static row *sorted(const look_view *v)
 }
 
 /* The widths of columns; 0: there is no room for it. */
-static void measure(const look_view *v, const row *rows, size_t count,
-                    int widths[CELLS])
+static void look_view_measure(const look_view *v, const row *rows, size_t count,
+                              int widths[CELLS])
 {
     int room = v->columns;
     memset(widths, 0, CELLS * sizeof *widths);
@@ -312,7 +312,7 @@ static void put_table(drawing *d)
     if (left < (int)count) {
         shown = left > 1 ? (size_t)left - 1 : 0;
     }
-    measure(v, rows, shown, widths);
+    look_view_measure(v, rows, shown, widths);
     put_row(d, NULL, widths, "\033[1m");
     for (size_t i = 0; i < shown; i++) {
         bool wrong = rows[i].wrong < v->problems->count;

@@ -24,7 +24,7 @@ typedef struct reading {
     fanin_error *error;
 } reading;
 
-static bool wrong(const reading *r, const char *field, const char *what)
+static bool mapping_wrong(const reading *r, const char *field, const char *what)
 {
     failure_set(r->error, FANIN_ERR_ARGUMENT, "save the mapping again",
                 "%.300s: %s%s%s %s", r->path, r->where,
@@ -36,17 +36,17 @@ static const char *text(const reading *r, const json_t *object, const char *fiel
 {
     const char *value = json_string_value(json_object_get(object, field));
     if (value == NULL) {
-        wrong(r, field, "is no string");
+        mapping_wrong(r, field, "is no string");
     }
     return value;
 }
 
-static bool number(const reading *r, const json_t *value, const char *field,
-                   uint64_t *out)
+static bool mapping_number(const reading *r, const json_t *value, const char *field,
+                           uint64_t *out)
 {
     if (!json_is_integer(value) || json_integer_value(value) < 0 ||
         (uint64_t)json_integer_value(value) >= MOST) {
-        return wrong(r, field, "is no integer from 0 on");
+        return mapping_wrong(r, field, "is no integer from 0 on");
     }
     *out = (uint64_t)json_integer_value(value);
     return true;
@@ -57,10 +57,10 @@ static bool numbers(const reading *r, const json_t *object, const char *field,
 {
     const json_t *list = json_object_get(object, field);
     if (!json_is_array(list) || json_array_size(list) != count) {
-        return wrong(r, field, "does not have a number for each dimension");
+        return mapping_wrong(r, field, "does not have a number for each dimension");
     }
     for (uint32_t d = 0; d < count; d++) {
-        if (!number(r, json_array_get(list, d), field, &out[d])) {
+        if (!mapping_number(r, json_array_get(list, d), field, &out[d])) {
             return false;
         }
     }
@@ -68,12 +68,12 @@ static bool numbers(const reading *r, const json_t *object, const char *field,
 }
 
 /* "shape", which says how many dimensions there are. */
-static bool read_shape(const reading *r, const json_t *object, uint32_t *n_dims,
-                       uint64_t out[FANIN_MAX_DIMS])
+static bool mapping_read_shape(const reading *r, const json_t *object, uint32_t *n_dims,
+                               uint64_t out[FANIN_MAX_DIMS])
 {
     size_t count = json_array_size(json_object_get(object, "shape"));
     if (count > FANIN_MAX_DIMS) {
-        return wrong(r, "shape", "has more than 8 dimensions");
+        return mapping_wrong(r, "shape", "has more than 8 dimensions");
     }
     *n_dims = (uint32_t)count;
     return numbers(r, object, "shape", *n_dims, out);
@@ -86,10 +86,10 @@ static bool read_dtype(const reading *r, const json_t *object, fanin_dtype *out)
         return false;
     }
     *out = fanin_dtype_from_name(name);
-    return *out != 0 || wrong(r, "dtype", "is no element type");
+    return *out != 0 || mapping_wrong(r, "dtype", "is no element type");
 }
 
-static uint64_t size_of(fanin_dtype dtype)
+static uint64_t mapping_size_of(fanin_dtype dtype)
 {
     uint64_t bits = fanin_dtype_bits(dtype);
     return bits < 8 ? 1 : bits / 8;
@@ -99,7 +99,7 @@ static uint64_t size_of(fanin_dtype dtype)
 static uint64_t span_of(uint32_t n_dims, const uint64_t *extent, const uint64_t *stride,
                         fanin_dtype dtype)
 {
-    uint64_t span = size_of(dtype);
+    uint64_t span = mapping_size_of(dtype);
     for (uint32_t d = 0; d < n_dims; d++) {
         if (extent[d] == 0) {
             return 0;
@@ -113,39 +113,40 @@ static uint64_t span_of(uint32_t n_dims, const uint64_t *extent, const uint64_t 
     return span;
 }
 
-static bool read_box(const reading *r, const json_t *from, const mapping_source *s,
-                     const mapping_tensor *t, mapping_box *out)
+static bool mapping_read_box(const reading *r, const json_t *from,
+                             const mapping_source *s, const mapping_tensor *t,
+                             mapping_box *out)
 {
     uint64_t stride[FANIN_MAX_DIMS] = {0};
     if (!numbers(r, from, "offset", s->n_dims, out->offset) ||
         !numbers(r, from, "extent", s->n_dims, out->extent) ||
         !numbers(r, from, "stride", s->n_dims, stride) ||
-        !number(r, json_object_get(from, "at"), "at", &out->at)) {
+        !mapping_number(r, json_object_get(from, "at"), "at", &out->at)) {
         return false;
     }
-    uint64_t size = size_of(t->dtype);
+    uint64_t size = mapping_size_of(t->dtype);
     bool whole = out->at % size == 0;
     for (uint32_t d = 0; d < s->n_dims; d++) {
         if (out->extent[d] < 1 || out->extent[d] > s->shape[d] ||
             out->offset[d] > s->shape[d] - out->extent[d]) {
-            return wrong(r, "offset",
-                         "and extent are not inside of the source's shape");
+            return mapping_wrong(r, "offset",
+                                 "and extent are not inside of the source's shape");
         }
         if (out->extent[d] > 1 && stride[d] == 0) {
-            return wrong(r, "stride", "writes elements over each other");
+            return mapping_wrong(r, "stride", "writes elements over each other");
         }
         whole = whole && stride[d] % size == 0;
         out->stride[d] = (int64_t)stride[d];
     }
     uint64_t span = span_of(s->n_dims, out->extent, stride, t->dtype);
     if (span > t->span || out->at > t->span - span) {
-        return wrong(r, "at", "and stride end after the tensor");
+        return mapping_wrong(r, "at", "and stride end after the tensor");
     }
-    return whole || wrong(r, "at", "and stride are not of whole elements");
+    return whole || mapping_wrong(r, "at", "and stride are not of whole elements");
 }
 
 /* Equal, or what a pull or the engine makes of it. */
-static bool fits(fanin_dtype from, fanin_dtype to)
+static bool mapping_fits(fanin_dtype from, fanin_dtype to)
 {
     return from == to || half_converts(from, to) || half_converts(to, from);
 }
@@ -157,21 +158,21 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
     const json_t *boxes = json_object_get(from, "boxes");
     out->name = text(r, from, "name");
     if (out->name == NULL || !read_dtype(r, from, &out->dtype) ||
-        !read_shape(r, from, &out->n_dims, out->shape)) {
+        !mapping_read_shape(r, from, &out->n_dims, out->shape)) {
         return false;
     }
-    if (!fits(out->dtype, t->dtype)) {
-        return wrong(r, "dtype", "does not become that of the parameter");
+    if (!mapping_fits(out->dtype, t->dtype)) {
+        return mapping_wrong(r, "dtype", "does not become that of the parameter");
     }
     if (json_array_size(boxes) == 0) {
-        return wrong(r, "boxes", "is empty");
+        return mapping_wrong(r, "boxes", "is empty");
     }
     out->n_boxes = json_array_size(boxes);
     out->boxes = output_require(calloc(out->n_boxes, sizeof out->boxes[0]));
     for (size_t i = 0; i < out->n_boxes; i++) {
         uint64_t elements = 1;
         output_append(r->where, sizeof r->where, ".boxes[%zu]", i);
-        if (!read_box(r, json_array_get(boxes, i), out, t, &out->boxes[i])) {
+        if (!mapping_read_box(r, json_array_get(boxes, i), out, t, &out->boxes[i])) {
             return false;
         }
         r->where[length] = '\0';
@@ -183,7 +184,7 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
         }
         out->elements += elements;
         if (large || out->elements >= MOST) {
-            return wrong(r, "boxes", "are larger than any memory");
+            return mapping_wrong(r, "boxes", "are larger than any memory");
         }
     }
     return true;
@@ -196,7 +197,7 @@ static bool read_tensor(reading *r, const json_t *from, mapping_tensor *out)
     out->name = text(r, from, "name");
     out->role = text(r, from, "role");
     if (out->name == NULL || out->role == NULL || !read_dtype(r, from, &out->dtype) ||
-        !read_shape(r, from, &out->n_dims, out->shape) ||
+        !mapping_read_shape(r, from, &out->n_dims, out->shape) ||
         !numbers(r, from, "stride", out->n_dims, out->stride)) {
         return false;
     }
@@ -204,10 +205,10 @@ static bool read_tensor(reading *r, const json_t *from, mapping_tensor *out)
     out->n_fills = json_array_size(json_object_get(from, "fills"));
     out->span = span_of(out->n_dims, out->shape, out->stride, out->dtype);
     if (out->span == UINT64_MAX) {
-        return wrong(r, "shape", "and stride are larger than any memory");
+        return mapping_wrong(r, "shape", "and stride are larger than any memory");
     }
     if (out->own != NULL && json_array_size(sources) > 0) {
-        return wrong(r, "", "is the engine's own and has sources");
+        return mapping_wrong(r, "", "is the engine's own and has sources");
     }
     out->n_sources = json_array_size(sources);
     out->sources = output_require(calloc(out->n_sources + 1, sizeof out->sources[0]));
@@ -235,11 +236,11 @@ static bool read_module(reading *r, const json_t *from, mapping_module *out)
         out->fallback = text(r, fallback, "why");
         out->taken = json_object_get(fallback, "taken");
         if (out->fallback == NULL || !json_is_array(out->taken)) {
-            return wrong(r, "fallback", "does not say why, and what is taken");
+            return mapping_wrong(r, "fallback", "does not say why, and what is taken");
         }
     }
     if (!json_is_array(tensors)) {
-        return wrong(r, "tensors", "is no list");
+        return mapping_wrong(r, "tensors", "is no list");
     }
     out->n_tensors = json_array_size(tensors);
     out->tensors = output_require(calloc(out->n_tensors + 1, sizeof out->tensors[0]));
@@ -254,8 +255,8 @@ static bool read_module(reading *r, const json_t *from, mapping_module *out)
 }
 
 /* A text of an object that is itself a field. */
-static bool text_in(reading *r, const json_t *root, const char *object,
-                    const char *field, const char **out)
+static bool mapping_text_in(reading *r, const json_t *root, const char *object,
+                            const char *field, const char **out)
 {
     snprintf(r->where, sizeof r->where, "%s", object);
     *out = text(r, object[0] != '\0' ? json_object_get(root, object) : root, field);
@@ -267,35 +268,35 @@ static bool read_about(reading *r, mapping_file *m)
 {
     const char *format;
     const json_t *published = json_object_get(m->root, "published");
-    if (!text_in(r, m->root, "", "format", &format)) {
+    if (!mapping_text_in(r, m->root, "", "format", &format)) {
         return false;
     }
     if (strcmp(format, FORMAT) != 0) {
-        return wrong(r, "format", "is not \"" FORMAT "\"");
+        return mapping_wrong(r, "format", "is not \"" FORMAT "\"");
     }
-    if (!text_in(r, m->root, "engine", "name", &m->engine) ||
-        !text_in(r, m->root, "engine", "version", &m->version) ||
-        !text_in(r, m->root, "", "model", &m->model) ||
-        !text_in(r, m->root, "published", "digest", &m->digest)) {
+    if (!mapping_text_in(r, m->root, "engine", "name", &m->engine) ||
+        !mapping_text_in(r, m->root, "engine", "version", &m->version) ||
+        !mapping_text_in(r, m->root, "", "model", &m->model) ||
+        !mapping_text_in(r, m->root, "published", "digest", &m->digest)) {
         return false;
     }
     m->ranks = json_object_get(m->root, "ranks");
     m->unwanted = json_object_get(published, "unwanted");
     if (!json_is_object(m->ranks) || !json_is_array(m->unwanted)) {
-        return wrong(r, "", "lacks \"ranks\" or \"published.unwanted\"");
+        return mapping_wrong(r, "", "lacks \"ranks\" or \"published.unwanted\"");
     }
-    return number(r, json_object_get(published, "count"), "published.count",
-                  &m->published);
+    return mapping_number(r, json_object_get(published, "count"), "published.count",
+                          &m->published);
 }
 
-static bool read_all(reading *r, mapping_file *m)
+static bool mapping_read_all(reading *r, mapping_file *m)
 {
     const json_t *modules = json_object_get(m->root, "modules");
     if (!read_about(r, m)) {
         return false;
     }
     if (!json_is_array(modules)) {
-        return wrong(r, "modules", "is no list");
+        return mapping_wrong(r, "modules", "is no list");
     }
     m->n_modules = json_array_size(modules);
     m->modules = output_require(calloc(m->n_modules + 1, sizeof m->modules[0]));
@@ -308,7 +309,7 @@ static bool read_all(reading *r, mapping_file *m)
     return true;
 }
 
-static json_t *load(const char *path, fanin_error *error)
+static json_t *mapping_load(const char *path, fanin_error *error)
 {
     struct stat st;
     json_error_t why = {.text = ""};
@@ -339,8 +340,8 @@ static json_t *load(const char *path, fanin_error *error)
 fanin_status mapping_read(const char *path, mapping_file *out, fanin_error *error)
 {
     reading r = {.path = path, .error = error};
-    *out = (mapping_file){.root = load(path, error)};
-    if (out->root != NULL && read_all(&r, out)) {
+    *out = (mapping_file){.root = mapping_load(path, error)};
+    if (out->root != NULL && mapping_read_all(&r, out)) {
         return FANIN_OK;
     }
     mapping_free(out);

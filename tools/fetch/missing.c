@@ -25,7 +25,7 @@ const char *missing_why(const fanin_rank_info *info)
     return info->message[0] != '\0' ? info->message : fanin_status_text(info->status);
 }
 
-static bool on_rank(void *cookie, const fanin_rank_info *info)
+static bool missing_on_rank(void *cookie, const fanin_rank_info *info)
 {
     gathering *g = cookie;
     missing *m = g->out;
@@ -44,7 +44,7 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
 }
 
 /* If only one rank is not known, it is the one that is left. */
-static void name_last(missing *m, const bool *there)
+static void missing_name_last(missing *m, const bool *there)
 {
     missing_rank *unknown = NULL;
     uint32_t nobody = 0;
@@ -65,8 +65,8 @@ void missing_gather(const session *s, missing *out)
     gathering g = {.session = s, .out = out};
     out->ranks = output_require(calloc(out->asked, sizeof out->ranks[0]));
     g.there = output_require(calloc(out->asked, sizeof g.there[0]));
-    if (fanin_client_ranks(s->client, on_rank, &g, NULL) == FANIN_OK) {
-        name_last(out, g.there);
+    if (fanin_client_ranks(s->client, missing_on_rank, &g, NULL) == FANIN_OK) {
+        missing_name_last(out, g.there);
     }
     free(g.there);
 }

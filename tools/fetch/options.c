@@ -285,7 +285,7 @@ const char *options_given_other(const arguments *parsed, const char *names)
     return find_given(parsed, names, false);
 }
 
-static void list_options(const flat_table *flat)
+static void options_list_options(const flat_table *flat)
 {
     for (size_t i = 0; i < flat->count; i++) {
         const struct poptOption *o = flat->options[i];
@@ -334,8 +334,8 @@ static bool is_number(const struct poptOption *option)
     return kind == POPT_ARG_INT || kind == POPT_ARG_LONGLONG;
 }
 
-static int bad_option(const command *self, const flat_table *flat, poptContext context,
-                      int code)
+static int options_bad_option(const command *self, const flat_table *flat,
+                              poptContext context, int code)
 {
     const char *option = poptBadOption(context, POPT_BADOPTION_NOALIAS);
     if (code == POPT_ERROR_BADOPT && strncmp(option, "--", 2) == 0) {
@@ -356,8 +356,8 @@ static int bad_option(const command *self, const flat_table *flat, poptContext c
     return failure_usage(self->name, "option '%s': %s", option, poptStrerror(code));
 }
 
-static void print_help(const command *self, int argc, const char **argv,
-                       const struct poptOption *table)
+static void options_print_help(const command *self, int argc, const char **argv,
+                               const struct poptOption *table)
 {
     poptContext context = poptGetContext(NULL, argc, argv, table, 0);
     printf("%s\n\n%s\n\n", self->summary, self->help);
@@ -407,8 +407,8 @@ static void split_table(const flat_table *flat, struct poptOption *out)
 }
 
 /* An option was read; false if its value is refused, after a message. */
-static bool take(const command *self, const struct poptOption *option,
-                 poptContext context)
+static bool options_take(const command *self, const struct poptOption *option,
+                         poptContext context)
 {
     char *text = poptGetOptArg(context);
     bool good = true;
@@ -429,15 +429,15 @@ static bool take(const command *self, const struct poptOption *option,
 
 /* Reads the options; popt only splits words, so that each value is judged with its option's
    name. 0, or the value of an option that ends the command, or popt's error. */
-static int read_options(const command *self, const flat_table *flat, arguments *parsed,
-                        bool *good_out)
+static int options_read_options(const command *self, const flat_table *flat,
+                                arguments *parsed, bool *good_out)
 {
     int code;
     *good_out = true;
     while ((code = poptGetNextOpt(parsed->context)) >= OPTION_FIRST) {
         size_t index = (size_t)(code - OPTION_FIRST);
         parsed->given[index] = true;
-        if (!take(self, flat->options[index], parsed->context)) {
+        if (!options_take(self, flat->options[index], parsed->context)) {
             *good_out = false;
             return 0;
         }
@@ -463,7 +463,7 @@ bool options_parse(const command *self, int argc, const char **argv,
     *parsed = (arguments){.table = table};
     flatten(table, &flat);
     if (listing != NULL) {
-        list_options(&flat);
+        options_list_options(&flat);
         *status_out = 0;
         return false;
     }
@@ -471,14 +471,14 @@ bool options_parse(const command *self, int argc, const char **argv,
     parsed->context = poptGetContext(NULL, argc, argv, parsed->split, 0);
     *status_out = EXIT_USAGE;
     options_expect_json(argc, argv); /* so that a wrong option is told as JSON too */
-    int code = read_options(self, &flat, parsed, &good);
+    int code = options_read_options(self, &flat, parsed, &good);
     if (code == OPTION_HELP) {
-        print_help(self, argc, argv, table);
+        options_print_help(self, argc, argv, table);
         *status_out = 0;
         return false;
     }
     if (code < -1) {
-        bad_option(self, &flat, parsed->context, code);
+        options_bad_option(self, &flat, parsed->context, code);
         return false;
     }
     failure_use_json(common->json != 0);
@@ -575,19 +575,19 @@ bool options_run_valid(const char *run)
 /* "lora:" and "full:" have one length. */
 enum { KIND = 5 };
 
-static bool has_kind(const char *word)
+static bool options_has_kind(const char *word)
 {
     return strncmp(word, "lora:", KIND) == 0 || strncmp(word, "full:", KIND) == 0;
 }
 
 bool options_is_publication(const char *word)
 {
-    return has_kind(word) && options_run_valid(word + KIND);
+    return options_has_kind(word) && options_run_valid(word + KIND);
 }
 
 bool options_publication(const char *run, char out[OPTIONS_PUBLICATION])
 {
-    bool whole = has_kind(run);
+    bool whole = options_has_kind(run);
     if (!options_run_valid(whole ? run + KIND : run)) {
         return false;
     }

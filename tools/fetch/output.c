@@ -94,7 +94,7 @@ void output_print(struct libscols_table *table)
     output_flush();
 }
 
-static void dump(json_t *object, size_t flags)
+static void output_dump(json_t *object, size_t flags)
 {
     json_t *whole = output_require(json_pack("{s:i}", "schema", 1));
     json_object_update(whole, output_require(object));
@@ -107,12 +107,12 @@ static void dump(json_t *object, size_t flags)
 
 void output_json(json_t *object)
 {
-    dump(object, JSON_INDENT(2));
+    output_dump(object, JSON_INDENT(2));
 }
 
 void output_json_line(json_t *object)
 {
-    dump(object, JSON_COMPACT);
+    output_dump(object, JSON_COMPACT);
 }
 
 json_t *output_string(const char *text)

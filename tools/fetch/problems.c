@@ -71,12 +71,12 @@ static const char *remedy_of(const char *kind)
     return remedies[i].remedy;
 }
 
-static void add(problems *p, int weight, const look_rank *r, const char *kind,
-                fanin_status status, const char *format, ...)
+static void problems_add(problems *p, int weight, const look_rank *r, const char *kind,
+                         fanin_status status, const char *format, ...)
     __attribute__((format(printf, 6, 7)));
 
-static void add(problems *p, int weight, const look_rank *r, const char *kind,
-                fanin_status status, const char *format, ...)
+static void problems_add(problems *p, int weight, const look_rank *r, const char *kind,
+                         fanin_status status, const char *format, ...)
 {
     va_list arguments;
     p->list = output_room(p->list, p->count, &p->capacity, sizeof *p->list);
@@ -96,14 +96,14 @@ static void judge_missing(problems *p, const look_rank *r)
     fanin_status status = r->at.status;
     missing_text name = missing_name(&r->at);
     if (status == FANIN_ERR_VERSION) {
-        add(p, OTHER_VERSION, r, "version", status, "%s is of another release: %s",
-            name.s, r->at.message);
+        problems_add(p, OTHER_VERSION, r, "version", status,
+                     "%s is of another release: %s", name.s, r->at.message);
     } else if (status == FANIN_ERR_PROTOCOL) {
-        add(p, OTHER_VERSION, r, "protocol", status,
-            "%s does not speak fanin's protocol: %s", name.s, r->at.message);
+        problems_add(p, OTHER_VERSION, r, "protocol", status,
+                     "%s does not speak fanin's protocol: %s", name.s, r->at.message);
     } else {
-        add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s", name.s,
-            r->at.silent ? " (stopped?)" : "", r->at.message);
+        problems_add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s",
+                     name.s, r->at.silent ? " (stopped?)" : "", r->at.message);
     }
     if (r->at.silent) {
         p->list[p->count - 1].remedy = remedy_of("silent");
@@ -117,25 +117,27 @@ static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
     uint64_t age = r->is.update_age_ms > 0 ? r->is.update_age_ms : r->is.state_age_ms;
     bool tell = wrong != FANIN_OK || age >= UPDATE_MS;
     if (r->is.state == FANIN_PUBLICATION_PAUSED) {
-        add(p, PAUSED, r, "paused", wrong, "%s is paused for %s%s%s", name.s,
-            output_age(r->is.state_age_ms).s, r->reason[0] != '\0' ? ": " : "",
-            r->reason);
+        problems_add(p, PAUSED, r, "paused", wrong, "%s is paused for %s%s%s", name.s,
+                     output_age(r->is.state_age_ms).s, r->reason[0] != '\0' ? ": " : "",
+                     r->reason);
     } else if (r->is.state == FANIN_PUBLICATION_DRAINING && tell) {
-        add(p, STUCK, r, "draining", wrong, "%s: its update waits for readers for %s",
-            name.s, output_age(r->is.state_age_ms).s);
+        problems_add(p, STUCK, r, "draining", wrong,
+                     "%s: its update waits for readers for %s", name.s,
+                     output_age(r->is.state_age_ms).s);
     } else if (r->is.state == FANIN_PUBLICATION_WRITING && r->is.pending && tell) {
-        add(p, STUCK, r, "pending", wrong,
+        problems_add(
+            p, STUCK, r, "pending", wrong,
             "%s has committed, and its device is not done: in its update for %s",
             name.s, output_age(age).s);
     } else if (r->is.state == FANIN_PUBLICATION_WRITING && tell) {
-        add(p, STUCK, r, "updating", wrong,
-            "%s: in its update for %s, its last step is %" PRIu64, name.s,
-            output_age(age).s, r->is.step);
+        problems_add(p, STUCK, r, "updating", wrong,
+                     "%s: in its update for %s, its last step is %" PRIu64, name.s,
+                     output_age(age).s, r->is.step);
     } else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED) {
-        add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
-            "%s has nothing to read: %s", name.s,
-            r->is.commit_age_ms > 0 ? "its last step was taken back"
-                                    : "nothing was committed yet");
+        problems_add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
+                     "%s has nothing to read: %s", name.s,
+                     r->is.commit_age_ms > 0 ? "its last step was taken back"
+                                             : "nothing was committed yet");
     }
 }
 
@@ -145,19 +147,20 @@ static void judge_step(problems *p, const look *l, const look_rank *r,
     missing_text name = missing_name(&r->at);
     fanin_status wrong = max_age_ms > 0 ? FANIN_OK : FANIN_ERR_STALE;
     if (!r->there) {
-        add(p, NOT_THERE, r, "absent", FANIN_ERR_NOT_FOUND,
-            "%s does not publish this run", name.s);
+        problems_add(p, NOT_THERE, r, "absent", FANIN_ERR_NOT_FOUND,
+                     "%s does not publish this run", name.s);
         return;
     }
     judge_state(p, r, wrong);
     if (r->is.commit_age_ms > 0 && r->is.step < l->newest) {
-        add(p, BEHIND, r, "behind", wrong,
-            "%s is behind: step %" PRIu64 ", the furthest %" PRIu64, name.s, r->is.step,
-            l->newest);
+        problems_add(p, BEHIND, r, "behind", wrong,
+                     "%s is behind: step %" PRIu64 ", the furthest %" PRIu64, name.s,
+                     r->is.step, l->newest);
     }
     if (max_age_ms > 0 && r->is.commit_age_ms > max_age_ms) {
-        add(p, OLD, r, "old", FANIN_ERR_TIMEOUT, "%s has committed nothing for %s",
-            name.s, output_age(r->is.commit_age_ms).s);
+        problems_add(p, OLD, r, "old", FANIN_ERR_TIMEOUT,
+                     "%s has committed nothing for %s", name.s,
+                     output_age(r->is.commit_age_ms).s);
     }
 }
 
@@ -182,14 +185,15 @@ static void judge_leases(problems *p, const look_rank *r)
         snprintf(begin, sizeof begin, "engine %s %s has held", address ? "at" : "of",
                  h->who);
         if (h->age_ms >= LEASE_MS && !told_already(p, begin)) {
-            add(p, LEASE, r, "lease", FANIN_OK, "%s a lease for %s (%s)", begin,
-                output_age(h->age_ms).s, missing_name(&r->at).s);
+            problems_add(p, LEASE, r, "lease", FANIN_OK, "%s a lease for %s (%s)",
+                         begin, output_age(h->age_ms).s, missing_name(&r->at).s);
         }
     }
     if (r->n_holders == 0 && r->is.lease_age_ms >= LEASE_MS &&
         !told_already(p, "an engine has held")) {
-        add(p, LEASE, r, "lease", FANIN_OK, "an engine has held a lease for %s (%s)",
-            output_age(r->is.lease_age_ms).s, missing_name(&r->at).s);
+        problems_add(p, LEASE, r, "lease", FANIN_OK,
+                     "an engine has held a lease for %s (%s)",
+                     output_age(r->is.lease_age_ms).s, missing_name(&r->at).s);
     }
 }
 
@@ -224,7 +228,8 @@ static void judge_slow(problems *p, const look *l, const look_rates *rates)
         return;
     }
     const look_rank *slow = &l->ranks[last];
-    add(p, SLOW, slow, "slow", FANIN_OK,
+    problems_add(
+        p, SLOW, slow, "slow", FANIN_OK,
         "%s is slow: readers have waited %s for what it sends, for %s the network or "
         "they have taken nothing; %" PRIu32 " of the others have sent all",
         missing_name(&slow->at).s, output_age(slow->is.lease_age_ms).s,
@@ -239,7 +244,8 @@ static void judge_stale(problems *p, const look *l)
         uint64_t stale = r->stats.pulls_stale;
         uint64_t all = stale + r->stats.pulls_good;
         if (all >= STALE_LEAST && stale > all / 2) {
-            add(p, STALE, NULL, "stale", FANIN_OK,
+            problems_add(
+                p, STALE, NULL, "stale", FANIN_OK,
                 "readers are too slow or updates too soon: %" PRIu64 " of %" PRIu64
                 " pulls were overtaken by an update and had to be begun again (%s)",
                 stale, all, missing_name(&r->at).s);

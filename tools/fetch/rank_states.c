@@ -9,7 +9,7 @@
 
 #define LIST_MOST 100 /* characters of one list of ranks */
 
-const char *state_name(int32_t state)
+const char *rank_state_name(int32_t state)
 {
     static const char *const names[] = {
         [FANIN_PUBLICATION_UNPUBLISHED] = "unpublished",
@@ -22,7 +22,7 @@ const char *state_name(int32_t state)
     return known ? names[state] : "unknown";
 }
 
-static bool alike(const fanin_rank_state *a, const fanin_rank_state *b)
+static bool rank_states_alike(const fanin_rank_state *a, const fanin_rank_state *b)
 {
     return a->state == b->state && a->step == b->step;
 }
@@ -59,14 +59,14 @@ static bool append_group(const fanin_rank_state *ranks, size_t count, size_t fir
     uint64_t age = 0;
     size_t found = 0;
     for (size_t i = first; i < count; i++) {
-        if (alike(&ranks[i], &ranks[first])) {
+        if (rank_states_alike(&ranks[i], &ranks[first])) {
             numbers[found++] = ranks[i].rank;
             age = ranks[i].state_age_ms > age ? ranks[i].state_age_ms : age;
         }
     }
     output_append(group, sizeof group, "%s%s %s %s", out[0] != '\0' ? "; " : "",
                   found > 1 ? "ranks" : "rank", list_of(numbers, found).s,
-                  state_name(ranks[first].state));
+                  rank_state_name(ranks[first].state));
     free(numbers);
     if (ranks[first].step > 0) {
         output_append(group, sizeof group, " at step %" PRIu64, ranks[first].step);
@@ -79,7 +79,7 @@ static bool append_group(const fanin_rank_state *ranks, size_t count, size_t fir
     return fits;
 }
 
-static int by_rank(const void *a, const void *b)
+static int rank_states_by_rank(const void *a, const void *b)
 {
     const fanin_rank_state *x = a;
     const fanin_rank_state *y = b;
@@ -91,12 +91,12 @@ void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
 {
     fanin_rank_state *sorted = output_require(calloc(count + 1, sizeof *sorted));
     memcpy(sorted, ranks, count * sizeof *sorted);
-    qsort(sorted, count, sizeof *sorted, by_rank);
+    qsort(sorted, count, sizeof *sorted, rank_states_by_rank);
     out[0] = '\0';
     bool fits = true;
     for (size_t i = 0; i < count && fits; i++) {
         size_t first = 0;
-        while (!alike(&sorted[first], &sorted[i])) {
+        while (!rank_states_alike(&sorted[first], &sorted[i])) {
             first++;
         }
         fits = first < i || append_group(sorted, count, i, out, size);
@@ -111,8 +111,8 @@ json_t *rank_states_json(const fanin_rank_state *ranks, size_t count)
         const fanin_rank_state *r = &ranks[i];
         json_array_append_new(list,
                               output_object("rank", output_u64(r->rank), "state",
-                                            output_string(state_name(r->state)), "step",
-                                            output_u64(r->step), "state_age_ns",
+                                            output_string(rank_state_name(r->state)),
+                                            "step", output_u64(r->step), "state_age_ns",
                                             output_age_ns(r->state_age_ms), NULL));
     }
     return list;

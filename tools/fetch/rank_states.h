@@ -7,7 +7,7 @@
 #include <jansson.h>
 
 /** "stable"; static. */
-const char *state_name(int32_t state);
+const char *rank_state_name(int32_t state);
 
 /** Ranks in the same state at the same step are told together. What does not fit in @p size is
     "...", never a part of a number. */

@@ -94,7 +94,7 @@ json_t *report_json(const fanin_result_info *info)
     return object;
 }
 
-static const char *text_of(const json_t *rank, const char *name)
+static const char *report_text_of(const json_t *rank, const char *name)
 {
     const char *text = json_string_value(json_object_get(rank, name));
     return text != NULL ? text : "";
@@ -102,8 +102,8 @@ static const char *text_of(const json_t *rank, const char *name)
 
 static bool same_path(const json_t *a, const json_t *b)
 {
-    return strcmp(text_of(a, "path"), text_of(b, "path")) == 0 &&
-           strcmp(text_of(a, "reason"), text_of(b, "reason")) == 0;
+    return strcmp(report_text_of(a, "path"), report_text_of(b, "path")) == 0 &&
+           strcmp(report_text_of(a, "reason"), report_text_of(b, "reason")) == 0;
 }
 
 /* "ranks 0-3, 5": those that were read as @p rank was. */
@@ -143,10 +143,11 @@ static void print_paths(const fanin_result_info *info)
             earlier++;
         }
         if (earlier == i) {
-            printf("%-9s %s, ", i == 0 ? "path" : "", text_of(rank, "path"));
+            printf("%-9s %s, ", i == 0 ? "path" : "", report_text_of(rank, "path"));
             print_group(ranks, rank);
-            terminal_print("%s%s", text_of(rank, "reason")[0] != '\0' ? ": " : "",
-                           text_of(rank, "reason"));
+            terminal_print("%s%s",
+                           report_text_of(rank, "reason")[0] != '\0' ? ": " : "",
+                           report_text_of(rank, "reason"));
         }
     }
     json_decref(ranks);

@@ -43,8 +43,8 @@ void session_log(void *verbose, fanin_log_level level, const char *event,
     }
 }
 
-static void drop(void *cookie, fanin_log_level level, const char *event,
-                 const char *message)
+static void session_drop(void *cookie, fanin_log_level level, const char *event,
+                         const char *message)
 {
     (void)cookie;
     (void)level;
@@ -56,7 +56,7 @@ fanin_log_fn session_log_of(const common_options *common)
 {
     const char *choice = getenv("FANIN_LOG");
     if (common->quiet) {
-        return drop;
+        return session_drop;
     }
     return common->verbose || choice == NULL || choice[0] == '\0' ? session_log : NULL;
 }
@@ -200,8 +200,8 @@ int session_need_run(const session *s)
                          s->target.file, choices);
 }
 
-int session_open(session *s, const command *self, const invocation *line,
-                 const char *target_text, const char *run)
+int session_start(session *s, const command *self, const invocation *line,
+                  const char *target_text, const char *run)
 {
     const int world_size = line->connect.world_size;
     fanin_error error = FANIN_ERROR_INIT;
@@ -264,7 +264,7 @@ typedef struct leaving {
     bool some; /**< ranks that live, or may, have an address beyond */
 } leaving;
 
-static bool on_rank(void *cookie, const fanin_rank_info *info)
+static bool session_on_rank(void *cookie, const fanin_rank_info *info)
 {
     leaving *l = cookie;
     bool none =
@@ -292,7 +292,7 @@ static bool would_take_all(const session *s, unsigned size, fanin_error *error)
                                       session_left_ms(s), &why);
     }
     if (status == FANIN_OK) {
-        status = fanin_client_ranks(client, on_rank, &left, &why);
+        status = fanin_client_ranks(client, session_on_rank, &left, &why);
     } else if (status == FANIN_ERR_WORLD) {
         *error = why;
     }
@@ -338,8 +338,8 @@ uint32_t session_left_ms(const session *s)
 /* Until one rank has answered, or with @p all until each has or can be said not to. Ranks that are
    silent until the time is over are unreachable, whichever clock was first: that of the
    connections or that of the call. */
-static fanin_status connect_to(const session *s, bool all, uint32_t timeout_ms,
-                               fanin_error *error)
+static fanin_status session_connect_to(const session *s, bool all, uint32_t timeout_ms,
+                                       fanin_error *error)
 {
     const char *const *addresses = (const char *const *)s->target.addresses;
     fanin_status status = (all ? fanin_client_connect : fanin_client_connect_any)(
@@ -352,7 +352,7 @@ static fanin_status connect_to(const session *s, bool all, uint32_t timeout_ms,
 
 fanin_status session_try(const session *s, fanin_error *error)
 {
-    return connect_to(s, false, session_left_ms(s), error);
+    return session_connect_to(s, false, session_left_ms(s), error);
 }
 
 int session_reach(const session *s)
@@ -366,7 +366,7 @@ int session_reach(const session *s)
 int session_connect(const session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (connect_to(s, true, timeout_ms, &error) != FANIN_OK) {
+    if (session_connect_to(s, true, timeout_ms, &error) != FANIN_OK) {
         return session_failure(s, "cannot connect", &error);
     }
     missing_warn(s);
@@ -380,7 +380,7 @@ void session_disconnect(session *s)
     malloc_trim(0);
 }
 
-void session_close(session *s)
+void session_end(session *s)
 {
     interrupt_detach();
     fanin_client_destroy(&s->client);
@@ -418,9 +418,9 @@ bool session_take_run(const command *self, invocation *line, int *at_out)
    environment's, if a run comes first), a run, @p words more words, and one that the command may
    do without. Returns TARGET's text; NULL if the command is over, *status_out is then the exit
    status. */
-static const char *begin(const command *self, invocation *line, int argc,
-                         const char **argv, struct poptOption *table, int words,
-                         int *status_out)
+static const char *session_begin(const command *self, invocation *line, int argc,
+                                 const char **argv, struct poptOption *table, int words,
+                                 int *status_out)
 {
     if (!session_parse(self, line, argc, argv, table, status_out)) {
         return NULL;
@@ -462,13 +462,13 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
 {
     session s = {0};
     int code;
-    const char *where = begin(self, line, argc, argv, table, words, &code);
+    const char *where = session_begin(self, line, argc, argv, table, words, &code);
     if (where != NULL) {
         code = session_trace_start(line->connect.trace);
         if (code == 0) {
-            code = session_open(&s, self, line, where, line->run);
+            code = session_start(&s, self, line, where, line->run);
             code = code != 0 ? code : fn(&s, line, cookie);
-            session_close(&s);
+            session_end(&s);
             code = session_trace_stop(line->connect.trace, code);
         }
     }

@@ -69,10 +69,10 @@ const char *session_default_target(void);
 /**
  * Parses the target, creates the client and chooses the run (@p run, else target_choose(), which
  * may leave it open: session_need_run()). Nothing is connected yet. Returns 0 or the exit status
- * after a message; session_close() in either case.
+ * after a message; session_end() in either case.
  */
-int session_open(session *s, const command *self, const invocation *line,
-                 const char *target_text, const char *run);
+int session_start(session *s, const command *self, const invocation *line,
+                  const char *target_text, const char *run);
 
 /** A whole model takes its time: with neither --timeout nor NIXL_FETCH_TIMEOUT a command about one
     has an hour from now on. */
@@ -90,7 +90,7 @@ int session_need_run(const session *s);
     and the number of the rank that the target says is at the error's address. */
 int session_failure(const session *s, const char *what, fanin_error *error);
 
-/** What is left of the command's --timeout, which began with session_open(); at least 1. */
+/** What is left of the command's --timeout, which began with session_start(); at least 1. */
 uint32_t session_left_ms(const session *s);
 
 /** Connects within what is left, until one rank has answered: the calls that follow see to the
@@ -107,15 +107,15 @@ int session_connect(const session *s, uint32_t timeout_ms);
 /** Gives the client and its memory back early; names of run and publication stay. */
 void session_disconnect(session *s);
 
-void session_close(session *s);
+void session_end(session *s);
 
 /** What a command does with a session that is open; returns the exit status. */
 typedef int (*session_fn)(session *s, const invocation *line, void *cookie);
 
 /**
  * A command that needs a target: session_parse(), TARGET (or the environment's), a run ("full:0",
- * as --run), @p words more words and perhaps a directory, session_open() with --run, @p fn, and the
- * end of all that. Returns the exit status.
+ * as --run), @p words more words and perhaps a directory, session_start() with --run, @p fn, and
+ * the end of all that. Returns the exit status.
  */
 int session_run(const command *self, int argc, const char **argv, invocation *line,
                 struct poptOption *table, int words, session_fn fn, void *cookie);

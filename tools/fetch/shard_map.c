@@ -60,7 +60,7 @@ static bool any_meet(const fanin_entry *e, const fanin_owner *const *boxes,
     return false;
 }
 
-static int ascending(const void *a, const void *b)
+static int shard_map_ascending(const void *a, const void *b)
 {
     const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return (x > y) - (x < y);
@@ -81,7 +81,7 @@ static uint64_t elements_in(const fanin_entry *e, uint32_t d,
         edges[2 * i] = boxes[i]->offset[d];
         edges[2 * i + 1] = boxes[i]->offset[d] + boxes[i]->extent[d];
     }
-    qsort(edges, 2 * count, sizeof *edges, ascending);
+    qsort(edges, 2 * count, sizeof *edges, shard_map_ascending);
     for (size_t slab = 0; slab + 1 < 2 * count; slab++) {
         uint64_t from = edges[slab], to = edges[slab + 1];
         size_t n = 0;
@@ -212,7 +212,7 @@ static void put_edge(FILE *stream, const shard_style *style, uint64_t cells, boo
 }
 
 /* The element in the middle of cell @p i of @p cells. */
-static uint64_t middle(uint64_t i, uint64_t cells, uint64_t elements)
+static uint64_t shard_map_middle(uint64_t i, uint64_t cells, uint64_t elements)
 {
     return (uint64_t)(((double)i + 0.5) * (double)elements / (double)cells);
 }
@@ -228,7 +228,8 @@ void shard_map_draw(FILE *stream, const fanin_entry *e, const shard_style *style
         fprintf(stream, "  %s", side);
         for (uint64_t j = 0; j < wide; j++) {
             put_cell(stream,
-                     owner_at(&s, middle(i, high, s.high), middle(j, wide, s.wide)),
+                     owner_at(&s, shard_map_middle(i, high, s.high),
+                              shard_map_middle(j, wide, s.wide)),
                      style);
         }
         fprintf(stream, "%s\n", side);
@@ -254,7 +255,8 @@ static void put_text(FILE *stream, const char *text)
     free(safe);
 }
 
-static void put_box(FILE *stream, const sheet *s, const fanin_owner *o, double height)
+static void shard_map_put_box(FILE *stream, const sheet *s, const fanin_owner *o,
+                              double height)
 {
     box b = box_of(s, o);
     double x = (double)b.column / (double)s->wide * SVG_SIDE;
@@ -290,7 +292,7 @@ void shard_map_svg(FILE *stream, const char *key, const fanin_entry *e)
             SVG_EDGE, SVG_EDGE, SVG_SIDE, height);
     for (size_t i = 0; i < e->n_owners && s.wide > 0 && s.high > 0; i++) {
         if (shard_original(e, i) == i) {
-            put_box(stream, &s, &e->owners[i], height);
+            shard_map_put_box(stream, &s, &e->owners[i], height);
         }
     }
     fputs("</svg>\n", stream);

@@ -52,7 +52,7 @@ static bool is_of_name(char c)
     return isalnum((unsigned char)c) || c == '_' || c == '-' || c == '.';
 }
 
-static bool is(words word, const char *other)
+static bool strike_is(words word, const char *other)
 {
     return word.size == strlen(other) && strncasecmp(word.at, other, word.size) == 0;
 }
@@ -123,7 +123,8 @@ static words value_after(words line, words name, size_t end)
 {
     size_t at = skip(line, end, " \t\"'");
     words word = word_at(line, at);
-    if (is(word, "is") || is(word, "was") || is(word, "->") || is(word, "=>")) {
+    if (strike_is(word, "is") || strike_is(word, "was") || strike_is(word, "->") ||
+        strike_is(word, "=>")) {
         word = word_at(line, skip(line, at + word.size, " \t\"'"));
     }
     return at > end && is_secret(name) && is_value(name, word) ? word : (words){0};
@@ -131,7 +132,7 @@ static words value_after(words line, words name, size_t end)
 
 /* -------------------------------------------------------------------------- a line */
 
-static void put(FILE *stream, const char *text, size_t length)
+static void strike_put(FILE *stream, const char *text, size_t length)
 {
     char *copy = output_require(strndup(text, length));
     terminal_put(stream, copy);
@@ -148,7 +149,8 @@ static bool opens_rest(words line, words name, size_t end, size_t *from)
         return true;
     }
     *from = end + 1;
-    if (end < line.size && (is_option(name, line.at[end]) || is(name, "bearer"))) {
+    if (end < line.size &&
+        (is_option(name, line.at[end]) || strike_is(name, "bearer"))) {
         return true;
     }
     *from = end + 3;
@@ -166,25 +168,25 @@ static void strike_words(FILE *stream, words line)
         }
         const words name = {line.at + at, end - at};
         if (opens_rest(line, name, end, &from)) {
-            put(stream, line.at + put_up_to, from - put_up_to);
+            strike_put(stream, line.at + put_up_to, from - put_up_to);
             fputs("***", stream);
             return;
         }
         words value = value_after(line, name, end);
         if (value.size > 0) {
             size_t begin = (size_t)(value.at - line.at);
-            put(stream, line.at + put_up_to, begin - put_up_to);
+            strike_put(stream, line.at + put_up_to, begin - put_up_to);
             fputs("***", stream);
             put_up_to = end = begin + value.size;
         }
         at = end + 1;
     }
-    put(stream, line.at + put_up_to, line.size - put_up_to);
+    strike_put(stream, line.at + put_up_to, line.size - put_up_to);
 }
 
 /* -------------------------------------------------------------------------- blocks */
 
-static const char *find(words line, const char *what)
+static const char *strike_find(words line, const char *what)
 {
     return memmem(line.at, line.size, what, strlen(what));
 }
@@ -206,7 +208,7 @@ static bool begins_block(words line, const char *begin)
 {
     static const char dashes[] = "-----";
     words rest = {begin + 1, (size_t)(line.at + line.size - begin - 1)};
-    const char *end = find((words){rest.at + 5, rest.size - 5}, dashes);
+    const char *end = strike_find((words){rest.at + 5, rest.size - 5}, dashes);
     if (end == NULL) {
         return false;
     }
@@ -218,7 +220,8 @@ static bool begins_block(words line, const char *begin)
 void strike_line(striking *s, FILE *stream, const char *line, size_t length)
 {
     const words whole = {line, length};
-    const char *begin = find(whole, "-----BEGIN "), *end = find(whole, "-----END ");
+    const char *begin = strike_find(whole, "-----BEGIN "),
+               *end = strike_find(whole, "-----END ");
     bool row = is_row(whole, s->in_rows ? 1 : ROW_LEAST);
     s->in_rows = row;
     if (s->in_block || row || (end != NULL && begin == NULL)) {

@@ -14,7 +14,7 @@ typedef struct search {
     char all[160]; /**< runs, as far as there is room */
 } search;
 
-static bool on_entry(void *cookie, const fanin_entry *entry)
+static bool suggest_on_entry(void *cookie, const fanin_entry *entry)
 {
     search *s = cookie;
     if (options_nearer(s->word, entry->name, &s->best)) {
@@ -35,7 +35,7 @@ static bool lists(const char *all, const char *name)
     return false;
 }
 
-static bool on_publication(void *cookie, const fanin_publication_info *info)
+static bool suggest_on_publication(void *cookie, const fanin_publication_info *info)
 {
     search *s = cookie;
     const char *run = options_run_of(info->name);
@@ -61,16 +61,16 @@ void suggest(const session *s, const char *name, fanin_error *error)
         return;
     }
     if (name != NULL &&
-        fanin_client_catalog(s->client, s->publication, NULL, PATIENCE_MS, on_entry,
-                             &keys, &ignored) == FANIN_OK) {
+        fanin_client_catalog(s->client, s->publication, NULL, PATIENCE_MS,
+                             suggest_on_entry, &keys, &ignored) == FANIN_OK) {
         if (keys.nearest[0] != '\0') {
             snprintf(error->remedy, sizeof error->remedy, "did you mean '%.200s'?",
                      keys.nearest);
         }
         return;
     }
-    if (fanin_client_list(s->client, PATIENCE_MS, on_publication, &runs, &ignored) !=
-        FANIN_OK) {
+    if (fanin_client_list(s->client, PATIENCE_MS, suggest_on_publication, &runs,
+                          &ignored) != FANIN_OK) {
         return;
     }
     if (runs.nearest[0] != '\0' && strcmp(runs.nearest, s->run) != 0) {

@@ -23,8 +23,8 @@ static const char forms[] =
     "nixl_info.json, or the directory that holds one";
 
 /* Takes the place of rank @p index, which must be free. */
-static fanin_status place(target *out, uint64_t index, const char *host, size_t length,
-                          uint64_t port, fanin_error *error)
+static fanin_status target_place(target *out, uint64_t index, const char *host,
+                                 size_t length, uint64_t port, fanin_error *error)
 {
     bool v6 = memchr(host, ':', length) != NULL && host[0] != '[';
     if (port == 0 || port > 65535) {
@@ -46,7 +46,7 @@ static fanin_status place(target *out, uint64_t index, const char *host, size_t 
     return FANIN_OK;
 }
 
-static fanin_status reserve(target *out, uint64_t count, fanin_error *error)
+static fanin_status target_reserve(target *out, uint64_t count, fanin_error *error)
 {
     if (count == 0 || count > TARGET_MAX_RANKS) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "1 to 65536 ranks are possible",
@@ -102,7 +102,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
                            "%" PRIu64 " addresses for a world of %u ranks", count,
                            world_size);
     }
-    fanin_status status = reserve(out, world_size != 0 ? world_size : count, error);
+    fanin_status status =
+        target_reserve(out, world_size != 0 ? world_size : count, error);
     out->in_rank_order = count == 1;
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
         text += strspn(text, " ");
@@ -113,8 +114,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
         }
         status = split(text, word, &host, &port, error);
         if (status == FANIN_OK) {
-            status =
-                place(out, rank, text, host, count == 1 ? port + rank : port, error);
+            status = target_place(out, rank, text, host,
+                                  count == 1 ? port + rank : port, error);
         }
         if (count > 1) {
             text += length + 1;
@@ -159,8 +160,8 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
             return bad_file(error, path,
                             "a rank that is not below the number of ranks");
         }
-        fanin_status status = place(out, (uint64_t)rank, name, strlen(name),
-                                    base + (uint64_t)rank, error);
+        fanin_status status = target_place(out, (uint64_t)rank, name, strlen(name),
+                                           base + (uint64_t)rank, error);
         if (status != FANIN_OK) {
             return status;
         }
@@ -189,7 +190,7 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
                            " ranks, world_size is %" PRIu64,
                            path, count, world_size);
     }
-    fanin_status status = reserve(out, count, error);
+    fanin_status status = target_reserve(out, count, error);
     json_array_foreach(hosts, i, entry)
     {
         if (status == FANIN_OK) {
@@ -330,10 +331,10 @@ static fanin_status parse_base(const json_t *root, const char *path, uint64_t si
         json_integer_value(port) < 1 || json_integer_value(port) > 65535 || size == 0) {
         return bad_file(error, path, "host, base_port or world_size is missing or bad");
     }
-    fanin_status status = reserve(out, size, error);
+    fanin_status status = target_reserve(out, size, error);
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
-        status = place(out, rank, host, strlen(host),
-                       (uint64_t)json_integer_value(port) + rank, error);
+        status = target_place(out, rank, host, strlen(host),
+                              (uint64_t)json_integer_value(port) + rank, error);
     }
     return status;
 }
@@ -371,7 +372,7 @@ static fanin_status parse_object(const json_t *root, const char *path,
                          : parse_base(root, path, size, out, error);
 }
 
-static fanin_status unreadable(fanin_error *error, const char *path, int reason)
+static fanin_status target_unreadable(fanin_error *error, const char *path, int reason)
 {
     fanin_status status =
         reason == ENOENT || reason == ENOTDIR ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
@@ -393,7 +394,7 @@ static fanin_status open_regular(const char *path, int *descriptor_out,
         if (descriptor >= 0) {
             close(descriptor);
         }
-        return unreadable(error, path, reason);
+        return target_unreadable(error, path, reason);
     }
     if (!S_ISREG(st.st_mode) || st.st_size > MAX_FILE) {
         close(descriptor);
@@ -405,8 +406,8 @@ static fanin_status open_regular(const char *path, int *descriptor_out,
     return FANIN_OK;
 }
 
-static fanin_status parse_file(const char *text, uint32_t world_size, target *out,
-                               fanin_error *error)
+static fanin_status target_parse_file(const char *text, uint32_t world_size,
+                                      target *out, fanin_error *error)
 {
     json_error_t why;
     struct stat st;
@@ -452,7 +453,7 @@ fanin_status target_parse(const char *text, uint32_t world_size, target *out,
     if (text[0] == '\0') {
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target is empty");
     } else if (target_is_file(text)) {
-        status = parse_file(text, world_size, out, error);
+        status = target_parse_file(text, world_size, out, error);
         out->in_rank_order = true;
     } else if (strpbrk(text, ":,") == NULL) {
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms,

@@ -44,8 +44,8 @@ json_t *tensor_directory_json(const char *directory, const char *name,
     return root;
 }
 
-static fanin_status refuse(fanin_error *error, const char *directory, const char *name,
-                           const char *problem)
+static fanin_status tensors_refuse(fanin_error *error, const char *directory,
+                                   const char *name, const char *problem)
 {
     return failure_set(error, FANIN_ERR_MISMATCH,
                        "give the directory of a whole model or adapter", "%s/%s: %s",
@@ -53,8 +53,8 @@ static fanin_status refuse(fanin_error *error, const char *directory, const char
 }
 
 /* Its number; SIZE_MAX after an error. */
-static size_t add_file(tensor_directory *d, const char *directory, const char *name,
-                       fanin_error *error)
+static size_t tensors_add_file(tensor_directory *d, const char *directory,
+                               const char *name, fanin_error *error)
 {
     char path[PATH_SIZE];
     for (size_t i = 0; i < d->n_files; i++) {
@@ -81,10 +81,10 @@ static void add_tensor(tensor_directory *d, size_t file, size_t index)
 }
 
 /* All tensors of the one file. */
-static fanin_status open_one(tensor_directory *d, const char *directory,
-                             const char *name, fanin_error *error)
+static fanin_status tensors_open_one(tensor_directory *d, const char *directory,
+                                     const char *name, fanin_error *error)
 {
-    if (add_file(d, directory, name, error) == SIZE_MAX) {
+    if (tensors_add_file(d, directory, name, error) == SIZE_MAX) {
         return error->status;
     }
     size_t count = fanin_safetensors_count(d->files[0]);
@@ -102,10 +102,10 @@ static fanin_status add_named(tensor_directory *d, const char *directory,
     const char *file_name = json_string_value(value);
     char text[FANIN_MAX_NAME + 128];
     if (file_name == NULL || strchr(file_name, '/') != NULL || file_name[0] == '.') {
-        return refuse(error, directory, TENSORS_INDEX,
-                      "weight_map has what is no name of a file");
+        return tensors_refuse(error, directory, TENSORS_INDEX,
+                              "weight_map has what is no name of a file");
     }
-    size_t file = add_file(d, directory, file_name, error);
+    size_t file = tensors_add_file(d, directory, file_name, error);
     if (file == SIZE_MAX) { /* the directory is there, but not whole */
         error->status =
             error->status == FANIN_ERR_NOT_FOUND ? FANIN_ERR_MISMATCH : error->status;
@@ -114,7 +114,7 @@ static fanin_status add_named(tensor_directory *d, const char *directory,
     int64_t index = fanin_safetensors_find(d->files[file], name);
     if (index < 0) {
         snprintf(text, sizeof text, "has no tensor '%.512s', as the index says", name);
-        return refuse(error, directory, file_name, text);
+        return tensors_refuse(error, directory, file_name, text);
     }
     add_tensor(d, file, (size_t)index);
     return FANIN_OK;
@@ -134,7 +134,8 @@ static fanin_status open_index(tensor_directory *d, const char *directory,
     d->tensors =
         output_require(calloc(json_object_size(map) + 1, sizeof d->tensors[0]));
     if (!json_is_object(map)) {
-        status = refuse(error, directory, TENSORS_INDEX, "it has no weight_map");
+        status =
+            tensors_refuse(error, directory, TENSORS_INDEX, "it has no weight_map");
     }
     json_object_foreach(map, name, value)
     {
@@ -146,7 +147,7 @@ static fanin_status open_index(tensor_directory *d, const char *directory,
     return status;
 }
 
-static int by_name(const void *a, const void *b)
+static int tensors_by_name(const void *a, const void *b)
 {
     const tensor_place *x = a;
     const tensor_place *y = b;
@@ -156,7 +157,7 @@ static int by_name(const void *a, const void *b)
 static void sort(tensor_directory *d)
 {
     if (d->count > 0) {
-        qsort(d->tensors, d->count, sizeof d->tensors[0], by_name);
+        qsort(d->tensors, d->count, sizeof d->tensors[0], tensors_by_name);
     }
 }
 
@@ -175,13 +176,13 @@ static fanin_status check_file(const tensor_directory *d, const char *directory,
                      "has a tensor '%.512s', which the index %s%.64s", e.name,
                      place == NULL ? "does not name" : "says is in ",
                      place == NULL ? "" : d->names[place->file]);
-            return refuse(error, directory, d->names[file], text);
+            return tensors_refuse(error, directory, d->names[file], text);
         }
     }
     return FANIN_OK;
 }
 
-static bool is_beside(const char *name)
+static bool tensors_is_beside(const char *name)
 {
     static const char ending[] = ".safetensors";
     size_t length = strlen(name), least = sizeof ending - 1;
@@ -197,10 +198,10 @@ static fanin_status check_alone(const char *directory, fanin_error *error)
     DIR *stream = opendir(directory);
     for (const struct dirent *e;
          status == FANIN_OK && stream != NULL && (e = readdir(stream)) != NULL;) {
-        if (is_beside(e->d_name)) {
-            status = refuse(error, directory, e->d_name,
-                            "lies beside " TENSORS_OF_MODEL
-                            ": engines may load either, or both");
+        if (tensors_is_beside(e->d_name)) {
+            status = tensors_refuse(error, directory, e->d_name,
+                                    "lies beside " TENSORS_OF_MODEL
+                                    ": engines may load either, or both");
         }
     }
     if (stream != NULL) {
@@ -210,10 +211,10 @@ static fanin_status check_alone(const char *directory, fanin_error *error)
 }
 
 /* A model's: in one file, else in those that an index names. */
-static fanin_status open_model(tensor_directory *d, const char *directory,
-                               fanin_error *error)
+static fanin_status tensors_open_model(tensor_directory *d, const char *directory,
+                                       fanin_error *error)
 {
-    fanin_status status = open_one(d, directory, TENSORS_OF_MODEL, error);
+    fanin_status status = tensors_open_one(d, directory, TENSORS_OF_MODEL, error);
     if (status != FANIN_ERR_NOT_FOUND) {
         return status == FANIN_OK ? check_alone(directory, error) : status;
     }
@@ -229,8 +230,9 @@ fanin_status tensor_directory_open(const char *directory, bool model,
                                    tensor_directory *out, fanin_error *error)
 {
     *out = (tensor_directory){.names = NULL};
-    fanin_status status = model ? open_model(out, directory, error)
-                                : open_one(out, directory, TENSORS_OF_ADAPTER, error);
+    fanin_status status =
+        model ? tensors_open_model(out, directory, error)
+              : tensors_open_one(out, directory, TENSORS_OF_ADAPTER, error);
     if (status != FANIN_OK) {
         tensor_directory_close(out);
     }
@@ -253,7 +255,7 @@ void tensor_directory_close(tensor_directory *d)
 const tensor_place *tensor_directory_find(const tensor_directory *d, const char *name)
 {
     const tensor_place key = {.entry.name = name};
-    return d->count > 0
-               ? bsearch(&key, d->tensors, d->count, sizeof d->tensors[0], by_name)
-               : NULL;
+    return d->count > 0 ? bsearch(&key, d->tensors, d->count, sizeof d->tensors[0],
+                                  tensors_by_name)
+                        : NULL;
 }

@@ -31,7 +31,7 @@ static size_t decode(const unsigned char *p, uint32_t *out)
 }
 
 /* The same that the library keeps out of its messages: what steers a terminal, or is not seen. */
-static bool is_hidden(uint32_t c)
+static bool terminal_is_hidden(uint32_t c)
 {
     static const uint32_t ranges[][2] = {
         {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
@@ -54,7 +54,7 @@ void terminal_put(FILE *stream, const char *text)
     for (const unsigned char *p = (const unsigned char *)text; *p != '\0';) {
         uint32_t c;
         size_t size = decode(p, &c);
-        bool good = size > 0 && !is_hidden(c);
+        bool good = size > 0 && !terminal_is_hidden(c);
         for (size_t i = 0; i < (size > 0 ? size : 1); i++, p++) {
             if (good) {
                 fputc(*p, stream);

@@ -32,7 +32,7 @@ typedef struct behind {
     size_t count;
 } behind;
 
-static bool on_publication(void *cookie, const fanin_publication_info *info)
+static bool waiting_on_publication(void *cookie, const fanin_publication_info *info)
 {
     behind *b = cookie;
     const waiting *w = b->waiting;
@@ -59,13 +59,13 @@ static void tell_missing(const waiting *w)
     missing_free(&m);
 }
 
-static void tell(const waiting *w)
+static void waiting_tell(const waiting *w)
 {
     behind b = {.waiting = w,
                 .ranks = calloc(w->session->target.count + 1, sizeof b.ranks[0])};
     char text[1024];
     if (b.ranks != NULL &&
-        fanin_client_list(w->own.client, ASK_MS, on_publication, &b, NULL) ==
+        fanin_client_list(w->own.client, ASK_MS, waiting_on_publication, &b, NULL) ==
             FANIN_OK &&
         !atomic_load(&w->hushed)) {
         rank_states_text(b.ranks, b.count, text, sizeof text);
@@ -85,7 +85,7 @@ static bool pause_ms(waiting *w, int ms)
     return poll(&ended, 1, ms) <= 0 && !atomic_load(&w->hushed);
 }
 
-static void *run(void *cookie)
+static void *waiting_run(void *cookie)
 {
     waiting *w = cookie;
     fanin_error error = FANIN_ERROR_INIT;
@@ -94,18 +94,18 @@ static void *run(void *cookie)
         w->own.end_ns = progress_in_ms(ASK_MS);
         connected = connected || session_try(&w->own, &error) == FANIN_OK;
         if (connected) {
-            tell(w);
+            waiting_tell(w);
         }
     }
     return NULL;
 }
 
-static bool start_thread(waiting *w)
+static bool waiting_start_thread(waiting *w)
 {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&w->thread, NULL, run, w);
+    int failed = pthread_create(&w->thread, NULL, waiting_run, w);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed == 0;
 }
@@ -136,7 +136,7 @@ waiting *waiting_start(const session *s, uint64_t step)
     w->ended = eventfd(0, EFD_CLOEXEC);
     if (w->ended < 0 ||
         fanin_client_create(&config, &w->own.client, NULL) != FANIN_OK ||
-        !start_thread(w)) {
+        !waiting_start_thread(w)) {
         destroy(w);
         return NULL;
     }

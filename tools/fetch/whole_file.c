@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static bool write_all(int file, const char *bytes, size_t size)
+static bool whole_file_write_all(int file, const char *bytes, size_t size)
 {
     while (size > 0) {
         ssize_t n = write(file, bytes, size);
@@ -36,14 +36,15 @@ static int give_name(const char *hidden, const char *path)
 }
 
 /* 0, or an errno. @p hidden is a template of mkostemp(), whose files are the owner's alone. */
-static int make(const char *path, char *hidden, const void *bytes, size_t size)
+static int whole_file_make(const char *path, char *hidden, const void *bytes,
+                           size_t size)
 {
     int file = mkostemp(hidden, O_CLOEXEC);
     if (file < 0) {
         return errno;
     }
     errno = 0;
-    bool good = write_all(file, bytes, size);
+    bool good = whole_file_write_all(file, bytes, size);
     int reason = good ? 0 : errno != 0 ? errno : ENOSPC;
     close(file);
     if (good) {
@@ -65,7 +66,7 @@ fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
     int reason = length < 0 || length >= (int)sizeof hidden ? ENAMETOOLONG : 0;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &before); /* nothing stays half made */
-    reason = reason != 0 ? reason : make(path, hidden, bytes, size);
+    reason = reason != 0 ? reason : whole_file_make(path, hidden, bytes, size);
     sigprocmask(SIG_SETMASK, &before, NULL);
     return reason == 0
                ? FANIN_OK

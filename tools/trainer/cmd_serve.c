@@ -228,8 +228,8 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
     }
 }
 
-static int resolve(const command *self, serve_options *o, source *served,
-                   rank_options *out)
+static int serve_resolve(const command *self, serve_options *o, source *served,
+                         rank_options *out)
 {
     if (o->steps > 1 && o->update_every < 0) {
         return failure_usage(self->name, "--steps needs --update-every");
@@ -256,7 +256,7 @@ static int resolve(const command *self, serve_options *o, source *served,
     return trainer_options_resolve(self, &o->trainer, NULL, served, out);
 }
 
-static int live(const serve_options *o, const rank_options *options)
+static int serve_live(const serve_options *o, const rank_options *options)
 {
     ranks *r;
     int code = ranks_start(options, &r);
@@ -307,7 +307,7 @@ static struct poptOption option_table[] = {
     POPT_TABLEEND,
 };
 
-static int run(const command *self, int argc, const char **argv)
+static int serve_run(const command *self, int argc, const char **argv)
 {
     arguments parsed;
     char zero[] = "0";
@@ -324,8 +324,8 @@ static int run(const command *self, int argc, const char **argv)
     if (options_parse(self, argc, argv, option_table, &given.common, &parsed, &code)) {
         code = parsed.count > 0 ? failure_usage(self->name, "unexpected argument '%s'",
                                                 parsed.positional[0])
-                                : resolve(self, &given, &served, &options);
-        code = code != 0 ? code : live(&given, &options);
+                                : serve_resolve(self, &given, &served, &options);
+        code = code != 0 ? code : serve_live(&given, &options);
         source_close(&served);
     }
     options_free(&parsed);
@@ -358,5 +358,5 @@ const command cmd_serve = {
         "model "
         "is\n"
         "published as full:R, with config.json in its metadata.",
-    .run = run,
+    .run = serve_run,
 };

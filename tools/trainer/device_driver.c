@@ -98,7 +98,8 @@ static fanin_status unsupported(fanin_error *error, const char *what)
 }
 
 /* What a driver's result means; @p what: "cuMemAlloc of 20 MB on device 0". */
-static fanin_status told(result r, int device, const char *what, fanin_error *error)
+static fanin_status driver_told(result r, int device, const char *what,
+                                fanin_error *error)
 {
     const char *name = NULL;
     const char *text = NULL;
@@ -115,7 +116,7 @@ static fanin_status told(result r, int device, const char *what, fanin_error *er
         name != NULL ? name : "?");
 }
 
-static fanin_status load(fanin_error *error)
+static fanin_status driver_load(fanin_error *error)
 {
     static char problem[300];
     const char *file = getenv("FANIN_CUDA_LIBRARY");
@@ -157,18 +158,18 @@ int device_count(void)
 {
     fanin_error error = FANIN_ERROR_INIT;
     int count = 0;
-    return load(&error) == FANIN_OK && driver.count(&count) == 0 ? count : 0;
+    return driver_load(&error) == FANIN_OK && driver.count(&count) == 0 ? count : 0;
 }
 
 fanin_status device_open(int device, fanin_error *error)
 {
     int count = 0;
     int processors = 0;
-    fanin_status status = load(error);
+    fanin_status status = driver_load(error);
     if (status != FANIN_OK) {
         return status;
     }
-    status = told(driver.count(&count), device, "cuDeviceGetCount", error);
+    status = driver_told(driver.count(&count), device, "cuDeviceGetCount", error);
     if (status != FANIN_OK) {
         return status;
     }
@@ -179,7 +180,8 @@ fanin_status device_open(int device, fanin_error *error)
     }
     opened *d = &devices[device];
     if (d->context != NULL) {
-        return told(driver.set_current(d->context), device, "cuCtxSetCurrent", error);
+        return driver_told(driver.set_current(d->context), device, "cuCtxSetCurrent",
+                           error);
     }
     void *context = NULL;
     result r = driver.get(&d->handle, device);
@@ -191,7 +193,7 @@ fanin_status device_open(int device, fanin_error *error)
         d->context = context;
         d->processors = processors > 0 ? (uint32_t)processors : 1;
     }
-    return told(r, device, "opening the primary context", error);
+    return driver_told(r, device, "opening the primary context", error);
 }
 
 uint32_t device_processors(int device)
@@ -200,7 +202,7 @@ uint32_t device_processors(int device)
 }
 
 /* Makes an open device's context current. */
-static result enter(int device)
+static result driver_enter(int device)
 {
     return driver.set_current(devices[device].context);
 }
@@ -212,7 +214,7 @@ bool device_peer(int device, int peer)
         return true;
     }
     if (driver.can_access(&can, devices[device].handle, devices[peer].handle) != 0 ||
-        !can || enter(device) != 0) {
+        !can || driver_enter(device) != 0) {
         return false;
     }
     result r = driver.enable_peer(devices[peer].context, 0);
@@ -224,18 +226,18 @@ fanin_status device_alloc(int device, size_t bytes, void **out, fanin_error *err
     char what[64];
     address memory = 0;
     *out = NULL;
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r : driver.alloc(&memory, bytes);
     if (r == 0) {
         *out = (void *)(uintptr_t)memory;
     }
     snprintf(what, sizeof what, "no %zu bytes", bytes);
-    return told(r, device, what, error);
+    return driver_told(r, device, what, error);
 }
 
 void device_free(int device, void *memory)
 {
-    if (memory != NULL && enter(device) == 0) {
+    if (memory != NULL && driver_enter(device) == 0) {
         driver.free((address)(uintptr_t)memory);
     }
 }
@@ -245,29 +247,29 @@ fanin_status device_alloc_pinned(int device, size_t bytes, void **out,
 {
     char what[64];
     *out = NULL;
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r : driver.host_alloc(out, bytes, REGISTER_PORTABLE);
     snprintf(what, sizeof what, "no %zu bytes of pinned memory", bytes);
-    return told(r, device, what, error);
+    return driver_told(r, device, what, error);
 }
 
 void device_free_pinned(int device, void *memory)
 {
-    if (memory != NULL && enter(device) == 0) {
+    if (memory != NULL && driver_enter(device) == 0) {
         driver.host_free(memory);
     }
 }
 
 fanin_status device_register(int device, void *memory, size_t bytes, fanin_error *error)
 {
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r : driver.host_register(memory, bytes, REGISTER_PORTABLE);
-    return told(r, device, "pinning memory", error);
+    return driver_told(r, device, "pinning memory", error);
 }
 
 void device_unregister(int device, void *memory)
 {
-    if (enter(device) == 0) {
+    if (driver_enter(device) == 0) {
         driver.host_unregister(memory);
     }
 }
@@ -275,34 +277,34 @@ void device_unregister(int device, void *memory)
 fanin_status device_stream(int device, void **out, fanin_error *error)
 {
     *out = NULL;
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r : driver.stream_create(out, STREAM_NON_BLOCKING);
-    return told(r, device, "cuStreamCreate", error);
+    return driver_told(r, device, "cuStreamCreate", error);
 }
 
 void device_stream_free(int device, void *stream)
 {
-    if (stream != NULL && enter(device) == 0) {
+    if (stream != NULL && driver_enter(device) == 0) {
         driver.stream_destroy(stream);
     }
 }
 
 fanin_status device_wait(int device, void *stream, fanin_error *error)
 {
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r : driver.stream_wait(stream);
-    return told(r, device, "work", error);
+    return driver_told(r, device, "work", error);
 }
 
 fanin_status device_copy(int device, void *stream, void *to, const void *from,
                          size_t bytes, fanin_error *error)
 {
-    result r = enter(device);
+    result r = driver_enter(device);
     if (r == 0 && bytes > 0) {
         r = driver.copy((address)(uintptr_t)to, (address)(uintptr_t)from, bytes,
                         stream);
     }
-    return told(r, device, "a copy", error);
+    return driver_told(r, device, "a copy", error);
 }
 
 fanin_status device_kernel(int device, const void *image, const char *name, void **out,
@@ -322,24 +324,24 @@ fanin_status device_kernel(int device, const void *image, const char *name, void
     if (i == IMAGES) {
         return failure_set(error, FANIN_ERR_LIMIT, "", "too many kernel images");
     }
-    result r = enter(device);
+    result r = driver_enter(device);
     if (r == 0 && d->modules[i].image == NULL) {
         r = driver.module_load(&d->modules[i].module, image);
         d->modules[i].image = r == 0 ? image : NULL;
     }
     r = r != 0 ? r : driver.module_function(out, d->modules[i].module, name);
-    return told(r, device, "loading a kernel", error);
+    return driver_told(r, device, "loading a kernel", error);
 }
 
 fanin_status device_launch(int device, void *stream, void *kernel, uint32_t blocks,
                            uint32_t threads, const void *parameter, fanin_error *error)
 {
     void *arguments[] = {(void *)(uintptr_t)parameter};
-    result r = enter(device);
+    result r = driver_enter(device);
     r = r != 0 ? r
                : driver.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
                                arguments, NULL);
-    return told(r, device, "starting a kernel", error);
+    return driver_told(r, device, "starting a kernel", error);
 }
 
 void *device_symbol(const char *name)

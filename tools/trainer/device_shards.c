@@ -85,7 +85,7 @@ static size_t find_segment(device_shards *s, uint64_t size, fanin_error *error)
     return best != SIZE_MAX ? best : open_segment(s, size, error);
 }
 
-static fanin_status place(device_shards *s, size_t i, fanin_error *error)
+static fanin_status device_shards_place(device_shards *s, size_t i, fanin_error *error)
 {
     uint64_t size = round_up(s->shards[i].bytes, MIN_BLOCK);
     s->memory[i] = NULL;
@@ -106,7 +106,8 @@ static fanin_status place(device_shards *s, size_t i, fanin_error *error)
 }
 
 /* Cuts shard @p i into pieces: counts them, or writes them to @p out if it is not NULL. */
-static uint64_t cut(const device_shards *s, size_t i, uint64_t seed, pattern_piece *out)
+static uint64_t device_shards_cut(const device_shards *s, size_t i, uint64_t seed,
+                                  pattern_piece *out)
 {
     const shard *sh = &s->shards[i];
     uint64_t n = 0;
@@ -132,7 +133,7 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
 {
     uint64_t count = 0;
     for (size_t i = 0; i < s->list->count; i++) {
-        count += cut(s, i, 0, NULL);
+        count += device_shards_cut(s, i, 0, NULL);
     }
     pattern_piece *pieces = calloc(count + 1, sizeof pieces[0]);
     if (pieces == NULL) {
@@ -140,7 +141,7 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
     }
     uint64_t n = 0;
     for (size_t i = 0; i < s->list->count; i++) {
-        n += cut(s, i, seeds[i], pieces + n);
+        n += device_shards_cut(s, i, seeds[i], pieces + n);
     }
     void *memory = NULL;
     fanin_status status =
@@ -198,7 +199,7 @@ fanin_status device_shards_make(int device, const tensor_list *list,
     fanin_status status = device_open(device, error);
     status = status != FANIN_OK ? status : device_stream(device, &s->stream, error);
     for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
-        status = place(s, i, error);
+        status = device_shards_place(s, i, error);
     }
     if (status == FANIN_OK && list->count > 0 && list->tensors[0].data != NULL) {
         return make_images(s, error);

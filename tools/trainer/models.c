@@ -61,8 +61,8 @@ const adapter_shape *adapter_shape_find(const char *name)
 }
 
 /* Appends one matrix; the caller made room. */
-static void append(tensor_list *list, fanin_dtype dtype, uint64_t rows,
-                   uint64_t columns, const char *module, const char *suffix)
+static void models_append(tensor_list *list, fanin_dtype dtype, uint64_t rows,
+                          uint64_t columns, const char *module, const char *suffix)
 {
     char *name = list->names + list->count * NAME_SIZE;
     tensor_spec *t = &list->tensors[list->count++];
@@ -78,8 +78,8 @@ static void append(tensor_list *list, fanin_dtype dtype, uint64_t rows,
 static void append_pair(tensor_list *list, fanin_dtype dtype, const char *module,
                         uint64_t r, uint64_t in, uint64_t out)
 {
-    append(list, dtype, r, in, module, "lora_A");
-    append(list, dtype, out, r, module, "lora_B");
+    models_append(list, dtype, r, in, module, "lora_A");
+    models_append(list, dtype, out, r, module, "lora_B");
 }
 
 static void append_layer(tensor_list *list, const model *m, uint32_t layer, uint64_t r,

@@ -151,7 +151,7 @@ static int tell_death(ranks *r, uint32_t rank, int wait_status)
 }
 
 /* Collects ranks that ended; the exit status of the first that did so unasked. */
-static int reap(ranks *r)
+static int ranks_reap(ranks *r)
 {
     int code = 0;
     for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
@@ -224,13 +224,13 @@ static int interrupted(const ranks *r)
 }
 
 /* Waits at most @p ms for something to happen. 0, or the exit status of an end. */
-static int look(ranks *r, uint32_t ms)
+static int ranks_look(ranks *r, uint32_t ms)
 {
     if (wait_event(r, ms < INT_MAX ? (int)ms : INT_MAX) ||
         atomic_load(&r->board->stop) != 0) {
         return interrupted(r);
     }
-    return reap(r);
+    return ranks_reap(r);
 }
 
 int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
@@ -243,7 +243,7 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
                                  "give a longer --timeout or fewer bytes",
                                  "not all ranks were ready in %u ms", timeout_ms);
         }
-        int code = look(r, left_ms);
+        int code = ranks_look(r, left_ms);
         if (code != 0) {
             return code;
         }
@@ -266,7 +266,7 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
                                  "rank %u has not committed step %" PRIu64 " in %u ms",
                                  rank, step, timeout_ms);
         }
-        int code = look(r, LOOK_MS);
+        int code = ranks_look(r, LOOK_MS);
         if (code != 0) {
             return code;
         }
@@ -277,7 +277,7 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
 int ranks_serve(ranks *r)
 {
     for (;;) {
-        int code = reap(r);
+        int code = ranks_reap(r);
         if (code != 0 || atomic_load(&r->board->stop) != 0) {
             return code;
         }
@@ -308,7 +308,7 @@ int ranks_stop(ranks *r)
     r->stopped = true;
     rank_board_stop(r->board);
     for (;;) {
-        int one = reap(r);
+        int one = ranks_reap(r);
         code = code != 0 ? code : one;
         if (count_living(r) == 0) {
             return code;

@@ -116,13 +116,13 @@ typedef struct life {
 
 static rank_board *board_of_handler;
 
-static void on_signal(int number)
+static void serve_rank_on_signal(int number)
 {
     (void)number;
     rank_board_stop(board_of_handler);
 }
 
-static fanin_status no_memory(fanin_error *error, const char *key)
+static fanin_status serve_rank_no_memory(fanin_error *error, const char *key)
 {
     failure_set(error, FANIN_ERR_MEMORY,
                 "serve less (--layers, --shrink), or fewer runs",
@@ -143,7 +143,7 @@ static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
         if (l->shards[i].bytes > 0 &&
             posix_memalign(&run->memory[i], 64, l->shards[i].bytes) != 0) {
             run->memory[i] = NULL;
-            return no_memory(error, run->name);
+            return serve_rank_no_memory(error, run->name);
         }
     }
     return FANIN_OK;
@@ -157,7 +157,7 @@ static fanin_status allocate_run(life *l, size_t number, fanin_error *error)
     run->memory = calloc(list->count, sizeof run->memory[0]);
     run->seeds = calloc(list->count, sizeof run->seeds[0]);
     if (run->memory == NULL || run->seeds == NULL) {
-        return no_memory(error, run->name);
+        return serve_rank_no_memory(error, run->name);
     }
     for (size_t i = 0; i < list->count; i++) {
         char key[FANIN_MAX_NAME + sizeof run->name + 2];
@@ -167,14 +167,14 @@ static fanin_status allocate_run(life *l, size_t number, fanin_error *error)
     return allocate_shards(l, run, error);
 }
 
-static fanin_status allocate(life *l, fanin_error *error)
+static fanin_status serve_rank_allocate(life *l, fanin_error *error)
 {
     const rank_options *o = l->options;
     uint32_t parts = o->world_size / o->replicate;
     l->shards = calloc(o->tensors->count, sizeof l->shards[0]);
     l->runs = calloc(o->n_runs, sizeof l->runs[0]);
     if (l->shards == NULL || l->runs == NULL) {
-        return no_memory(error, "");
+        return serve_rank_no_memory(error, "");
     }
     for (size_t i = 0; i < o->tensors->count; i++) {
         shard_cut(&o->tensors->tensors[i], o->shard_dim, parts, l->rank % parts,
@@ -189,7 +189,7 @@ static fanin_status allocate(life *l, fanin_error *error)
     return FANIN_OK;
 }
 
-static void release(life *l)
+static void serve_rank_release(life *l)
 {
     const rank_options *o = l->options;
     for (size_t run = 0; l->runs != NULL && run < o->n_runs; run++) {
@@ -232,7 +232,8 @@ static fanin_status rewrite(const life *l, const published *run, uint64_t step,
 }
 
 /* Waits for what was queued on the run's stream. */
-static fanin_status finish(const life *l, const published *run, fanin_error *error)
+static fanin_status serve_rank_finish(const life *l, const published *run,
+                                      fanin_error *error)
 {
     return run->device != NULL
                ? device_wait(l->device, device_shards_stream(run->device), error)
@@ -253,7 +254,8 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
         options.stream =
             (fanin_stream){device_shards_stream(run->device), (int32_t)l->device};
     }
-    fanin_status status = p->no_stream || p->timed ? finish(l, run, error) : FANIN_OK;
+    fanin_status status =
+        p->no_stream || p->timed ? serve_rank_finish(l, run, error) : FANIN_OK;
     if (status != FANIN_OK) {
         return status;
     }
@@ -267,14 +269,15 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
     return status;
 }
 
-static fanin_status put(const life *l, const published *run, fanin_error *error)
+static fanin_status serve_rank_put(const life *l, const published *run,
+                                   fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
     fanin_tensor *tensors = calloc(list->count, sizeof tensors[0]);
     fanin_box *boxes = calloc(list->count, sizeof boxes[0]);
     fanin_status status = FANIN_OK;
     if (tensors == NULL || boxes == NULL) {
-        status = no_memory(error, run->name);
+        status = serve_rank_no_memory(error, run->name);
     }
     for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
         const tensor_spec *spec = &list->tensors[i];
@@ -345,13 +348,14 @@ static fanin_status begin_update(life *l, const published *run, fanin_error *err
 {
     /* As a trainer that has looked at a loss: the last step's work is done, so that this
        update does not withdraw its commit. */
-    fanin_status status = finish(l, run, error);
+    fanin_status status = serve_rank_finish(l, run, error);
     return status == FANIN_OK ? fanin_server_begin_update(l->server, run->name, error)
                               : status;
 }
 
 /* All runs at @p step; @p first: they become known with it. */
-static fanin_status publish(life *l, uint64_t step, bool first, fanin_error *error)
+static fanin_status serve_rank_publish(life *l, uint64_t step, bool first,
+                                       fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (size_t i = 0; status == FANIN_OK && i < l->options->n_runs; i++) {
@@ -359,7 +363,7 @@ static fanin_status publish(life *l, uint64_t step, bool first, fanin_error *err
         status = first ? FANIN_OK : begin_update(l, run, error);
         status = status != FANIN_OK ? status : rewrite(l, run, step, error);
         if (status == FANIN_OK && first) {
-            status = put(l, run, error);
+            status = serve_rank_put(l, run, error);
         }
         if (status == FANIN_OK) {
             status = commit(l, run, step, first || l->options->publishing.timed, error);
@@ -377,11 +381,11 @@ static bool barrier(const life *l)
 }
 
 /* Step after step until the world ends. */
-static fanin_status live(life *l, int ready_fd, fanin_error *error)
+static fanin_status serve_rank_live(life *l, int ready_fd, fanin_error *error)
 {
     const rank_options *o = l->options;
     const uint64_t one = 1;
-    fanin_status status = publish(l, o->first_step, true, error);
+    fanin_status status = serve_rank_publish(l, o->first_step, true, error);
     if (status != FANIN_OK) {
         return status;
     }
@@ -395,7 +399,7 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
         going =
             rank_board_pause(l->board, last ? -1 : o->update_every_ms) && barrier(l);
         if (going) {
-            status = publish(l, o->first_step + n, false, error);
+            status = serve_rank_publish(l, o->first_step + n, false, error);
             going = status == FANIN_OK && barrier(l);
         }
     }
@@ -404,7 +408,7 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
 
 static void install_handlers(rank_board *board)
 {
-    struct sigaction action = {.sa_handler = on_signal};
+    struct sigaction action = {.sa_handler = serve_rank_on_signal};
     sigset_t set;
     board_of_handler = board;
     sigemptyset(&action.sa_mask);
@@ -442,7 +446,7 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
               .device = rank_device(options, rank)};
     fanin_error error = FANIN_ERROR_INIT;
     install_handlers(board);
-    fanin_status status = allocate(&l, &error);
+    fanin_status status = serve_rank_allocate(&l, &error);
     for (size_t i = 0; status == FANIN_OK && extents != NULL && options->n_runs > 0 &&
                        i < options->tensors->count;
          i++) {
@@ -450,7 +454,7 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
             (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i], l.shards[i].bytes};
     }
     status = status != FANIN_OK ? status : create_server(&l, &error);
-    status = status != FANIN_OK ? status : live(&l, ready_fd, &error);
+    status = status != FANIN_OK ? status : serve_rank_live(&l, ready_fd, &error);
     if (l.server != NULL) {
         if (options->readers_gone) {
             see_readers_off(&l);
@@ -460,7 +464,7 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
             fanin_server_get_stats(l.server, &l.slot->stats) == FANIN_OK;
         fanin_server_destroy(&l.server, options->lease_ms);
     }
-    release(&l);
+    serve_rank_release(&l);
     if (status != FANIN_OK) {
         if (error.rank < 0) {
             error.rank = (int32_t)rank;

@@ -57,8 +57,8 @@ static void add_pair(source *s, const char *key, const char *value)
 
 /* Wrong usage: a name that is none of those which every @p stride bytes from @p first on
    point to. */
-static int unknown(const command *self, const char *what, const char *name,
-                   const char *const *first, size_t stride, size_t count)
+static int source_unknown(const command *self, const char *what, const char *name,
+                          const char *const *first, size_t stride, size_t count)
 {
     enum { MAX_NAMES = 32 };
     const char *names[MAX_NAMES + 1] = {NULL};
@@ -83,8 +83,8 @@ static fanin_dtype element_type(const source_options *options)
                                                 : "bf16");
 }
 
-static int open_model(const command *self, const source_options *options,
-                      const char *fallback, source *out)
+static int source_open_model(const command *self, const source_options *options,
+                             const char *fallback, source *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const char *shape_name = options->shape != NULL   ? options->shape
@@ -92,8 +92,9 @@ static int open_model(const command *self, const source_options *options,
                                                       : NULL;
     const adapter_shape *shape = shape_name ? adapter_shape_find(shape_name) : NULL;
     if (shape_name != NULL && shape == NULL) {
-        return unknown(self, "adapter shape", shape_name, &adapter_shapes[0].name,
-                       sizeof adapter_shapes[0], n_adapter_shapes);
+        return source_unknown(self, "adapter shape", shape_name,
+                              &adapter_shapes[0].name, sizeof adapter_shapes[0],
+                              n_adapter_shapes);
     }
     if (shape_name != NULL && options->model != NULL) {
         return failure_usage(self->name,
@@ -106,8 +107,8 @@ static int open_model(const command *self, const source_options *options,
                              name);
     }
     if (m == NULL) {
-        return unknown(self, "model", name, &models[0].name, sizeof models[0],
-                       n_models);
+        return source_unknown(self, "model", name, &models[0].name, sizeof models[0],
+                              n_models);
     }
     uint32_t r = options->r != 0 ? (uint32_t)options->r : shape != NULL ? shape->r : 16;
     bool fused = options->fused || (shape != NULL && shape->fused);
@@ -148,8 +149,9 @@ static int open_whole_model(const command *self, const source_options *options,
     }
     const whole_model *known = whole_model_find(options->model);
     if (known == NULL) {
-        return unknown(self, "whole model", options->model, &whole_models[0].name,
-                       sizeof whole_models[0], n_whole_models);
+        return source_unknown(self, "whole model", options->model,
+                              &whole_models[0].name, sizeof whole_models[0],
+                              n_whole_models);
     }
     fanin_dtype dtype = element_type(options);
     if (dtype == 0) {
@@ -313,7 +315,7 @@ int source_open(const command *self, const source_options *options,
             self->name,
             "say what to serve: --model, --adapter-shape, --adapter or --model-dir");
     }
-    return open_model(self, &o, fallback, out);
+    return source_open_model(self, &o, fallback, out);
 }
 
 void source_close(source *s)

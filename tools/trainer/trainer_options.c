@@ -121,8 +121,8 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
     }
 }
 
-static int check_world(const command *self, const trainer_options *o,
-                       const rank_options *out)
+static int trainer_options_check_world(const command *self, const trainer_options *o,
+                                       const rank_options *out)
 {
     if (out->world_size > MAX_WORLD) {
         return failure_usage(self->name, "--world-size is 1 to %d", MAX_WORLD);
@@ -172,7 +172,7 @@ static int resolve_world(const command *self, const trainer_options *o,
                  (o->insecure ? (uint32_t)FANIN_SERVER_INSECURE : 0) |
                  (o->no_ucx ? (uint32_t)FANIN_SERVER_NO_UCX : 0) |
                  (o->trust_containers ? (uint32_t)FANIN_SERVER_TRUST_CONTAINERS : 0);
-    int code = check_world(self, o, out);
+    int code = trainer_options_check_world(self, o, out);
     if (code != 0) {
         return code;
     }

@@ -76,7 +76,7 @@ typedef struct expansion {
 } expansion;
 
 /* @p columns 0: a vector. */
-static void add(expansion *e, const char *name, uint64_t rows, uint64_t columns)
+static void whole_add(expansion *e, const char *name, uint64_t rows, uint64_t columns)
 {
     tensor_list *list = e->list;
     if (e->counting) {
@@ -97,30 +97,33 @@ static void add_attention(expansion *e, const whole_model *m)
 {
     uint32_t q = m->heads * m->head_dim;
     uint32_t kv = m->kv_heads * m->head_dim;
-    add(e, "self_attn.q_proj.weight", q, m->hidden);
-    add(e, "self_attn.k_proj.weight", kv, m->hidden);
-    add(e, "self_attn.v_proj.weight", kv, m->hidden);
-    add(e, "self_attn.o_proj.weight", m->hidden, q);
+    whole_add(e, "self_attn.q_proj.weight", q, m->hidden);
+    whole_add(e, "self_attn.k_proj.weight", kv, m->hidden);
+    whole_add(e, "self_attn.v_proj.weight", kv, m->hidden);
+    whole_add(e, "self_attn.o_proj.weight", m->hidden, q);
     if (m->biases) {
-        add(e, "self_attn.q_proj.bias", q, 0);
-        add(e, "self_attn.k_proj.bias", kv, 0);
-        add(e, "self_attn.v_proj.bias", kv, 0);
+        whole_add(e, "self_attn.q_proj.bias", q, 0);
+        whole_add(e, "self_attn.k_proj.bias", kv, 0);
+        whole_add(e, "self_attn.v_proj.bias", kv, 0);
     }
     if (m->qk_norms) {
-        add(e, "self_attn.q_norm.weight", m->head_dim, 0);
-        add(e, "self_attn.k_norm.weight", m->head_dim, 0);
+        whole_add(e, "self_attn.q_norm.weight", m->head_dim, 0);
+        whole_add(e, "self_attn.k_norm.weight", m->head_dim, 0);
     }
 }
 
 static void add_latent_attention(expansion *e, const whole_model *m)
 {
-    add(e, "self_attn.q_a_proj.weight", m->q_rank, m->hidden);
-    add(e, "self_attn.q_a_layernorm.weight", m->q_rank, 0);
-    add(e, "self_attn.q_b_proj.weight", m->heads * (m->nope + m->rope), m->q_rank);
-    add(e, "self_attn.kv_a_proj_with_mqa.weight", m->kv_rank + m->rope, m->hidden);
-    add(e, "self_attn.kv_a_layernorm.weight", m->kv_rank, 0);
-    add(e, "self_attn.kv_b_proj.weight", m->heads * (m->nope + m->v_dim), m->kv_rank);
-    add(e, "self_attn.o_proj.weight", m->hidden, m->heads * m->v_dim);
+    whole_add(e, "self_attn.q_a_proj.weight", m->q_rank, m->hidden);
+    whole_add(e, "self_attn.q_a_layernorm.weight", m->q_rank, 0);
+    whole_add(e, "self_attn.q_b_proj.weight", m->heads * (m->nope + m->rope),
+              m->q_rank);
+    whole_add(e, "self_attn.kv_a_proj_with_mqa.weight", m->kv_rank + m->rope,
+              m->hidden);
+    whole_add(e, "self_attn.kv_a_layernorm.weight", m->kv_rank, 0);
+    whole_add(e, "self_attn.kv_b_proj.weight", m->heads * (m->nope + m->v_dim),
+              m->kv_rank);
+    whole_add(e, "self_attn.o_proj.weight", m->hidden, m->heads * m->v_dim);
 }
 
 /* @p where: "mlp.", "mlp.experts.7." */
@@ -128,21 +131,21 @@ static void add_mlp(expansion *e, const char *where, uint32_t inner, uint32_t hi
 {
     char name[NAME_SIZE];
     snprintf(name, sizeof name, "%sgate_proj.weight", where);
-    add(e, name, inner, hidden);
+    whole_add(e, name, inner, hidden);
     snprintf(name, sizeof name, "%sup_proj.weight", where);
-    add(e, name, inner, hidden);
+    whole_add(e, name, inner, hidden);
     snprintf(name, sizeof name, "%sdown_proj.weight", where);
-    add(e, name, hidden, inner);
+    whole_add(e, name, hidden, inner);
 }
 
 static void add_experts(expansion *e, const whole_model *m)
 {
     char where[48];
     fanin_dtype dtype = e->dtype;
-    add(e, "mlp.gate.weight", m->experts, m->hidden);
+    whole_add(e, "mlp.gate.weight", m->experts, m->hidden);
     if (m->kv_rank > 0) {
         e->dtype = FANIN_DTYPE_F32;
-        add(e, "mlp.gate.e_score_correction_bias", m->experts, 0);
+        whole_add(e, "mlp.gate.e_score_correction_bias", m->experts, 0);
         e->dtype = dtype;
     }
     for (uint32_t i = 0; i < m->experts; i++) {
@@ -154,9 +157,9 @@ static void add_experts(expansion *e, const whole_model *m)
     }
 }
 
-static void add_all(expansion *e, const whole_model *m)
+static void whole_add_all(expansion *e, const whole_model *m)
 {
-    add(e, "model.embed_tokens.weight", m->vocab, m->hidden);
+    whole_add(e, "model.embed_tokens.weight", m->vocab, m->hidden);
     for (uint32_t layer = 0; layer < m->layers; layer++) {
         snprintf(e->place, sizeof e->place, "model.layers.%u.", layer);
         if (m->kv_rank > 0) {
@@ -169,13 +172,13 @@ static void add_all(expansion *e, const whole_model *m)
         } else {
             add_mlp(e, "mlp.", m->inner, m->hidden);
         }
-        add(e, "input_layernorm.weight", m->hidden, 0);
-        add(e, "post_attention_layernorm.weight", m->hidden, 0);
+        whole_add(e, "input_layernorm.weight", m->hidden, 0);
+        whole_add(e, "post_attention_layernorm.weight", m->hidden, 0);
     }
     e->place[0] = '\0';
-    add(e, "model.norm.weight", m->hidden, 0);
+    whole_add(e, "model.norm.weight", m->hidden, 0);
     if (!m->tied) {
-        add(e, "lm_head.weight", m->vocab, m->hidden);
+        whole_add(e, "lm_head.weight", m->vocab, m->hidden);
     }
 }
 
@@ -189,7 +192,7 @@ fanin_status whole_model_expand(const whole_model *m, fanin_dtype dtype,
         return failure_set(error, FANIN_ERR_ARGUMENT, "give --dtype bf16 or another",
                            "elements of packed or unknown dtype");
     }
-    add_all(&e, m);
+    whole_add_all(&e, m);
     size_t count = out->count;
     out->count = 0;
     out->tensors = calloc(count, sizeof out->tensors[0]);
@@ -199,7 +202,7 @@ fanin_status whole_model_expand(const whole_model *m, fanin_dtype dtype,
         return failure_memory(error, "names");
     }
     e.counting = false;
-    add_all(&e, m);
+    whole_add_all(&e, m);
     return FANIN_OK;
 }
 
