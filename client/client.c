@@ -3,7 +3,7 @@
 
 #include "adapter/adapter_layout.h"
 #include "adapter/spare_file.h"
-#include "cma/reader_cma.h"
+#include "cma/cma.h"
 #include "credentials.h"
 #include "device/devices.h"
 #include "digest.h"

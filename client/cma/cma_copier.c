@@ -1,18 +1,106 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "cma/cma_internal.h"
+#include "cma/cma.h"
 
 #include "error_set.h"
+#include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* ----------------------------------------------------- the rank's process */
+
+/* Steps over @p bytes of @p n iovecs; how many are through. */
+static unsigned step_over(struct iovec *v, unsigned n, size_t bytes)
+{
+    unsigned through = 0;
+    while (bytes > 0 && through < n) {
+        size_t step = bytes < v->iov_len ? bytes : v->iov_len;
+        v->iov_base = (uint8_t *)v->iov_base + step;
+        v->iov_len -= step;
+        bytes -= step;
+        if (v->iov_len > 0)
+            break;
+        through++;
+        v++;
+    }
+    return through;
+}
+
+int cma_read(pid_t pid, struct iovec *to, unsigned n_to, struct iovec *from,
+             unsigned n_from, unsigned *at)
+{
+    unsigned at_to = 0;
+    *at = 0;
+    while (*at < n_from) {
+        ssize_t n = process_vm_readv(pid, to + at_to, n_to - at_to, from + *at,
+                                     n_from - *at, 0);
+        if (n < 0)
+            return errno;
+        if (n == 0)
+            return EFAULT;
+        at_to += step_over(to + at_to, n_to - at_to, (size_t)n);
+        *at += step_over(from + *at, n_from - *at, (size_t)n);
+    }
+    return 0;
+}
+
+int cma_prove(const cma_process *p)
+{
+    uint8_t there[sizeof p->incarnation] = {0};
+    unsigned at;
+    struct iovec to = {.iov_base = there, .iov_len = sizeof there};
+    struct iovec from = {.iov_base = (void *)(uintptr_t)p->witness,
+                         .iov_len = sizeof there};
+    int error = cma_read(p->pid, &to, 1, &from, 1, &at);
+    if (error == 0 && memcmp(there, p->incarnation, sizeof there) == 0)
+        return 0;
+    return error == 0 || error == EFAULT ? ESTALE : error;
+}
+
+const char *cma_why(int error)
+{
+    switch (error) {
+    case ESTALE:
+        return "the process that the socket names is not the rank (any more)";
+    case ESRCH:
+        return "its process has ended";
+    case EPERM:
+        return "the kernel does not let this process read the rank's memory";
+    case EFAULT:
+        return "memory that it publishes is not there (any more), or the destination's "
+               "is not";
+    case ENOSYS:
+        return "this kernel has no process_vm_readv";
+    default:
+        return strerror(error);
+    }
+}
+
+static const char *cma_remedy(int error)
+{
+    switch (error) {
+    case EPERM:
+        return "run both as the same user, in containers with SYS_PTRACE, with "
+               "kernel.yama.ptrace_scope at most 1 (nixl-fetch doctor); or --path "
+               "stream";
+    case EFAULT:
+        return "a shard's memory must stay until the shard is removed or replaced";
+    case ENOSYS:
+        return "use --path auto or stream";
+    default:
+        return "look whether the trainer still runs";
+    }
+}
+
+/* ---------------------------------------------------------------- copying */
 
 #define SLOT_ALIGNMENT 64
 
 /* ------------------------------------------------------------------ failing */
 
 /* The first reason counts. In any thread. */
-static void fail(cma_source *s, cma_reading *of, fanin_status status,
-                 const fanin_error *why)
+static void fail_source(cma_source *s, cma_reading *of, fanin_status status,
+                        const fanin_error *why)
 {
     pthread_mutex_lock(&of->lock);
     if (!atomic_load(&s->failed)) {
@@ -58,28 +146,28 @@ void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *
               "reading %.256s%sfrom rank %u at %s by cma: %s", key ? key : "",
               key ? " " : "", of->r->plan->sources[s->index].rank, connection_text(c),
               cma_why(error));
-    fail(s, of, FANIN_ERR_TRANSPORT, &why);
+    fail_source(s, of, FANIN_ERR_TRANSPORT, &why);
 }
 
 static void fail_for_memory(cma_copier *c)
 {
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = error_set_memory(&why);
-    fail(c->source, c->of, status, &why);
+    fail_source(c->source, c->of, status, &why);
 }
 
-static void fail_by_device(cma_copier *c)
+static void fail_source_by_device(cma_copier *c)
 {
     fanin_error why = FANIN_ERROR_INIT;
     if (device_sink_failed(c->of->r->sink, &why))
-        fail(c->source, c->of, FANIN_ERR_TRANSPORT, &why);
+        fail_source(c->source, c->of, FANIN_ERR_TRANSPORT, &why);
     else
         fail_for_memory(c);
 }
 
 /* ----------------------------------------------------------- what is added */
 
-static const strided *view_of(const cma_copier *c, const span_piece *p)
+static const strided *piece_view(const cma_copier *c, const span_piece *p)
 {
     return p->view ? &c->source->detail->spans->views[p->view - 1] : NULL;
 }
@@ -122,7 +210,7 @@ static uint8_t *place_in_chunk(cma_copier *c, const span_piece *p)
     device_sink *sink = of->r->sink;
     if (!c->chunk && !(c->chunk = device_sink_take(sink, of))) {
         if (device_sink_failed(sink, NULL)) {
-            fail_by_device(c);
+            fail_source_by_device(c);
         } else {
             of->paused = true;
             device_sink_wait(sink, &of->waiter);
@@ -130,11 +218,11 @@ static uint8_t *place_in_chunk(cma_copier *c, const span_piece *p)
         return NULL;
     }
     uint8_t *at =
-        sink_job_place(c->chunk, p->length, of->r->base + p->to, view_of(c, p));
+        sink_job_place(c->chunk, p->length, of->r->base + p->to, piece_view(c, p));
     if (at)
         c->chunk->bytes += p->length;
     else if (c->chunk->n_items == 0)
-        fail_by_device(c);
+        fail_source_by_device(c);
     return at;
 }
 
@@ -156,14 +244,14 @@ static void add_remote(cma_copier *c, uint32_t region, uint64_t address,
 }
 
 /* Where the destination is the caller's memory the base is NULL: to a compiler a sum with that is
-   NULL or undefined, and add_piece() asks whether it has a place. */
-static uint8_t *place_of(const cma_copier *c, const span_piece *p)
+   NULL or undefined, and add_piece_iovec() asks whether it has a place. */
+static uint8_t *piece_place(const cma_copier *c, const span_piece *p)
 {
     return (uint8_t *)((uintptr_t)c->of->r->base + p->to);
 }
 
 /* False: there is no room for it now, or the source has failed. */
-static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
+static bool add_piece_iovec(cma_copier *c, const span *s, const span_piece *p)
 {
     uint8_t *to;
     if (c->n_to + 2 > CMA_IOVECS || c->n_from == CMA_IOVECS)
@@ -171,7 +259,7 @@ static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
     if (is_on_device(c, p))
         to = place_in_chunk(c, p);
     else
-        to = p->view ? place_in_slot(c, p->length) : place_of(c, p);
+        to = p->view ? place_in_slot(c, p->length) : piece_place(c, p);
     if (!to)
         return false;
     add_remote(c, s->region, c->source->regions[s->region].base + s->offset + p->offset,
@@ -180,7 +268,7 @@ static bool add_piece(cma_copier *c, const span *s, const span_piece *p)
     return true;
 }
 
-static void fill(cma_copier *c)
+static void fill_sink_chunk(cma_copier *c)
 {
     const plan_spans *spans = c->source->detail->spans;
     c->n_to = c->n_from = 0;
@@ -192,7 +280,7 @@ static void fill(cma_copier *c)
             c->span++;
             continue;
         }
-        if (!add_piece(c, s, &spans->pieces[c->piece]))
+        if (!add_piece_iovec(c, s, &spans->pieces[c->piece]))
             return;
         c->piece++;
     }
@@ -201,7 +289,7 @@ static void fill(cma_copier *c)
 /* ------------------------------------------------------- what becomes of it */
 
 /* A device has its part. */
-static void on_copied(sink_job *job, bool ok)
+static void on_chunk_copied(sink_job *job, bool ok)
 {
     cma_reading *of = job->owner;
     cma_source *s = &of->sources[job->requests];
@@ -209,7 +297,7 @@ static void on_copied(sink_job *job, bool ok)
     if (ok)
         atomic_fetch_add(&s->done, job->bytes);
     else if (device_sink_failed(of->r->sink, &why))
-        fail(s, of, FANIN_ERR_TRANSPORT, &why);
+        fail_source(s, of, FANIN_ERR_TRANSPORT, &why);
     sink_job_give(job);
 }
 
@@ -221,7 +309,7 @@ static uint64_t place_pieces(cma_copier *c)
     size_t used = 0;
     for (uint64_t i = c->first; i < c->piece; i++) {
         const span_piece *p = &c->source->detail->spans->pieces[i];
-        const strided *view = view_of(c, p);
+        const strided *view = piece_view(c, p);
         if (is_on_device(c, p))
             continue;
         bytes += p->length;
@@ -279,7 +367,7 @@ static void finish_filled(cma_copier *c)
     c->chunk = NULL;
     if (chunk) {
         chunk->requests = c->source->index;
-        device_sink_submit(chunk, on_copied);
+        device_sink_submit(chunk, on_chunk_copied);
     }
     if (c->span == c->end_span)
         c->source = NULL;
@@ -314,7 +402,7 @@ static bool fill_next(cma_copier *c)
     cma_reading *of = c->of;
     if (atomic_load(&of->failed) || of->paused || (!c->source && !take_batch(c)))
         return false;
-    fill(c);
+    fill_sink_chunk(c);
     return c->n_to > 0 && !atomic_load(&c->source->failed);
 }
 
@@ -334,7 +422,7 @@ void cma_feed_job(worker_job *job)
     c->good = read_filled(c);
 }
 
-static bool collect(cma_reading *of)
+static bool collect_copied(cma_reading *of)
 {
     bool any = false;
     worker_job *job;
@@ -351,7 +439,7 @@ static bool collect(cma_reading *of)
 
 bool cma_feed(cma_reading *of)
 {
-    bool any = collect(of);
+    bool any = collect_copied(of);
     for (unsigned i = 0; i < of->n_copiers; i++) {
         cma_copier *c = of->copiers[i];
         if (c->busy || !fill_next(c))

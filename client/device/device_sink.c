@@ -41,7 +41,7 @@ static void signal_drop(sink_signal *s)
     free(s);
 }
 
-static void wake(const sink_signal *s)
+static void wake_loop(const sink_signal *s)
 {
     if (s->fd >=
         0) /* fails only when the counter is full: then a wake-up is due anyway */
@@ -49,25 +49,25 @@ static void wake(const sink_signal *s)
 }
 
 /* In a thread of the driver: the caller's stream got to where the pull began. */
-static void on_reached(void *cookie, bool failed)
+static void on_stream_reached(void *cookie, bool failed)
 {
     sink_signal *s = cookie;
     pthread_mutex_lock(&s->lock);
     s->reached = true;
     s->failed = failed;
-    wake(s);
+    wake_loop(s);
     signal_drop(s);
 }
 
 /* In a thread of the driver: a device is through with a job. */
-static void on_copied(void *cookie, bool failed)
+static void on_job_copied(void *cookie, bool failed)
 {
     sink_job *job = cookie;
     sink_signal *s = job->sink->signal;
     pthread_mutex_lock(&s->lock);
     job->running--;
     job->broken = job->broken || failed;
-    wake(s);
+    wake_loop(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -86,14 +86,14 @@ static bool add_device(device_sink *s, int device)
     return true;
 }
 
-static fanin_status follow(device_sink *s, const fanin_stream *after,
-                           fanin_error *error)
+static fanin_status follow_stream(device_sink *s, const fanin_stream *after,
+                                  fanin_error *error)
 {
     s->ready = !after || !after->handle;
     if (s->ready)
         return FANIN_OK;
     s->signal->references++;
-    fanin_status status = gpu_notify(s->g, after, on_reached, s->signal, error);
+    fanin_status status = gpu_notify(s->g, after, on_stream_reached, s->signal, error);
     if (status != FANIN_OK)
         s->signal->references--;
     return status;
@@ -125,7 +125,7 @@ fanin_status device_sink_create(gpu *g, const memory_range *ranges, size_t n,
     fanin_status status =
         good ? signal_create(&s->signal, error) : error_set_memory(error);
     if (status == FANIN_OK)
-        status = follow(s, after, error);
+        status = follow_stream(s, after, error);
     if (status != FANIN_OK)
         (void)device_sink_destroy(&s);
     *out = s;
@@ -172,7 +172,7 @@ void device_sink_fail(device_sink *sink, const fanin_error *error)
         return;
     sink->failed = true;
     error_copy(&sink->error, error);
-    wake(sink->signal);
+    wake_loop(sink->signal);
 }
 
 bool device_sink_failed(const device_sink *sink, fanin_error *error)
@@ -193,7 +193,7 @@ static void fail_device(device_sink *s, size_t index, const fanin_error *why)
     device_sink_fail(s, &named);
 }
 
-static void on_event(loop_source *source, uint32_t events);
+static void on_signal(loop_source *source, uint32_t events);
 
 bool device_sink_attach(device_sink *s, loop *l, device_memory **pool)
 {
@@ -214,7 +214,7 @@ bool device_sink_attach(device_sink *s, loop *l, device_memory **pool)
     }
     if (status == FANIN_OK) {
         s->source =
-            (loop_source){.fd = s->signal->fd, .events = EPOLLIN, .ready = on_event};
+            (loop_source){.fd = s->signal->fd, .events = EPOLLIN, .ready = on_signal};
         status = loop_add(l, &s->source, &why);
     }
     if (status != FANIN_OK) {
@@ -247,7 +247,7 @@ gpu *device_sink_gpu(const device_sink *sink)
 
 /* -------------------------------------------------------------------- jobs */
 
-static void append(job_list *list, sink_job *job)
+static void append_job(job_list *list, sink_job *job)
 {
     job->later = NULL;
     *list->end = job;
@@ -255,7 +255,7 @@ static void append(job_list *list, sink_job *job)
 }
 
 /* Takes out the one that @p link points to. */
-static sink_job *take_out(job_list *list, sink_job **link)
+static sink_job *take_job_out(job_list *list, sink_job **link)
 {
     sink_job *job = *link;
     *link = job->later;
@@ -306,7 +306,7 @@ void sink_job_give(sink_job *job)
     job->later = s->spare;
     s->spare = job;
     if (s->waiters)
-        wake(s->signal);
+        wake_loop(s->signal);
 }
 
 void sink_job_init(sink_job *job, device_sink *sink, unsigned area, void *owner)
@@ -355,7 +355,7 @@ static void set_running(sink_job *job, int change)
 }
 
 /* Starts what a job has for one device. */
-static void start(device_sink *s, sink_job *job, size_t index)
+static void start_job(device_sink *s, sink_job *job, size_t index)
 {
     fanin_error why = FANIN_ERROR_INIT;
     sink_device *d = &s->devices[index];
@@ -370,7 +370,7 @@ static void start(device_sink *s, sink_job *job, size_t index)
         return;
     }
     set_running(job, 1);
-    if (gpu_stream_notify(d->stream, on_copied, job, &why) == FANIN_OK)
+    if (gpu_stream_notify(d->stream, on_job_copied, job, &why) == FANIN_OK)
         return;
     fail_device(s, index, &why);
     /* Nobody will tell when it is through. */
@@ -379,16 +379,16 @@ static void start(device_sink *s, sink_job *job, size_t index)
         set_running(job, -1);
 }
 
-static void launch(device_sink *s, sink_job *job)
+static void launch_job(device_sink *s, sink_job *job)
 {
-    append(&s->active, job);
+    append_job(&s->active, job);
     for (size_t i = 0; i < s->n_devices && !s->failed; i++)
-        start(s, job, i);
+        start_job(s, job, i);
     pthread_mutex_lock(&s->signal->lock);
     bool idle = job->running == 0;
     pthread_mutex_unlock(&s->signal->lock);
     if (idle)
-        wake(s->signal);
+        wake_loop(s->signal);
 }
 
 void device_sink_submit(sink_job *job, sink_done_fn done)
@@ -396,9 +396,9 @@ void device_sink_submit(sink_job *job, sink_done_fn done)
     device_sink *s = job->sink;
     job->done = done;
     if (s->ready || s->failed)
-        launch(s, job);
+        launch_job(s, job);
     else
-        append(&s->held, job);
+        append_job(&s->held, job);
 }
 
 /* ------------------------------------------------------------------ events */
@@ -411,13 +411,13 @@ static sink_job *next_finished(device_sink *s, const void *owner)
     while (*link && ((*link)->running > 0 || (owner && (*link)->owner != owner)))
         link = &(*link)->later;
     if (*link)
-        found = take_out(&s->active, link);
+        found = take_job_out(&s->active, link);
     pthread_mutex_unlock(&s->signal->lock);
     return found;
 }
 
 /* Which device it was, and what its driver says. */
-static void explain(device_sink *s, const sink_job *job)
+static void explain_failure(device_sink *s, const sink_job *job)
 {
     fanin_error why = FANIN_ERROR_INIT;
     for (size_t i = 0; i < s->n_devices && !s->failed; i++) {
@@ -448,7 +448,7 @@ static void look_at_stream(device_sink *s)
     }
 }
 
-static void on_event(loop_source *source, uint32_t events)
+static void on_signal(loop_source *source, uint32_t events)
 {
     device_sink *s = (device_sink *)((char *)source - offsetof(device_sink, source));
     eventfd_t count;
@@ -456,10 +456,10 @@ static void on_event(loop_source *source, uint32_t events)
     (void)events;
     look_at_stream(s);
     while (s->held.first && (s->ready || s->failed))
-        launch(s, take_out(&s->held, &s->held.first));
+        launch_job(s, take_job_out(&s->held, &s->held.first));
     for (sink_job *job; (job = next_finished(s, NULL));) {
         if (job->broken)
-            explain(s, job);
+            explain_failure(s, job);
         job->done(job, !s->failed);
     }
     sink_waiter *waiters = s->waiters;
@@ -483,7 +483,7 @@ void device_sink_wait(device_sink *sink, sink_waiter *waiter)
         waiter->next->link = &waiter->next;
     sink->waiters = waiter;
     if (sink->failed)
-        wake(sink->signal);
+        wake_loop(sink->signal);
 }
 
 void device_sink_unwait(sink_waiter *waiter)
@@ -504,7 +504,7 @@ bool device_sink_is_short(const device_sink *sink)
 
 /* ---------------------------------------------------------------- recalling */
 
-static void discard(sink_job *job)
+static void discard_job(sink_job *job)
 {
     if (job->chunk)
         sink_job_give(job);
@@ -524,14 +524,14 @@ bool device_sink_recall(device_sink *s, const void *owner)
 {
     for (sink_job **link = &s->held.first; *link;) {
         if (!owner || (*link)->owner == owner)
-            discard(take_out(&s->held, link));
+            discard_job(take_job_out(&s->held, link));
         else
             link = &(*link)->later;
     }
     deadline at = deadline_in_ms(DEVICE_DRAIN_MS);
     while (!s->stuck) {
         for (sink_job *job; (job = next_finished(s, owner));)
-            discard(job);
+            discard_job(job);
         if (!is_active(s, owner))
             break;
         struct pollfd wait = {.fd = s->signal->fd, .events = POLLIN};
@@ -544,6 +544,6 @@ bool device_sink_recall(device_sink *s, const void *owner)
         device_memory_abandon(s->pool);
         return false;
     }
-    wake(s->signal); /* for what came here and is others' */
+    wake_loop(s->signal); /* for what came here and is others' */
     return true;
 }

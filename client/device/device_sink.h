@@ -12,7 +12,7 @@
 #define DEVICE_SINK_H
 
 #include "block.h"
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "gpu.h"
 #include "array.h"
 #include "net/loop.h"

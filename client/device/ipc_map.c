@@ -61,7 +61,7 @@ ipc_map *ipc_map_create(gpu *g)
     return map;
 }
 
-static void unmap(const ipc_map *map, ipc_mapping *m)
+static void unmap_allocation(const ipc_map *map, ipc_mapping *m)
 {
     if (!map->abandoned && m->base)
         gpu_unmap(map->g, (int)m->id.device, m->base);
@@ -74,7 +74,7 @@ void ipc_map_destroy(ipc_map **map)
     if (!*map)
         return;
     for (size_t i = 0; i < (*map)->n; i++)
-        unmap(*map, (*map)->all[i]);
+        unmap_allocation(*map, (*map)->all[i]);
     free((*map)->all);
     free((*map)->slots);
     pthread_cond_destroy(&(*map)->changed);
@@ -99,7 +99,7 @@ static uint64_t hash_of(const ipc_map *map, const identity *id)
 }
 
 /* The slot that has the mapping, or the free one where it belongs. */
-static size_t *slot_of(const ipc_map *map, const identity *id, uint64_t hash)
+static size_t *mapping_slot(const ipc_map *map, const identity *id, uint64_t hash)
 {
     size_t mask = map->n_slots - 1;
     for (size_t i = (size_t)hash & mask;; i = (i + 1) & mask) {
@@ -113,11 +113,11 @@ static void fill_slots(ipc_map *map)
 {
     memset(map->slots, 0, map->n_slots * sizeof *map->slots);
     for (size_t i = 0; i < map->n; i++)
-        *slot_of(map, &map->all[i]->id, map->all[i]->hash) = i + 1;
+        *mapping_slot(map, &map->all[i]->id, map->all[i]->hash) = i + 1;
 }
 
 /* For one more. False: no memory, and nothing has changed. */
-static bool make_room(ipc_map *map)
+static bool make_room_for_mapping(ipc_map *map)
 {
     if (!array_reserve(&map->all, &map->capacity, map->n + 1, sizeof *map->all))
         return false;
@@ -136,10 +136,10 @@ static bool make_room(ipc_map *map)
 /* The allocation's mapping, which is made if need be; NULL: no memory. */
 static ipc_mapping *find_or_add(ipc_map *map, const identity *id)
 {
-    if (!make_room(map))
+    if (!make_room_for_mapping(map))
         return NULL;
     uint64_t hash = hash_of(map, id);
-    size_t *slot = slot_of(map, id, hash);
+    size_t *slot = mapping_slot(map, id, hash);
     if (*slot == 0) {
         ipc_mapping *m = calloc(1, sizeof *m);
         if (!m)
@@ -206,7 +206,7 @@ static fanin_status map_whole(gpu *g, const identity *id, void **base,
 }
 
 /* Lock held before and after: what is opened is held, so it stays. */
-static void open_one(ipc_map *map, ipc_mapping *m)
+static void open_allocation(ipc_map *map, ipc_mapping *m)
 {
     fanin_error why = FANIN_ERROR_INIT;
     void *base = NULL;
@@ -222,7 +222,7 @@ static void open_one(ipc_map *map, ipc_mapping *m)
         *m->why = why;
 }
 
-static bool is_wanted(const ipc_mapping *m)
+static bool is_to_be_opened(const ipc_mapping *m)
 {
     return !m->base && m->holders > 0;
 }
@@ -232,7 +232,7 @@ static ipc_mapping *next_wanted(const ipc_map *map, size_t *at)
 {
     while (*at < map->n) {
         ipc_mapping *m = map->all[(*at)++];
-        if (is_wanted(m))
+        if (is_to_be_opened(m))
             return m;
     }
     return NULL;
@@ -246,7 +246,7 @@ static void open_wanted(ipc_map *map, work_stop *stop)
         if (m && work_stopped_after(stop, WORK_STEPS))
             return;
         if (m)
-            open_one(map, m);
+            open_allocation(map, m);
         else if (map->expecting)
             pthread_cond_wait(&map->changed, &map->lock);
         else
@@ -254,7 +254,7 @@ static void open_wanted(ipc_map *map, work_stop *stop)
     }
 }
 
-static bool lacks_some(const ipc_map *map)
+static bool lacks_some_allocation(const ipc_map *map)
 {
     size_t at = 0;
     return next_wanted(map, &at) != NULL;
@@ -277,14 +277,14 @@ void ipc_map_expect(ipc_map *map, bool more)
 }
 
 /* Lock held. */
-static void sweep(ipc_map *map)
+static void sweep_released(ipc_map *map)
 {
     size_t kept = 0;
     for (size_t i = 0; i < map->n; i++) {
         if (map->all[i]->holders > 0)
             map->all[kept++] = map->all[i];
         else
-            unmap(map, map->all[i]);
+            unmap_allocation(map, map->all[i]);
     }
     if (kept < map->n) {
         map->n = kept;
@@ -295,7 +295,7 @@ static void sweep(ipc_map *map)
 void ipc_map_sweep(ipc_map *map)
 {
     pthread_mutex_lock(&map->lock);
-    sweep(map);
+    sweep_released(map);
     pthread_mutex_unlock(&map->lock);
 }
 
@@ -303,12 +303,12 @@ fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error)
 {
     pthread_mutex_lock(&map->lock);
     open_wanted(map, stop);
-    if (!(stop && stop->stopped) && lacks_some(map)) {
+    if (!(stop && stop->stopped) && lacks_some_allocation(map)) {
         /* Older memory of the same addresses of its owner may be in the way. */
-        sweep(map);
+        sweep_released(map);
         open_wanted(map, stop);
     }
-    map->behind = lacks_some(map);
+    map->behind = lacks_some_allocation(map);
     pthread_mutex_unlock(&map->lock);
     return stop && stop->stopped
                ? work_broken_off(stop, "connect", "memory was mapped", error)

@@ -96,7 +96,7 @@ void sink_job_release(sink_job *job)
 
 /* ----------------------------------------------------------------- entries */
 
-static bool cut_entry(copy_list *out, const copy_entry *entry)
+static bool cut_job_entry(copy_list *out, const copy_entry *entry)
 {
     uint64_t n = copy_units_cut(entry, NULL);
     if (!array_reserve(&out->entries, &out->capacity, out->n + n, sizeof *entry))
@@ -123,6 +123,6 @@ bool sink_job_entries(const sink_job *job, size_t index)
     }
     bool ok = !s->blocks.failed;
     for (uint64_t i = 0; i < s->blocks.n && ok; i++)
-        ok = cut_entry(&s->cut, &s->blocks.entries[i]);
+        ok = cut_job_entry(&s->cut, &s->blocks.entries[i]);
     return ok;
 }

@@ -1,9 +1,131 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ipc/device_plan_internal.h"
+#include "ipc/device_plan.h"
 
 #include "array.h"
 #include "error_set.h"
 #include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------ chunks dealt to devices */
+
+/*
+ * Which device gathers which chunk. Each brings its chunks over its own link to the host, so all
+ * get the same share of the bytes. Where shards lie in one stretch of the destination, the device
+ * that holds them gathers them; where every chunk has some of all devices' it does not matter.
+ */
+
+typedef struct dealing {
+    device_plan *d;
+    const int *owners;
+    const copy_list *list;
+    uint64_t share;                 /* of all bytes, a device's */
+    uint64_t dealt[GATHER_DEVICES]; /* bytes */
+    uint8_t *of_chunk;              /* index of the device in d->wanted */
+} dealing;
+
+/* What each device holds itself of a chunk. */
+static void count_own(const dealing *w, const host_chunk *c,
+                      uint64_t own[GATHER_DEVICES])
+{
+    memset(own, 0, GATHER_DEVICES * sizeof own[0]);
+    for (uint64_t i = c->first_entry; w->owners && i < c->first_entry + c->n_entries;
+         i++) {
+        const copy_entry *e = &w->list->entries[i];
+        int owner = w->owners[w->d->bases[e->base].source];
+        for (size_t k = 0; k < w->d->wanted.n; k++) {
+            if (w->d->wanted.device[k] == owner)
+                own[k] += (uint64_t)e->runs * convert_bytes(e->convert, e->run);
+        }
+    }
+}
+
+/* Who has least; or who holds clearly more of it and has not had a share yet. */
+static size_t taker(const dealing *w, const host_chunk *c)
+{
+    uint64_t own[GATHER_DEVICES], margin = c->length / 4;
+    size_t least = 0, n = w->d->wanted.n;
+    count_own(w, c, own);
+    for (size_t k = 1; k < n; k++)
+        least = w->dealt[k] < w->dealt[least] ? k : least;
+    size_t best = least;
+    for (size_t k = 0; k < n; k++) {
+        if (w->dealt[k] < w->share && own[k] > own[best] + (best == least ? margin : 0))
+            best = k;
+    }
+    return best;
+}
+
+static void deal_chunks(dealing *w)
+{
+    uint64_t all = 0;
+    for (uint64_t i = 0; i < w->d->n_chunks; i++)
+        all += w->d->chunks[i].length;
+    w->share = all / w->d->wanted.n;
+    for (uint64_t i = 0; i < w->d->n_chunks; i++) {
+        size_t k = taker(w, &w->d->chunks[i]);
+        w->of_chunk[i] = (uint8_t)k;
+        w->dealt[k] += w->d->chunks[i].length;
+    }
+}
+
+/* Device by device into @p chunks and @p entries. */
+static void put_in_order(dealing *w, host_chunk *chunks, copy_entry *entries)
+{
+    device_plan *d = w->d;
+    uint64_t n_chunks = 0, n_entries = 0;
+    for (size_t k = 0; k < d->wanted.n; k++) {
+        gather_part part = {.device = d->wanted.device[k], .first_chunk = n_chunks};
+        uint64_t begin = n_entries;
+        for (uint64_t i = 0; i < d->n_chunks; i++) {
+            host_chunk c = d->chunks[i];
+            if (w->of_chunk[i] != k)
+                continue;
+            memcpy(entries + n_entries, w->list->entries + c.first_entry,
+                   (size_t)c.n_entries * sizeof *entries);
+            c.first_entry = n_entries - begin;
+            n_entries += c.n_entries;
+            chunks[n_chunks++] = c;
+        }
+        part.n_chunks = n_chunks - part.first_chunk;
+        if (part.n_chunks > 0)
+            d->gathers[d->n_gathers++] = part;
+    }
+}
+
+/* Deals chunks to the devices that are wanted: the same bytes to each, and what a device holds
+    itself (owners, as in device_plan_parts) rather to that one. Chunks and list are put in
+    the order of devices; entries are counted from where their device's begin. FANIN_ERR_MEMORY. */
+static fanin_status device_plan_deal(device_plan *d, const int *owners, copy_list *list,
+                                     fanin_error *error)
+{
+    dealing w = {.d = d, .owners = owners, .list = list};
+    d->n_gathers = 0;
+    if (d->wanted.n == 1) {
+        d->gathers[d->n_gathers++] =
+            (gather_part){.device = d->wanted.device[0], .n_chunks = d->n_chunks};
+        return FANIN_OK;
+    }
+    w.of_chunk = calloc(d->n_chunks + 1, sizeof *w.of_chunk);
+    host_chunk *chunks = calloc(d->n_chunks + 1, sizeof *chunks);
+    copy_entry *entries = calloc(list->n + 1, sizeof *entries);
+    bool good = w.of_chunk && chunks && entries;
+    if (good) {
+        deal_chunks(&w);
+        put_in_order(&w, chunks, entries);
+        free(d->chunks);
+        d->chunks = chunks;
+        free(list->entries);
+        list->entries = entries;
+        list->capacity = list->n + 1;
+    } else {
+        free(chunks);
+        free(entries);
+    }
+    free(w.of_chunk);
+    return good ? FANIN_OK : error_set_memory(error);
+}
+
+/* ----------------------------------------------------------------- tables */
 
 typedef struct builder {
     const device_plan_parts *from;
@@ -34,7 +156,7 @@ static const source_copies *copies_of(const builder *b, size_t source)
     return b->d->of_source[source] ? b->from->copies[source] : NULL;
 }
 
-static device_part *part_of(device_plan *d, int device)
+static device_part *device_part_of(device_plan *d, int device)
 {
     for (size_t i = 0; i < d->n_parts; i++) {
         if (d->parts[i].device == device)
@@ -44,7 +166,7 @@ static device_part *part_of(device_plan *d, int device)
 }
 
 /* How many parts, bases, pieces and entries there will be, and room for them. */
-static fanin_status make_room(builder *b, fanin_error *error)
+static fanin_status make_room_for_parts(builder *b, fanin_error *error)
 {
     device_plan *d = b->d;
     uint64_t devices = 0, bases = 0, pieces = 0;
@@ -69,7 +191,7 @@ static void add_parts(builder *b, const source_copies *c)
 {
     device_plan *d = b->d;
     for (size_t i = 0; i < c->n_devices; i++) {
-        device_part *part = part_of(d, c->devices[i].device);
+        device_part *part = device_part_of(d, c->devices[i].device);
         if (!part) {
             part = &d->parts[d->n_parts++];
             part->device = c->devices[i].device;
@@ -87,11 +209,12 @@ static void add_bases(device_plan *d, size_t source, const source_copies *c)
 }
 
 /* Of the source, whose bases begin at @p base. */
-static bool join(builder *b, const source_copies *c, uint32_t base)
+static bool join_copies(builder *b, const source_copies *c, uint32_t base)
 {
     for (size_t i = 0; i < c->n_devices; i++) {
         const copy_list *from = &c->devices[i].list;
-        copy_list *to = &b->lists[part_of(b->d, c->devices[i].device) - b->d->parts];
+        copy_list *to =
+            &b->lists[device_part_of(b->d, c->devices[i].device) - b->d->parts];
         for (uint64_t j = 0; j < from->n; j++) {
             if (work_stopped(b->from->stop))
                 return false;
@@ -111,7 +234,7 @@ static bool join(builder *b, const source_copies *c, uint32_t base)
 static fanin_status join_all(builder *b, fanin_error *error)
 {
     device_plan *d = b->d;
-    fanin_status status = make_room(b, error);
+    fanin_status status = make_room_for_parts(b, error);
     if (status != FANIN_OK)
         return status;
     for (size_t i = 0; i < d->n_sources; i++) {
@@ -130,7 +253,7 @@ static fanin_status join_all(builder *b, fanin_error *error)
         if (!c)
             continue;
         add_bases(d, i, c);
-        if (!join(b, c, base))
+        if (!join_copies(b, c, base))
             return device_plan_broken_off(b->from->stop, error);
     }
     return FANIN_OK;
@@ -163,7 +286,7 @@ static fanin_status make_host_tables(builder *b, gpu *g, fanin_error *error)
     return status;
 }
 
-static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
+static fanin_status make_device_tables(builder *b, gpu *g, fanin_error *error)
 {
     device_plan *d = b->d;
     fanin_status status = join_all(b, error);
@@ -189,7 +312,7 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
     b.d->n_sources = n;
     for (size_t i = 0; i < n; i++)
         b.d->of_source[i] = is_part(parts, i);
-    fanin_status status = make_tables(&b, g, error);
+    fanin_status status = make_device_tables(&b, g, error);
     for (size_t i = 0; b.lists && i < b.d->n_parts; i++)
         copy_list_free(&b.lists[i]);
     free(b.lists);

@@ -5,10 +5,10 @@
  * order: one copy lands it. Elsewhere pieces lie packed in a chunk, by ascending destination,
  * and threads scatter them.
  */
-#include "ipc/device_plan_internal.h"
+#include "ipc/device_plan.h"
 
 #include "array.h"
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "plan/plan_internal.h"
 #include <stdlib.h>
 
@@ -33,7 +33,7 @@ static uint64_t landed_bytes(const host_piece *p)
 }
 
 /* How far a view's runs reach below and above its first one. */
-static void reach_of(const strided *view, uint64_t *below, uint64_t *above)
+static void piece_reach(const strided *view, uint64_t *below, uint64_t *above)
 {
     *below = 0;
     *above = convert_bytes(view->convert, view->run);
@@ -55,7 +55,7 @@ static bool is_contiguous(const host_pieces *pieces, uint64_t *start_out,
         const host_piece *p = &pieces->pieces[i];
         uint64_t below = 0, above = p->length;
         if (p->view)
-            reach_of(p->view, &below, &above);
+            piece_reach(p->view, &below, &above);
         start = p->to - below < start ? p->to - below : start;
         end = p->to + above > end ? p->to + above : end;
         bytes += landed_bytes(p);
@@ -125,7 +125,7 @@ static copy_entry upwards(const copy_entry *e)
 }
 
 /* One run, cut wherever a chunk ends. False: an element that is converted would be torn apart. */
-static bool cut_run(const copy_entry *run, uint64_t size, sorting *s)
+static bool cut_host_run(const copy_entry *run, uint64_t size, sorting *s)
 {
     copy_entry part = *run;
     uint64_t scale = run->convert == CONVERT_NONE ? 1 : 2;
@@ -147,7 +147,7 @@ static bool cut_run(const copy_entry *run, uint64_t size, sorting *s)
     return true;
 }
 
-static bool cut_entry(const copy_entry *entry, uint64_t size, sorting *s)
+static bool cut_host_entry(const copy_entry *entry, uint64_t size, sorting *s)
 {
     copy_entry e = upwards(entry);
     uint64_t step = (uint64_t)e.to_step, length = convert_bytes(e.convert, e.run);
@@ -164,7 +164,7 @@ static bool cut_entry(const copy_entry *entry, uint64_t size, sorting *s)
         part.from = e.from + done * (uint64_t)e.from_step;
         part.to = to;
         if (whole == 0) {
-            if (!cut_run(&part, size, s))
+            if (!cut_host_run(&part, size, s))
                 return false;
             done++;
             continue;
@@ -181,7 +181,7 @@ static bool cut_entry(const copy_entry *entry, uint64_t size, sorting *s)
 static bool cut_list(const copy_list *list, uint64_t size, sorting *s)
 {
     for (uint64_t i = 0; i < list->n; i++) {
-        if (work_stopped(list->stop) || !cut_entry(&list->entries[i], size, s))
+        if (work_stopped(list->stop) || !cut_host_entry(&list->entries[i], size, s))
             return false;
     }
     return true;
@@ -206,7 +206,7 @@ static bool fill_chunk(layout *l, uint64_t at, uint64_t end)
 }
 
 /* The chunks from @p lead to @p end behind @p origin, and none of the entries yet. */
-static bool add_chunks(layout *l, uint64_t origin, uint64_t lead, uint64_t end)
+static bool add_host_chunks(layout *l, uint64_t origin, uint64_t lead, uint64_t end)
 {
     uint64_t size = l->d->chunk_bytes;
     for (uint64_t at = 0; at < end; at += size) {
@@ -218,7 +218,7 @@ static bool add_chunks(layout *l, uint64_t origin, uint64_t lead, uint64_t end)
     return true;
 }
 
-static void add_all(copy_list *list, const host_pieces *pieces, uint64_t start)
+static void add_chunk_pieces(copy_list *list, const host_pieces *pieces, uint64_t start)
 {
     for (uint64_t i = 0; i < pieces->n; i++) {
         const host_piece *p = &pieces->pieces[i];
@@ -238,8 +238,8 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     copy_list whole = {.stop = stop};
     sorting s = {0};
     uint64_t lead = start % DIGEST_PIECE, origin = start - lead;
-    add_all(&whole, pieces, origin);
-    bool ok = !whole.failed && add_chunks(l, origin, lead, lead + bytes);
+    add_chunk_pieces(&whole, pieces, origin);
+    bool ok = !whole.failed && add_host_chunks(l, origin, lead, lead + bytes);
     if (ok)
         ok = (s.next = calloc(d->n_chunks + 1, sizeof *s.next)) != NULL;
     if (ok && !cut_list(&whole, d->chunk_bytes, &s))
@@ -287,7 +287,7 @@ static host_chunk *last_chunk(layout *l)
 }
 
 /* Room for @p length bytes that stay together; the chunk may be a new one. */
-static bool make_room(layout *l, uint64_t length)
+static bool make_room_for_chunks(layout *l, uint64_t length)
 {
     host_chunk *c = last_chunk(l);
     c->length = (c->length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -300,7 +300,7 @@ static bool pack_view(layout *l, const host_piece *p)
     uint32_t view;
     uint64_t length = landed_bytes(p);
     split_view(p->view, &gather, &land);
-    if (!view_intern(&l->views, &land, &view) || !make_room(l, length))
+    if (!view_intern(&l->views, &land, &view) || !make_room_for_chunks(l, length))
         return false;
     host_chunk *c = last_chunk(l);
     uint64_t before = l->list->n;
@@ -356,7 +356,8 @@ static bool lay_out_packed(layout *l, host_pieces *pieces)
         if (work_stopped(l->list->stop))
             ok = false;
         else
-            ok = p->view ? pack_view(l, p) : make_room(l, 0) && pack_bytes(l, p);
+            ok = p->view ? pack_view(l, p)
+                         : make_room_for_chunks(l, 0) && pack_bytes(l, p);
     }
     l->d->views = l->views.views;
     intern_free(&l->views.index);

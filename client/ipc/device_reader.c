@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ipc/device_reader.h"
+#include "ipc/ipc.h"
 
 #include "device/devices.h"
 #include "worker_pool.h"
@@ -135,7 +135,8 @@ static fanin_status find_addresses(device_reader *r, int device, fanin_error *er
 }
 
 /* FANIN_OK: the stream is idle; FANIN_ERR_TIMEOUT, and nothing written: not yet. */
-static fanin_status ask(gpu_stream *stream, deadline until, fanin_error *error)
+static fanin_status ask_if_copied(gpu_stream *stream, deadline until,
+                                  fanin_error *error)
 {
     fanin_error local = FANIN_ERROR_INIT;
     fanin_status status = gpu_stream_wait(stream, until, &local);
@@ -159,8 +160,8 @@ static whole_pieces pieces_of(const host_chunk *c)
 }
 
 /* Of what has been gathered, before it is copied. */
-static fanin_status start_digests(const device_reader *r, const lane *l,
-                                  fanin_error *error)
+static fanin_status start_chunk_digests(const device_reader *r, const lane *l,
+                                        fanin_error *error)
 {
     whole_pieces p = pieces_of(l->chunk);
     if (!r->digests)
@@ -331,19 +332,19 @@ static fanin_status ask_lanes(device_reader *r, deadline until, fanin_error *err
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->plan->n_gathers; i++) {
         for (int j = 0; j < GATHER_LANES && status == FANIN_OK; j++)
-            status = ask(r->gathers[i].lanes[j].at.stream, until, error);
+            status = ask_if_copied(r->gathers[i].lanes[j].at.stream, until, error);
     }
     return status;
 }
 
 /* What is on a stream cannot be recalled, so nothing is put behind the caller's work before that
    has ended: a pull whose deadline passes meanwhile leaves nothing behind. */
-static fanin_status enter(device_reader *r, deadline until, fanin_error *error)
+static fanin_status enter_context(device_reader *r, deadline until, fanin_error *error)
 {
     const device_plan *d = r->plan;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
-        status = ask(r->parts[i].stream, until, error);
+        status = ask_if_copied(r->parts[i].stream, until, error);
     if (status == FANIN_OK)
         status = ask_lanes(r, until, error);
     if (status != FANIN_OK)
@@ -371,14 +372,14 @@ static fanin_status start_chunk(device_reader *r, gathering *g, lane *l,
         gpu_table_run(g->part->table, l->at.stream, c->first_entry, c->n_entries, 0,
                       (uint64_t)(uintptr_t)l->at.device, error);
     if (status == FANIN_OK)
-        status = start_digests(r, l, error);
+        status = start_chunk_digests(r, l, error);
     if (status == FANIN_OK)
         status = gpu_copy(l->at.stream, to, l->at.device + c->lead, (size_t)c->length,
                           error);
     return status;
 }
 
-static void tell_landed(const device_reader *r, const lane *lane)
+static void tell_chunk_landed(const device_reader *r, const lane *lane)
 {
     const device_plan *d = r->plan;
     const host_chunk *c = lane->chunk;
@@ -400,7 +401,7 @@ static void tell_landed(const device_reader *r, const lane *lane)
 
 static void finish_chunk(device_reader *r, lane *l)
 {
-    tell_landed(r, l);
+    tell_chunk_landed(r, l);
     r->bytes += l->chunk->length;
     r->landed_chunks++;
     l->state = LANE_FREE;
@@ -421,7 +422,7 @@ static void land_chunk(device_reader *r, lane *l)
     }
 }
 
-static bool collect(device_reader *r)
+static bool collect_chunk(device_reader *r)
 {
     bool any = false;
     worker_job *done;
@@ -465,7 +466,7 @@ static fanin_status take_of(device_reader *r, gathering *g, bool *any,
 {
     lane *l;
     while ((l = oldest_of(g))) {
-        fanin_status status = ask(l->at.stream, 0, error);
+        fanin_status status = ask_if_copied(l->at.stream, 0, error);
         if (status != FANIN_OK)
             return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
         *any = true;
@@ -481,7 +482,8 @@ static fanin_status take_copied(device_reader *r, deadline until, bool *any,
                                 fanin_error *error)
 {
     lane *first = until > 0 ? oldest_copying(r) : NULL;
-    fanin_status status = first ? ask(first->at.stream, until, error) : FANIN_OK;
+    fanin_status status =
+        first ? ask_if_copied(first->at.stream, until, error) : FANIN_OK;
     if (status == FANIN_ERR_TIMEOUT)
         status = FANIN_OK;
     for (size_t i = 0; i < r->plan->n_gathers && status == FANIN_OK; i++)
@@ -505,14 +507,14 @@ static fanin_status start_chunks(device_reader *r, gathering *g, bool *any,
 
 /* -------------------------------------------------------------------- steps */
 
-static fanin_status take_parts(device_reader *r, deadline until, bool *any,
-                               fanin_error *error)
+static fanin_status take_chunk_parts(device_reader *r, deadline until, bool *any,
+                                     fanin_error *error)
 {
     const device_plan *d = r->plan;
     for (size_t i = 0; i < d->n_parts; i++) {
         if (r->parts[i].done)
             continue;
-        fanin_status status = ask(r->parts[i].stream, until, error);
+        fanin_status status = ask_if_copied(r->parts[i].stream, until, error);
         if (status != FANIN_OK && status != FANIN_ERR_TIMEOUT)
             return status;
         until = 0; /* one wait is enough */
@@ -539,17 +541,17 @@ static fanin_status pass(device_reader *r, deadline until, bool *any,
                          fanin_error *error)
 {
     const bool gathers = r->plan->n_chunks > r->landed_chunks;
-    fanin_status status = r->entered ? FANIN_OK : enter(r, until, error);
+    fanin_status status = r->entered ? FANIN_OK : enter_context(r, until, error);
     if (status != FANIN_OK || !r->entered)
         return status;
-    if (gathers && collect(r))
+    if (gathers && collect_chunk(r))
         *any = true;
     if (gathers)
         status = take_copied(r, until, any, error);
     for (size_t i = 0; i < r->plan->n_gathers && status == FANIN_OK; i++)
         status = start_chunks(r, &r->gathers[i], any, error);
     if (status == FANIN_OK)
-        status = take_parts(r, gathers ? 0 : until, any, error);
+        status = take_chunk_parts(r, gathers ? 0 : until, any, error);
     return status;
 }
 
@@ -585,7 +587,7 @@ uint64_t device_reader_scatter_ns(const device_reader *r)
 /* ------------------------------------------------------------------- ending */
 
 /* A device that has failed runs nothing any more. */
-static bool drain(gpu_stream *stream)
+static bool drain_streams(gpu_stream *stream)
 {
     return gpu_stream_wait(stream, deadline_in_ms(DRAIN_MS), NULL) != FANIN_ERR_TIMEOUT;
 }
@@ -600,10 +602,10 @@ bool device_reader_destroy(device_reader **reader)
     bool drained = true;
     for (size_t i = 0; r->parts && i < r->plan->n_parts; i++) {
         if (r->parts[i].queued && !r->parts[i].done)
-            drained = drain(r->parts[i].stream) && drained;
+            drained = drain_streams(r->parts[i].stream) && drained;
     }
     for (lane *l; (l = oldest_copying(r)); l->state = LANE_FREE)
-        drained = drain(l->at.stream) && drained;
+        drained = drain_streams(l->at.stream) && drained;
     free(r->parts);
     free(r->addresses);
     free(r);

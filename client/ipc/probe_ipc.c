@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The path cuda_ipc: other processes' allocations mapped for the devices that read them. */
-#include "ipc/map_ahead.h"
-#include "ipc/mapped_regions.h"
-#include "ipc/reader_ipc.h"
+#include "ipc/ipc.h"
 
 #include "device/devices.h"
 #include "error_set.h"
@@ -48,7 +46,7 @@ static fanin_status await_probe(const regions_use *r, device_probe *p,
 }
 
 /* Reads a few bytes from a region; no lease is needed, they are thrown away. */
-static fanin_status probe(const regions_use *r, fanin_error *error)
+static fanin_status probe_regions(const regions_use *r, fanin_error *error)
 {
     const devices *d = r->round->client->devices;
     const msg_hello_ok *hello =
@@ -95,14 +93,14 @@ static fanin_status confirm(const regions_use *r, fanin_error *error)
         }
     }
     if (status == FANIN_OK && r->fresh)
-        status = probe(r, error);
+        status = probe_regions(r, error);
     view->whole = status == FANIN_OK;
     view->covers = regions_plan_id(r->round);
     return status;
 }
 
 /* The error is the pull's end, and nobody's fault. */
-static bool is_over(const fanin_error *e)
+static bool is_pull_over(const fanin_error *e)
 {
     return e->status == FANIN_ERR_TIMEOUT || e->status == FANIN_ERR_CANCELLED;
 }
@@ -135,7 +133,7 @@ static fanin_status for_gatherers(regions_use *one,
         one->device = r->goal->gather.device[i];
         if (what(one, &local) == FANIN_OK) {
             i++;
-        } else if (i == 0 || is_over(&local)) {
+        } else if (i == 0 || is_pull_over(&local)) {
             regions_let_go(one);
             return error_copy(error, &local);
         } else {
@@ -172,8 +170,8 @@ static fanin_status for_devices(path_round *r, size_t index,
 /* --------------------------------------------------- the devices that gather */
 
 /* Bytes of the ranks in @p mask that @p device holds itself, and whether it reaches all. */
-static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
-                            bool *all)
+static uint64_t count_own_bytes(const path_round *r, const bool *mask, int device,
+                                bool *all)
 {
     const gpu *g = r->client->devices->g;
     uint64_t own = 0;
@@ -205,7 +203,7 @@ static gatherer next_gatherer(const path_round *r, const bool *mask,
         gatherer one = {.device = device};
         if (gather_set_has(set, device))
             continue;
-        one.own = count_bytes(r, mask, device, &one.all);
+        one.own = count_own_bytes(r, mask, device, &one.all);
         if (best.device < 0 || one.all > best.all ||
             (one.all == best.all && one.own > best.own))
             best = one;
@@ -304,7 +302,8 @@ static const char *objection(const path_round *r, size_t peer, bool *mine)
 }
 
 /* Takes what is open and for this path into @p mine. */
-static fanin_status sort_out(path_round *r, bool *open, bool *mine, fanin_error *error)
+static fanin_status take_ranks_for_ipc(path_round *r, bool *open, bool *mine,
+                                       fanin_error *error)
 {
     fanin_status status = learn_kinds(r, open, mine, error);
     for (size_t i = 0; i < r->client->n_peers; i++) {
@@ -384,19 +383,19 @@ static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *err
     return status;
 }
 
-static fanin_status settle(path_round *r, size_t index, fanin_error *error)
+static fanin_status settle_rank(path_round *r, size_t index, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
     bool fresh = path_taken(r->publication, index)->path != &ipc_reader;
     if (for_devices(r, index, confirm, &why) != FANIN_OK)
-        return is_over(&why) ? error_copy(error, &why)
-                             : path_give_up(r, index, why.message, error);
+        return is_pull_over(&why) ? error_copy(error, &why)
+                                  : path_give_up(r, index, why.message, error);
     if (fresh)
         path_choose(r, index, &ipc_reader, "a probe read by cuda_ipc succeeded");
     return FANIN_OK;
 }
 
-static fanin_status take_all(path_round *r, bool *mask, fanin_error *error)
+static fanin_status take_regions_of_all(path_round *r, bool *mask, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
@@ -409,7 +408,7 @@ static fanin_status take_all(path_round *r, bool *mask, fanin_error *error)
     return status;
 }
 
-static fanin_status try_all(path_round *r, bool *mask, fanin_error *error)
+static fanin_status try_ipc(path_round *r, bool *mask, fanin_error *error)
 {
     if (!gather_ranks(r, mask))
         return FANIN_OK;
@@ -420,12 +419,12 @@ static fanin_status try_all(path_round *r, bool *mask, fanin_error *error)
     if (status == FANIN_OK && r->host)
         find_gatherers(r, mask);
     if (status == FANIN_OK)
-        status = take_all(r, mask, error);
+        status = take_regions_of_all(r, mask, error);
     if (status == FANIN_OK)
         status = open_taken(r, mask, error);
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         if (mask[i])
-            status = settle(r, i, error);
+            status = settle_rank(r, i, error);
     }
     return status;
 }
@@ -437,9 +436,9 @@ fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error)
         return error_set_memory(error);
     map_ahead_settle(r->goal->ahead);
     device_memory_end_probes(r->client->devices->memory);
-    fanin_status status = sort_out(r, open, mine, error);
+    fanin_status status = take_ranks_for_ipc(r, open, mine, error);
     if (status == FANIN_OK)
-        status = try_all(r, mine, error);
+        status = try_ipc(r, mine, error);
     map_ahead_close(r->goal->ahead); /* nothing is swept that is being opened */
     if (r->client->devices->map)
         ipc_map_sweep(r->client->devices->map); /* what newer tables do not list */

@@ -50,10 +50,10 @@ struct fanin_client {
     /* what rooms above this one keep between calls, each its own; NULL: nothing */
     publication *publications;       /**< catalog/tables.h */
     struct devices *devices;         /**< device/devices.h */
-    struct path_peer *paths;         /**< path/path_state.h; one a peer */
+    struct path_peer *paths;         /**< path/path.h; one a peer */
     struct stream_end *streams;      /**< stream/stream_link.h; one a peer */
     struct reading_threads *readers; /**< net/reading_threads.h */
-    struct cma_end *cma;             /**< cma/reader_cma.h */
+    struct cma_end *cma;             /**< cma/cma.h */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
     struct adapter_layout *layout;   /**< adapter/adapter_layout.h */

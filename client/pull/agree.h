@@ -4,7 +4,7 @@
 #define AGREE_H
 
 #include "catalog/tables.h"
-#include "path/reader.h"
+#include "path/path.h"
 
 /** How long leases that came with announcements are kept for what is still missing. */
 #define EARLY_MS 2

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/choose_path.h"
 
-#include "cma/reader_cma.h"
+#include "cma/cma.h"
 #include "error_set.h"
-#include "ipc/reader_ipc.h"
+#include "ipc/ipc.h"
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include <stdlib.h>

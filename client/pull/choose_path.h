@@ -3,7 +3,7 @@
 #ifndef CHOOSE_PATH_H
 #define CHOOSE_PATH_H
 
-#include "path/reader.h"
+#include "path/path.h"
 
 #define PATH_READERS 4
 /** In the order in which they are tried, started and ended. */

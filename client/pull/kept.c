@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/kept.h"
 
-#include "path/path_state.h"
+#include "path/path.h"
 #include "pull/choose_path.h"
 #include "pull/plan_cache.h"
 

@@ -3,7 +3,7 @@
 #ifndef LEASE_ROUND_H
 #define LEASE_ROUND_H
 
-#include "path/reader.h"
+#include "path/path.h"
 
 /**
  * Conditional begins (step, catalog version) on all peers with use[i] whose lease is not held yet;

@@ -10,7 +10,7 @@
 #include "adapter/adapter.h"
 #include "array.h"
 #include "catalog/tables.h"
-#include "path/reader.h"
+#include "path/path.h"
 #include "plan/plan.h"
 #include "pull/result.h"
 

@@ -3,7 +3,7 @@
 #ifndef RESULT_H
 #define RESULT_H
 
-#include "path/reader.h"
+#include "path/path.h"
 
 struct fanin_result {
     fanin_result_info info;

@@ -8,6 +8,71 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* --------------------------------------------------- connections to peers */
+
+/* The data connections that a client keeps to its ranks. */
+
+/* Of one peer. */
+struct stream_end {
+    stream_link *link;
+    uint64_t generation; /* of the connection that it was made for */
+};
+
+/* NULL: there are none, or none that are of use. */
+static stream_link *find_link(const fanin_client *client, size_t peer)
+{
+    const struct stream_end *end = client->streams ? &client->streams[peer] : NULL;
+    bool is_current = end && end->generation == client->peers[peer].generation;
+    /* They may have been closed while they rested. */
+    return is_current && end->link && stream_link_is_whole(end->link) ? end->link
+                                                                      : NULL;
+}
+
+bool stream_at_hand(const fanin_client *client, size_t peer)
+{
+    const stream_link *link = find_link(client, peer);
+    return link && stream_link_is_made(link);
+}
+
+fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
+                         stream_link **out, fanin_error *error)
+{
+    const struct peer *p = &client->peers[peer];
+    fanin_status status = FANIN_OK;
+    *out = find_link(client, peer);
+    if (!client->streams)
+        client->streams = calloc(client->n_peers, sizeof *client->streams);
+    if (!client->streams)
+        return error_set_memory(error);
+    struct stream_end *end = &client->streams[peer];
+    end->generation = p->generation;
+    if (!*out)
+        stream_link_destroy(&end->link);
+    if (!end->link)
+        status = stream_link_create(client, p->control, 1, &end->link, error);
+    fanin_error why = FANIN_ERROR_INIT;
+    *out = end->link;
+    if (status != FANIN_OK || stream_link_widen(end->link, count, &why) == FANIN_OK ||
+        client->config.streams_per_rank == 0)
+        return status; /* more are faster; one does */
+    return error_copy(error, &why);
+}
+
+void stream_end_work(fanin_client *client, size_t peer)
+{
+    stream_link **link = &client->streams[peer].link;
+    if (*link && !stream_link_stop(*link))
+        stream_link_destroy(link);
+}
+
+void stream_disconnect(fanin_client *client)
+{
+    for (size_t i = 0; client->streams && i < client->n_peers; i++)
+        stream_link_destroy(&client->streams[i].link);
+    free(client->streams);
+    client->streams = NULL;
+}
+
 /* Bytes of sealed streams from which on threads check them. */
 #define CHECKS_FROM ((uint64_t)8 << 20)
 /* One for a rank's thread, one for the calling one. */
@@ -87,7 +152,7 @@ typedef struct stream_reading {
 } stream_reading;
 
 /* Of a source that this path reads. */
-static uint64_t bytes_of(const path_reading *r, size_t source)
+static uint64_t bytes_of_works(const path_reading *r, size_t source)
 {
     const path_plan *p = r->plan;
     return p->reader_of[source] == &stream_reader ? p->plan->ranks[source].bytes : 0;
@@ -109,7 +174,7 @@ static void make_checks(stream_reading *s)
     uint64_t sealed = 0;
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         if (connection_is_sealed(path_source(s->r, i)))
-            sealed += bytes_of(s->r, i);
+            sealed += bytes_of_works(s->r, i);
     }
     if (sealed >= CHECKS_FROM && usable_cpus() > BUSY_CPUS && !s->r->sink &&
         s->n_threads == 1)
@@ -142,7 +207,7 @@ static bool is_ciphered_here(const path_reading *r)
 {
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         const connection *c = r->client->peers[r->plan->peer_of[i]].control;
-        if (bytes_of(r, i) > 0 && connection_tls(c) && connection_is_local(c))
+        if (bytes_of_works(r, i) > 0 && connection_tls(c) && connection_is_local(c))
             return true;
     }
     return false;
@@ -153,15 +218,15 @@ static bool is_ciphered_here(const path_reading *r)
 static uint64_t cost_of(const path_reading *r, size_t source)
 {
     size_t peer = r->plan->peer_of[source];
-    uint64_t bytes = bytes_of(r, source), handshakes = 0;
+    uint64_t bytes = bytes_of_works(r, source), handshakes = 0;
     if (connection_tls(path_source(r, source)) && !stream_at_hand(r->client, peer))
         handshakes = connections_for(r->client, peer, 1);
     return bytes > 0 ? bytes + handshakes * HANDSHAKE_BYTES : 0;
 }
 
 /* Threads to read with: more than one if there are, or can be made. */
-static unsigned find_threads(const path_reading *r, const uint64_t *costs,
-                             unsigned most)
+static unsigned find_reading_threads(const path_reading *r, const uint64_t *costs,
+                                     unsigned most)
 {
     fanin_client *client = r->client;
     reading_size size = {.configured = client->config.threads,
@@ -189,12 +254,12 @@ static loop *loop_of(fanin_client *client, unsigned thread)
                        : reading_threads_loop(client->readers, thread - 1);
 }
 
-static fanin_status deal(stream_reading *s, const uint64_t *costs, uint64_t *threads_of,
-                         fanin_error *error)
+static fanin_status deal_to_threads(stream_reading *s, const uint64_t *costs,
+                                    uint64_t *threads_of, fanin_error *error)
 {
     fanin_client *client = s->r->client;
     unsigned most = most_connections(client, is_ciphered_here(s->r));
-    unsigned n = find_threads(s->r, costs, most);
+    unsigned n = find_reading_threads(s->r, costs, most);
     s->threads = calloc(n, sizeof *s->threads);
     if (!s->threads ||
         !reading_threads_share(costs, s->r->plan->n_sources, n, most, threads_of))
@@ -219,8 +284,9 @@ static fanin_status make_threads(stream_reading *s, fanin_error *error)
     uint64_t *threads_of = calloc(n + 1, sizeof *threads_of);
     for (size_t i = 0; costs && i < n; i++)
         costs[i] = cost_of(s->r, i);
-    fanin_status status = costs && threads_of ? deal(s, costs, threads_of, error)
-                                              : error_set_memory(error);
+    fanin_status status = costs && threads_of
+                              ? deal_to_threads(s, costs, threads_of, error)
+                              : error_set_memory(error);
     free(costs);
     free(threads_of);
     return status;
@@ -278,7 +344,7 @@ static bool is_done(const stream_source *s)
 
 /* In a thread of its own: sends what its window has room for, tells of each source's end, the first
    who sees it. */
-static bool turn(void *cookie, deadline *wake)
+static bool take_stream_turn(void *cookie, deadline *wake)
 {
     reader_thread *t = cookie;
     stream_reading *s = t->of;
@@ -319,11 +385,11 @@ static fanin_status start_sources(stream_reading *s, void *const *details, bool 
             status = start_source(s, i, n, details ? details[i] : NULL, error);
     }
     for (unsigned i = 1; i < s->n_threads && status == FANIN_OK; i++)
-        reading_threads_go(r->client->readers, i - 1, turn, &s->threads[i]);
+        reading_threads_go(r->client->readers, i - 1, take_stream_turn, &s->threads[i]);
     return status;
 }
 
-static stream_reading *create(const path_reading *r, fanin_error *error)
+static stream_reading *create_reading(const path_reading *r, fanin_error *error)
 {
     stream_reading *s = calloc(1, sizeof *s + r->plan->n_sources * sizeof *s->sources);
     if (s)
@@ -337,7 +403,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
                           void **reading, fanin_error *error)
 {
     (void)shared;
-    stream_reading *s = create(r, error);
+    stream_reading *s = create_reading(r, error);
     *reading = s;
     if (!s)
         return FANIN_ERR_MEMORY;
@@ -436,8 +502,8 @@ static bool lacks_any(const path_reading *r, bool all)
 }
 
 /* *some: a connection to each rank is made; *done: nothing more is to come. */
-static fanin_status look(const stream_reading *s, bool *some, bool *done,
-                         fanin_error *error)
+static fanin_status look_at_links(const stream_reading *s, bool *some, bool *done,
+                                  fanin_error *error)
 {
     *some = *done = true;
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
@@ -457,7 +523,7 @@ static fanin_status look(const stream_reading *s, bool *some, bool *done,
 
 /* Who is silent meanwhile holds the pull up: ranks without a connection, and once there are none,
    those with some that are still to come. */
-static void set_owing(const stream_reading *s, bool some)
+static void set_links_owing(const stream_reading *s, bool some)
 {
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         const stream_source *source = &s->sources[i];
@@ -481,12 +547,12 @@ static fanin_status wait_for_them(stream_reading *s, deadline at, fanin_error *e
         bool some, done;
         deadline wake = UINT64_MAX;
         (void)busy(s, &wake);
-        fanin_status status = look(s, &some, &done, error);
+        fanin_status status = look_at_links(s, &some, &done, error);
         if (some && until == UINT64_MAX)
             until = deadline_in_ms(LATE_MS) + (clock_ns() - began);
         if (status != FANIN_OK || done || deadline_passed(until))
             return status;
-        set_owing(s, some);
+        set_links_owing(s, some);
         status = client_step(s->r->client, at, deadline_sooner(wake, until), "connect",
                              error);
         if (status != FANIN_OK)
@@ -500,7 +566,7 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
     uint64_t began = clock_ns();
     if (!lacks_any(r, all))
         return FANIN_OK;
-    stream_reading *s = create(r, error);
+    stream_reading *s = create_reading(r, error);
     if (!s)
         return FANIN_ERR_MEMORY;
     fanin_status status = make_threads(s, error);

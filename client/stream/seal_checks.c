@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/seal_checks.h"
+#include "stream/stream_link.h"
 
 #include "worker_pool.h"
 #include <stddef.h>
@@ -43,7 +43,7 @@ static check *check_of(worker_job *job)
 }
 
 /* The piece's bytes in the order in which they came. */
-static void add_piece(checksum *sum, const sealed_body *b, const piece *p)
+static void sum_piece(checksum *sum, const sealed_body *b, const piece *p)
 {
     const piece_ranges ranges = piece_ranges_of(b->plan, p);
     const strided *view = ranges.landing;
@@ -58,13 +58,13 @@ static void add_piece(checksum *sum, const sealed_body *b, const piece *p)
     }
 }
 
-static void make(worker_job *job)
+static void make_check(worker_job *job)
 {
     check *k = check_of(job);
     const sealed_body *b = &k->body;
     checksum_add(k->sum, b->header, FRAME_SIZE);
     for (uint32_t i = 0; i < b->n_pieces; i++)
-        add_piece(k->sum, b, &b->pieces[i]);
+        sum_piece(k->sum, b, &b->pieces[i]);
     k->fits = seal_fits(checksum_get(k->sum), b->seal);
 }
 
@@ -104,7 +104,7 @@ sealed_body *seal_checks_take(seal_checks *c)
     check *k = c && c->n < BACKLOG ? calloc(1, sizeof *k) : NULL;
     if (!k)
         return NULL;
-    k->job.run = make;
+    k->job.run = make_check;
     k->next = c->first;
     k->back = &c->first;
     if (k->next)

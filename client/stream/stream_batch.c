@@ -57,7 +57,7 @@ static bool add_staged(data_connection *d, const arrival *a)
 }
 
 /* The runs of a view, one by one. False: the batch is full before they are through. */
-static bool add_runs(data_connection *d, const arrival *a)
+static bool add_iovec_runs(data_connection *d, const arrival *a)
 {
     const stream_work *w = d->link->work;
     uint64_t runs = strided_runs(a->view);
@@ -174,7 +174,7 @@ bool batch_fill(data_connection *d)
             data_lose(d, FANIN_ERR_MEMORY, 0,
                       "sent what memory does not suffice to sort");
             return false;
-        } else if (!add_runs(d, &a)) {
+        } else if (!add_iovec_runs(d, &a)) {
             return true;
         }
         d->piece++;

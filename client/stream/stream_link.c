@@ -19,7 +19,7 @@
    holds no more in any case. */
 #define LOCAL_READS 2
 
-static void on_ready(loop_source *source, uint32_t events);
+static void on_data_ready(loop_source *source, uint32_t events);
 static void on_chunk(sink_waiter *waiter);
 
 /* ------------------------------------------------------------- life cycle */
@@ -47,8 +47,8 @@ static void close_data(data_connection *d)
     d->staging = NULL;
 }
 
-static fanin_status open_data(const stream_link *link, data_connection *d,
-                              fanin_error *error)
+static fanin_status open_data_connection(const stream_link *link, data_connection *d,
+                                         fanin_error *error)
 {
     if (link->sealed && !(d->sum = checksum_create()))
         return error_set_memory(error);
@@ -88,10 +88,10 @@ fanin_status stream_link_widen(stream_link *link, unsigned count, fanin_error *e
             return error_set_memory(error);
         d->link = link;
         d->loop = &link->client->loop;
-        d->source = (loop_source){.fd = -1, .ready = on_ready};
+        d->source = (loop_source){.fd = -1, .ready = on_data_ready};
         d->waiter.ready = on_chunk;
         d->end_job = &d->first_job;
-        status = open_data(link, d, error);
+        status = open_data_connection(link, d, error);
         if (status == FANIN_OK)
             link->n++;
         else
@@ -238,8 +238,8 @@ void stream_work_fail(stream_work *work, const fanin_error *why)
 }
 
 /* @p remedy: NULL or "": what the status suggests. */
-static void fail(const stream_link *link, fanin_status status, int sys_errno,
-                 const char *what, const char *remedy)
+static void fail_work(const stream_link *link, fanin_status status, int sys_errno,
+                      const char *what, const char *remedy)
 {
     stream_work *w = link->work;
     fanin_error why = FANIN_ERROR_INIT;
@@ -266,7 +266,7 @@ static void fail(const stream_link *link, fanin_status status, int sys_errno,
 }
 
 /* The sink's failure is the work's: it says which device. */
-static void fail_by_device(const stream_link *link)
+static void fail_work_by_device(const stream_link *link)
 {
     fanin_error why = FANIN_ERROR_INIT;
     if (link->work && device_sink_failed(link->work->devices, &why))
@@ -275,13 +275,13 @@ static void fail_by_device(const stream_link *link)
 
 void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
 {
-    fail(d->link, status, sys_errno, what, NULL);
+    fail_work(d->link, status, sys_errno, what, NULL);
     close_data(d);
 }
 
 static void lose_by_fault(data_connection *d, int sys_errno, const secure_fault *why)
 {
-    fail(d->link, why->status, sys_errno, why->what, why->remedy);
+    fail_work(d->link, why->status, sys_errno, why->what, why->remedy);
     close_data(d);
 }
 
@@ -300,7 +300,7 @@ static void lose_broken(data_connection *d, int sys_errno)
 
 void data_lose_device(data_connection *d)
 {
-    fail_by_device(d->link);
+    fail_work_by_device(d->link);
     close_data(d);
 }
 
@@ -316,7 +316,7 @@ void data_want(data_connection *d)
     loop_want(d->loop, &d->source, events);
 }
 
-static void flush(data_connection *d)
+static void flush_requests(data_connection *d)
 {
     int failed = outgoing_flush(&d->out, d->tls, d->source.fd);
     if (failed)
@@ -392,7 +392,7 @@ static void pump(data_connection *d)
     if (d->out.bytes.failed)
         data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
     else if (added)
-        flush(d);
+        flush_requests(d);
 }
 
 void stream_link_look(stream_link *link, const stream_share *share, deadline *wake)
@@ -424,7 +424,7 @@ void stream_link_start(stream_link *link, stream_work *work, stream_share *share
     link->work = work;
     if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
                                              &link->client->devices->memory))
-        fail_by_device(link);
+        fail_work_by_device(link);
     for (unsigned i = 0; i < link->n; i++) {
         data_connection *d = link->connections[i];
         d->share = d->share ? d->share : share;
@@ -492,7 +492,7 @@ void data_landed(sink_job *job, bool ok)
         sink_job_give(first);
     }
     if (!ok)
-        fail_by_device(d->link);
+        fail_work_by_device(d->link);
 }
 
 /* A chunk may be free. */
@@ -505,7 +505,7 @@ static void on_chunk(sink_waiter *waiter)
 }
 
 /* recv/readv with the usual cases; 0: nothing now or the connection is gone. */
-static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
+static size_t receive_frames(data_connection *d, struct iovec *iov, unsigned n)
 {
     for (;;) {
         ssize_t got = tls_receive_into(d->tls, d->source.fd, iov, (int)n);
@@ -537,11 +537,11 @@ static void sum_received(data_connection *d, size_t bytes)
     }
 }
 
-static size_t read_body(data_connection *d)
+static size_t receive_body(data_connection *d)
 {
     if (d->at_iov == d->n_iov && !batch_fill(d))
         return 0;
-    size_t got = receive(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
+    size_t got = receive_frames(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
     if (got == 0)
         return 0;
     if (d->link->sealed && !d->check)
@@ -569,7 +569,7 @@ static void on_verdict(void *owner, uint64_t bytes, bool fits)
 
 /* Whether threads can read all of the oldest request's bytes at leisure: they are in host memory
    and as they came. */
-static bool is_plain(const data_connection *d)
+static bool is_unsecured(const data_connection *d)
 {
     const stream_work *w = d->link->work;
     const read_request *r = &w->list->requests[d->queue[0]];
@@ -583,7 +583,7 @@ static void start_check(data_connection *d, const uint8_t header[FRAME_SIZE])
 {
     const stream_work *w = d->link->work;
     const read_request *r = &w->list->requests[d->queue[0]];
-    d->check = is_plain(d) ? seal_checks_take(w->checks) : NULL;
+    d->check = is_unsecured(d) ? seal_checks_take(w->checks) : NULL;
     if (!d->check)
         return;
     d->check->plan = w->plan;
@@ -692,8 +692,8 @@ static void lose_by_rank(data_connection *d, uint64_t request, const msg_error *
 {
     /* About no request, it says that of what came to it only. */
     bool altered = d->link->sealed && request == 0 && m->code == FANIN_ERR_TRANSPORT;
-    fail(d->link, m->code < 0 ? m->code : FANIN_ERR_PROTOCOL, altered ? EBADMSG : 0,
-         m->message, m->remedy);
+    fail_work(d->link, m->code < 0 ? m->code : FANIN_ERR_PROTOCOL,
+              altered ? EBADMSG : 0, m->message, m->remedy);
     close_data(d);
 }
 
@@ -783,7 +783,7 @@ static size_t read_frame(data_connection *d)
         data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
         return 0;
     }
-    size_t got = receive(d, &iov, 1);
+    size_t got = receive_frames(d, &iov, 1);
     framing_add(&d->in, got);
     if (got > 0 && d->stage == SEAL)
         take_seal(d);
@@ -796,7 +796,7 @@ static void on_readable(data_connection *d)
 {
     size_t turn = 0, got;
     do {
-        got = d->stage == BODY ? read_body(d) : read_frame(d);
+        got = d->stage == BODY ? receive_body(d) : read_frame(d);
         turn += got;
     } while (got > 0 && turn < TURN_BYTES && d->source.fd >= 0);
     if (d->source.fd >= 0 && d->tls)
@@ -805,7 +805,7 @@ static void on_readable(data_connection *d)
 
 /* As the control connection was when this one was begun: that may be lost since. False: it goes on
    later, or the connection is gone. */
-static bool is_secured(data_connection *d)
+static bool is_link_secured(data_connection *d)
 {
     secure_fault why;
     const tls_end *end = d->link->end;
@@ -825,7 +825,7 @@ static bool is_secured(data_connection *d)
     return step == TLS_UP;
 }
 
-static void on_ready(loop_source *source, uint32_t events)
+static void on_data_ready(loop_source *source, uint32_t events)
 {
     data_connection *d = (data_connection *)source;
     if (d->stage == CONNECTING) {
@@ -836,14 +836,14 @@ static void on_ready(loop_source *source, uint32_t events)
         }
         if (!d->tls)
             socket_tune(source->fd);
-        if (!is_secured(d) || (is_unix(d) && !is_trusted(d)))
+        if (!is_link_secured(d) || (is_unix(d) && !is_trusted(d)))
             return;
         d->stage = HELLO;
-        flush(d);
+        flush_requests(d);
         return;
     }
     if (events & EPOLLOUT)
-        flush(d);
+        flush_requests(d);
     if (d->source.fd >= 0 &&
         (events & (EPOLLIN | EPOLLHUP | EPOLLERR) || tls_pending(d->tls)))
         on_readable(d);

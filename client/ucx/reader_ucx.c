@@ -1,8 +1,360 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ucx/one_sided_internal.h"
-
+/* Reading by one-sided gets: spans are fetched into registered staging slots, or straight into
+   registered destinations, and scattered from there. The server takes no part. */
+#include "device/device_sink.h"
+#include "device/devices.h"
 #include "error_set.h"
+#include "ucx/ucx_end.h"
+#include "worker_pool.h"
+#include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+/* One rank's reading in one attempt. */
+typedef struct one_sided_work {
+    size_t peer;
+    uint32_t rank;
+    const region_table *regions;
+    ucx_rkey *const *rkeys;  /* one a region */
+    const plan_spans *spans; /* NULL: another path's source */
+    /* added to the spans' regions: which of the regions and rkeys hold the bytes */
+    uint32_t first_region;
+    uint64_t next_span, done_spans, bytes; /* bytes: fetched */
+    bool failed; /* if device_sink_failed() too, no other attempt would mend it */
+    fanin_error error;
+} one_sided_work;
+
+typedef struct one_sided one_sided;
+
+/* Gets under way that land directly: bounds what a failing endpoint has to drain. */
+#define MAX_DIRECT 64
+
+typedef struct get {
+    worker_job job; /* first: the pool hands it back */
+    sink_job copy;  /* the part of a staged one that lands on devices */
+    struct one_sided *reader;
+    uint64_t scatter_ns;
+    one_sided_work *work;
+    const span *span;
+    uint8_t *slot;          /* of the staged ones */
+    const ucx_local *local; /* that the slot is in */
+    int device;             /* that the get writes to, -1: host memory */
+    bool busy, direct;
+    bool to_host, to_devices; /* where its pieces go */
+    unsigned parts;           /* still being copied out of the slot */
+} get;
+
+/* Gets that can be under way: slots of host memory, direct ones, slots of each device. */
+#define FIRST_DIRECT ((size_t)STAGING_SLOTS)
+#define FIRST_DEVICE ((size_t)STAGING_SLOTS + MAX_DIRECT)
+
+struct one_sided {
+    const path_reading *r;
+    ucx_end *end;
+    size_t n, turn;
+    uint64_t bytes; /* to be fetched */
+    ucx_local *
+        *locals; /* of each range of the destination, NULL: it is not registered */
+    size_t n_locals;
+    int context; /* a device whose memory UCX writes to, -1: none */
+    get *gets;
+    size_t n_gets;
+    size_t outstanding; /* gets that have not called back */
+    size_t scattering;  /* slots that have been handed to the pool */
+    worker_pool *pool;
+    uint64_t scatter_ns;
+    loop_source source;
+    one_sided_work works[]; /* one a source */
+};
+
+/* ------------------------------------------------------------------ failing */
+
+static void work_fail(const one_sided *o, one_sided_work *w, const char *what)
+{
+    if (w->failed)
+        return;
+    const connection *c = o->r->client->peers[w->peer].control;
+    error_place place = connection_place(c, "read");
+    w->failed = true;
+    w->error = (fanin_error)FANIN_ERROR_INIT;
+    error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
+              "reading from rank %u at %s by rdma: %s", w->rank, connection_text(c),
+              what);
+}
+
+/* A device, or the driver, has failed. */
+static void work_fail_device(const one_sided *o, one_sided_work *w)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (device_sink_failed(o->r->sink, &why))
+        work_fail(o, w, why.message);
+}
+
+/* --------------------------------------------------------------- scattering */
+
+typedef void (*place_fn)(const one_sided *o, const get *g, const span_piece *p,
+                         const strided *view);
+
+/* Of each piece in host memory. */
+static void walk_host(const one_sided *o, const get *g, place_fn place)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (!g->to_devices || device_sink_device(o->r->sink, o->r->base + p->to) < 0)
+            place(o, g, p, p->view ? &spans->views[p->view - 1] : NULL);
+    }
+}
+
+/* In any thread: what the pool was made for. */
+static void scatter(const one_sided *o, const get *g, const span_piece *p,
+                    const strided *view)
+{
+    if (view)
+        strided_copy(view, o->r->base + p->to, g->slot + p->offset);
+    else
+        memcpy(o->r->base + p->to, g->slot + p->offset, p->length);
+}
+
+static void tell_span_landed(const one_sided *o, const get *g, const span_piece *p,
+                             const strided *view)
+{
+    (void)g;
+    if (view)
+        landed_view(o->r->landed, o->r->cookie, view, p->to);
+    else
+        o->r->landed(o->r->cookie, p->to, p->length);
+}
+
+/* The pool's: in any thread. */
+static void get_scatter(worker_job *job)
+{
+    get *g = (get *)job;
+    uint64_t start = clock_ns();
+    walk_host(g->reader, g, scatter);
+    g->scatter_ns = clock_ns() - start;
+}
+
+static void get_landed(one_sided *o, get *g)
+{
+    if (o->r->landed)
+        walk_host(o, g, tell_span_landed);
+    g->busy = false;
+    g->work->done_spans++;
+    g->work->bytes += g->span->length;
+}
+
+static void get_finish_part(one_sided *o, get *g)
+{
+    if (--g->parts == 0)
+        get_landed(o, g);
+}
+
+/* Takes what the pool is through with; true: there was something. */
+static bool get_collect(one_sided *o)
+{
+    bool any = false;
+    worker_job *job;
+    while ((job = worker_pool_collect(o->pool))) {
+        get *g = (get *)job;
+        o->scattering--;
+        o->scatter_ns += g->scatter_ns;
+        get_finish_part(o, g);
+        any = true;
+    }
+    return any;
+}
+
+/* --------------------------------------------------------------- to devices */
+
+/* A device has copied its part out of a slot. */
+static void on_slot_copied(sink_job *job, bool ok)
+{
+    one_sided *o = job->owner;
+    get *g = (get *)((char *)job - offsetof(get, copy));
+    sink_job_clear(job);
+    if (ok)
+        get_finish_part(o, g);
+    else
+        work_fail_device(o, g->work);
+}
+
+static bool submit_copy(one_sided *o, get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
+        uint8_t *to = o->r->base + p->to;
+        if (device_sink_device(o->r->sink, to) >= 0 &&
+            !sink_job_add(&g->copy, g->slot + p->offset, p->length, to, view))
+            return false;
+    }
+    device_sink_submit(&g->copy, on_slot_copied);
+    return true;
+}
+
+/* The slot is filled: to the threads, to the devices, or to both. */
+static void get_distribute(one_sided *o, get *g)
+{
+    g->parts = (unsigned)g->to_host + (unsigned)g->to_devices;
+    if (g->to_devices && !submit_copy(o, g)) {
+        work_fail(o, g->work, "memory does not suffice to sort what came");
+        return;
+    }
+    if (g->to_host) {
+        o->scattering++;
+        worker_pool_submit(o->pool, &g->job);
+    }
+}
+
+/* What an adapter wrote to a device is to be seen by what runs there from now on. False: the work
+    has failed. */
+static bool get_flush(one_sided *o, const get *g)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (g->device < 0 || gpu_flush_remote_writes(device_sink_gpu(o->r->sink), g->device,
+                                                 &why) == FANIN_OK)
+        return true;
+    device_sink_fail(o->r->sink, &why);
+    work_fail_device(o, g->work);
+    return false;
+}
+
+/* ------------------------------------------------------ what gets land in */
+
+/* Made by the first one-sided pull, kept until the client's UCX end goes. */
+static fanin_status one_sided_make_staging(ucx_end *end, fanin_error *error)
+{
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    if (!end->staging) {
+        void *memory = mmap(NULL, STAGING_BYTES, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (memory == MAP_FAILED)
+            return error_set_memory(error);
+        end->staging = memory;
+    }
+    if (end->staging_local)
+        return FANIN_OK;
+    return ucx_local_create(end->client, end->staging, STAGING_BYTES, host,
+                            &end->staging_local, error);
+}
+
+/* Registers a range for gets that land in it. */
+static fanin_status register_range(one_sided *o, const memory_range *r, ucx_local **out,
+                                   fanin_error *error)
+{
+    fanin_memory memory = {FANIN_MEMORY_HOST, -1};
+    if (r->device < 0)
+        return ucx_local_create(o->end->client, r->base, r->length, memory, out, error);
+    memory = (fanin_memory){FANIN_MEMORY_CUDA, r->device};
+    gpu *g = device_sink_gpu(o->r->sink);
+    fanin_status status = gpu_context_enter(g, r->device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = ucx_local_create(o->end->client, r->base, r->length, memory, out, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+/* Registers what can be registered of the destination. */
+static void one_sided_register(one_sided *o)
+{
+    size_t n = o->r->n_ranges;
+    bool refused[2] = {false, !o->r->sink};
+    o->locals = calloc(n + 1, sizeof *o->locals);
+    for (; o->locals && o->n_locals < n; o->n_locals++) {
+        const memory_range *r = &o->r->ranges[o->n_locals];
+        bool *no = &refused[r->device >= 0];
+        fanin_error why = FANIN_ERROR_INIT;
+        if (*no)
+            continue;
+        if (register_range(o, r, &o->locals[o->n_locals], &why) == FANIN_OK) {
+            if (r->device >= 0)
+                o->context = r->device;
+            continue;
+        }
+        *no = true;
+        log_write(&o->r->client->log, FANIN_LOG_INFO, "destination",
+                  "the destination%s is not registered, reads go through staging: %s",
+                  r->device >= 0 ? " on a device" : "", why.message);
+    }
+}
+
+/* Slots on each device that has destinations, if UCX can write there. */
+static void make_device_slots(one_sided *o)
+{
+    size_t n = o->r->sink ? device_sink_devices(o->r->sink) : 0;
+    for (size_t i = 0; i < n; i++) {
+        get *gets = &o->gets[FIRST_DEVICE + i * DEVICE_SLOTS];
+        int device = device_sink_device_at(o->r->sink, i);
+        uint8_t *memory;
+        ucx_local *local;
+        fanin_error why = FANIN_ERROR_INIT;
+        if (device_memory_staging(o->r->client->devices->memory, o->end->client, device,
+                                  SPAN_MAX, &memory, &local, &why) != FANIN_OK) {
+            log_write(&o->r->client->log, FANIN_LOG_INFO, "destination",
+                      "nothing is read straight into device %d, but through host "
+                      "memory: %s",
+                      device, why.message);
+            continue;
+        }
+        o->context = device;
+        for (size_t j = 0; j < DEVICE_SLOTS; j++) {
+            gets[j].slot = memory + j * SPAN_MAX;
+            gets[j].local = local;
+            gets[j].device = device;
+        }
+    }
+}
+
+/* Room for entries of each staged get; the host's slots must be readable by devices. */
+static fanin_status make_copies(one_sided *o, fanin_error *error)
+{
+    unsigned area = 0;
+    fanin_client *client = o->r->client;
+    if (!o->r->sink)
+        return FANIN_OK;
+    if (!device_sink_attach(o->r->sink, &client->loop, &client->devices->memory)) {
+        (void)device_sink_failed(o->r->sink, error);
+        return FANIN_ERR_TRANSPORT;
+    }
+    fanin_status status = device_memory_pin(client->devices->memory, o->end->staging,
+                                            STAGING_BYTES, error);
+    if (status != FANIN_OK)
+        return status;
+    make_device_slots(o);
+    for (size_t i = 0; i < o->n_gets; i++) {
+        if (o->gets[i].slot)
+            sink_job_init(&o->gets[i].copy, o->r->sink, area++, o);
+    }
+    return FANIN_OK;
+}
+
+/* o->gets with their slots. What fails may be left half made. */
+static fanin_status one_sided_make_gets(one_sided *o, fanin_error *error)
+{
+    size_t on_devices = o->r->sink ? device_sink_devices(o->r->sink) : 0;
+    o->n_gets = FIRST_DEVICE + on_devices * DEVICE_SLOTS;
+    o->gets = calloc(o->n_gets, sizeof *o->gets);
+    if (!o->gets)
+        return error_set_memory(error);
+    for (size_t i = 0; i < o->n_gets; i++) {
+        o->gets[i].reader = o;
+        o->gets[i].device = -1;
+        o->gets[i].job.run = get_scatter;
+    }
+    for (size_t i = 0; i < STAGING_SLOTS; i++) {
+        o->gets[i].slot = o->end->staging + i * SPAN_MAX;
+        o->gets[i].local = o->end->staging_local;
+    }
+    return make_copies(o, error);
+}
+
+/* ------------------------------------------------------------- life cycle */
 
 /* Below so many bytes the copying is not worth threads. */
 #define THREADS_FROM ((uint64_t)16 << 20)
@@ -68,14 +420,14 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
 }
 
 /* UCX wants the context of the devices that it writes to. */
-static bool enter(const one_sided *o)
+static bool enter_sink_context(const one_sided *o)
 {
     return o->context >= 0 &&
            gpu_context_enter(device_sink_gpu(o->r->sink), o->context, NULL) == FANIN_OK;
 }
 
 /* Endpoints that failed, or whose gets are still out, are of no use any more. */
-static bool drain(one_sided *o)
+static bool drain_endpoints(one_sided *o)
 {
     bool drained = true;
     deadline at = ucx_end_drain_by();
@@ -95,8 +447,8 @@ static bool finish(void *reading)
     device_sink *sink = o->r->sink;
     worker_pool_destroy(&o->pool);
     bool copied = !sink || device_sink_recall(sink, o);
-    bool entered = enter(o);
-    bool drained = drain(o);
+    bool entered = enter_sink_context(o);
+    bool drained = drain_endpoints(o);
     loop_remove(&o->r->client->loop, &o->source);
     for (size_t i = 0; i < o->n_locals; i++)
         ucx_local_destroy(&o->locals[i]);
@@ -134,7 +486,7 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
         g->busy = false;
         work_fail(o, g->work, text);
     } else if (g->direct) {
-        get_finish(o, g);
+        get_landed(o, g);
     } else {
         get_distribute(o, g);
     }
@@ -161,8 +513,8 @@ static get *free_get(one_sided *o, size_t first, size_t count)
 }
 
 /* Where the span's pieces go; the index of the device that all are on, or -1. */
-static int sort_out(const one_sided *o, const one_sided_work *w, const span *s,
-                    bool *to_host, bool *to_devices)
+static int sort_span(const one_sided *o, const one_sided_work *w, const span *s,
+                     bool *to_host, bool *to_devices)
 {
     int only = -1;
     bool several = false;
@@ -189,7 +541,7 @@ static int sort_out(const one_sided *o, const one_sided_work *w, const span *s,
 static get *free_slot(one_sided *o, const one_sided_work *w, const span *s)
 {
     bool to_host, to_devices;
-    int index = sort_out(o, w, s, &to_host, &to_devices);
+    int index = sort_span(o, w, s, &to_host, &to_devices);
     size_t first = FIRST_DEVICE + (index < 0 ? 0 : (size_t)index * DEVICE_SLOTS);
     get *g = index >= 0 && o->gets[first].slot ? free_get(o, first, DEVICE_SLOTS)
                                                : free_get(o, 0, STAGING_SLOTS);
@@ -244,7 +596,7 @@ static bool post(one_sided *o, one_sided_work *w)
 }
 
 /* Posts what there is room for, progresses, and takes what has come. */
-static bool turn(one_sided *o)
+static bool take_turn_of(one_sided *o)
 {
     bool happened = get_collect(o), full = false;
     for (size_t i = 0; i < o->n && !full; i++) {
@@ -266,8 +618,8 @@ static bool turn(one_sided *o)
 static bool step(void *reading)
 {
     one_sided *o = reading;
-    bool entered = enter(o);
-    bool happened = turn(o);
+    bool entered = enter_sink_context(o);
+    bool happened = take_turn_of(o);
     if (entered)
         gpu_context_leave(device_sink_gpu(o->r->sink));
     if (happened || o->scattering == 0)

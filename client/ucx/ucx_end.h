@@ -3,7 +3,7 @@
 #ifndef UCX_END_H
 #define UCX_END_H
 
-#include "path/reader.h"
+#include "path/path.h"
 #include "ucx.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
@@ -30,8 +30,6 @@ typedef struct ucx_end {
 
 /** Fills client->one_sided; loads UCX if a path may need it. FANIN_ERR_MEMORY. */
 fanin_status ucx_end_create(fanin_client *client, fanin_error *error);
-/** The endpoint to the peer; one to an earlier incarnation is closed first. NULL: there is none. */
-ucx_endpoint *ucx_end_to(fanin_client *client, size_t peer);
 /** Closes it before @p at: what was decided by it is void. False: reads could not be drained
     (see ucx_endpoint_close()). */
 bool ucx_end_drop(fanin_client *client, size_t peer, deadline at);

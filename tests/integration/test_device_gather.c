@@ -9,7 +9,7 @@
 #include "fake_cuda.h"
 #include "fetch/check.h"
 #include "lab.h"
-#include "path/path_state.h"
+#include "path/path.h"
 #include "testing.h"
 #include <cuda.h>
 #include <dirent.h>

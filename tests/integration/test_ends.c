@@ -3,7 +3,7 @@
  * Between a pull's last byte and its end the rank, a process of its own, updates, takes its memory
  * away, dies or becomes another. Nothing counts then.
  */
-#include "cma/cma_process.h"
+#include "cma/cma.h"
 #include "core/witness.h"
 #include "ends.h"
 #include "local_world.h"

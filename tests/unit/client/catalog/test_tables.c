@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a client makes of catalogs that ranks announce: what it asks for, keeps and refuses. */
-#include "cma/reader_cma.h"
+#include "cma/cma.h"
 #include "ucx/ucx_end.h"
 #include "pack.h"
 #include "stub_ranks.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lanes that gather for host memory, when some still wait for a stream of the caller's that a pull
    gave up waiting for: nothing that is done to them waits with them. */
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "fake_cuda.h"
 #include "testing.h"
 #include <stdlib.h>

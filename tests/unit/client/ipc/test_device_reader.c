@@ -3,7 +3,7 @@
    process is this program once more, which makes the same world again. */
 #include "device/devices.h"
 #include "pull/choose_path.h"
-#include "ipc/reader_ipc.h"
+#include "ipc/ipc.h"
 #include "fake_cuda.h"
 #include "plan_world.h"
 #include "testing.h"

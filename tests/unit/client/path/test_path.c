@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Which path a rank's regions are read on and why, and when that is decided anew. */
-#include "cma/reader_cma.h"
+#include "cma/cma.h"
 #include "pull/choose_path.h"
 #include "stream/stream_link.h"
 #include "stub_ranks.h"

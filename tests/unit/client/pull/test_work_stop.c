@@ -5,7 +5,6 @@
  * passed. Looks are counted; no clock is asked.
  */
 #include "ipc/device_plan.h"
-#include "ipc/device_plan_internal.h"
 #include "plan_world.h"
 #include "stream/stream_link.h"
 #include "testing.h"

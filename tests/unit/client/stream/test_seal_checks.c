@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checksums of bodies that threads check. */
 #include "thread.h"
-#include "stream/seal_checks.h"
+#include "stream/stream_link.h"
 #include "testing.h"
 #include <string.h>
 

@@ -5,7 +5,7 @@
  * back while it is recalled, or even later. Time and UCX's turns are the test's.
  */
 #include "local_world.h"
-#include "path/reader.h"
+#include "path/path.h"
 #include "secrets.h"
 #include "testing.h"
 #include "ucx.h"
@@ -114,12 +114,15 @@ bool __wrap_path_is_offered(const fanin_client *client, size_t peer,
     return ucx_does.offered || __real_path_is_offered(client, peer, path);
 }
 
-/* Nothing but UCX is to be tried. */
-fanin_status __wrap_cma_probe(path_round *r, bool *open, fanin_error *error);
-fanin_status __wrap_cma_probe(path_round *r, bool *open, fanin_error *error)
+static fanin_status try_nothing(path_round *r, bool *open, fanin_error *error)
 {
     return FANIN_OK;
 }
+
+/* Nothing but UCX is to be tried. */
+extern const path_reader __wrap_cma_reader;
+const path_reader __wrap_cma_reader = {
+    .name = "cma", .number = FANIN_PATH_CMA, .probe = try_nothing};
 
 typedef struct fixture {
     world world;

@@ -6,16 +6,44 @@
  * or a few each. What changes on its way, or lies in short runs, comes into a slot of the thread
  * first; what goes to devices, into a chunk of the sink.
  */
-#ifndef CMA_INTERNAL_H
-#define CMA_INTERNAL_H
+#ifndef CMA_H
+#define CMA_H
 
-#include "cma/cma_process.h"
-#include "cma/reader_cma.h"
 #include "device/device_sink.h"
 #include "net/reading_threads.h"
+#include "path/path.h"
 #include "worker_pool.h"
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+/* Another process's memory, which the kernel copies (process_vm_readv), and the proof that it is
+   the rank's: its incarnation lies where the rank said. A process that came after it, by exec or
+   under its number, has other bytes there, or none. */
+
+#define CMA_IOVECS 1024 /**< of one call, on either side: the kernel's most */
+
+/** A rank's process. */
+typedef struct cma_process {
+    pid_t pid;        /**< here */
+    uint64_t witness; /**< where its incarnation lies, there */
+    uint8_t incarnation[16];
+} cma_process;
+
+/** 0: it is the rank's. ESTALE: it is another one. Else why it cannot be read, an errno. */
+int cma_prove(const cma_process *p);
+
+/** Reads @p from, one behind the other, into @p to, of which there are as many bytes and at most
+    CMA_IOVECS each; they are used up. 0, or an errno: then *from[*at].iov_base could not be read,
+    or what is left of @p to not be written. */
+int cma_read(pid_t pid, struct iovec *to, unsigned n_to, struct iovec *from,
+             unsigned n_from, unsigned *at);
+
+/** What an errno of these means, and what can be done; never NULL. */
+const char *cma_why(int error);
 
 #define CMA_SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one span, and of one slot */
 /** Gaps of at most so many bytes are read along: that costs less than another iovec there. */
@@ -103,9 +131,9 @@ void cma_copier_stop(cma_copier *c);
     the first reason counts. In any thread. */
 void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *piece);
 
-/** See path_reader. */
-fanin_status cma_probe(path_round *r, bool *open, fanin_error *error);
-/** The process that the state, which is cma's, was decided with. */
-const cma_process *cma_process_of(const path_state *s);
+extern const path_reader cma_reader;
+
+/** Frees what the client keeps between pulls; no read is under way. */
+void cma_disconnect(fanin_client *client);
 
 #endif

@@ -6,11 +6,13 @@
  * several, each of which copies its own by its copy engine, straight to the destination if CUDA may
  * write it, else by way of pinned chunks that threads empty. The servers take no part.
  */
-#ifndef DEVICE_READER_H
-#define DEVICE_READER_H
+#ifndef IPC_H
+#define IPC_H
 
 #include "device/ipc_map.h"
 #include "ipc/device_plan.h"
+#include "net/crew.h"
+#include "path/path.h"
 #include "plan/plan.h"
 
 /** A rank's regions as kernels of one device see them. */
@@ -65,5 +67,75 @@ uint64_t device_reader_scatter_ns(const device_reader *r);
     a device does not end them; then the plan, the mappings and the destinations must never be
     freed. NULL is fine. */
 bool device_reader_destroy(device_reader **r);
+
+/* -------- What of a rank's regions is mapped for kernels of which device. */
+
+/** Kernels of one device that are to read one rank's regions. */
+typedef struct regions_use {
+    path_round *round;
+    size_t index; /**< the rank's peer */
+    ipc_regions *shard;
+    uint32_t rank;
+    int device;
+    bool fresh; /**< the rank's path is not decided yet */
+} regions_use;
+
+/** What is kept of the peer's regions; NULL: nothing yet. */
+ipc_regions *regions_kept(const path_round *r, size_t peer);
+/** Makes it from s->regions if need be. FANIN_ERR_UNSUPPORTED: some have no IPC handle;
+    FANIN_ERR_PROTOCOL. */
+fanin_status regions_hold(path_state *s, uint32_t rank, fanin_error *error);
+
+/** Names what the round's plan reads. */
+digest regions_plan_id(const path_round *r);
+/** NULL: nothing was taken for the device. */
+ipc_view *regions_view(const regions_use *r);
+/** Whether all is mapped that the plan reads. */
+bool regions_covered(const regions_use *r);
+/** Whether the plan, which may be none, reads the region. */
+bool regions_needed(const regions_use *r, uint32_t region);
+/** Takes what the plan reads and is not taken, without a plan all; ipc_map_open() then maps it.
+    FANIN_ERR_UNSUPPORTED: the device does not reach a GPU that holds some of it. */
+fanin_status regions_take(const regions_use *r, fanin_error *error);
+/** The path is given up: what was taken for the device is let go. */
+void regions_let_go(const regions_use *r);
+
+/* Other processes' memory is mapped beside what else a first pull does: the driver maps one
+   allocation after the other, so a thread waits for it. It begins when ranks have announced a
+   catalog whose tables are not here yet; their regions are asked for before those. */
+
+/** The thread that opens what is taken. Zeroed: none. */
+typedef struct map_opener {
+    const fanin_client *client;
+    ipc_map *map;
+    crew *thread;
+    uint64_t before_ns; /**< spent by openers before it */
+} map_opener;
+
+/** @p threads false: the caller does it in map_opener_finish(). False: no memory. */
+bool map_opener_start(map_opener *o, fanin_client *client, deadline at, bool threads);
+/** Nothing is taken any more; returns when all is opened, or was tried. FANIN_ERR_TIMEOUT,
+    FANIN_ERR_CANCELLED. */
+fanin_status map_opener_finish(map_opener *o, uint64_t *spent_ns, fanin_error *error);
+/** Stops it where it is. */
+void map_opener_close(map_opener *o);
+
+/** A path_reader's. */
+void *map_ahead_begin(fanin_client *client, publication *p, const path_foresight *known,
+                      deadline at);
+void map_ahead_free(void *ahead);
+/* Of all these @p ahead may be NULL. */
+/** No region is waited for any longer. */
+void map_ahead_settle(void *ahead);
+/** NULL: there is none. */
+map_opener *map_ahead_opener(void *ahead);
+/** Stops opening. */
+void map_ahead_close(void *ahead);
+
+extern const path_reader ipc_reader;
+
+/** See path_reader. */
+fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error);
+void ipc_unmap(fanin_client *client, publication *p);
 
 #endif
