@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fanin
 import pytest
-from local_world import publish, servers
+from local_world import addresses, client_of, publish, servers
 
 # Shells have what they run in the background ignore SIGINT, and processes inherit that; tests
 # interrupt themselves and their children.
@@ -50,3 +50,14 @@ def ranks() -> Iterator[list[fanin.Server]]:
     with servers(lease=0.0) as made:
         publish(made, 1)
         yield made
+
+
+@pytest.fixture
+def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
+    with client_of(ranks) as made:
+        yield made
+
+
+@pytest.fixture
+def target(ranks: list[fanin.Server]) -> str:
+    return ",".join(addresses(ranks))

@@ -52,6 +52,20 @@ def shards_of(rank: int, step: int, world: int = len(ROWS)) -> list[fanin.Shard]
     ]
 
 
+def empty() -> dict[str, np.ndarray]:
+    """Arrays for the whole adapter."""
+    return {name: np.zeros_like(value) for name, value in weights(1).items()}
+
+
+def packed(got: dict[str, np.ndarray]) -> fanin.PackedTensors:
+    return fanin.pack(fanin.shard_of(name, got[name], writable=True) for name in got)
+
+
+def assert_step(got: dict[str, np.ndarray], step: int) -> None:
+    for name, value in weights(step).items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
 def nixl_fetch() -> str:
     """The command of this build, or the installed one."""
     tool = os.environ.get("NIXL_FETCH", "")
@@ -81,11 +95,15 @@ def servers(world: int = len(ROWS), **options: Any) -> Iterator[list[fanin.Serve
 def publish(ranks: list[fanin.Server], step: int) -> None:
     """Replaces all shards by those of *step* and commits it."""
     for server in ranks:
-        if server.publications():
-            server.begin_update(PUBLICATION)
-        server.put(PUBLICATION, shards_of(server.rank, step, len(ranks)), replace=True)
-        server.set_metadata(PUBLICATION, CONFIG)
-        server.commit(PUBLICATION, step)
+        publish_rank(server, step)
+
+
+def publish_rank(server: fanin.Server, step: int) -> None:
+    if server.publications():
+        server.begin_update(PUBLICATION)
+    server.put(PUBLICATION, shards_of(server.rank, step, server.world_size), replace=True)
+    server.set_metadata(PUBLICATION, CONFIG)
+    server.commit(PUBLICATION, step)
 
 
 def addresses(ranks: list[fanin.Server]) -> list[str]:
@@ -113,14 +131,6 @@ def _serve(
         while (step := pipe.recv()) is not None:
             publish_rank(server, step)
             pipe.send(step)
-
-
-def publish_rank(server: fanin.Server, step: int) -> None:
-    if server.publications():
-        server.begin_update(PUBLICATION)
-    server.put(PUBLICATION, shards_of(server.rank, step), replace=True)
-    server.set_metadata(PUBLICATION, CONFIG)
-    server.commit(PUBLICATION, step)
 
 
 class Processes:

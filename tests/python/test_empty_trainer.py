@@ -6,21 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 
-import fanin
-from local_world import CONFIG, PUBLICATION, nixl_fetch, servers, shards_of
+from local_world import addresses, nixl_fetch, publish, servers
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([nixl_fetch(), *arguments], capture_output=True, text=True, timeout=60)
 
 
-def addresses(made: list[fanin.Server]) -> str:
-    return ",".join(f"127.0.0.1:{server.port}" for server in made)
-
-
 def test_an_empty_trainer_is_told() -> None:
     with servers(2) as made:
-        target = addresses(made)
+        target = ",".join(addresses(made))
         listed = run("list", target)
         assert listed.returncode == 0, listed.stderr
         assert listed.stdout == "nothing is published: 2 of 2 ranks answered, and hold no run\n"
@@ -34,10 +29,7 @@ def test_an_empty_trainer_is_told() -> None:
 
 def test_doctor_names_the_rank_that_publishes_nothing() -> None:
     with servers(3) as made:
-        for rank in (0, 2):
-            made[rank].put(PUBLICATION, shards_of(rank, 1, 3))
-            made[rank].set_metadata(PUBLICATION, CONFIG)
-            made[rank].commit(PUBLICATION, 1)
-        examined = run("doctor", addresses(made))
+        publish([made[0], made[2]], 1)
+        examined = run("doctor", ",".join(addresses(made)))
         assert "rank 1 publishes nothing, others do (1 of 3 ranks)" in examined.stdout
         assert examined.returncode == 4

@@ -12,7 +12,7 @@ import fanin
 import local_world
 import numpy as np
 import pytest
-from local_world import A_NAME, B_NAME
+from local_world import A_NAME, B_NAME, assert_step, empty, packed
 from safetensors.numpy import load_file
 
 STEP = 3
@@ -42,22 +42,14 @@ def client(request: Any, trainer: local_world.Processes) -> Iterator[fanin.Clien
         yield made
 
 
-def zeros() -> Got:
-    return {name: np.zeros_like(value) for name, value in local_world.weights(STEP).items()}
-
-
-def packed(got: Got) -> fanin.PackedTensors:
-    return fanin.pack(fanin.shard_of(name, got[name], writable=True) for name in got)
-
-
 def by_name(client: fanin.Client, _: Path) -> Got:
-    got = zeros()
+    got = empty()
     client.pull_into("0", got, timeout=local_world.PATIENCE)
     return got
 
 
 def by_one_description(client: fanin.Client, _: Path) -> Got:
-    got = zeros()
+    got = empty()
     tensors = packed(got)
     for _again in range(2):  # cold, and warm
         for value in got.values():
@@ -75,13 +67,13 @@ def with_strides(client: fanin.Client, _: Path) -> Got:
 
 
 def proven(client: fanin.Client, _: Path) -> Got:
-    got = zeros()
+    got = empty()
     client.pull_into("0", got, verify=True, timeout=local_world.PATIENCE)
     return got
 
 
 def in_a_session(client: fanin.Client, _: Path) -> Got:
-    got = zeros()
+    got = empty()
     with client.begin("0", packed(got), timeout=local_world.PATIENCE) as session:
         session.read(1, 1)
         session.read(0, 1)
@@ -102,5 +94,4 @@ def test_all_of_it_arrives(
 ) -> None:
     got = pull(client, tmp_path)
     assert got.keys() == local_world.weights(STEP).keys()
-    for name, value in local_world.weights(STEP).items():
-        np.testing.assert_array_equal(got[name], value, err_msg=name)
+    assert_step(got, STEP)

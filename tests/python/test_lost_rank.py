@@ -13,7 +13,7 @@ from fanin.info import TrainerInfo
 from fanin.pool import EnginePool, PoolError
 from fanin.vllm import faults
 from http_engine import Engine
-from local_world import CONFIG, PUBLICATION, servers, shards_of
+from local_world import addresses, publish, servers
 
 
 def told_of(error: fanin.FaninError) -> tuple[object, ...]:
@@ -23,19 +23,15 @@ def told_of(error: fanin.FaninError) -> tuple[object, ...]:
 def lost(tmp_path: Path) -> fanin.FaninError:
     """What a pull says that waits for a step when rank 1 has gone."""
     with servers(2) as made:
-        addresses = [f"127.0.0.1:{server.port}" for server in made]
-        for rank, server in enumerate(made):
-            server.put(PUBLICATION, shards_of(rank, 1, 3))
-            server.set_metadata(PUBLICATION, CONFIG)
-            server.commit(PUBLICATION, 1)
-        with fanin.Client(addresses) as client:
+        publish(made, 1)
+        with fanin.Client(addresses(made)) as client:
             made[1].close()
             with pytest.raises(fanin.FaninError) as caught:
                 client.pull_adapter("0", tmp_path / "adapter", step=2, timeout=20.0)
     error = caught.value
     assert isinstance(error, fanin.UnreachableError | fanin.ConnectionFailedError)
-    assert (error.rank, error.address) == (1, addresses[1])
-    assert f"rank 1 at {addresses[1]}" in error.message
+    assert (error.rank, error.address) == (1, f"127.0.0.1:{made[1].port}")
+    assert f"rank 1 at {error.address}" in error.message
     return error
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,38 +24,14 @@ import local_world
 import numpy as np
 import pytest
 from fanin import _ffi, _records
-from local_world import A_NAME, B_NAME, PUBLICATION, client_of, publish, servers
+from local_world import A_NAME, B_NAME, PUBLICATION, assert_step, client_of, empty, publish, servers
 from safetensors.numpy import load_file
-
-
-@pytest.fixture
-def ranks() -> Iterator[list[fanin.Server]]:
-    """Three ranks that have published step 1."""
-    with servers() as made:
-        publish(made, 1)
-        yield made
-
-
-@pytest.fixture
-def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
-    with client_of(ranks) as made:
-        yield made
-
-
-def destinations() -> dict[str, np.ndarray]:
-    return {name: np.zeros_like(value) for name, value in local_world.weights(1).items()}
-
-
-def assert_step(got: dict[str, np.ndarray], step: int) -> None:
-    for name, value in local_world.weights(step).items():
-        np.testing.assert_array_equal(got[name], value, err_msg=name)
-
 
 # ---------------------------------------------------------------------------------- pulls
 
 
 def test_uneven_shards_of_three_ranks_are_put_together(client: fanin.Client) -> None:
-    got = destinations()
+    got = empty()
     result = client.pull_into(0, got)
     assert_step(got, 1)
     assert (result.step, result.tensors, result.bytes) == (1, 2, 2 * 24 * 4)
@@ -63,16 +39,6 @@ def test_uneven_shards_of_three_ranks_are_put_together(client: fanin.Client) -> 
     assert 0 < result.read <= result.total < 60
     assert [rank["rank"] for rank in result.ranks] == [0, 1, 2]
     assert len(bytes.fromhex(result.world_id)) == 16 and not result.reused
-
-
-def test_destinations_may_have_any_strides(client: fanin.Client) -> None:
-    a = np.zeros((8, 6), np.float32)
-    b = np.zeros((3, 8, 2), np.float32)
-    client.pull_into("0", {A_NAME: a.T[::-2], B_NAME: b.transpose(1, 0, 2)[::-1, :, 0]})
-    whole = local_world.weights(1)
-    np.testing.assert_array_equal(a.T[::-2], whole[A_NAME])
-    np.testing.assert_array_equal(b.transpose(1, 0, 2)[::-1, :, 0], whole[B_NAME])
-    assert not a.T[::2].any() and not b[..., 1].any()
 
 
 def test_the_next_pull_may_want_other_strides(client: fanin.Client) -> None:
@@ -139,7 +105,7 @@ def test_parts_are_pulled_as_shards(client: fanin.Client) -> None:
 
 
 def test_steps_follow_each_other(ranks: list[fanin.Server], client: fanin.Client) -> None:
-    got = destinations()
+    got = empty()
     for step in (2, 3):
         publish(ranks, step)
         assert client.pull_into(0, got, step=step).step == step
@@ -174,14 +140,14 @@ def test_what_is_wanted_as_f32_stays(client: fanin.Client) -> None:
 
 def test_progress_is_told(client: fanin.Client) -> None:
     told: list[tuple[int, int]] = []
-    client.pull_into(0, destinations(), progress=lambda done, total: told.append((done, total)))
+    client.pull_into(0, empty(), progress=lambda done, total: told.append((done, total)))
     assert told and {total for _, total in told} == {192}
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
 def test_what_each_rank_has_brought_is_told(client: fanin.Client) -> None:
     told: list[fanin.PullProgress] = []
-    client.pull_into(0, destinations(), rank_progress=told.append)
+    client.pull_into(0, empty(), rank_progress=told.append)
     first = told[0]
     assert (first.bytes_total, first.slowest) == (192, None)
     assert [rank.rank for rank in first.ranks] == list(range(len(first.ranks)))
@@ -198,7 +164,7 @@ def test_calls_of_other_threads_are_direct(ranks: list[fanin.Server]) -> None:
 
     def work() -> None:
         with client_of(ranks) as client:
-            client.pull_into(0, destinations(), progress=lambda *_: seen.append(ident()))
+            client.pull_into(0, empty(), progress=lambda *_: seen.append(ident()))
             seen.append(ident())
 
     ident = threading.get_ident
@@ -259,7 +225,7 @@ def test_a_directory_that_cannot_be_made_is_the_hosts_fault(
 def test_a_pull_has_a_size(client: fanin.Client, tmp_path: Path) -> None:
     calls: list[Callable[[int], fanin.PullResult]] = [
         lambda most: client.pull_adapter(0, tmp_path / "adapter", max_bytes=most),
-        lambda most: client.pull_into(0, destinations(), max_bytes=most),
+        lambda most: client.pull_into(0, empty(), max_bytes=most),
     ]
     for call in calls:
         with pytest.raises(fanin.ConnectionFailedError, match="max_bytes") as caught:
@@ -281,7 +247,7 @@ def test_what_was_checked_is_told(
 ) -> None:
     with client_of(ranks, use_unix=use_unix, checksums=checksums) as client:
         for verify in (False, True):
-            got, directory = destinations(), tmp_path / str(verify)
+            got, directory = empty(), tmp_path / str(verify)
             for result in (
                 client.pull_into(0, got, verify=verify),
                 client.pull_adapter(0, directory, verify=verify),
@@ -321,7 +287,7 @@ def test_ranks_in_other_processes(use_ucx: bool, tmp_path: Path) -> None:
             for step in (1, 2):
                 if step > 1:
                     world.publish(step)
-                got = destinations()
+                got = empty()
                 client.pull_into(0, got, step=step)
                 assert_step(got, step)
                 client.pull_adapter(0, tmp_path / f"{step}", step=step)
@@ -329,7 +295,7 @@ def test_ranks_in_other_processes(use_ucx: bool, tmp_path: Path) -> None:
             world.processes[1].kill()
             world.processes[1].join()
             with pytest.raises(fanin.FaninError) as caught:
-                client.pull_into(0, destinations(), step=2, timeout=2)
+                client.pull_into(0, empty(), step=2, timeout=2)
             assert caught.value.rank == 1 or world.addresses[1] in str(caught.value)
     finally:
         for pipe in (world.pipes[0], world.pipes[2]):
@@ -383,7 +349,7 @@ def test_watching(ranks: list[fanin.Server], client: fanin.Client) -> None:
     client.watch(0, look, timeout=local_world.PATIENCE)
     assert [event.step for event in seen] == [1, 2, 3]
     assert all(event.spread >= 0 and event.slowest_rank in (0, 1, 2) for event in seen[1:])
-    assert client.pull_into(0, destinations()).step == 3  # connects again
+    assert client.pull_into(0, empty()).step == 3  # connects again
 
 
 def test_watching_while_nothing_happens(ranks: list[fanin.Server], client: fanin.Client) -> None:
@@ -450,7 +416,7 @@ def test_a_rank_that_says_nothing(ranks: list[fanin.Server]) -> None:
 
 def test_what_a_server_tells(ranks: list[fanin.Server], client: fanin.Client) -> None:
     server = ranks[1]
-    client.pull_into(0, destinations())
+    client.pull_into(0, empty())
     assert (server.rank, server.world_size, server.name) == (1, 3, "lora_param_server")
     assert server.publications() == [PUBLICATION]
     assert sorted(server.names(PUBLICATION)) == [A_NAME, B_NAME]
@@ -469,7 +435,7 @@ def test_what_a_server_tells(ranks: list[fanin.Server], client: fanin.Client) ->
 def test_an_update_that_is_aborted_is_not_read(
     ranks: list[fanin.Server], client: fanin.Client
 ) -> None:
-    got = destinations()
+    got = empty()
     for server in ranks:
         server.begin_update(PUBLICATION)
         with pytest.raises(fanin.StateError):
@@ -498,7 +464,7 @@ def test_snapshots_are_read_during_updates() -> None:
 
 
 def test_paused_publications_say_why(ranks: list[fanin.Server], client: fanin.Client) -> None:
-    got = destinations()
+    got = empty()
     for server in ranks:
         server.pause(PUBLICATION, "asleep until the next rollout")
     with pytest.raises(fanin.PausedError, match="asleep until the next rollout") as caught:
@@ -565,7 +531,7 @@ def test_a_refused_put_keeps_what_was_there() -> None:
 
 
 def test_pulls_that_are_refused(client: fanin.Client) -> None:
-    got = destinations()
+    got = empty()
     with pytest.raises(fanin.NotFoundError, match="lora:other"):
         client.pull_into("other", got)
     with pytest.raises(fanin.NotFoundError) as missing:
@@ -591,11 +557,11 @@ def test_pulls_that_are_refused(client: fanin.Client) -> None:
         ({"stream": fanin.Stream(-1, 0)}, "stream"),
     ]:
         with pytest.raises(fanin.RequestError, match=said):
-            client.pull_into(0, destinations(), **arguments)  # type: ignore[arg-type]
+            client.pull_into(0, empty(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(fanin.RequestError, match="no tensor"):
         client.pull_into(0, {})
     with pytest.raises(fanin.RequestError, match="is no run"):
-        client.pull_into("a/b", destinations())
+        client.pull_into("a/b", empty())
 
 
 @pytest.mark.parametrize("method", ["pull_into", "begin"])
@@ -617,7 +583,7 @@ def test_torchs_memory_is_written_after_its_current_stream(
         asked.append(arguments[-1])
         return options(*arguments)
 
-    shards = [fanin.shard_of(name, array) for name, array in destinations().items()]
+    shards = [fanin.shard_of(name, array) for name, array in empty().items()]
     on_gpus = [dataclasses.replace(s, device=3 - 2 * (i % 2)) for i, s in enumerate(shards)]
     cuda = SimpleNamespace(is_initialized=lambda: True, current_stream=current_stream)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
@@ -633,7 +599,7 @@ def test_torchs_memory_is_written_after_its_current_stream(
 
 def test_a_step_that_never_comes(client: fanin.Client) -> None:
     with pytest.raises(fanin.PullTimeoutError) as caught:
-        client.pull_into(0, destinations(), step=7, timeout=0.1)
+        client.pull_into(0, empty(), step=7, timeout=0.1)
     assert caught.value.phase == "wait" and isinstance(caught.value, TimeoutError)
 
 
@@ -666,7 +632,7 @@ def test_connections_that_are_refused(ranks: list[fanin.Server]) -> None:
         fanin.Client(use_ucx=False) as lonely,
         pytest.raises(fanin.StateError, match="address"),
     ):
-        lonely.pull_into(0, destinations())
+        lonely.pull_into(0, empty())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,26 +14,7 @@ import fanin
 import local_world
 import numpy as np
 import pytest
-from local_world import client_of, publish, run_script, servers
-
-
-@pytest.fixture
-def ranks() -> Iterator[list[fanin.Server]]:
-    """Three ranks that have published step 1."""
-    with servers() as made:
-        publish(made, 1)
-        yield made
-
-
-@pytest.fixture
-def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
-    with client_of(ranks) as made:
-        yield made
-
-
-def destinations() -> dict[str, np.ndarray]:
-    return {name: np.zeros_like(value) for name, value in local_world.weights(1).items()}
-
+from local_world import client_of, empty, run_script, servers
 
 # ---------------------------------------------------------------------------------- one thread
 
@@ -51,15 +31,15 @@ def test_a_client_is_used_by_one_thread_at_a_time(client: fanin.Client) -> None:
             client.close()
         refused.append(closed.value)
 
-    client.pull_into(0, destinations(), progress=progress)
+    client.pull_into(0, empty(), progress=progress)
     assert refused
     assert all("pull_into()" in str(error) for error in refused)
-    assert client.pull_into(0, destinations()).step == 1
+    assert client.pull_into(0, empty()).step == 1
 
 
 def test_a_refused_call_prepares_nothing(client: fanin.Client) -> None:
     """What the call that is under way reads is its own."""
-    got = destinations()
+    got = empty()
     packed = fanin.pack(fanin.shard_of(name, got[name], writable=True) for name in got)
     prepared: list[object] = []
 
@@ -80,7 +60,7 @@ def test_cancel_from_another_thread(client: fanin.Client) -> None:
 
     def work() -> None:
         try:
-            client.pull_into(0, destinations(), step=99)
+            client.pull_into(0, empty(), step=99)
         except BaseException as error:
             raised.append(error)
 
@@ -90,14 +70,14 @@ def test_cancel_from_another_thread(client: fanin.Client) -> None:
     client.cancel()
     thread.join(local_world.PATIENCE)
     assert isinstance(raised[0], fanin.CancelledError) and not raised[0].retryable
-    assert client.pull_into(0, destinations()).step == 1
+    assert client.pull_into(0, empty()).step == 1
 
 
 def test_cancel_of_no_call_cancels_the_next(client: fanin.Client) -> None:
     client.cancel()
     with pytest.raises(fanin.CancelledError):
-        client.pull_into(0, destinations())
-    assert client.pull_into(0, destinations()).step == 1
+        client.pull_into(0, empty())
+    assert client.pull_into(0, empty()).step == 1
 
 
 def test_close_ends_the_call_of_another_thread(ranks: list[fanin.Server]) -> None:
@@ -106,7 +86,7 @@ def test_close_ends_the_call_of_another_thread(ranks: list[fanin.Server]) -> Non
 
     def work() -> None:
         try:
-            client.pull_into(0, destinations(), step=99)
+            client.pull_into(0, empty(), step=99)
         except BaseException as error:
             raised.append(error)
 
@@ -131,13 +111,13 @@ def test_what_a_callback_raises_is_raised(ranks: list[fanin.Server], client: fan
 
     for _ in range(20):  # the cancel comes too late for some, and for none of the next
         with pytest.raises(Stop):
-            client.pull_into(0, destinations(), progress=fail)
-        assert client.pull_into(0, destinations()).step == 1
+            client.pull_into(0, empty(), progress=fail)
+        assert client.pull_into(0, empty()).step == 1
     with pytest.raises(Stop):
         client.watch(0, fail)
-    assert client.pull_into(0, destinations()).step == 1
+    assert client.pull_into(0, empty()).step == 1
     with pytest.raises(TypeError):
-        client.pull_into(0, destinations(), progress=lambda: None)  # type: ignore[misc, arg-type]
+        client.pull_into(0, empty(), progress=lambda: None)  # type: ignore[misc, arg-type]
 
 
 def test_a_server_is_used_by_many_threads() -> None:

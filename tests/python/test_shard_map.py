@@ -46,11 +46,6 @@ def picture(text: str) -> list[str]:
 
 
 @pytest.fixture
-def target(ranks: list[fanin.Server]) -> str:
-    return ",".join(addresses(ranks))
-
-
-@pytest.fixture
 def holey() -> Iterator[str]:
     """Ranks 0 and 1 have the first two rows, rank 2 the last one; the third one nobody has."""
     whole = np.zeros((4, 100), np.float32)

@@ -25,14 +25,14 @@ import fanin
 import numpy as np
 import pytest
 from local_world import (
-    A_NAME,
-    B_NAME,
     PATIENCE,
     PUBLICATION,
     SLOWNESS,
     addresses,
     client_of,
+    empty,
     nixl_fetch,
+    packed,
     publish,
     publish_rank,
     served,
@@ -64,22 +64,25 @@ def told(target: str, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+REMEDIES = {
+    "updating": "nobody can read it until its trainer commits: see what that process does",
+    "no-answer": "see on its host whether the ",
+    "slow": "see its host's network and CPU",
+    "lease": "see what that engine does",
+    "stale": "let readers pull right after a commit",
+    "paused": "readers wait until the trainer resumes the run",
+    "version": "install one release of fanin for trainer and engines",
+}
+
+
 def kinds(report: dict[str, Any]) -> list[tuple[str, int | None]]:
+    for problem in report["problems"]:
+        assert REMEDIES.get(problem["kind"], "") in problem["remedy"]
     return [(problem["kind"], problem["rank"]) for problem in report["problems"]]
 
 
 def text_of(report: dict[str, Any], kind: str) -> str:
     return next(p["text"] for p in report["problems"] if p["kind"] == kind)
-
-
-@pytest.fixture
-def target(ranks: list[fanin.Server]) -> str:
-    return ",".join(addresses(ranks))
-
-
-def packed() -> fanin.PackedTensors:
-    got = {name: np.zeros_like(value) for name, value in weights(1).items()}
-    return fanin.pack(fanin.shard_of(name, got[name], writable=True) for name in (A_NAME, B_NAME))
 
 
 def test_nothing_is_wrong(target: str) -> None:
@@ -131,6 +134,7 @@ def test_a_paused_run(ranks: list[fanin.Server], target: str) -> None:
     assert done.returncode == 12
     assert "rank 0 is paused for " in done.stdout
     assert "evaluating" in done.stdout
+    assert done.stdout.count(REMEDIES["paused"]) == 1  # once for them all
     assert "\x1b" not in done.stdout  # what a rank says does not steer the terminal
 
 
@@ -142,7 +146,7 @@ def test_a_run_that_nobody_publishes(target: str) -> None:
 @pytest.mark.parametrize("way", ["own user", "stranger"])
 def test_an_engine_that_holds_a_lease(ranks: list[fanin.Server], target: str, way: str) -> None:
     options = ["--no-unix"] if way == "stranger" else []
-    with client_of(ranks) as client, client.begin(0, packed()) as session:
+    with client_of(ranks) as client, client.begin(0, packed(empty())) as session:
         assert session.step == 1
         limit = time.monotonic() + PATIENCE
         code, report = told(target, *options)
@@ -166,7 +170,7 @@ def test_an_engine_that_holds_a_lease(ranks: list[fanin.Server], target: str, wa
 def test_readers_that_are_always_stale(ranks: list[fanin.Server], target: str) -> None:
     with client_of(ranks) as client:
         for step in range(2, 8):
-            session = client.begin(0, packed())
+            session = client.begin(0, packed(empty()))
             publish(ranks, step)
             with pytest.raises(fanin.StaleError):
                 session.end()
@@ -183,6 +187,7 @@ def test_a_rank_that_is_stopped_or_dead() -> None:
             code, report = told(target)
             assert (code, kinds(report)) == (13, [("no-answer", 1)])
             assert text_of(report, "no-answer").startswith("rank 1 does not answer (stopped?)")
+            assert "the process is stopped" in report["problems"][0]["remedy"]
         finally:
             os.kill(processes[1], signal.SIGCONT)
         os.kill(processes[1], signal.SIGKILL)
@@ -403,7 +408,7 @@ def test_top_tells_by_which_path_readers_get_how_much(
     with top(target, 200, 24, "--interval", "100ms") as screen:
         assert screen.until("nothing is wrong")[1].split()[-2:] == ["SENDS", "PATH"]
         with client_of(ranks, use_ucx=False, path="stream") as client:
-            client.pull_into(0, packed())
+            client.pull_into(0, packed(empty()))
         drawn = screen.until("stream")
         assert any(re.search(r" \S+ [kMG]?B/s +stream$", line) for line in drawn[2:])
     _, report = told(target)
