@@ -3,7 +3,6 @@
 
 #include "array.h"
 #include "error_set.h"
-#include "pull/agree.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -132,30 +131,6 @@ static fanin_status made_from(const fanin_client *client, const publication *p,
     return status;
 }
 
-fanin_status pull_blame(const connection *c, const char *key, fanin_error *error)
-{
-    const fanin_error *fault = connection_fault(c);
-    error_place place = connection_place(c, "connect");
-    place.key = key;
-    place.remedy = fault->remedy;
-    place.sys_errno = fault->sys_errno;
-    fanin_status status = fault->status ? fault->status : FANIN_ERR_UNREACHABLE;
-    return error_set(error, status, &place, "%s%s%s", fault->message,
-                     *key ? "; no other rank holds " : "", key);
-}
-
-/* A hole that a missing rank leaves is that rank's fault, not the trainer's. */
-static fanin_status blame_missing_rank(fanin_client *client, const publication *p,
-                                       const bool *use, deadline at, fanin_error *error)
-{
-    fanin_error hole = FANIN_ERROR_INIT;
-    error_copy(&hole, error);
-    size_t culprit = agree_culprit(client, p, use, at);
-    if (culprit == client->n_peers)
-        return FANIN_ERR_INCOMPLETE;
-    return pull_blame(client->peers[culprit].control, hole.key, error);
-}
-
 static fanin_status list_sources(const fanin_client *client, const publication *p,
                                  const bool *use, path_plan *plan, fanin_error *error)
 {
@@ -218,15 +193,9 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
     if (cache->valid && digest_equal(&cache->made_from, &from))
         return FANIN_OK;
     clear(cache);
-    fanin_error local = FANIN_ERROR_INIT;
-    fanin_error *why = error ? error : &local;
-    status = make(&cache->whole.plan, client, p, use, d, at, why);
-    bool hole = status == FANIN_ERR_INCOMPLETE;
-    if (hole)
-        status = blame_missing_rank(client, p, use, at, why);
+    status = make(&cache->whole.plan, client, p, use, d, at, error);
     if (status != FANIN_OK) {
         clear(cache);
-        cache->lacks_rank = hole && status != FANIN_ERR_INCOMPLETE;
         return status;
     }
     cache->made_from = cache->whole.plan.id = from;

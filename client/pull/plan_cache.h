@@ -5,7 +5,7 @@
 
 #include "digest.h"
 #include "pull/choose_path.h"
-#include "pull/pull.h"
+#include "pull/destination.h"
 
 /** What one read brings: all of a plan, or what fills some of the destination's tensors. */
 typedef struct plan_part {
@@ -23,7 +23,6 @@ typedef struct plan_cache {
     bool valid;
     bool
         proven; /**< leases were taken for it: tables, paths and details were at hand */
-    bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
     uint64_t used;    /**< greater than that of all that were used before; 0: never */
@@ -46,7 +45,7 @@ void plan_cache_drop(publication *p);
 void plan_cache_free(publication *p);
 
 /** Makes the plan for the ranks with use[i] and the destination, unless it is there. Errors of
-    plan_build(); a hole whose holder is a rank that is down becomes that rank's error. */
+    plan_build(). */
 fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
                              const publication *p, const bool *use,
                              const destination *d, deadline at, fanin_error *error);
@@ -66,9 +65,5 @@ fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,
                                fanin_error *error);
-
-/** Why the connection is not there, and that nobody else holds @p key ("": not known). Returns its
-    status. */
-fanin_status pull_blame(const connection *c, const char *key, fanin_error *error);
 
 #endif

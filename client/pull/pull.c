@@ -4,13 +4,18 @@
 #include "convert.h"
 #include "error_set.h"
 #include "net/spans.h"
-#include "pull/attempt.h"
 #include "pull/kept.h"
+#include "pull/lease.h"
 #include "pull/lease_round.h"
+#include "pull/prepare.h"
 #include "pull/pull_log.h"
+#include "pull/read.h"
+#include "pull/ready.h"
+#include "pull/verify.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,57 +71,86 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     return FANIN_OK;
 }
 
-/* ---------------------------------------------------------------- attempting */
+/* ------------------------------------------------------------ trying again */
 
-static fanin_status attempt(pull *p, fanin_error *error)
+/* A session that has its leases begins no more attempts. */
+static bool holds_leases(const pull *p, pull_state at)
 {
-    bool skip;
-    fanin_status status = attempt_begin(p, &skip, error);
-    p->result->info.reused = skip;
-    if (status == FANIN_OK && skip) {
-        p->bytes = p->cache->whole.plan.plan->bytes;
-        p->tensors = p->cache->whole.plan.plan->tensors;
-    }
-    if (status == FANIN_OK && (skip || p->open_only))
-        return FANIN_OK;
-    if (status == FANIN_OK)
-        status = attempt_read(p, &p->cache->whole, error);
-    if (status == FANIN_OK)
-        status = attempt_end(p, error);
-    lease_round_abandon(p->client, p->leases);
-    if (!p->refused)
-        p->held_ns = clock_ns() - p->leased_ns;
-    return status;
+    return p->session && (p->part || at >= PULL_END);
 }
 
-static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
+static bool may_restart(pull *p, pull_state at)
 {
-    if (p->coming) /* why the connection before was lost says nothing of this one */
-        return true;
-    switch (status) {
+    switch (p->why.status) {
     case FANIN_ERR_STALE:
-        return p->options->max_attempts == 0 || p->refused ||
+        return p->options->max_attempts == 0 || at <= PULL_BEGIN ||
                p->result->info.stale + 1 < p->options->max_attempts;
     case FANIN_ERR_CLOSED:
-        return true;
     case FANIN_ERR_UNREACHABLE:
-        /* Lost on the way: its boxes may be had from a replica, or it is back. Found
-           missing when the plan was made: nothing to try. */
-        return !p->missing;
+        /* Lost on the way: its boxes may be had from a replica, or it is back. */
+        return true;
     case FANIN_ERR_TRANSPORT:
         /* A checksum that does not fit says nothing of the next attempt's bytes. */
-        if (why->sys_errno == EBADMSG)
+        if (p->why.sys_errno == EBADMSG)
             return true;
         return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
     case FANIN_ERR_LIMIT:
         /* While bytes are read a rank has too many data connections, or too little memory for
            them: it may not have seen yet that those of a pull before, which was broken off, are
            closed. What this process has too little of has no phase. */
-        return strcmp(why->phase, "read") == 0;
+        return strcmp(p->why.phase, "read") == 0;
     default:
         return false;
     }
 }
+
+/* Whatever it was but an update may last, and each attempt costs the rank a connection. */
+static uint64_t widest_pause_ms(pull *p, fanin_status why)
+{
+    uint64_t restarts = p->result->info.restarts;
+    if (why == FANIN_ERR_STALE)
+        return restarts < MAX_PAUSE_MS ? restarts : MAX_PAUSE_MS;
+    uint64_t ms = p->pause_ms > 0 ? 2 * (uint64_t)p->pause_ms : 1;
+    p->pause_ms = ms < MAX_LONG_PAUSE_MS ? (uint32_t)ms : MAX_LONG_PAUSE_MS;
+    return p->pause_ms;
+}
+
+/* PULL_PAUSE */
+static fanin_status pull_pause(pull *p, fanin_error *error)
+{
+    uint16_t random = 0;
+    (void)random_bytes(&random, sizeof random); /* 0 will do as well */
+    uint64_t ns = widest_pause_ms(p, p->why.status) * 1000000 * random / 65536;
+    deadline until = clock_ns() + ns;
+    fanin_status status = FANIN_OK;
+    while (status == FANIN_OK && !deadline_passed(until))
+        status = client_step(p->client, p->at, until, "wait", error);
+    if (status == FANIN_OK)
+        p->state = PULL_START;
+    return status;
+}
+
+/* PULL_START */
+static fanin_status pull_start(pull *p, fanin_error *error)
+{
+    (void)error;
+    p->attempt_ns = clock_ns();
+    p->client->place.attempt++;
+    p->state = PULL_CONNECT;
+    return FANIN_OK;
+}
+
+static void begin_again(pull *p, pull_state at)
+{
+    if (p->why.status != FANIN_ERR_STALE || at <= PULL_BEGIN)
+        p->lost = p->why;
+    p->result->info.restarts++;
+    log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", p->why.message);
+    if (p->destination->restart)
+        p->destination->restart(p->destination->cookie);
+}
+
+/* ------------------------------------------------------------------ failing */
 
 static fanin_status stale_error(const pull *p, bool outlasted, fanin_error *error)
 {
@@ -182,78 +216,152 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
 
 /* An error of the agreement has a key, and tells of lost ranks itself; not if it was cut short
    right after something was lost: then nobody had the time to answer. */
-static bool is_of_lost(const pull *p, const fanin_error *error, uint64_t began)
+static bool is_of_lost(const pull *p)
 {
-    bool at_once = clock_ns() - began < MAX_LONG_PAUSE_MS * UINT64_C(1000000);
-    return error->status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
-           (!error->key[0] || at_once);
+    bool at_once = clock_ns() - p->attempt_ns < MAX_LONG_PAUSE_MS * UINT64_C(1000000);
+    return p->why.status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK &&
+           (!p->why.key[0] || at_once);
 }
 
-/* Whatever it was but an update may last, and each attempt costs the rank a connection. */
-static uint64_t widest_pause_ms(pull *p, fanin_status why)
+/* The last word on why the pull failed in the state @p at. */
+static void explain(pull *p, pull_state at)
 {
-    uint64_t restarts = p->result->info.restarts;
-    if (why == FANIN_ERR_STALE)
-        return restarts < MAX_PAUSE_MS ? restarts : MAX_PAUSE_MS;
-    uint64_t ms = p->pause_ms > 0 ? 2 * (uint64_t)p->pause_ms : 1;
-    p->pause_ms = ms < MAX_LONG_PAUSE_MS ? (uint32_t)ms : MAX_LONG_PAUSE_MS;
-    return p->pause_ms;
+    fanin_error why = FANIN_ERROR_INIT;
+    bool timeout = p->why.status == FANIN_ERR_TIMEOUT;
+    if (at == PULL_PUBLISH)
+        return;
+    error_copy(&why, &p->why);
+    if (holds_leases(p, at))
+        (void)pull_overtaken(p, &why, &p->why);
+    else if (p->result->info.stale > 0 && (timeout || why.status == FANIN_ERR_STALE))
+        (void)stale_error(p, outlasted(p), &p->why);
+    else if (is_of_lost(p))
+        (void)lost_error(p, &p->why);
 }
 
-static fanin_status pause_before_restart(pull *p, fanin_status why, fanin_error *error)
+/* The function of the state @p at failed, and may have chosen what follows. */
+static void fail(pull *p, pull_state at)
 {
-    uint16_t random = 0;
-    (void)random_bytes(&random, sizeof random); /* 0 will do as well */
-    uint64_t ns = widest_pause_ms(p, why) * 1000000 * random / 65536;
-    deadline until = clock_ns() + ns;
-    fanin_status status = FANIN_OK;
-    while (status == FANIN_OK && !deadline_passed(until))
-        status = client_step(p->client, p->at, until, "wait", error);
+    bool is_over =
+        holds_leases(p, at) || p->destination->leak || p->state == PULL_FAILED;
+    bool stale = p->why.status == FANIN_ERR_STALE && !holds_leases(p, at);
+    bool again =
+        !is_over && at != PULL_PAUSE && (p->state == PULL_PAUSE || may_restart(p, at));
+    if (stale) {
+        p->result->info.stale += at > PULL_BEGIN;
+        p->stale = p->why;
+    }
+    p->state = again ? PULL_PAUSE : PULL_FAILED;
+    if (again)
+        begin_again(p, at);
+    else
+        explain(p, at);
+}
+
+/* ------------------------------------------------------------------- stepping */
+
+/* PULL_PUBLISH */
+static fanin_status pull_publish(pull *p, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    if (!info->reused)
+        info->transport_checksums = result_guard(p->result, p->client, p->publication);
+    p->identity.verified = info->verified;
+    p->identity.transport_checksums = info->transport_checksums;
+    /* Before it is published: what is must not fail for want of memory any more. */
+    fanin_status status = result_finish(p->result, p->client, p->publication, error);
+    if (status == FANIN_OK && p->destination->publish && !info->reused)
+        status = p->destination->publish(p->destination->cookie, &p->identity, error);
+    if (p->destination->publish)
+        span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
+    info->write_ns += clock_ns() - clock;
+    info->step = p->identity.step;
+    memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
+    info->bytes = p->bytes;
+    info->tensors = p->tensors;
+    info->total_ns = clock_ns() - p->started_ns;
+    info->fixed_ns = info->total_ns - info->fixed_ns;
+    if (status == FANIN_OK)
+        p->state = PULL_DONE;
     return status;
 }
 
-fanin_status pull_until_good(pull *p, fanin_error *error)
+#define TIME(field) offsetof(fanin_result_info, field)
+
+/* What runs in a state; where its time is added, 0: nowhere, and what the trace calls it then. */
+static const struct {
+    fanin_status (*run)(pull *p, fanin_error *error);
+    size_t time;
+    trace_name name;
+} states[] = {
+    [PULL_START] = {pull_start},
+    [PULL_PAUSE] = {pull_pause},
+    [PULL_CONNECT] = {pull_connect, TIME(connect_ns), TRACE_CONNECT},
+    [PULL_AGREE] = {pull_agree, TIME(wait_ns), TRACE_WAIT},
+    [PULL_TABLES] = {pull_tables, TIME(catalog_ns), TRACE_CATALOG},
+    [PULL_PLAN] = {pull_plan, TIME(plan_ns), TRACE_PLAN},
+    [PULL_SETTLE] = {pull_settle, TIME(write_ns), TRACE_WRITE},
+    [PULL_RANGES] = {pull_ranges, TIME(plan_ns), TRACE_PLAN},
+    [PULL_PATHS] = {pull_paths, TIME(connect_ns), TRACE_PATHS},
+    [PULL_ROOM] = {pull_room},
+    [PULL_DETAIL] = {pull_detail, TIME(plan_ns), TRACE_PLAN},
+    [PULL_STREAMS] = {pull_streams, TIME(connect_ns), TRACE_CONNECT},
+    [PULL_BEGIN] = {pull_begin, TIME(begin_ns), TRACE_BEGIN},
+    [PULL_READ] = {pull_read}, /* which tells of each rank */
+    [PULL_VERIFY] = {pull_verify, TIME(verify_ns), TRACE_DIGEST},
+    [PULL_END] = {pull_end, TIME(end_ns), TRACE_END},
+    [PULL_PUBLISH] = {pull_publish},
+};
+
+static void add_time(pull *p, pull_state of, uint64_t began, fanin_status status)
 {
-    fanin_error local = FANIN_ERROR_INIT;
-    for (;;) {
-        uint64_t began = clock_ns();
-        p->client->place.attempt++;
-        fanin_status status = attempt(p, &local);
-        span_of_call(p->client, TRACE_ATTEMPT, began, status,
-                     status == FANIN_OK ? NULL : local.message);
-        if (status == FANIN_OK)
-            return status;
-        bool again =
-            may_restart(p, status, &local) && !p->destination->leak && !p->final;
-        if (status == FANIN_ERR_STALE) {
-            p->result->info.stale += !p->refused;
-            p->stale = local;
-        }
-        if (again) {
-            if (status != FANIN_ERR_STALE || p->refused)
-                p->lost = local;
-            p->result->info.restarts++;
-            log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", local.message);
-            if (p->destination->restart)
-                p->destination->restart(p->destination->cookie);
-            status = pause_before_restart(p, status, &local);
-            if (status == FANIN_OK)
-                continue;
-        }
-        if (p->result->info.stale > 0 &&
-            (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
-            return stale_error(p, outlasted(p), error);
-        if (is_of_lost(p, &local, began))
-            return lost_error(p, error);
-        error_copy(error, &local);
-        return status;
-    }
+    uint64_t passed = clock_ns() - began;
+    if (states[of].time == 0)
+        return;
+    span_of_call(p->client, states[of].name, began, status, NULL);
+    *(uint64_t *)((char *)&p->result->info + states[of].time) += passed;
+    pull_log_part(p, states[of].name, status, passed);
+}
+
+/* The attempt has left the state @p at: in the last one, or it failed. */
+static void end_attempt(pull *p, pull_state at, fanin_status status)
+{
+    path_end_ahead(&p->goal);
+    if (p->state != PULL_HELD)
+        lease_round_abandon(p->client, p->leases);
+    if (at > PULL_BEGIN)
+        p->held_ns = clock_ns() - p->leased_ns;
+    span_of_call(p->client, TRACE_ATTEMPT, p->attempt_ns, status,
+                 status == FANIN_OK ? NULL : p->why.message);
+}
+
+static void step(pull *p)
+{
+    const pull_state at = p->state;
+    const uint64_t began = clock_ns();
+    fanin_status status = states[at].run(p, &p->why);
+    add_time(p, at, began, status);
+    if (at >= PULL_CONNECT && !holds_leases(p, at) && at != PULL_PUBLISH &&
+        (status != FANIN_OK || p->state == PULL_HELD || p->state == PULL_PUBLISH))
+        end_attempt(p, at, status);
+    if (status != FANIN_OK)
+        fail(p, at);
+}
+
+fanin_status pull_go(pull *p, pull_state until, fanin_error *error)
+{
+    while (p->state != until && p->state != PULL_FAILED)
+        step(p);
+    return p->state == until ? FANIN_OK : error_copy(error, &p->why);
 }
 
 /* -------------------------------------------------------------------- whole */
 
 void pull_release(pull *p)
 {
+    if (p->leases)
+        lease_round_abandon(p->client, p->leases);
     free(p->announced);
     free(p->use);
     free(p->needed);
@@ -269,7 +377,7 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->started_ns = began ? began : clock_ns();
     p->at = p->started_ns + (uint64_t)p->options->timeout_ms * 1000000;
     p->client->place = (trace_place){.pull = trace_next_pull()};
-    p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
+    p->why = p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
     p->publication = kept_of(p->client, p->options->publication);
     p->cache = p->publication ? plan_cache_of(p->publication, p->destination) : NULL;
@@ -287,30 +395,6 @@ fanin_status pull_open(pull *p, fanin_error *error)
     if (now > KEEP_MAPPED_NS)
         path_unmap_idle(p->client, now - KEEP_MAPPED_NS);
     return FANIN_OK;
-}
-
-fanin_status pull_complete(pull *p, fanin_error *error)
-{
-    fanin_result_info *info = &p->result->info;
-    uint64_t clock = clock_ns();
-    if (!info->reused)
-        info->transport_checksums = result_guard(p->result, p->client, p->publication);
-    p->identity.verified = info->verified;
-    p->identity.transport_checksums = info->transport_checksums;
-    /* Before it is published: what is must not fail for want of memory any more. */
-    fanin_status status = result_finish(p->result, p->client, p->publication, error);
-    if (status == FANIN_OK && p->destination->publish && !info->reused)
-        status = p->destination->publish(p->destination->cookie, &p->identity, error);
-    if (p->destination->publish)
-        span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
-    info->write_ns += lap(&clock);
-    info->step = p->identity.step;
-    memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
-    info->bytes = p->bytes;
-    info->tensors = p->tensors;
-    info->total_ns = clock_ns() - p->started_ns;
-    info->fixed_ns = info->total_ns - info->fixed_ns;
-    return status;
 }
 
 void pull_ended(pull *p, trace_name name, fanin_status status, const fanin_error *error)
@@ -334,9 +418,7 @@ fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
     pull p = {.client = client, .options = options, .destination = d};
     fanin_status status = pull_open(&p, error);
     if (status == FANIN_OK)
-        status = pull_until_good(&p, error);
-    if (status == FANIN_OK)
-        status = pull_complete(&p, error);
+        status = pull_go(&p, PULL_DONE, error);
     pull_ended(&p, TRACE_PULL, status, error);
     if (status == FANIN_OK && result_out) {
         *result_out = p.result;

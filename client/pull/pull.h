@@ -1,66 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/**
- * @file
- * The pull: agree on a step, begin on the ranks, read, end on the ranks, publish. What the
- * bytes are for is the destination's business.
- */
+/** @file The pull as a whole: which state follows, when to try again, what is told of its end. */
 #ifndef PULL_H
 #define PULL_H
 
-#include "adapter/adapter.h"
-#include "array.h"
-#include "catalog/tables.h"
-#include "path/path.h"
-#include "plan/plan.h"
-#include "pull/result.h"
-
-/** Where the bytes go. All functions run in the pulling thread, but need and landed, which those
-    that read call (see need_fn). */
-typedef struct destination {
-    void *cookie;
-    bool directory; /**< not memory: its plan is kept apart */
-    key_need wants; /**< mark NULL: all keys are wanted */
-    /** Names the layout: equal digests and key tables have equal plans. */
-    digest (*layout)(void *cookie);
-    /** The key table to be pulled, for a plan that is not cached. Outputs are the
-        destination's: targets, or none and to_of_key. */
-    fanin_status (*prepare)(void *cookie, const key_table *keys,
-                            const plan_target **targets, size_t *n_targets,
-                            const uint64_t **to_of_key, fanin_error *error);
-    /** The step is known, nothing begun. *base_out is added to every `to`; *skip_out: there
-        is nothing to read. @p keys as in prepare (which a cached plan skips). */
-    fanin_status (*agreed)(void *cookie, const key_table *keys,
-                           const adapter_identity *identity, uint8_t **base_out,
-                           bool *skip_out, fanin_error *error);
-    /** Before anything is written there; NULL: all of the memory is there. A failure ends the
-        pull */
-    need_fn need;
-    landed_fn landed;              /**< may be NULL */
-    digested_fn digested;          /**< may be NULL */
-    void (*restart)(void *cookie); /**< may be NULL: the attempt's bytes do not count */
-    /** The bytes are good: make them visible. May be NULL. */
-    fanin_status (*publish)(void *cookie, const adapter_identity *identity,
-                            fanin_error *error);
-    /** Ranges of memory that ascend and are disjoint; valid after agreed(). FANIN_ERR_ARGUMENT,
-        FANIN_ERR_MEMORY. */
-    fanin_status (*ranges)(void *cookie, const memory_range **ranges, size_t *n,
-                           fanin_error *error);
-    /** Before it is known what there is. NULL: none of it is on devices */
-    void (*outline)(void *cookie, path_outline *out);
-    bool lasting_ranges; /**< they follow from layout() alone */
-    bool quick; /**< agreed() takes no time: leases may be had before it is called */
-    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */
-    bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
-    uint64_t started_ns; /**< when the caller's call began; 0: now */
-    /** set by the pull: reads could not be recalled, never free the memory */
-    bool leak;
-} destination;
-
-fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
-                      destination *d, fanin_result **result_out, fanin_error *error);
+#include "pull/states.h"
 
 /** Checks the client; struct_size, publication's form, rule, timeout; copies over defaults. */
 fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
                         fanin_pull_options *out, fanin_error *error);
+
+/** From its options to its result. */
+fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
+                      destination *d, fanin_result **result_out, fanin_error *error);
+
+/* ------------------------------------------------------------- for sessions */
+
+/** What a pull needs besides; @p p has client, options and destination. */
+fanin_status pull_open(pull *p, fanin_error *error);
+/** Steps until it is in @p until, FANIN_OK, or PULL_FAILED. */
+fanin_status pull_go(pull *p, pull_state until, fanin_error *error);
+/** Of a session that had its leases and ended with @p why: the same, with what helps if reading
+    takes longer than a lease lasts, so that trying again would not. */
+fanin_status pull_overtaken(pull *p, const fanin_error *why, fanin_error *error);
+/** Tells trace and log of the call, or of a session's begin: from started_ns until now. @p error:
+    why it failed, may be NULL. */
+void pull_ended(pull *p, trace_name name, fanin_status status,
+                const fanin_error *error);
+/** Gives leases back that are still held. */
+void pull_release(pull *p);
 
 #endif

@@ -3,7 +3,7 @@
 #ifndef PULL_LOG_H
 #define PULL_LOG_H
 
-#include "pull/attempt.h"
+#include "pull/states.h"
 
 /** A part of an attempt that took @p ns (debug, event "phase"). */
 void pull_log_part(const pull *p, trace_name name, fanin_status status, uint64_t ns);

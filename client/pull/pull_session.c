@@ -2,8 +2,8 @@
 #include "pull/pull_session.h"
 
 #include "error_set.h"
-#include "pull/attempt.h"
 #include "pull/lease_round.h"
+#include "pull/pull.h"
 #include "pull/pull_log.h"
 #include <stdlib.h>
 #include <unistd.h>
@@ -28,8 +28,6 @@ static void close_pull(fanin_session *s)
 {
     if (!s->client)
         return;
-    if (s->pull.leases)
-        lease_round_abandon(s->client, s->pull.leases);
     pull_release(&s->pull);
     s->client->session = NULL;
     s->client = NULL;
@@ -51,10 +49,10 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
     s->pull = (pull){.client = client,
                      .options = &s->options,
                      .destination = &s->destination,
-                     .open_only = true};
+                     .session = true};
     fanin_status status = pull_open(&s->pull, error);
     if (status == FANIN_OK)
-        status = pull_until_good(&s->pull, error);
+        status = pull_go(&s->pull, PULL_HELD, error);
     pull_ended(&s->pull, TRACE_OPEN, status, error);
     if (status != FANIN_OK) {
         close_pull(s);
@@ -115,15 +113,29 @@ static fanin_status look_at_ranks(fanin_session *s, fanin_error *error)
 }
 
 static fanin_status find_part(fanin_session *s, size_t first, size_t count,
-                              plan_part **out, fanin_error *error)
+                              fanin_error *error)
 {
-    uint64_t clock = clock_ns();
+    pull *p = &s->pull;
+    uint64_t began = clock_ns();
     client_work work;
-    client_work_start(&work, s->client, s->pull.at);
+    client_work_start(&work, s->client, p->at);
     fanin_status status =
-        plan_cache_part(s->pull.cache, first, count, s->count, &work.stop, out, error);
-    s->pull.result->info.plan_ns += lap(&clock);
+        plan_cache_part(p->cache, first, count, s->count, &work.stop, &p->part, error);
+    p->result->info.plan_ns += clock_ns() - began;
     return client_work_end(&work, status, error);
+}
+
+/* The session goes on, or has failed. */
+static fanin_status read_part(fanin_session *s, size_t first, size_t count)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = look_at_ranks(s, &why);
+    if (status == FANIN_OK)
+        status = find_part(s, first, count, &why);
+    if (status != FANIN_OK)
+        return pull_overtaken(&s->pull, &why, &s->failed);
+    s->pull.state = PULL_DETAIL;
+    return pull_go(&s->pull, PULL_HELD, &s->failed);
 }
 
 fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
@@ -139,16 +151,8 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
                          "there are no %zu tensors from number %zu on: the session has "
                          "%zu",
                          count, first, session->count);
-    plan_part *part = NULL;
-    fanin_error why = FANIN_ERROR_INIT;
-    status = look_at_ranks(session, &why);
-    if (status == FANIN_OK)
-        status = find_part(session, first, count, &part, &why);
-    if (status == FANIN_OK)
-        status = attempt_read(&session->pull, part, &why);
-    if (status == FANIN_OK)
-        return status;
-    (void)pull_overtaken(&session->pull, &why, &session->failed);
+    if (read_part(session, first, count) == FANIN_OK)
+        return FANIN_OK;
     lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
 }
@@ -182,13 +186,11 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
     if (status != FANIN_OK)
         return status;
     pull *p = &s->pull;
-    fanin_error why = FANIN_ERROR_INIT;
+    p->state = PULL_END;
     if (s->failed.status != FANIN_OK)
         status = error_copy(error, &s->failed);
-    else if ((status = attempt_end(p, &why)) != FANIN_OK)
-        status = pull_overtaken(p, &why, error);
-    if (status == FANIN_OK)
-        status = pull_complete(p, error);
+    else
+        status = pull_go(p, PULL_DONE, error);
     if (s->client) /* and not of one that is gone */
         pull_log_whole(p, status, error);
     trace_settle(status);

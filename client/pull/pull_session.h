@@ -3,7 +3,7 @@
 #ifndef PULL_SESSION_H
 #define PULL_SESSION_H
 
-#include "pull/pull.h"
+#include "pull/destination.h"
 
 /** Begins a session of @p count tensors, into @p d, whose ranges last and whose functions are not
     called any more when this returns. Errors as of pull_run(). */

@@ -4,6 +4,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "pull/prepared.h"
+#include "pull/pull.h"
 #include "pull/pull_session.h"
 #include "text.h"
 #include <inttypes.h>

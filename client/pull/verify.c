@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/read_phase.h"
+#include "pull/verify.h"
 
 #include "array.h"
 #include "convert.h"
@@ -7,6 +7,7 @@
 #include "error_set.h"
 #include "plan/plan_internal.h"
 #include "pull/held_digest.h"
+#include "pull/read.h"
 #include "stream/stream_link.h"
 #include <stdlib.h>
 #include <string.h>
@@ -35,19 +36,19 @@ typedef struct inquiry {
 } inquiry;
 
 typedef struct verifier {
-    read_phase *r;
-    inquiry *inquiries; /* one a source */
+    pull *p;
+    const path_plan *plan; /* of the part */
+    inquiry *inquiries;    /* one a source */
     held *held;
     stream_share share; /* the calling thread's, of all ranks */
-    deadline at;
-    client_work work; /* of listing what is asked for */
+    client_work work;   /* of listing what is asked for */
 } verifier;
 
 /* ----------------------------------------------------------- what to ask for */
 
 static const strided *view_of(const verifier *v, const piece *p)
 {
-    return p->view ? &v->r->part->plan.plan->views[p->view - 1] : NULL;
+    return p->view ? &v->plan->plan->views[p->view - 1] : NULL;
 }
 
 static uint32_t convert_of(const verifier *v, const piece *p)
@@ -128,7 +129,7 @@ static held_part part_of(void *cookie, uint64_t index)
     const verifier *v = q->verifier;
     const unit *u = &q->units[index];
     const piece *p = &q->work.pieces->pieces[u->piece];
-    held_part part = {.at = v->r->base + p->to,
+    held_part part = {.at = v->p->base + p->to,
                       .view = view_of(v, p),
                       .runs = 1,
                       .length = p->length};
@@ -146,7 +147,7 @@ static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
     fanin_status status = FANIN_OK;
     while (q->n_held < end && status == FANIN_OK) {
         uint64_t n;
-        status = held_digest(v->held, part_of, q, q->n_held, q->n_units, v->at,
+        status = held_digest(v->held, part_of, q, q->n_held, q->n_units, v->p->at,
                              &q->digests[q->n_held], &n, error);
         q->n_held += n;
     }
@@ -155,13 +156,13 @@ static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
 
 static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
 {
-    const read_phase *r = q->verifier->r;
+    const verifier *v = q->verifier;
     const connection *c = q->control;
     const piece *p = &q->work.pieces->pieces[u->piece];
     uint32_t key;
     block b;
-    box_table_get(r->part->plan.sources[q->source].boxes, p->box, &key, &b, NULL);
-    const char *name = r->publication->keys->entries[key].name;
+    box_table_get(v->plan->sources[q->source].boxes, p->box, &key, &b, NULL);
+    const char *name = v->p->publication->keys->entries[key].name;
     error_place place = connection_place(c, "verify");
     place.key = name;
     place.remedy = "a path, a link or memory on the way alters bytes, or the trainer "
@@ -170,7 +171,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
                      "rank %u at %s holds other bytes of %.200s than those that have "
                      "landed, by path %s",
                      connection_peer(c)->rank, connection_text(c), name,
-                     path_taken(r->publication, q->peer)->path->name);
+                     path_taken(v->p->publication, q->peer)->path->name);
 }
 
 /* The digests of one request. */
@@ -190,7 +191,7 @@ static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
     }
     if (status == FANIN_OK)
         return true;
-    v->r->final = true;
+    v->p->state = PULL_FAILED; /* no other attempt would mend it */
     stream_work_fail(w, &why);
     return false;
 }
@@ -208,19 +209,19 @@ static fanin_status cannot(const connection *c, fanin_error *error)
 
 static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
 {
-    read_phase *r = v->r;
-    q->work = (stream_work){.plan = r->part->plan.plan,
-                            .pieces = &r->part->plan.plan->ranks[q->source],
+    pull *p = v->p;
+    q->work = (stream_work){.plan = v->plan->plan,
+                            .pieces = &v->plan->plan->ranks[q->source],
                             .list = &q->list,
-                            .base = r->base,
+                            .base = p->base,
                             .digested = compare,
                             .digested_cookie = q,
-                            .dtype = (uint32_t)r->destination->dtype,
+                            .dtype = (uint32_t)p->destination->dtype,
                             .error = FANIN_ERROR_INIT};
     if (q->work.pieces->n_pieces == 0)
         return FANIN_OK;
     if (!(connection_peer(q->control)->features & FEATURE_DIGESTS)) {
-        r->final = true;
+        p->state = PULL_FAILED;
         return cannot(q->control, error);
     }
     for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
@@ -231,8 +232,8 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     q->digests = calloc(q->n_units, sizeof *q->digests);
     if (!q->digests)
         return error_set_memory(error);
-    memcpy(q->work.token, r->leases[q->peer].token, sizeof q->work.token);
-    fanin_status status = stream_open(r->client, q->peer, 1, &q->link, error);
+    memcpy(q->work.token, p->leases[q->peer].token, sizeof q->work.token);
+    fanin_status status = stream_open(p->client, q->peer, 1, &q->link, error);
     if (status != FANIN_OK)
         return status;
     connection_set_owing(q->control, true);
@@ -244,7 +245,7 @@ static fanin_status look(const verifier *v, bool *done, deadline *wake,
                          fanin_error *error)
 {
     *done = true;
-    for (size_t i = 0; i < v->r->part->plan.n_sources; i++) {
+    for (size_t i = 0; i < v->plan->n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         const connection *c = q->control;
         if (!q->link)
@@ -267,7 +268,7 @@ static fanin_status run(verifier *v, fanin_error *error)
         deadline wake = UINT64_MAX;
         fanin_status status = look(v, &done, &wake, error);
         if (status == FANIN_OK && !done)
-            status = client_step(v->r->client, v->at, wake, "verify", error);
+            status = client_step(v->p->client, v->p->at, wake, "verify", error);
         if (status != FANIN_OK || done)
             return status;
     }
@@ -275,11 +276,11 @@ static fanin_status run(verifier *v, fanin_error *error)
 
 static void finish(verifier *v)
 {
-    for (size_t i = 0; v->inquiries && i < v->r->part->plan.n_sources; i++) {
+    for (size_t i = 0; v->inquiries && i < v->plan->n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         if (q->link) {
             connection_set_owing(q->control, false);
-            stream_end_work(v->r->client, q->peer);
+            stream_end_work(v->p->client, q->peer);
         }
         free(q->list.entries);
         free(q->list.requests);
@@ -287,35 +288,46 @@ static void finish(verifier *v)
         free(q->digests);
     }
     if (!held_free(v->held, deadline_in_ms(DEVICE_DRAIN_MS))) {
-        v->r->destination->leak = true;
-        log_write(&v->r->client->log, FANIN_LOG_ERROR, "device-stuck",
+        v->p->destination->leak = true;
+        log_write(&v->p->client->log, FANIN_LOG_ERROR, "device-stuck",
                   "a device did not end its digests in time: memory that it reads is "
                   "never freed");
     }
     free(v->inquiries);
 }
 
-fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
+static fanin_status verify_part(pull *p, fanin_error *error)
 {
-    verifier v = {.r = r,
-                  .at = at,
-                  .share = {.loop = &r->client->loop,
-                            .max_inflight = r->client->config.max_inflight}};
-    client_work_start(&v.work, r->client, at);
-    v.held = held_create(r->client->devices->g, r->ranges, r->n_ranges);
-    v.inquiries = calloc(r->part->plan.n_sources + 1, sizeof *v.inquiries);
+    size_t n_ranges;
+    const memory_range *ranges = pull_ranges_of_part(p, &n_ranges);
+    verifier v = {.p = p,
+                  .plan = &pull_part(p)->plan,
+                  .share = {.loop = &p->client->loop,
+                            .max_inflight = p->client->config.max_inflight}};
+    client_work_start(&v.work, p->client, p->at);
+    v.held = held_create(p->client->devices->g, ranges, n_ranges);
+    v.inquiries = calloc(v.plan->n_sources + 1, sizeof *v.inquiries);
     fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < r->part->plan.n_sources && status == FANIN_OK; i++) {
-        size_t peer = r->part->plan.peer_of[i];
+    for (size_t i = 0; i < v.plan->n_sources && status == FANIN_OK; i++) {
+        size_t peer = v.plan->peer_of[i];
         v.inquiries[i] = (inquiry){.verifier = &v,
                                    .source = i,
                                    .peer = peer,
-                                   .control = r->client->peers[peer].control};
+                                   .control = p->client->peers[peer].control};
         status = start(&v, &v.inquiries[i], error);
     }
     status = client_work_end(&v.work, status, error);
     if (status == FANIN_OK)
         status = run(&v, error);
     finish(&v);
+    return status;
+}
+
+fanin_status pull_verify(pull *p, fanin_error *error)
+{
+    fanin_status status = verify_part(p, error);
+    p->result->info.verified = status == FANIN_OK;
+    if (status == FANIN_OK)
+        pull_read_ended(p);
     return status;
 }

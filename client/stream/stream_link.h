@@ -141,7 +141,7 @@ bool stream_at_hand(const fanin_client *client, size_t peer);
  * To all sources with pieces that stream reads, and to the others as well if @p all: data
  * connections, one of which is made when this returns. With nothing at hand it waits for the
  * others, too, as long again as for the first and a moment longer. Errors of lost ranks as of
- * read_phase_run(). @p r needs no leases, and tells where the bytes go by its ranges.
+ * pull_read(). @p r needs no leases, and tells where the bytes go by its ranges.
  */
 fanin_status stream_connect(const path_reading *r, bool all, deadline at,
                             fanin_error *error);

@@ -6,7 +6,7 @@
 #include "clock.h"
 #include "ends.h"
 #include "log_catcher.h"
-#include "pull/read_phase.h"
+#include "pull/verify.h"
 #include "secrets.h"
 #include "testing.h"
 
@@ -76,7 +76,7 @@ typedef struct way {
     bool no_unix, is_secured, verify, narrow;
 } way;
 
-static fanin_status pull(scene *s, const way *w, size_t n, fanin_error *error)
+static fanin_status pull_by(scene *s, const way *w, size_t n, fanin_error *error)
 {
     const char *list[] = {s->address};
     fanin_client_config config = make_client_config();
@@ -106,19 +106,19 @@ static void expect_named(const way *w, bool unmap)
     fanin_error error = FANIN_ERROR_INIT;
     set_scene(&s, w->is_secured ? secret_of('1') : NULL, w->narrow);
     commit(&s);
-    assert_ok(pull(&s, w, 2, &error), error);
+    assert_ok(pull_by(&s, w, 2, &error), error);
     take_away(&s, unmap);
     if (w->path == FANIN_PATH_STREAM)
         log_listen("read-failed");
     uint64_t began = clock_ns();
-    assert_int_equal(pull(&s, w, 2, &error), FANIN_ERR_TRANSPORT);
+    assert_int_equal(pull_by(&s, w, 2, &error), FANIN_ERR_TRANSPORT);
     assert_true(clock_ns() - began < SOON_NS);
     if (!strstr(error.message, "lost"))
         fail_msg("it does not name the tensor: %s", error.message);
     if (w->path == FANIN_PATH_STREAM)
         log_await("lost");
     error = (fanin_error)FANIN_ERROR_INIT;
-    assert_ok(pull(&s, w, 1, &error), error); /* the other is served on */
+    assert_ok(pull_by(&s, w, 1, &error), error); /* the other is served on */
     end_scene(&s);
 }
 
@@ -142,14 +142,14 @@ static void memory_that_is_gone_is_named(void **state)
 
 static scene *to_be_lost;
 
-fanin_status __real_verify_run(read_phase *r, deadline at, fanin_error *error);
-fanin_status __wrap_verify_run(read_phase *r, deadline at, fanin_error *error);
+fanin_status __real_pull_verify(pull *p, fanin_error *error);
+fanin_status __wrap_pull_verify(pull *p, fanin_error *error);
 
-fanin_status __wrap_verify_run(read_phase *r, deadline at, fanin_error *error)
+fanin_status __wrap_pull_verify(pull *p, fanin_error *error)
 {
     if (to_be_lost)
         take_away(to_be_lost, false);
-    return __real_verify_run(r, at, error);
+    return __real_pull_verify(p, error);
 }
 
 static void a_digest_of_memory_that_is_gone_is_named(void **state)
@@ -161,7 +161,7 @@ static void a_digest_of_memory_that_is_gone_is_named(void **state)
     commit(&s);
     log_listen("read-failed");
     to_be_lost = &s;
-    assert_int_equal(pull(&s, &w, 2, &error), FANIN_ERR_TRANSPORT);
+    assert_int_equal(pull_by(&s, &w, 2, &error), FANIN_ERR_TRANSPORT);
     to_be_lost = NULL;
     assert_non_null(strstr(error.message, "lost"));
     log_await("lost");
@@ -198,7 +198,7 @@ static void a_short_count_is_not_a_full_socket(void **state)
         commit(&s);
         atomic_store(&cut, true);
         uint64_t began = clock_ns();
-        assert_ok(pull(&s, &w, 2, &error), error);
+        assert_ok(pull_by(&s, &w, 2, &error), error);
         assert_true(clock_ns() - began < SOON_NS);
         atomic_store(&cut, false);
         end_scene(&s);

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/early_lease.h"
+#include "pull/lease.h"
 
 #include "pull/lease_round.h"
 #include "stream/stream_link.h"
 #include <string.h>
+
+/* ------------------------------------------------------------ early leases */
 
 /* A source of the cached plan: READY, its tables those that the plan was made from, its path known.
    */
@@ -75,11 +77,42 @@ void early_lease_keep(pull *p)
     p->early.since_ns = 0;
 }
 
-bool early_lease_holds(pull *p)
+/* Whether there are any. Those that are too old are given back. */
+static bool early_lease_holds(pull *p)
 {
     uint64_t since = p->early.since_ns;
     if (since == 0 || clock_ns() - since < EARLY_MS * UINT64_C(1000000))
         return since != 0;
     lease_round_abandon(p->client, p->leases);
     return false;
+}
+
+/* ------------------------------------------------------------- begin, end */
+
+/* Nothing slow happens under a lease but reads; only parts are not known before they are read. */
+fanin_status pull_begin(pull *p, fanin_error *error)
+{
+    uint64_t asked_ns = early_lease_holds(p) ? p->early.since_ns : clock_ns();
+    fanin_status status = lease_round_begin(p->client, p->publication, p->announced,
+                                            p->needed, p->leases, p->at, error);
+    if (status != FANIN_OK)
+        return status;
+    path_end_ahead(&p->goal);
+    p->leased_ns = asked_ns;
+    p->cache->proven = true;
+    p->lease_ms = 0;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        if (p->leases[i].held && p->leases[i].lease_ms > p->lease_ms)
+            p->lease_ms = p->leases[i].lease_ms;
+    p->state = p->session ? PULL_HELD : PULL_READ;
+    return FANIN_OK;
+}
+
+fanin_status pull_end(pull *p, fanin_error *error)
+{
+    fanin_status status = lease_round_end(p->client, p->publication, p->announced,
+                                          p->leases, p->result->served, p->at, error);
+    if (status == FANIN_OK)
+        p->state = PULL_PUBLISH;
+    return status;
 }

@@ -1,0 +1,434 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/read.h"
+
+#include "device/devices.h"
+#include "device/device_sink.h"
+#include "error_set.h"
+#include "net/spans.h"
+#include "pull/pull_log.h"
+#include <inttypes.h>
+#include <stdlib.h>
+
+/* ------------------------------------------------------- who holds it up */
+
+#define MS UINT64_C(1000000)
+#define TELL_NS (50 * MS)   /* who asked to be told */
+#define LOOK_NS (1000 * MS) /* nobody did: for the log alone */
+#define SLOW_NS (1000 * MS) /* from when on a rank holds a pull up */
+#define LOG_NS                                                                         \
+    (5000 * MS) /* and from when on the log says so; then at twice the time each */
+
+/* One rank in this read. */
+typedef struct watched {
+    uint64_t bytes;    /* brought */
+    uint64_t since_ns; /* it has owed some, and brought none; 0: it owes none */
+    uint64_t log_ns;   /* how long that lasts when the log says it next */
+} watched;
+
+typedef struct rank_watch {
+    const path_reading *reading;
+    read_progress *progress;
+    const fanin_pull_options *options;
+    uint64_t look_ns; /* when to look again */
+    watched *of_peer;
+    /* what is told, of those that the whole is read from */
+    fanin_rank_progress *ranks;
+    const fanin_rank_progress **list;
+} rank_watch;
+
+static void rank_watch_destroy(rank_watch **w)
+{
+    if (!*w)
+        return;
+    free((*w)->of_peer);
+    free((*w)->ranks);
+    free((void *)(*w)->list);
+    free(*w);
+    *w = NULL;
+}
+
+static rank_watch *rank_watch_create(const path_reading *r, read_progress *progress,
+                                     const fanin_pull_options *options)
+{
+    rank_watch *w = calloc(1, sizeof *w);
+    if (!w)
+        return NULL;
+    bool asked = options->progress || options->rank_progress;
+    size_t n = progress->whole->n_sources;
+    *w = (rank_watch){.reading = r, .progress = progress, .options = options};
+    w->look_ns = asked ? progress->told_ns + TELL_NS : clock_ns() + LOOK_NS;
+    w->of_peer = calloc(r->client->n_peers + 1, sizeof *w->of_peer);
+    w->ranks = calloc(n + 1, sizeof *w->ranks);
+    w->list = calloc(n + 1, sizeof *w->list);
+    if (!w->of_peer || !w->ranks || !w->list)
+        rank_watch_destroy(&w);
+    return w;
+}
+
+static void watch(rank_watch *w, void *const *readings, uint64_t now)
+{
+    const path_plan *p = w->reading->plan;
+    for (size_t i = 0; i < p->n_sources; i++) {
+        watched *of = &w->of_peer[p->peer_of[i]];
+        size_t path = 0;
+        bool waits = false;
+        if (!p->reader_of[i])
+            continue;
+        while (path_readers[path] != p->reader_of[i])
+            path++;
+        uint64_t bytes = p->reader_of[i]->bytes(readings[path], i, &waits);
+        waits = waits && w->reading->done_ns[i] == 0;
+        if (!waits || bytes != of->bytes || of->since_ns == 0) {
+            of->since_ns = waits ? now : 0;
+            of->log_ns = LOG_NS;
+        }
+        of->bytes = bytes;
+    }
+}
+
+/* What the whole's source has brought; NULL: nothing is read from it. */
+static const fanin_rank_progress *describe(rank_watch *w, size_t source, uint64_t now)
+{
+    const path_plan *whole = w->progress->whole;
+    size_t peer = whole->peer_of[source];
+    uint64_t total = whole->plan->ranks[source].bytes;
+    uint64_t done = w->reading->served[peer].bytes + w->of_peer[peer].bytes;
+    uint64_t since = w->of_peer[peer].since_ns;
+    const connection *c = w->reading->client->peers[peer].control;
+    const path_reader *path = path_taken(w->reading->publication, peer)->path;
+    if (total == 0)
+        return NULL;
+    w->ranks[source] =
+        (fanin_rank_progress){.struct_size = sizeof(fanin_rank_progress),
+                              .rank = (int32_t)connection_peer(c)->rank,
+                              .path = path ? path->number : FANIN_PATH_AUTO,
+                              .address = connection_text(c),
+                              .bytes_done = done < total ? done : total,
+                              .bytes_total = total,
+                              .quiet_ms = since ? (now - since) / MS : 0};
+    return &w->ranks[source];
+}
+
+/* The rank that has brought nothing for longest, and long enough to say so. */
+static fanin_pull_progress gather(rank_watch *w, uint64_t now)
+{
+    const read_progress *all = w->progress;
+    fanin_pull_progress p = {.struct_size = sizeof p,
+                             .bytes_done = all->done,
+                             .bytes_total = all->total,
+                             .ranks = w->list};
+    for (size_t i = 0; i < w->reading->client->n_peers; i++)
+        p.bytes_done += w->of_peer[i].bytes;
+    if (p.bytes_done > p.bytes_total)
+        p.bytes_done = p.bytes_total;
+    for (size_t i = 0; i < all->whole->n_sources; i++) {
+        const fanin_rank_progress *r = describe(w, i, now);
+        if (!r)
+            continue;
+        w->list[p.n_ranks++] = r;
+        if (r->quiet_ms >= SLOW_NS / MS &&
+            (!p.slowest || r->quiet_ms > p.slowest->quiet_ms))
+            p.slowest = r;
+    }
+    return p;
+}
+
+/* Who does not ask finds it in the log. */
+static void tell_log(rank_watch *w, const fanin_pull_progress *p, uint64_t now)
+{
+    const path_plan *whole = w->progress->whole;
+    bool silent = p->slowest && !w->options->rank_progress;
+    for (size_t i = 0; i < whole->n_sources && silent; i++) {
+        watched *of = &w->of_peer[whole->peer_of[i]];
+        if (p->slowest != &w->ranks[i] || now - of->since_ns < of->log_ns)
+            continue;
+        of->log_ns *= 2;
+        log_write(&w->reading->client->log, FANIN_LOG_WARNING, "slow-rank",
+                  "%s waits for rank %d at %s: no byte for %" PRIu64
+                  " s, %.1f of %.1f MB are here",
+                  w->options->publication, (int)p->slowest->rank, p->slowest->address,
+                  p->slowest->quiet_ms / 1000, (double)p->slowest->bytes_done / 1e6,
+                  (double)p->slowest->bytes_total / 1e6);
+    }
+}
+
+static void rank_watch_look(rank_watch *w, void *const *readings, deadline *wake)
+{
+    const fanin_pull_options *o = w->options;
+    bool asked = o->progress || o->rank_progress;
+    uint64_t now = clock_ns();
+    if (now >= w->look_ns) {
+        watch(w, readings, now);
+        const fanin_pull_progress p = gather(w, now);
+        tell_log(w, &p, now);
+        if (o->progress)
+            o->progress(o->progress_cookie, p.bytes_done, p.bytes_total);
+        if (o->rank_progress)
+            o->rank_progress(o->progress_cookie, &p);
+        w->progress->told_ns = now;
+        w->look_ns = now + (asked ? TELL_NS : LOOK_NS);
+    }
+    *wake = deadline_sooner(*wake, w->look_ns);
+}
+
+typedef struct phase {
+    pull *of;
+    path_reading reading;
+    void *readings[PATH_READERS]; /* NULL: nothing is read by this path */
+    rank_watch *watch;
+    uint64_t first_ns, last_ns; /* first read posted, last byte in place */
+} phase;
+
+/* ------------------------------------------------------------------ starting */
+
+/* What comes to devices by way of host memory goes through a sink. */
+static fanin_status make_sink(phase *w, fanin_error *error)
+{
+    path_reading *r = &w->reading;
+    bool used = false;
+    for (size_t i = 0; i < r->plan->n_sources; i++)
+        used = used || (r->plan->reader_of[i] && r->plan->reader_of[i]->uses_sink);
+    for (size_t i = 0; i < r->n_ranges && used; i++) {
+        if (r->ranges[i].device >= 0)
+            return device_sink_create(r->client->devices->g, r->ranges, r->n_ranges,
+                                      r->after, &r->sink, error);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status start(phase *w, fanin_error *error)
+{
+    path_reading *r = &w->reading;
+    const plan_part *part = pull_part(w->of);
+    bool used[PATH_READERS] = {false};
+    r->done_ns = calloc(r->plan->n_sources + 1, sizeof *r->done_ns);
+    w->watch = rank_watch_create(r, &w->of->progress, w->of->options);
+    if (!r->done_ns || !w->watch)
+        return error_set_memory(error);
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        for (size_t j = 0; j < PATH_READERS; j++)
+            used[j] = used[j] || r->plan->reader_of[i] == path_readers[j];
+    }
+    fanin_status status = make_sink(w, error);
+    for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++) {
+        if (used[i])
+            status = path_readers[i]->start(r, part->details[i], part->shared[i],
+                                            &w->readings[i], error);
+    }
+    return status;
+}
+
+/* ------------------------------------------------------------------- running */
+
+/* From now on who is silent holds this up. */
+static void set_owing(const phase *w)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; i < r->plan->n_sources; i++)
+        connection_set_owing(path_source(r, i), r->plan->reader_of[i] != NULL);
+}
+
+static void *reading_of(const phase *w, size_t source)
+{
+    size_t i = 0;
+    while (path_readers[i] != w->reading.plan->reader_of[source])
+        i++;
+    return w->readings[i];
+}
+
+/* A lost connection tells of a dead rank long before a fabric would. */
+static fanin_status check(const phase *w, bool *all, fanin_error *error)
+{
+    const path_reading *r = &w->reading;
+    *all = true;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        connection *c = path_source(r, i);
+        bool done = false;
+        if (!r->plan->reader_of[i])
+            continue;
+        if (connection_get_state(c) != CONNECTION_READY)
+            return error_copy(error, connection_fault(c));
+        fanin_status status =
+            r->plan->reader_of[i]->check(reading_of(w, i), i, &done, error);
+        if (status != FANIN_OK)
+            return status;
+        *all = *all && done;
+        if (!done || r->done_ns[i] > 0)
+            continue;
+        r->done_ns[i] = clock_ns();
+        connection_set_owing(c, false);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status run(phase *w, deadline at, fanin_error *error)
+{
+    for (;;) {
+        bool all, busy = false;
+        for (size_t i = 0; i < PATH_READERS; i++)
+            busy = (w->readings[i] && path_readers[i]->step(w->readings[i])) || busy;
+        fanin_status status = check(w, &all, error);
+        if (status != FANIN_OK || all)
+            return status;
+        deadline wake = UINT64_MAX;
+        rank_watch_look(w->watch, w->readings, &wake);
+        for (size_t i = 0; i < PATH_READERS && !busy; i++)
+            busy = w->readings[i] && path_readers[i]->busy &&
+                   path_readers[i]->busy(w->readings[i], &wake);
+        status = client_step(w->reading.client, at, busy ? 0 : wake, "read", error);
+        if (status != FANIN_OK)
+            return status;
+    }
+}
+
+/* -------------------------------------------------------------------- ending */
+
+static void account(const phase *w)
+{
+    const path_reading *r = &w->reading;
+    fanin_result *result = w->of->result;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        served *s = &result->served[r->plan->peer_of[i]];
+        served here = {.connections = s->connections};
+        if (!r->plan->reader_of[i])
+            continue;
+        r->plan->reader_of[i]->account(reading_of(w, i), i, &here);
+        *s = (served){.bytes = s->bytes + here.bytes,
+                      .reads = s->reads + here.reads,
+                      .read_ns = s->read_ns + (r->done_ns[i] - w->first_ns),
+                      .connections = here.connections,
+                      .used = true};
+    }
+    w->of->progress.done += r->plan->plan->bytes;
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        if (w->readings[i] && path_readers[i]->scatter_ns)
+            result->info.scatter_ns += path_readers[i]->scatter_ns(w->readings[i]);
+    }
+}
+
+/* True times of each rank, whether it is through or not. */
+static void trace_ranks(const phase *w, fanin_status status)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; trace_on() && r->done_ns && i < r->plan->n_sources; i++) {
+        bool waits, done = r->done_ns[i] > 0;
+        void *reading = r->plan->reader_of[i] ? reading_of(w, i) : NULL;
+        if (reading)
+            span_of_rank(r->client, r->plan->peer_of[i], TRACE_READ, w->first_ns,
+                         done ? r->done_ns[i] : w->last_ns,
+                         r->plan->reader_of[i]->bytes(reading, i, &waits),
+                         done ? FANIN_OK : status);
+    }
+}
+
+/* The calling thread's. */
+static void trace_read(const phase *w, uint64_t scattered_before, fanin_status status)
+{
+    if (!trace_on())
+        return;
+    trace_span span = trace_span_of(TRACE_READ, w->first_ns, status, NULL);
+    span.ended_ns = w->last_ns;
+    span.bytes = status == FANIN_OK ? w->reading.plan->plan->bytes : 0;
+    span.scatter_ns = w->of->result->info.scatter_ns - scattered_before;
+    span.place = w->of->client->place;
+    trace_add(&span);
+    trace_ranks(w, status);
+}
+
+/* A path that failed is not tried again on this connection unless it is forced. */
+static void avoid_failed(const phase *w)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        bool done;
+        if (r->plan->reader_of[i] && reading_of(w, i) &&
+            !r->plan->reader_of[i]->is_fallback &&
+            r->plan->reader_of[i]->check(reading_of(w, i), i, &done, &why) ==
+                FANIN_ERR_TRANSPORT)
+            path_avoid(r->client, r->plan->peer_of[i], why.message);
+    }
+}
+
+static void finish(phase *w, fanin_status status)
+{
+    path_reading *r = &w->reading;
+    destination *d = w->of->destination;
+    if (status == FANIN_ERR_TRANSPORT && !device_sink_failed(r->sink, NULL))
+        avoid_failed(w);
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        if (!w->readings[i] || path_readers[i]->finish(w->readings[i]))
+            continue;
+        d->leak = true;
+        pull_part(w->of)->shared[i] = NULL; /* what goes on may use it */
+    }
+    for (size_t i = 0; i < r->plan->n_sources; i++)
+        connection_set_owing(path_source(r, i), false);
+    if (device_sink_failed(r->sink, NULL)) /* another attempt would not mend it */
+        w->of->state = PULL_FAILED;
+    if (!device_sink_destroy(&r->sink))
+        d->leak = true;
+    rank_watch_destroy(&w->watch);
+    free(r->done_ns);
+}
+
+static path_reading reading_for(const pull *p)
+{
+    const destination *d = p->destination;
+    path_reading r = {.client = p->client,
+                      .publication = p->publication,
+                      .plan = &pull_part(p)->plan,
+                      .leases = p->leases,
+                      .base = p->base,
+                      .need = d->need,
+                      .landed = d->landed,
+                      .digested = d->digested,
+                      .cookie = d->cookie,
+                      .pinned = d->pinned,
+                      .after = &p->options->stream,
+                      .served = p->result->served};
+    r.ranges = pull_ranges_of_part(p, &r.n_ranges);
+    return r;
+}
+
+static fanin_status read_part(phase *w, fanin_error *error)
+{
+    pull *p = w->of;
+    uint64_t scattered = p->result->info.scatter_ns;
+    w->first_ns = clock_ns();
+    fanin_status status = start(w, error);
+    if (status == FANIN_OK) {
+        set_owing(w);
+        status = run(w, p->at, error);
+    }
+    w->last_ns = clock_ns();
+    if (status == FANIN_OK)
+        account(w);
+    trace_read(w, scattered, status);
+    finish(w, status);
+    return status;
+}
+
+void pull_read_ended(pull *p)
+{
+    const plan *read = pull_part(p)->plan.plan;
+    p->bytes += read->bytes;
+    p->tensors += read->tensors;
+    p->state = p->session ? PULL_HELD : PULL_END;
+}
+
+fanin_status pull_read(pull *p, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    phase w = {.of = p, .reading = reading_for(p)};
+    fanin_status status = read_part(&w, error);
+    uint64_t took = w.last_ns - w.first_ns;
+    info->read_ns += took;
+    info->fixed_ns += took;
+    pull_log_part(p, TRACE_READ, status, took);
+    if (status == FANIN_OK && p->options->verify)
+        p->state = PULL_VERIFY;
+    else if (status == FANIN_OK)
+        pull_read_ended(p);
+    return status;
+}

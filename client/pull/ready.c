@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/ready.h"
+
+#include "error_set.h"
+#include "pull/lease.h"
+#include "pull/plan_detail.h"
+#include "stream/stream_link.h"
+#include <string.h>
+
+/* Why the connection is not there, and that nobody else holds @p key ("": not known). */
+static fanin_status blame(const connection *c, const char *key, fanin_error *error)
+{
+    const fanin_error *fault = connection_fault(c);
+    error_place place = connection_place(c, "connect");
+    place.key = key;
+    place.remedy = fault->remedy;
+    place.sys_errno = fault->sys_errno;
+    fanin_status status = fault->status ? fault->status : FANIN_ERR_UNREACHABLE;
+    return error_set(error, status, &place, "%s%s%s", fault->message,
+                     *key ? "; no other rank holds " : "", key);
+}
+
+/* There is nothing to try again: who can't be connected has had its time. */
+static void end_if_unreachable(pull *p, fanin_status status)
+{
+    if (status == FANIN_ERR_UNREACHABLE)
+        p->state = PULL_FAILED;
+}
+
+/* ----------------------------------------------------------------- connect */
+
+/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
+   those that were to be asked next. */
+static fanin_status blame_silent(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (connection_get_state(c) != CONNECTION_READY)
+            connection_give_up(c);
+        p->use[i] = peer_ready(&client->peers[i]) && tables_at_hand(p->publication, i);
+    }
+    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
+    if (silent == client->n_peers)
+        return FANIN_OK;
+    return blame(client->peers[silent].control, p->lost.key, error);
+}
+
+/* Digests come by them as well. */
+static fanin_status connect_data(const pull *p, fanin_error *error)
+{
+    const path_reading r = {.client = p->client,
+                            .publication = p->publication,
+                            .plan = &p->cache->whole.plan,
+                            .ranges = p->goal.ranges,
+                            .n_ranges = p->goal.n_ranges};
+    return stream_connect(&r, p->options->verify, p->at, error);
+}
+
+fanin_status pull_streams(pull *p, fanin_error *error)
+{
+    fanin_status status = connect_data(p, error);
+    if (status == FANIN_OK)
+        p->state = PULL_BEGIN;
+    return status;
+}
+
+/* To the ranks that were read last, as far as that is known: what went with an attempt that an
+   update has overtaken is there when the next step is announced, and not only in the middle of its
+   time. */
+static fanin_status connect_again(pull *p, fanin_error *error)
+{
+    const path_plan *plan = &p->cache->whole.plan;
+    p->goal.ranges = NULL; /* of the attempt before */
+    p->goal.n_ranges = 0;
+    if (!p->cache->valid)
+        return FANIN_OK;
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        if (plan->plan->ranks[i].n_pieces > 0 &&
+            !peer_ready(&p->client->peers[plan->peer_of[i]]))
+            return FANIN_OK;
+    }
+    plan_detail_readers(plan, p->publication);
+    return connect_data(p, error);
+}
+
+fanin_status pull_connect(pull *p, fanin_error *error)
+{
+    fanin_status status = client_ensure_connected(p->client, p->patient, p->at, error);
+    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
+        status = blame_silent(p, error);
+    if (status != FANIN_OK) {
+        end_if_unreachable(p, status);
+        return status;
+    }
+    p->there = client_count_ready(p->client);
+    status = connect_again(p, error);
+    if (status == FANIN_OK)
+        p->state = PULL_AGREE;
+    return status;
+}
+
+/* ------------------------------------------------------------------- agree */
+
+/* A hole that a missing rank leaves is that rank's fault, not the trainer's: *@p lacks. */
+static fanin_status make_plan(pull *p, const bool *use, bool *lacks, fanin_error *error)
+{
+    fanin_error hole = FANIN_ERROR_INIT;
+    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
+                                          p->destination, p->at, error);
+    size_t culprit = p->client->n_peers;
+    if (status == FANIN_ERR_INCOMPLETE)
+        culprit = agree_culprit(p->client, p->publication, use, p->at);
+    *lacks = culprit < p->client->n_peers;
+    if (!*lacks)
+        return status;
+    error_copy(&hole, error);
+    return blame(p->client->peers[culprit].control, hole.key, error);
+}
+
+typedef struct lacking {
+    pull *pull;
+    bool lacks; /* a rank that is gone */
+} lacking;
+
+static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
+                                 fanin_error *error)
+{
+    lacking *l = cookie;
+    fanin_status status = make_plan(l->pull, use, &l->lacks, error);
+    *vain = l->lacks;
+    return status;
+}
+
+/* The attempt failed for want of a rank. Who was lost just now may be back, and who was not waited
+   for may come. */
+static void look_for_more(pull *p, fanin_status status)
+{
+    bool coming = !p->patient && client_expects_more(p->client);
+    p->patient = p->patient || coming;
+    if (coming) /* why the connection before was lost says nothing of this one */
+        p->state = PULL_PAUSE;
+    else if (client_count_ready(p->client) == p->there)
+        end_if_unreachable(p, status);
+}
+
+/* Regions are asked for before key table and boxes, and what ranks have is mapped beside all that
+   follows. */
+static void map_ahead(pull *p)
+{
+    const destination *d = p->destination;
+    p->known = (path_foresight){.announced = p->announced,
+                                .use = p->use,
+                                .outline = d->outline,
+                                .cookie = d->cookie};
+    path_begin_ahead(p->client, p->publication, &p->known, &p->goal, p->at);
+}
+
+fanin_status pull_agree(pull *p, fanin_error *error)
+{
+    lacking l = {.pull = p};
+    const agree_need need = {.without = plan_without, .cookie = &l};
+    const destination *d = p->destination;
+    p->publication->need = d->wants.mark ? &d->wants : &need_all;
+    fanin_status status = agree(p->client, p->publication, p->options, &need,
+                                early_lease_ask(p), p->at, p->announced, p->use, error);
+    p->publication->need = NULL;
+    early_lease_keep(p);
+    /* Its owner may want to free memory that is mapped here. */
+    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
+        path_unmap(p->client, p->publication);
+    if (status == FANIN_ERR_NOT_FOUND) {
+        plan_cache_drop(p->publication);
+        tables_forget(p->publication);
+    }
+    if (status != FANIN_OK && l.lacks)
+        look_for_more(p, status);
+    if (status != FANIN_OK)
+        return status;
+    map_ahead(p);
+    p->state = PULL_TABLES;
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------ tables, plan */
+
+fanin_status pull_tables(pull *p, fanin_error *error)
+{
+    const destination *d = p->destination;
+    p->publication->need = d->wants.mark ? &d->wants : &need_all;
+    fanin_status status =
+        tables_sync(p->client, p->publication, p->announced, p->use, p->at, error);
+    p->publication->need = NULL;
+    if (status == FANIN_OK)
+        p->state = PULL_PLAN;
+    return status;
+}
+
+fanin_status pull_plan(pull *p, fanin_error *error)
+{
+    bool lacks;
+    fanin_status status = make_plan(p, p->use, &lacks, error);
+    if (lacks)
+        look_for_more(p, status);
+    if (status == FANIN_OK)
+        p->state = PULL_SETTLE;
+    return status;
+}
