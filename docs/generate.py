@@ -151,7 +151,7 @@ def of_ranks():
 
 def of_vllm():
     found = {}
-    for call in ast.walk(ast.parse((TREE / "python/fanin/vllm/metrics.py").read_text())):
+    for call in ast.walk(ast.parse((TREE / "python/fanin/engine/metrics.py").read_text())):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in (
             "Counter",
             "Gauge",

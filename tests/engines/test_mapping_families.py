@@ -421,11 +421,11 @@ def test_a_processed_model_has_the_same_mapping(
 
 def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
     """As routers of mixtures of experts are, which this build of vLLM cannot process."""
-    from fanin.vllm.clients import Source
-    from fanin.vllm.landing import Progress
+    from fanin.engine.clients import Source
+    from fanin.engine.landing import Progress
+    from fanin.engine.trainers import Trainer
     from fanin.vllm.mapped import MappedLanding
     from fanin.vllm.shadow import Shadow
-    from fanin.vllm.trainers import Trainer
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import fanin
 import pytest
-from fanin.vllm.landing import Progress, Summary, groups_of
+from fanin.engine.landing import Progress, Summary, groups_of
 
 
 class Clock:

@@ -22,15 +22,17 @@ import fanin
 import pytest
 import torch
 from families import FAMILIES, Engine, Layout, checkpoint, values
-from fanin.vllm import copies, reload
-from fanin.vllm.clients import Source
+from fanin.engine import copies
+from fanin.engine.clients import Source
+from fanin.engine.landing import Landing, Progress
+from fanin.engine.trainers import Published, Trainer
+from fanin.vllm import reload
 from fanin.vllm.constant import Watch
 from fanin.vllm.infos import InitInfo
-from fanin.vllm.landing import Landing, Progress, StockLanding
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.shadow import Shadow
-from fanin.vllm.trainers import Published, Trainer
+from fanin.vllm.stock import StockLanding
 from fanin.vllm.weights import Engine as Backend
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod

@@ -97,7 +97,7 @@ def test_the_plugin_decides_as_vllm_would(
 ) -> None:
     """By the catalog alone: refused, or loaded by vLLM with the flag that the plugin sets."""
     import fanin
-    from fanin.vllm.checks import EngineFacts, check_adapter, read_facts
+    from fanin.engine.checks import EngineFacts, check_adapter, read_facts
 
     engine = EngineFacts(max_lora_rank=8, mixed_moe=mixed, fused_model=is_3d_model)
     with moe_engine.ranks_of(*layout(SHAPE)) as addresses:

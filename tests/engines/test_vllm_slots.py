@@ -21,13 +21,13 @@ import moe_engine
 import pytest
 import slots_engine
 import torch
+from fanin.engine.lora_places import file_name
+from fanin.engine.pulls import catalog_digest, version_of
+from fanin.engine.slot_table import Seats
 from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
 from fanin.vllm.images import Image
-from fanin.vllm.lora_places import file_name
-from fanin.vllm.pulls import catalog_digest, version_of
-from fanin.vllm.seats import Seats
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
 from fanin.vllm.slots import Layout, Slots, prove
 from slots_engine import Engine

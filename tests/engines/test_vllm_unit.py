@@ -23,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 from fake_trainer import WORLD, Entry, FakeTrainer
 from fanin import errors
 from fanin.config import inference_config
-from fanin.vllm import checks, endpoint_plugin, register, worker
+from fanin.engine import checks
+from fanin.engine.clients import ClientPool
+from fanin.engine.faults import to_wire
+from fanin.engine.metrics import Metrics
+from fanin.vllm import endpoint_plugin, register, worker
 from fanin.vllm import resolver as resolver_module
 from fanin.vllm import routes as routes_module
-from fanin.vllm.clients import ClientPool
-from fanin.vllm.faults import to_wire
-from fanin.vllm.metrics import Metrics
 from fanin.vllm.state import State
 from vllm.config.lora import LoRAConfig
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -429,7 +430,7 @@ def test_metrics(bench: Bench) -> None:
 def test_metrics_of_several_processes(tmp_path: Path) -> None:
     """With PROMETHEUS_MULTIPROC_DIR vLLM shows what lies in that directory."""
     program = """
-from fanin.vllm.metrics import metrics
+from fanin.engine.metrics import metrics
 metrics().began()
 metrics().ended(0.5, None, run="0", step=7, size=9)
 from prometheus_client import generate_latest

@@ -17,15 +17,16 @@ from typing import Any
 import fanin
 import pytest
 import torch
+from fanin.engine import clients
+from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
-from fanin.vllm import clients, external_kv, guard
+from fanin.vllm import external_kv, guard
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
 from fanin.vllm.shadow import Prefetch
-from fanin.vllm.trainers import Published, Trainer, left
 from fanin.vllm.weights import Engine, _named, _refuse_what_moves, _Target
 from vllm_server import free_ports
 

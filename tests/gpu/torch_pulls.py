@@ -514,7 +514,7 @@ class Worker:
 
         from fanin.vllm.clients import ClientPool, Source
         from fanin.vllm.directories import Places
-        from fanin.vllm.pulls import PullService, Wanted
+        from fanin.engine.pulls import PullService, Wanted
 
         came = []
         service = PullService(Places(self.folder / "cache"), ClientPool())

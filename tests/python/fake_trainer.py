@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fanin.engine.threads import Hands
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -23,7 +24,6 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
-from fanin.vllm.threads import Hands
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import fanin
 import pytest
+from fanin.engine import faults
 from fanin.info import TrainerInfo
 from fanin.pool import EnginePool, PoolError
-from fanin.vllm import faults
 from http_engine import Engine
 from local_world import addresses, publish, servers
 

@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
+from fanin.engine.trainers import Published
 from fanin.errors import PeerError, RequestError, StateError
 from fanin.mapping._configs import config_differences, refuse_other_config
 from fanin.mapping._coverage import missed, refuse_missed, taken_of
 from fanin.mapping._kept import check_patterns, kept_paths, refuse_idle, refuse_torn
-from fanin.vllm.trainers import Published
 
 SHAPES = {"qkv": (12, 8), "down": (8, 16), "norm": (8,)}
 

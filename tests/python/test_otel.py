@@ -13,11 +13,11 @@ from typing import Any
 import fanin
 import pytest
 from fanin import _otel, errors
+from fanin.engine.threads import in_thread
 from fanin.pool import EnginePool, PoolError
 from fanin.sync import Registry, Service, SyncClient, SyncError, SyncServer
 from fanin.vllm import worker
 from fanin.vllm.routes import EndpointPlugin
-from fanin.vllm.threads import in_thread
 from http_engine import OK, SUPERSEDED, Answer, Engine, Request, Trainer, refusal
 from local_world import PUBLICATION, client_of
 from test_vllm_routes import NAME, Desk, stand_ins  # noqa: F401

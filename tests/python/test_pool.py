@@ -19,10 +19,10 @@ from typing import Any
 
 import fanin
 import pytest
+from fanin.engine.faults import body_of, status_of
 from fanin.errors import CancelledError, PullTimeoutError, RequestError
 from fanin.info import TrainerInfo, wait_stable, write_info
 from fanin.pool import EnginePool, PoolError, UpdateResult, newest_step
-from fanin.vllm.faults import body_of, status_of
 from http_engine import OK, SUPERSEDED, Answer, Engine, Request, Trainer, refusal
 from local_world import PATIENCE, PYTHON, until
 

@@ -12,15 +12,15 @@ import fanin
 import numpy as np
 import pytest
 from fanin._options import Credentials
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.directories import Places
+from fanin.engine.pulls import PullService, Wanted
 from fanin.info import TrainerInfo, read_info, write_info
 from fanin.parameter_client import ParameterClient
 from fanin.parameter_server import ParameterServer
 from fanin.pool import EnginePool, newest_step
 from fanin.sglang import SGLangEngine
 from fanin.sync import Registry, TransportBackend, wait_for_step
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Places
-from fanin.vllm.pulls import PullService, Wanted
 from http_engine import OK, SUPERSEDED, Engine
 from local_world import (
     A_NAME,

@@ -355,7 +355,7 @@ def test_what_cannot_be_deleted_fails_nothing_and_goes_with_the_next(
         engine = SGLangEngine(http.url, trainer=trainer.addresses, cache_dir=tmp_path)
         first = engine.load(0, 3)
         with monkeypatch.context() as patch:
-            patch.setattr("fanin.vllm.directories.shutil.rmtree", none_left)
+            patch.setattr("fanin.engine.directories.shutil.rmtree", none_left)
             engine.unload(first.name)
         assert engine.loaded == [] and list(tmp_path.iterdir())
         assert f"{first.directory} cannot be deleted" in caplog.text

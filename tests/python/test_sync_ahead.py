@@ -11,9 +11,9 @@ from typing import Any
 
 import fanin.sync.flights as flights
 import pytest
+from fanin.engine.weights_state import fanin_weights_state, require_host_room
 from fanin.errors import HostError, RequestError
 from fanin.sync import EndpointResult, Registry, Service, SyncClient, SyncError, SyncServer
-from fanin.vllm.weights_state import fanin_weights_state, require_host_room
 from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, internal
 from http_engine import Answer, Request
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from fanin import errors
+from fanin.engine.faults import to_wire
 from fanin.vllm.adds import Adds, Numbers
-from fanin.vllm.faults import to_wire
 
 
 class Counter:

@@ -17,9 +17,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fanin.engine.updates import Updates
 from fanin.errors import FaninError, HostError, PeerError, StateError
 from fanin.vllm import guard, guard_front
-from fanin.vllm.updates import Updates
 
 FANIN = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="fanin"))
 

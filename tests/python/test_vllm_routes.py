@@ -14,14 +14,14 @@ from fake_trainer import OTHER_WORLD, WORLD, at_rest, until
 from fanin import errors
 from fanin._allowed import check_by_config
 from fanin.config import ConfigError
+from fanin.engine.clients import ClientPool
+from fanin.engine.faults import status_of, to_wire
 from fanin.errors import NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm import worker
-from fanin.vllm.clients import ClientPool
-from fanin.vllm.faults import status_of, to_wire
 from fanin.vllm.resolver import calling_models, wanted_by_name
 from fanin.vllm.routes import Api, EndpointPlugin, api_processes
-from test_vllm_flights import Bench, FakeEngine, Request, run
+from test_shared_pulls import Bench, FakeEngine, Request, run
 
 NAME = "policy-run0-step1"
 
@@ -61,7 +61,7 @@ class Desk(Bench):
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only vLLM's request class is needed of it, and each test counts for itself."""
-    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
     parts = "vllm.entrypoints.serve.lora.protocol".split(".")
     for depth in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))

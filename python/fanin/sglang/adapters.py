@@ -30,6 +30,9 @@ from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import PATHS, handed_on
 from fanin.client import Client, PullResult
 from fanin.config import default_cache_dir
+from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
+from fanin.engine.directories import Lease, Places
+from fanin.engine.faults import refused_as_too_large
 from fanin.errors import (
     ConnectionFailedError,
     FaninError,
@@ -50,9 +53,6 @@ from fanin.info import (
     read_info,
 )
 from fanin.names import AdapterName, run_of
-from fanin.vllm.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
-from fanin.vllm.directories import Lease, Places
-from fanin.vllm.faults import refused_as_too_large
 
 __all__ = ["LoadedAdapter", "SGLangEngine", "check_adapter"]
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fanin.engine.checks import AdapterFacts, check_places
+from fanin.engine.lora_places import Width, judge, of_one, of_packed
 from fanin.errors import RequestError
-from fanin.vllm.checks import AdapterFacts, check_places
-from fanin.vllm.lora_places import Width, judge, of_one, of_packed
 
 __all__ = ["load", "widths_of"]
 

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._allowed import check_by_config
+from fanin.engine.clients import Source
+from fanin.engine.landing import groups_of, torch_dtype_of
+from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
 from fanin.mapping._configs import enlarged, refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
 from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
-from fanin.vllm.clients import Source
-from fanin.vllm.landing import groups_of, torch_dtype_of
-from fanin.vllm.trainers import Published, Trainer, left, without
 
 from .guard import standing
 from .request import Request, decode

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fanin._http import Reply
+from fanin.engine.weights_state import METHOD
 from fanin.errors import (
     FaninError,
     PeerError,
@@ -17,7 +18,6 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
-from fanin.vllm.weights_state import METHOD
 
 from .driver import Driver, Pulled, Tell, launches
 from .wire import InitInfo, Options
@@ -166,7 +166,7 @@ class VLLM(Driver):
         return pulled
 
     def _states(self, phase: str, deadline: float) -> list[dict[str, Any]]:
-        """What each worker says of its weights; see :mod:`fanin.vllm.weights_state`."""
+        """What each worker says of its weights; see :mod:`fanin.engine.weights_state`."""
         body = self._post("/collective_rpc", {"method": METHOD}, phase, deadline).json()
         found = body.get("results") if isinstance(body, dict) else None
         good = isinstance(found, list) and found and all(isinstance(one, dict) for one in found)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fanin._http import checked_key
+from fanin.engine.faults import body_of, status_of
 from fanin.errors import (
     FaninError,
     NotFoundError,
@@ -23,7 +24,6 @@ from fanin.errors import (
     StateError,
 )
 from fanin.info import join_address
-from fanin.vllm.faults import body_of, status_of
 
 from .endpoints import KINDS, Endpoint, EndpointResult, SyncError, SyncResult
 from .registry import Registry

@@ -14,7 +14,7 @@ Importing this package imports neither vLLM nor libfanin.
 What is configured: see :func:`fanin.config.inference_config`. Adapters lie in
 ``<cache_dir>/<world id>/<run>/<prefix>-step<step>``, a new directory for each step, and are
 retired when ``keep`` newer ones of the run are there and no request needs them any more (see
-:mod:`fanin.vllm.retire`).
+:mod:`fanin.engine.retire`).
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from fanin.engine.faults import from_wire
+from fanin.engine.pulls import Adapter
 from fanin.errors import FaninError
-from fanin.vllm.faults import from_wire
-from fanin.vllm.pulls import Adapter
 
 __all__ = ["Adds", "Numbers"]
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose weights are not the whole of one step answers nobody.
 
-A worker knows whether its own bytes are whole (:mod:`fanin.vllm.updates`). Of an engine of several
-workers one may have failed alone, and vLLM's engine core, which schedules requests, knows of
-neither. So calls that concern weights go through :func:`fanin_weights_call` in the workers, and the
-core learns from each answer what every worker holds. While that is not one whole step:
+A worker knows whether its own bytes are whole (:mod:`fanin.engine.updates`). Of an engine of
+several workers one may have failed alone, and vLLM's engine core, which schedules requests, knows
+of neither. So calls that concern weights go through :func:`fanin_weights_call` in the workers, and
+the core learns from each answer what every worker holds. While that is not one whole step:
 
 * ``/resume`` and ``wake_up`` are refused;
 * requests of an engine that is not paused fail, new ones and those under way; those of a paused
@@ -35,9 +35,9 @@ from http import HTTPStatus
 from typing import Any
 
 from fanin.config import inference_setting
+from fanin.engine.faults import from_wire, to_wire
 from fanin.errors import FaninError, HostError, StateError
 from fanin.vllm import alive
-from fanin.vllm.faults import from_wire, to_wire
 
 __all__ = ["METHODS", "Gate", "install", "not_whole"]
 
@@ -130,7 +130,7 @@ METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights, fanin_dis
 def not_whole(workers: list[list[dict[str, Any]]]) -> str:
     """Why the models of an engine's workers are not the whole of one step, "" if they are.
 
-    workers: of each what :meth:`fanin.vllm.updates.Updates.holds` says of its models.
+    workers: of each what :meth:`fanin.engine.updates.Updates.holds` says of its models.
     """
     for models in workers:
         for one in models:

@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fanin.engine.updates import DEFAULT_TIMEOUT, check_timeout
 from fanin.errors import RequestError, StateError
 from fanin.vllm import alive
 from fanin.vllm.alive import Watch
 from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ours, requires_step, watched, wrap
-from fanin.vllm.updates import DEFAULT_TIMEOUT, check_timeout
 
 __all__ = ["guard_client", "guard_offline", "guard_server", "tell_why"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fanin.engine.trainers import Trainer
 from fanin.mapping._held import Told, held_of
 from fanin.vllm.mapped import MappedLanding
-from fanin.vllm.trainers import Trainer
 from fanin.vllm.weights_check import Comparison, Module
 
 __all__ = ["held"]

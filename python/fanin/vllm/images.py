@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fanin._tensors import TORCH_DTYPES
+from fanin.engine.copies import Copies
+from fanin.engine.slot_table import Seat
 from fanin.mapping._boxes import packed_strides
 from fanin.server import Stream
-from fanin.vllm.copies import Copies
-from fanin.vllm.seats import Seat
 
 if TYPE_CHECKING:
     from fanin.vllm.slots import Layout, Part

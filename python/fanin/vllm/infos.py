@@ -12,11 +12,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fanin._allowed import check_by_config
+from fanin.engine.clients import Source
+from fanin.engine.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 from fanin.errors import RequestError
 from fanin.mapping._kept import check_patterns
 from fanin.vllm import external_kv
-from fanin.vllm.clients import Source
-from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 
 __all__ = ["Init", "InitInfo", "UpdateInfo"]
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
+from fanin.engine.copies import Copies
+from fanin.engine.landing import Landing, Progress, Summary
+from fanin.engine.trainers import Trainer, left
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.session import PullSession
 from fanin.vllm import reload
-from fanin.vllm.copies import Copies
-from fanin.vllm.landing import Landing, Progress, Summary
-from fanin.vllm.trainers import Trainer, left
 
 __all__ = ["MappedLanding", "span"]
 

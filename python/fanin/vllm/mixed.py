@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fanin.engine.landing import Landing, Progress, Summary, groups_of, torch_dtype_of
+from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import StaleError
 from fanin.mapping import Mapping
 from fanin.vllm import reload
-from fanin.vllm.landing import Landing, Progress, Summary, groups_of, torch_dtype_of
 from fanin.vllm.mapped import MappedLanding
-from fanin.vllm.trainers import Published, Trainer, left
 
 __all__ = ["MixedLanding", "with_neighbours"]
 

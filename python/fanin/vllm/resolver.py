@@ -14,10 +14,10 @@ from http import HTTPStatus
 from typing import Any
 
 from fanin.config import ConfigError
+from fanin.engine.faults import says, status_of
+from fanin.engine.pulls import Wanted
 from fanin.errors import ConnectionFailedError, FaninError
 from fanin.names import parse
-from fanin.vllm.faults import says, status_of
-from fanin.vllm.pulls import Wanted
 from fanin.vllm.state import State, state
 
 __all__ = ["RESOLVER_NAME", "make_resolver", "wanted_by_name"]
@@ -83,7 +83,7 @@ def make_resolver() -> Any:
 
             Waits at most about FANIN_PULL_TIMEOUT without blocking the event loop; a caller
             that goes away leaves the pull running. Raises GracefulHTTPError with the status of
-            :func:`fanin.vllm.faults.status_of` and the reason.
+            :func:`fanin.engine.faults.status_of` and the reason.
             """
             if parse(lora_name) is None:
                 return None

@@ -10,7 +10,7 @@ of that step's adapters (:func:`fanin.check.served`).
 
 All of them want the engine's API key, if it has one. Of an engine without one, requests may name
 only trainers that its configuration lists (``allow_trainers``), and the one that it has. So does
-vLLM's own route that names a trainer (:mod:`fanin.vllm.front_door`).
+vLLM's own route that names a trainer (:mod:`fanin.engine.route_auth`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from typing import Any
 from fanin import _allowed
 from fanin._options import LANDINGS, MOST_BYTES
 from fanin._otel import span, within
+from fanin.engine.clients import Source
+from fanin.engine.faults import body_of, status_of
+from fanin.engine.pulls import Adapter, Wanted, which
+from fanin.engine.route_auth import UNAUTHORIZED, FrontDoor, shows_key
+from fanin.engine.threads import in_thread
 from fanin.errors import (
     FaninError,
     HostError,
@@ -36,13 +41,8 @@ from fanin.errors import (
     SupersededError,
 )
 from fanin.names import check_step, parse, run_of
-from fanin.vllm.clients import Source
-from fanin.vllm.faults import body_of, status_of
-from fanin.vllm.front_door import UNAUTHORIZED, FrontDoor, shows_key
 from fanin.vllm.guard import ours
-from fanin.vllm.pulls import Adapter, Wanted, which
 from fanin.vllm.state import State, names_are_resolved, state
-from fanin.vllm.threads import in_thread
 
 __all__ = ["Api", "EndpointPlugin", "api_processes"]
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from fanin.engine.landing import Progress, Summary
+from fanin.engine.trainers import Published, Trainer, left
+from fanin.engine.weights_state import require_host_room
 from fanin.errors import CancelledError, FaninError, PeerError, PullTimeoutError
 from fanin.mapping import PackedMapping
 from fanin.vllm import reload
-from fanin.vllm.landing import Progress, Summary
 from fanin.vllm.mapped import MappedLanding, span
-from fanin.vllm.trainers import Published, Trainer, left
-from fanin.vllm.weights_state import require_host_room
 
 __all__ = ["Prefetch", "Shadow"]
 

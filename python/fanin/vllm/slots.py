@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fanin.engine.lora_places import file_name
+from fanin.engine.slot_table import Seat, Seats
 from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
 from fanin.vllm.images import Image
-from fanin.vllm.lora_places import file_name
-from fanin.vllm.seats import Seat, Seats
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
 __all__ = ["Layout", "Part", "Slots", "prove", "twin_of", "unfit", "unfitting"]

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fanin._otel import within
+from fanin.engine.clients import Target, remaining
+from fanin.engine.faults import to_wire
+from fanin.engine.pulls import PullService, catalog_digest, phases_of, version_of
+from fanin.engine.slot_table import Seat
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
-from fanin.vllm.clients import Target, remaining
-from fanin.vllm.faults import to_wire
-from fanin.vllm.pulls import PullService, catalog_digest, phases_of, version_of
-from fanin.vllm.seats import Seat
 from fanin.vllm.slots import Layout, Slots, prove, unfit, unfitting
 from fanin.vllm.worker import Done, Jobs
 
@@ -66,7 +66,7 @@ class WorkerSlots:
         self.jobs = Jobs()
 
     def start(self, job: dict[str, Any], service: Callable[[], PullService]) -> None:
-        """Begins a pull, or to learn a layout; see :class:`fanin.vllm.slots_way.SlotWay`.
+        """Begins a pull, or to learn a layout; see :class:`fanin.engine.slots_way.SlotWay`.
 
         Returns at once. service: makes the one to pull with; called in the job's thread.
         """

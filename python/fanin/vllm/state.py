@@ -19,23 +19,23 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from fanin.config import InferenceConfig, inference_config
+from fanin.engine.checks import EngineFacts
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.directories import Places
+from fanin.engine.faults import from_wire
+from fanin.engine.metrics import Metrics, metrics
+from fanin.engine.pulls import Adapter, PullService
+from fanin.engine.retire import Keeper
+from fanin.engine.shared_pulls import Flights
+from fanin.engine.slots_way import SlotWay
+from fanin.engine.spares import Spares
+from fanin.engine.threads import in_thread
+from fanin.engine.trainer_watch import Lookout
 from fanin.errors import HostError, StateError
 from fanin.names import parse
 from fanin.vllm import beside
 from fanin.vllm.adds import Adds
-from fanin.vllm.checks import EngineFacts
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Places
-from fanin.vllm.faults import from_wire
-from fanin.vllm.flights import Flights
 from fanin.vllm.hooks import asked_at, hook
-from fanin.vllm.lookout import Lookout
-from fanin.vllm.metrics import Metrics, metrics
-from fanin.vllm.pulls import Adapter, PullService
-from fanin.vllm.retire import Keeper
-from fanin.vllm.slots_way import SlotWay
-from fanin.vllm.spares import Spares
-from fanin.vllm.threads import in_thread
 
 __all__ = ["Engine", "State", "has_distant_workers", "names_are_resolved", "state"]
 
@@ -163,19 +163,19 @@ class Engine:
     # ------------------------------------------------------------- retirement
 
     def unregister(self, adapter: Adapter) -> None:
-        """See :class:`fanin.vllm.retire.EngineLink`."""
+        """See :class:`fanin.engine.retire.EngineLink`."""
         # By hand rather than by unload_lora_adapter(): no other request can come between.
         here = self.models.lora_requests.get(adapter.name)
         if here is not None and any(here is request for request in adapter.requests):
             del self.models.lora_requests[adapter.name]
 
     def register(self, adapter: Adapter) -> None:
-        """See :class:`fanin.vllm.retire.EngineLink`."""
+        """See :class:`fanin.engine.retire.EngineLink`."""
         if adapter.requests:
             self.models.lora_requests.setdefault(adapter.name, adapter.requests[-1])
 
     def users(self, adapter: Adapter) -> int:
-        """See :class:`fanin.vllm.retire.EngineLink`."""
+        """See :class:`fanin.engine.retire.EngineLink`."""
         processor = getattr(self.client, "output_processor", None)
         states = getattr(processor, "request_states", None) or {}
         mine = {id(request) for request in adapter.requests}
@@ -183,11 +183,11 @@ class Engine:
         return sum(id(request) in mine for request in requests)
 
     async def forget(self, lora_int_id: int) -> None:
-        """See :class:`fanin.vllm.retire.EngineLink`."""
+        """See :class:`fanin.engine.retire.EngineLink`."""
         await self.client.remove_lora(lora_int_id)
 
     async def drop(self, adapter: Adapter) -> None:
-        """See :class:`fanin.vllm.retire.EngineLink`."""
+        """See :class:`fanin.engine.retire.EngineLink`."""
         lease = adapter.lease
         if lease is None:
             told: list[Any] = [str(adapter.path), ""]

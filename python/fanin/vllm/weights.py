@@ -19,6 +19,9 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from fanin.engine.landing import Landing, Summary
+from fanin.engine.trainers import Published, Trainer, without
+from fanin.engine.updates import Updates, check_step
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
 from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
@@ -27,13 +30,11 @@ from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published,
 from fanin.vllm import external_kv, guard, reload, weights_check
 from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
-from fanin.vllm.landing import Landing, StockLanding, Summary
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 from fanin.vllm.shadow import Prefetch, Shadow
-from fanin.vllm.trainers import Published, Trainer, without
-from fanin.vllm.updates import Updates, check_step
+from fanin.vllm.stock import StockLanding
 
 __all__ = ["Engine", "InitInfo", "UpdateInfo"]
 
@@ -157,7 +158,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._draft
 
     def holds(self) -> list[dict[str, Any]]:
-        """What this worker's models are now; see :meth:`fanin.vllm.updates.Updates.holds`."""
+        """What this worker's models are now; see :meth:`fanin.engine.updates.Updates.holds`."""
         targets = (self._main, self._draft)
         return [target.updates.holds() for target in targets if target is not None]
 
@@ -365,7 +366,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return landing, trainer
 
     def state(self) -> dict[str, Any]:
-        """See :func:`fanin.vllm.weights_state.fanin_weights_state`."""
+        """See :func:`fanin.engine.weights_state.fanin_weights_state`."""
         target = self._main
         return {
             "step": target.updates.step,

@@ -12,9 +12,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fanin.engine.trainers import Trainer, left
 from fanin.vllm import reload
 from fanin.vllm.mapped import MappedLanding, span
-from fanin.vllm.trainers import Trainer, left
 
 __all__ = ["Comparison", "Module", "compare", "poison"]
 

@@ -26,18 +26,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fanin._otel import within
+from fanin.engine.checks import EngineFacts
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.directories import Places
+from fanin.engine.faults import from_wire, to_wire
+from fanin.engine.pull_log import PullLog
+from fanin.engine.pulls import PullService, Wanted, phases_of, which
+from fanin.engine.spares import Spares
+from fanin.engine.threads import Hands
+from fanin.engine.weights_state import fanin_weights_state
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
 from fanin.vllm import guard
-from fanin.vllm.checks import EngineFacts
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Places
-from fanin.vllm.faults import from_wire, to_wire
 from fanin.vllm.lora_places import places_in
-from fanin.vllm.pull_log import PullLog
-from fanin.vllm.pulls import PullService, Wanted, phases_of, which
-from fanin.vllm.spares import Spares
-from fanin.vllm.threads import Hands
-from fanin.vllm.weights_state import fanin_weights_state
 
 __all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
 
@@ -52,7 +52,7 @@ class Held(Protocol):
     """What an adapter lies in."""
 
     def release(self, *, delete: bool) -> bool:
-        """Gives it up; see :meth:`fanin.vllm.directories.Lease.release`."""
+        """Gives it up; see :meth:`fanin.engine.directories.Lease.release`."""
         ...
 
 

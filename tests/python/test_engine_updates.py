@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fanin.engine.updates import Updates, check_step, check_timeout, full_run
 from fanin.errors import PeerError, RequestError, StateError
-from fanin.vllm.updates import Updates, check_step, check_timeout, full_run
 
 WORKER = "worker 1 of 4"
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, FakeClient, Run, until
 from fanin import errors
+from fanin.engine.clients import Source
+from fanin.engine.pulls import Adapter
 from fanin.info import TrainerInfo, write_info
-from fanin.vllm.clients import Source
-from fanin.vllm.pulls import Adapter
-from test_vllm_flights import Bench, Request, run
+from test_shared_pulls import Bench, Request, run
 
 NAME = "policy-run0-step12"
 NEW = "policy-run0-step1"
@@ -24,8 +24,8 @@ NEW = "policy-run0-step1"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
-    monkeypatch.setattr("fanin.vllm.lookout._EVERY", 0.01)
+    monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.engine.trainer_watch._EVERY", 0.01)
 
 
 @pytest.fixture(params=["by name", "by route"])
@@ -211,7 +211,7 @@ async def test_some_ranks_are_of_another_world_already(bench: Bench) -> None:
 @pytest.fixture
 def unwatched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Only whoever asks can notice: the next look is far away, and no connection is lost."""
-    monkeypatch.setattr("fanin.vllm.lookout._EVERY", 1000.0)
+    monkeypatch.setattr("fanin.engine.trainer_watch._EVERY", 1000.0)
     return bench
 
 

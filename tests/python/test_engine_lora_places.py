@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from fake_trainer import Entry, FakeTrainer
 from fanin import errors
-from fanin.vllm import checks
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Places
-from fanin.vllm.faults import status_of
-from fanin.vllm.lora_places import Width, judge, places_in, widths_of
-from fanin.vllm.pulls import PullService, Wanted
+from fanin.engine import checks
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.directories import Places
+from fanin.engine.faults import status_of
+from fanin.engine.lora_places import Width, judge
+from fanin.engine.pulls import PullService, Wanted
+from fanin.vllm.lora_places import places_in, widths_of
 
 LAYER = "model.layers.0"
 

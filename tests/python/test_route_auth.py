@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fanin.errors import RequestError
 from fanin.vllm.routes import Api, EndpointPlugin
-from test_vllm_flights import Bench, FakeEngine, run
+from test_shared_pulls import Bench, FakeEngine, run
 
 OWN = ["127.0.0.1:6000"]
 OTHER = ["198.51.100.9:6000"]
@@ -26,7 +26,7 @@ class Route:
     """vLLM's, behind the plugin's door: an ASGI application that keeps the bodies it has read."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, **config: str) -> None:
-        monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+        monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
         self.bodies: list[bytes] = []
         self.route = SimpleNamespace(path="/init_weight_transfer_engine", app=self._read)
         self.beside = SimpleNamespace(path="/start_weight_update", app=self._read)

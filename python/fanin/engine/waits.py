@@ -13,8 +13,8 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeAlias
 
+from fanin.engine.clients import ClientPool, Target
 from fanin.errors import CancelledError, PullTimeoutError
-from fanin.vllm.clients import ClientPool, Target
 
 __all__ = ["MAX_RUNS", "Waits"]
 

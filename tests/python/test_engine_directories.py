@@ -17,8 +17,8 @@ from pathlib import Path
 import local_world
 import pytest
 from fake_trainer import WORLD
+from fanin.engine.directories import Lease, Places
 from fanin.errors import HostError, PullTimeoutError
-from fanin.vllm.directories import Lease, Places
 
 
 def soon() -> float:
@@ -100,7 +100,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("fanin.vllm.directories.shutil.rmtree", none_left)
+        patch.setattr("fanin.engine.directories.shutil.rmtree", none_left)
         yield patch
 
 
@@ -158,7 +158,8 @@ def test_a_sweep_takes_what_nobody_needs(tmp_path: Path) -> None:
     places = Places(tmp_path)
     left, used, foreign = (places.choose(WORLD, "0", "policy", step) for step in (1, 2, 3))
     program = (
-        "import sys, time, os; from fanin.vllm.directories import Places; from pathlib import Path;"
+        "import sys, time, os; from pathlib import Path;"
+        "from fanin.engine.directories import Places;"
         "path = Path(sys.argv[2]); lease = Places(sys.argv[1]).lease(path, time.monotonic() + 10);"
         "path.mkdir(); os._exit(0)"
     )
@@ -176,7 +177,7 @@ def test_a_sweep_takes_what_a_killed_pull_left(tmp_path: Path) -> None:
     """Half of the adapter and the locks, in a folder that nobody uses again."""
     program = (
         "import os, signal, sys, time; from fanin import Client; from pathlib import Path;"
-        "from fanin.vllm.directories import Places; root, path = sys.argv[1], Path(sys.argv[2]);"
+        "from fanin.engine.directories import Places; root, path = sys.argv[1], Path(sys.argv[2]);"
         "lease = Places(root).lease(path, time.monotonic() + 10);"
         "Client([sys.argv[3]], use_ucx=False, path='stream').pull_adapter(0, path,"
         " progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
@@ -275,7 +276,7 @@ def test_directories_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_the_default_root_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "fanin-1234"
-    monkeypatch.setattr("fanin.vllm.directories.default_cache_dir", lambda: root)
+    monkeypatch.setattr("fanin.engine.directories.default_cache_dir", lambda: root)
     places = Places(root)
     path = places.choose(WORLD, "0", "policy", 7)
     assert places.lease(path, soon()).release(delete=False) is False
@@ -308,7 +309,7 @@ def test_a_root_of_another_user_is_refused(
         os.chown(root, 1, 1)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     if default:
-        monkeypatch.setattr("fanin.vllm.directories.default_cache_dir", lambda: root)
+        monkeypatch.setattr("fanin.engine.directories.default_cache_dir", lambda: root)
     with pytest.raises(HostError, match="belongs to uid"):
         places.lease(path, soon())
     assert places.sweep() == [] and path.exists()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fanin.engine.clients import Source
+from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -18,8 +20,6 @@ from fanin.errors import (
     UnreachableError,
 )
 from fanin.info import TrainerInfo, write_info
-from fanin.vllm.clients import Source
-from fanin.vllm.trainers import Published, Trainer, left, without
 
 WORLDS = ("0123456789abcdef" * 2, "fedcba9876543210" * 2)
 

@@ -6,7 +6,7 @@ step has not come a pull is a future, no thread, and has no connection of its ow
 the API server pulls, in a thread, and engine and workers read the directory. If there are workers
 on other hosts, each host pulls for itself: a short call starts the pull on every worker, further
 short calls ask how far they are, and between them the engine generates. The same calls bring an
-adapter straight into the layout of the workers' slots (:mod:`fanin.vllm.slots_way`).
+adapter straight into the layout of the workers' slots (:mod:`fanin.engine.slots_way`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from collections.abc import Awaitable
 from typing import Any, Protocol
 
 from fanin._otel import carried, span
+from fanin.engine.checks import check_alpha
+from fanin.engine.clients import Source
+from fanin.engine.faults import from_wire, says
+from fanin.engine.metrics import Metrics
+from fanin.engine.pull_log import PullLog, slowest
+from fanin.engine.pulls import Adapter, Plan, PullService, StepToCome, Wanted, moved_on
+from fanin.engine.retire import Keeper
+from fanin.engine.slots_way import ByDirectory, Run, SlotWay, fields
+from fanin.engine.threads import in_thread
+from fanin.engine.trainer_watch import Lookout
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -29,16 +39,6 @@ from fanin.errors import (
     PullTimeoutError,
     RequestError,
 )
-from fanin.vllm.checks import check_alpha
-from fanin.vllm.clients import Source
-from fanin.vllm.faults import from_wire, says
-from fanin.vllm.lookout import Lookout
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pull_log import PullLog, slowest
-from fanin.vllm.pulls import Adapter, Plan, PullService, StepToCome, Wanted, moved_on
-from fanin.vllm.retire import Keeper
-from fanin.vllm.slots_way import ByDirectory, Run, SlotWay, fields
-from fanin.vllm.threads import in_thread
 
 __all__ = ["Flights", "WorkerCalls"]
 

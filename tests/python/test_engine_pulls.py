@@ -17,15 +17,15 @@ from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, Entry, FakeTrainer, Run
 from fanin import errors
 from fanin._options import Credentials
 from fanin.config import inference_config
+from fanin.engine.checks import AdapterFacts, EngineFacts
+from fanin.engine.clients import ClientPool, Source, Target
+from fanin.engine.directories import Places
+from fanin.engine.faults import status_of
+from fanin.engine.pull_log import PullLog
+from fanin.engine.pulls import Adapter, PullService, Wanted
+from fanin.engine.trainers import Trainer
+from fanin.engine.waits import Waits
 from fanin.info import TrainerInfo, write_info
-from fanin.vllm.checks import AdapterFacts, EngineFacts
-from fanin.vllm.clients import ClientPool, Source, Target
-from fanin.vllm.directories import Places
-from fanin.vllm.faults import status_of
-from fanin.vllm.pull_log import PullLog
-from fanin.vllm.pulls import Adapter, PullService, Wanted
-from fanin.vllm.trainers import Trainer
-from fanin.vllm.waits import Waits
 from local_world import CONFIG, PATIENCE, PUBLICATION, addresses, publish, servers, until
 
 

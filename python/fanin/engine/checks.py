@@ -235,7 +235,7 @@ def check_adapter(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
 def check_places(facts: AdapterFacts, answers: Iterable[Mapping[str, Any]], run: str) -> None:
     """Whether every tensor of the adapter has a place in the engine, and the whole of it.
 
-    answers: of all workers, see :func:`fanin.vllm.lora_places.judge`. One worker may have what
+    answers: of all workers, see :func:`fanin.engine.lora_places.judge`. One worker may have what
     another lacks. Raises RequestError that names the first few tensors and counts the others.
     """
     placed: set[int] = set()

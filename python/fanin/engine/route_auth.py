@@ -12,8 +12,8 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
+from fanin.engine.faults import body_of, status_of
 from fanin.errors import FaninError, RequestError
-from fanin.vllm.faults import body_of, status_of
 
 __all__ = ["UNAUTHORIZED", "FrontDoor", "shows_key"]
 

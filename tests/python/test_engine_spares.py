@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from fake_trainer import ADDRESS, FakeTrainer, Run
-from fanin.vllm import spares
-from fanin.vllm.checks import EngineFacts
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Places
-from fanin.vllm.pulls import PullService, Wanted
-from fanin.vllm.spares import Spares, has_room, memory_left
+from fanin.engine import spares
+from fanin.engine.checks import EngineFacts
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.directories import Places
+from fanin.engine.pulls import PullService, Wanted
+from fanin.engine.spares import Spares, has_room, memory_left
 from local_world import addresses, publish, servers, until, weights
 from safetensors import safe_open
 

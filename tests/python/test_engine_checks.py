@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_trainer import Entry
 from fanin import errors
-from fanin.vllm.checks import EngineFacts, check_adapter, check_alpha, read_facts
-from fanin.vllm.faults import body_of, from_wire, says, status_of, to_wire
+from fanin.engine.checks import EngineFacts, check_adapter, check_alpha, read_facts
+from fanin.engine.faults import body_of, from_wire, says, status_of, to_wire
 
 LAYER = "base_model.model.model.layers.0"
 FUSED = [

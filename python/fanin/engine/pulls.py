@@ -2,7 +2,7 @@
 """One adapter from a trainer into a directory, in the calling thread.
 
 Nothing here knows vLLM or asyncio: the API server calls it in threads of its own
-(:mod:`fanin.vllm.flights`), workers on other hosts likewise (:mod:`fanin.vllm.worker`).
+(:mod:`fanin.engine.shared_pulls`), workers on other hosts likewise (:mod:`fanin.vllm.worker`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fanin.engine import checks
+from fanin.engine.checks import AdapterFacts, EngineFacts
+from fanin.engine.clients import ClientPool, Source, Target, remaining
+from fanin.engine.directories import Lease, Places
+from fanin.engine.faults import refused_as_too_large
+from fanin.engine.spares import Spares
+from fanin.engine.waits import Waits
 from fanin.errors import (
     ConnectionFailedError,
     FaninError,
@@ -28,13 +35,6 @@ from fanin.errors import (
     RequestError,
 )
 from fanin.names import check_step, parse, run_of
-from fanin.vllm import checks
-from fanin.vllm.checks import AdapterFacts, EngineFacts
-from fanin.vllm.clients import ClientPool, Source, Target, remaining
-from fanin.vllm.directories import Lease, Places
-from fanin.vllm.faults import refused_as_too_large
-from fanin.vllm.spares import Spares
-from fanin.vllm.waits import Waits
 
 __all__ = [
     "Adapter",
@@ -255,7 +255,7 @@ class PullService:
 
     limits: how the engine was started, asked anew for each pull. spares: when a client keeps a
     spare file; None: never. places_in: what the engine's workers say of an adapter's tensors, see
-    :func:`fanin.vllm.lora_places.places_in`; by its tensors, is_3d and seconds to wait; None: they
+    :func:`fanin.engine.lora_places.judge`; by its tensors, is_3d and seconds to wait; None: they
     do not say.
     """
 
@@ -635,7 +635,7 @@ class PullService:
     def pull_to(self, job: dict[str, Any], progress: Progress | None = None) -> tuple[Any, Lease]:
         """The pull that another process has planned, into the path that it chose.
 
-        job: plain values, see :class:`fanin.vllm.flights.Job`. Blocks at most job["timeout"].
+        job: plain values, see :class:`.shared_pulls.Job`. Blocks at most job["timeout"].
         The result of the pull, and the lease that keeps the directory. Raises as :meth:`pull`.
         """
         deadline = time.monotonic() + float(job["timeout"])

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin.config import engine_credentials
+from fanin.engine.clients import Source, Target
 from fanin.errors import CancelledError, FaninError, PullTimeoutError, SupersededError
 from fanin.info import secret_arguments
-from fanin.vllm.clients import Source, Target
 
 __all__ = ["Published", "Trainer", "left", "without"]
 

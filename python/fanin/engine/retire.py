@@ -2,8 +2,8 @@
 """Which adapters are here, and how one leaves.
 
 The newest ``keep`` of each run stay, as long as the launch of the trainer that they are of has no
-successor (see :mod:`fanin.vllm.lookout`). One that leaves goes in this order, because an engine
-that re-reads a directory that is gone dies with all its requests:
+successor (see :mod:`fanin.engine.trainer_watch`). One that leaves goes in this order, because an
+engine that re-reads a directory that is gone dies with all its requests:
 
 1. its name is taken from the API server's list, so that no new request gets it;
 2. nothing happens until the last request that holds it is over, however long that takes;
@@ -25,8 +25,8 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter
+from fanin.engine.metrics import Metrics
+from fanin.engine.pulls import Adapter
 
 __all__ = ["EngineLink", "Keeper", "holders"]
 

@@ -12,12 +12,12 @@ import pytest
 from fake_trainer import OTHER_WORLD, FakeTrainer, until
 from fanin import errors
 from fanin.config import inference_config
-from fanin.vllm.clients import ClientPool
-from fanin.vllm.faults import to_wire
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter, Wanted
+from fanin.engine.clients import ClientPool
+from fanin.engine.faults import to_wire
+from fanin.engine.metrics import Metrics
+from fanin.engine.pulls import Adapter, Wanted
 from fanin.vllm.state import State
-from test_vllm_flights import FakeEngine
+from test_shared_pulls import FakeEngine
 
 
 class Workers(FakeEngine):
@@ -107,7 +107,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def own_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
     yield
 
 

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fanin.engine.faults import says
+from fanin.engine.pulls import Adapter, Plan, Wanted, moved_on
 from fanin.errors import (
     ConnectionFailedError,
     FaninError,
@@ -22,8 +24,6 @@ from fanin.errors import (
     PullAgainError,
     RequestError,
 )
-from fanin.vllm.faults import says
-from fanin.vllm.pulls import Adapter, Plan, Wanted, moved_on
 
 __all__ = ["ByDirectory", "Run", "SlotWay", "fields"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fanin
 import pytest
-from fanin.vllm.metrics import Metrics
+from fanin.engine.metrics import Metrics
 from prometheus import MONITORING
 
 client = pytest.importorskip("prometheus_client", reason="tools/setup test installs it")

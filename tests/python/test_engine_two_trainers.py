@@ -12,11 +12,11 @@ import pytest
 from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, FakeClient, FakeTrainer, Run, until
 from fanin import errors
 from fanin.config import inference_config
-from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter
+from fanin.engine.clients import ClientPool, Source
+from fanin.engine.metrics import Metrics
+from fanin.engine.pulls import Adapter
 from fanin.vllm.state import State
-from test_vllm_flights import Bench
+from test_shared_pulls import Bench
 
 NAME = "policy-run0-step12"
 OTHER_ADDRESS = "127.0.0.1:7000"
@@ -57,8 +57,8 @@ class TwoTrainers(Bench):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
-    monkeypatch.setattr("fanin.vllm.lookout._EVERY", 0.01)
+    monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.engine.trainer_watch._EVERY", 0.01)
 
 
 @pytest.fixture

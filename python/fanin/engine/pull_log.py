@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fanin.vllm.pulls import Adapter
+from fanin.engine.pulls import Adapter
 
 __all__ = ["PullLog", "slowest"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_trainer import at_rest
-from fanin.vllm.threads import Hands
+from fanin.engine.threads import Hands
 
 
 def here(hands: Hands) -> list[threading.Thread]:

@@ -6,17 +6,16 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fanin._records import PullProgress
 from fanin._tensors import TORCH_DTYPES
-from fanin.errors import PeerError, StaleError
-from fanin.vllm import reload
-from fanin.vllm.trainers import Published, Trainer, left
+from fanin.engine.trainers import Trainer
+from fanin.errors import PeerError
 
-__all__ = ["Landing", "Progress", "StockLanding", "Summary", "groups_of", "torch_dtype_of"]
+__all__ = ["Landing", "Progress", "Summary", "groups_of", "torch_dtype_of"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -148,84 +147,3 @@ def groups_of(names: Iterable[str]) -> list[list[str]]:
             after.append(name)
     ordered = [layers[key] for key in sorted(layers)]
     return [group for group in [before, *ordered, after] if group]
-
-
-class StockLanding(Landing):
-    """vLLM's own `load_weights` on whole tensors, a decoder layer at a time.
-
-    For models whose loaders compute, so that no mapping can be recorded. Every worker reads every
-    tensor whole, and holds a layer of them beside the model.
-    """
-
-    mode = "loader"
-
-    def __init__(
-        self,
-        model: Any,
-        model_config: Any,
-        device: Any,
-        published: Published,
-        others: Container[str] = frozenset(),
-    ) -> None:
-        self._model, self._config, self._device = model, model_config, device
-        #: Paths of tensors that are another model's.
-        self._others = others
-        self._entries = {entry.name: entry for entry in published.entries}
-        self._groups = groups_of(self._entries)
-
-    def pull(
-        self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
-    ) -> Summary:
-        summary = Summary(tensors=len(self._entries))
-        progress = Progress(step, sum(entry.bytes for entry in self._entries.values()))
-        writing()
-        reload.begin(self._model, others=self._others)
-        try:
-            for group in self._groups:
-                self._one(group, trainer, step, deadline, summary, progress)
-            if len(summary.worlds) != 1:
-                raise StaleError.make(
-                    f"the trainer was started again while step {step} was read", "update again"
-                )
-            reload.require_filled(
-                self._model, "publish the whole model under the names of its checkpoint"
-            )
-            start = time.monotonic()
-            reload.end(self._model, self._config)
-            summary.install += time.monotonic() - start
-        finally:
-            reload.abandon(self._model)
-        return summary
-
-    def _one(
-        self,
-        group: list[str],
-        trainer: Trainer,
-        step: int,
-        deadline: float,
-        summary: Summary,
-        progress: Progress,
-    ) -> None:
-        """Reads and loads one group."""
-        import torch
-
-        # New memory each time: vLLM keeps what a module was given until the module is complete.
-        tensors = {}
-        for name in group:
-            entry = self._entries[name]
-            dtype = torch_dtype_of(entry.dtype)
-            tensors[name] = torch.empty(entry.shape, dtype=dtype, device=self._device)
-        start = time.monotonic()
-        # One exact step of one world has the same bytes in every pull.
-        result = trainer.client.pull_into(
-            trainer.run, tensors, step=step, timeout=left(deadline), rank_progress=progress
-        )
-        loaded = time.monotonic()
-        self._model.load_weights(iter(tensors.items()))
-        summary.install += time.monotonic() - loaded
-        summary.read += loaded - start
-        summary.bytes += result.bytes
-        summary.restarts += result.restarts
-        summary.path = result.path
-        summary.worlds.add(str(result.world_id))
-        progress.add(result.bytes)

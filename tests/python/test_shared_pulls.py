@@ -19,13 +19,13 @@ import pytest
 from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run, at_rest, until
 from fanin import errors
 from fanin.config import inference_config
+from fanin.engine.checks import EngineFacts
+from fanin.engine.clients import MAX_CLIENTS, ClientPool, Target
+from fanin.engine.metrics import Metrics
+from fanin.engine.pulls import Adapter, Wanted
+from fanin.engine.retire import holders
+from fanin.engine.shared_pulls import _Flight
 from fanin.vllm import worker
-from fanin.vllm.checks import EngineFacts
-from fanin.vllm.clients import MAX_CLIENTS, ClientPool, Target
-from fanin.vllm.flights import _Flight
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter, Wanted
-from fanin.vllm.retire import holders
 from fanin.vllm.state import State, has_distant_workers
 
 Job = Callable[..., Coroutine[Any, Any, None]]
@@ -124,7 +124,7 @@ class Bench:
 @pytest.fixture(autouse=True)
 def own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test counts for itself: a registry of prometheus_client takes a name once."""
-    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.engine.metrics._make", lambda registry: None)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ async def test_all_may_leave(bench: Bench) -> None:
 
 
 async def test_an_impatient_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.vllm.flights._GRACE", 0.0)
+    monkeypatch.setattr("fanin.engine.shared_pulls._GRACE", 0.0)
     patient = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
     await asyncio.sleep(0)
     with pytest.raises(errors.PullTimeoutError):
@@ -190,7 +190,7 @@ async def test_a_failure_reaches_all_and_is_not_kept(bench: Bench) -> None:
 
 
 async def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.vllm.flights._MAX_FLIGHTS", 2)
+    monkeypatch.setattr("fanin.engine.shared_pulls._MAX_FLIGHTS", 2)
     asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(step))) for step in (2, 3)]
     await asyncio.sleep(0)
     with pytest.raises(errors.ConnectionFailedError) as caught:
@@ -243,8 +243,8 @@ async def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
 async def test_more_runs_wait_than_have_connections(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fanin.vllm.waits.MAX_RUNS", 1)
-    monkeypatch.setattr("fanin.vllm.waits._ASK", 0.001)
+    monkeypatch.setattr("fanin.engine.waits.MAX_RUNS", 1)
+    monkeypatch.setattr("fanin.engine.waits._ASK", 0.001)
     bench.trainer.runs["1"] = Run()
     asked = [
         asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
@@ -379,8 +379,8 @@ async def test_what_somebody_else_still_loads_did_not_fail(bench: Bench) -> None
 
 
 def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.vllm.retire._COLLECT_AFTER", 0.0)
-    monkeypatch.setattr("fanin.vllm.retire._POLL_SLOW", 0.001)
+    monkeypatch.setattr("fanin.engine.retire._COLLECT_AFTER", 0.0)
+    monkeypatch.setattr("fanin.engine.retire._POLL_SLOW", 0.001)
 
     async def work() -> None:
         await bench.state.attach(bench.engine)

@@ -26,13 +26,13 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from fanin.engine.clients import Source
+from fanin.engine.faults import says
+from fanin.engine.metrics import Metrics
+from fanin.engine.pulls import Adapter, PullService
+from fanin.engine.retire import Keeper
+from fanin.engine.threads import in_thread
 from fanin.errors import FaninError, PullTimeoutError
-from fanin.vllm.clients import Source
-from fanin.vllm.faults import says
-from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter, PullService
-from fanin.vllm.retire import Keeper
-from fanin.vllm.threads import in_thread
 
 __all__ = ["Lookout"]
 

@@ -2,9 +2,9 @@
 """Connections to trainers, kept between pulls.
 
 A client is used by one pull at a time, so there are several of each trainer; one that waits for
-its step has none of them (see :mod:`fanin.vllm.waits`), and a trainer that does not answer holds up
-no other. Each of them demands the world that it was made for: a trainer that was started again is
-another world, and bytes of it never go into a directory of the old one.
+its step has none of them (see :mod:`fanin.engine.waits`), and a trainer that does not answer
+holds up no other. Each of them demands the world that it was made for: a trainer that was started
+again is another world, and bytes of it never go into a directory of the old one.
 """
 
 from __future__ import annotations
