@@ -512,8 +512,8 @@ class Worker:
         """What came in which dtype, by the engine plugin's service."""
         from safetensors.torch import load_file
 
-        from fanin.vllm.clients import ClientPool, Source
-        from fanin.vllm.directories import Places
+        from fanin.engine.clients import ClientPool, Source
+        from fanin.engine.directories import Places
         from fanin.engine.pulls import PullService, Wanted
 
         came = []

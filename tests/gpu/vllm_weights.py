@@ -572,7 +572,7 @@ def post(engine: Any, path: str, **body: Any) -> Any:
 
 def workers_of(engine: Any) -> list[dict[str, Any]]:
     """What each worker says of its updates."""
-    from fanin.vllm.weights_state import METHOD
+    from fanin.engine.weights_state import METHOD
 
     return list(post(engine, "/collective_rpc", method=METHOD)["results"])
 
