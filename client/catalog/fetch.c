@@ -6,10 +6,10 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-static void ask(fetch *f);
+static void ask_page(fetch *f);
 
 /* The rank has answered in full, or is not waited for any longer. */
-static void asked_until_now(fetch *f, fanin_status outcome)
+static void page_asked_until_now(fetch *f, fanin_status outcome)
 {
     span_of_rank(f->client, f->peer, TRACE_CATALOG, f->asked_ns, clock_ns(),
                  f->data.size, outcome);
@@ -18,11 +18,11 @@ static void asked_until_now(fetch *f, fanin_status outcome)
 
 static void ended(fetch *f)
 {
-    asked_until_now(f, f->error.status);
+    page_asked_until_now(f, f->error.status);
     --*f->left;
 }
 
-static void fail(fetch *f, fanin_status status, const char *what)
+static void fail_fetch(fetch *f, fanin_status status, const char *what)
 {
     connection *c = f->client->peers[f->peer].control;
     error_place place = connection_place(c, "catalog");
@@ -55,14 +55,16 @@ static bool take_page(fetch *f, body *b, msg_blob_page *page)
                  "sent a page of a table of %" PRIu64 " bytes that was one of %" PRIu64
                  " bytes before",
                  page->total, f->total);
-        fail(f, FANIN_ERR_PROTOCOL, what);
+        fail_fetch(f, FANIN_ERR_PROTOCOL, what);
     } else if (status != FANIN_OK) {
         snprintf(what, sizeof what, "sent a malformed page: %s", b->why ? b->why : "");
-        fail(f, FANIN_ERR_PROTOCOL, what);
+        fail_fetch(f, FANIN_ERR_PROTOCOL, what);
     } else if (page->offset != f->data.size) {
-        fail(f, FANIN_ERR_PROTOCOL, "sent a page that does not follow the one before");
+        fail_fetch(f, FANIN_ERR_PROTOCOL,
+                   "sent a page that does not follow the one before");
     } else if (page->total > f->client->config.max_catalog) {
-        fail(f, FANIN_ERR_LIMIT, "announced a table larger than this client accepts");
+        fail_fetch(f, FANIN_ERR_LIMIT,
+                   "announced a table larger than this client accepts");
     } else {
         return true;
     }
@@ -76,7 +78,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     if (type != (message_type)(f->type + 1)) {
         fanin_status status = connection_reply_error(c, "catalog", type, b, &f->error);
         if (refuses_parts(f, status)) {
-            ask(f);
+            ask_page(f);
             return;
         }
         ended(f);
@@ -89,7 +91,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     if (f->data.failed)
         error_set_memory(&f->error);
     if (!f->data.failed && f->data.size < page.total) {
-        ask(f);
+        ask_page(f);
         return;
     }
     if (!f->data.failed && f->here)
@@ -97,7 +99,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     ended(f);
 }
 
-static void ask(fetch *f)
+static void ask_page(fetch *f)
 {
     connection *c = f->client->peers[f->peer].control;
     if (connection_get_state(c) != CONNECTION_READY) {
@@ -119,7 +121,7 @@ void fetch_ask(fanin_client *client, fetch *fetches, size_t n, size_t *left)
         fetches[i].left = left;
         fetches[i].asked_ns = clock_ns();
         fetches[i].error = (fanin_error)FANIN_ERROR_INIT;
-        ask(&fetches[i]);
+        ask_page(&fetches[i]);
     }
 }
 
@@ -129,7 +131,7 @@ fanin_status fetch_settle(fanin_client *client, fetch *fetches, size_t n,
     for (size_t i = 0; i < n; i++) {
         connection_forget(client->peers[fetches[i].peer].control, &fetches[i]);
         if (fetches[i].asked_ns > 0)
-            asked_until_now(&fetches[i], status);
+            page_asked_until_now(&fetches[i], status);
         if (status == FANIN_OK && fetches[i].error.status != FANIN_OK)
             status = error_copy(error, &fetches[i].error);
     }

@@ -13,7 +13,7 @@ static bool is_up(const survey *s, size_t peer)
     return connection_get_state(s->client->peers[peer].control) == CONNECTION_READY;
 }
 
-static const char *phase_of(const survey *s)
+static const char *survey_phase(const survey *s)
 {
     switch (s->type) {
     case MSG_LIST:
@@ -35,7 +35,8 @@ static message_type question_of(const survey *s, const connection *c)
 }
 
 /* FANIN_OK if the reply is the one that was asked for. */
-static fanin_status take(answer *a, const connection *c, message_type type, body *b)
+static fanin_status take_answer(answer *a, const connection *c, message_type type,
+                                body *b)
 {
     static const message_type replies[] = {[MSG_LIST] = MSG_LIST_OK,
                                            [MSG_PING] = MSG_PONG,
@@ -64,13 +65,13 @@ static fanin_status take(answer *a, const connection *c, message_type type, body
 static void on_reply(void *cookie, connection *c, message_type type, body *b)
 {
     answer *a = cookie;
-    fanin_status status = type != 0 ? take(a, c, type, b) : FANIN_ERR_CLOSED;
+    fanin_status status = type != 0 ? take_answer(a, c, type, b) : FANIN_ERR_CLOSED;
     a->over = true;
     a->answered_ns = clock_ns();
     if (status == FANIN_ERR_MEMORY)
         error_set_memory(&a->error); /* it is not the rank's fault */
     else if (status != FANIN_OK)
-        connection_reply_error(c, phase_of(a->survey), type, b, &a->error);
+        connection_reply_error(c, survey_phase(a->survey), type, b, &a->error);
 }
 
 static void encode_question(const survey *s, connection *c, uint64_t request)
@@ -108,7 +109,7 @@ static void ask_ready(survey *s)
 }
 
 /* Whether the peer may answer yet. */
-static bool is_open(const survey *s, size_t peer)
+static bool is_answer_open(const survey *s, size_t peer)
 {
     if (s->answers[peer].asked)
         return !s->answers[peer].over;
@@ -116,25 +117,25 @@ static bool is_open(const survey *s, size_t peer)
 }
 
 /* A refusal that waiting for this rank or for others would not mend. */
-static bool is_final(const answer *a)
+static bool is_answer_final(const answer *a)
 {
     int group = -a->error.status / 100;
     return a->over && (group == 1 || group == 4);
 }
 
-static bool is_over(const survey *s)
+static bool is_survey_over(const survey *s)
 {
     bool open = false;
     for (size_t i = 0; i < s->client->n_peers; i++) {
-        if (s->first && (survey_answered(s, i) || is_final(&s->answers[i])))
+        if (s->first && (survey_answered(s, i) || is_answer_final(&s->answers[i])))
             return true;
-        open = open || is_open(s, i);
+        open = open || is_answer_open(s, i);
     }
     return !open;
 }
 
 /* Nothing came. A rank that lets waits wait is not silent, the others are. */
-static void give_up(survey *s, answer *a, bool late)
+static void give_up_silent(survey *s, answer *a, bool late)
 {
     connection *c = s->client->peers[a->peer].control;
     bool ready = is_up(s, a->peer);
@@ -152,14 +153,14 @@ static void give_up(survey *s, answer *a, bool late)
 
 /* Replies that come later find nobody. A rank that gave a useless reply, or none, is not to be
    taken for one that is there. */
-static void settle(survey *s, bool late)
+static void settle_answer(survey *s, bool late)
 {
     for (size_t i = 0; i < s->client->n_peers; i++) {
         answer *a = &s->answers[i];
         connection *c = s->client->peers[i].control;
         connection_forget(c, a);
         if (!a->over)
-            give_up(s, a, late);
+            give_up_silent(s, a, late);
         else if (a->error.status != FANIN_OK && a->error.status != FANIN_ERR_MEMORY &&
                  s->type != MSG_WAIT)
             connection_fail(c, &a->error);
@@ -168,7 +169,7 @@ static void settle(survey *s, bool late)
 }
 
 /* What ranks made of it is in s->answers; FANIN_OK also if nobody answered. */
-static fanin_status run(survey *s, fanin_error *error)
+static fanin_status run_survey(survey *s, fanin_error *error)
 {
     fanin_client *client = s->client;
     fanin_status status = FANIN_OK;
@@ -181,9 +182,9 @@ static fanin_status run(survey *s, fanin_error *error)
         s->answers[i] = (answer){.survey = s, .peer = i, .error = FANIN_ERROR_INIT};
         connection_start(client->peers[i].control);
     }
-    for (ask_ready(s); status == FANIN_OK && !is_over(s); ask_ready(s))
-        status = client_step(client, s->at, UINT64_MAX, phase_of(s), &why);
-    settle(s, status == FANIN_ERR_TIMEOUT);
+    for (ask_ready(s); status == FANIN_OK && !is_survey_over(s); ask_ready(s))
+        status = client_step(client, s->at, UINT64_MAX, survey_phase(s), &why);
+    settle_answer(s, status == FANIN_ERR_TIMEOUT);
     if (status == FANIN_ERR_TIMEOUT)
         return FANIN_OK; /* who owes an answer has been given up */
     return status != FANIN_OK ? error_copy(error, &why) : status;
@@ -196,7 +197,7 @@ bool survey_answered(const survey *s, size_t peer)
 }
 
 /* If nobody answered: why the first did not. */
-static fanin_status judge(const survey *s, fanin_error *error)
+static fanin_status judge_answers(const survey *s, fanin_error *error)
 {
     /* What a rank said tells more than that another one says nothing. */
     const answer *worst = &s->answers[0];
@@ -205,7 +206,7 @@ static fanin_status judge(const survey *s, fanin_error *error)
         any = any || survey_answered(s, i);
         if (s->answers[i].error.status == FANIN_ERR_MEMORY)
             return error_set_memory(error);
-        if (is_final(&s->answers[i]) && !is_final(worst))
+        if (is_answer_final(&s->answers[i]) && !is_answer_final(worst))
             worst = &s->answers[i];
     }
     if (any)
@@ -226,9 +227,9 @@ void survey_finish(survey *s)
 fanin_status survey_take(survey *s, fanin_error *error)
 {
     for (bool again = false;; again = true) {
-        fanin_status status = run(s, error);
+        fanin_status status = run_survey(s, error);
         if (status == FANIN_OK)
-            status = judge(s, error);
+            status = judge_answers(s, error);
         if (status != FANIN_ERR_WORLD || again)
             return status;
         status = client_ensure_connected(s->client, false, s->at, error);
@@ -236,4 +237,243 @@ fanin_status survey_take(survey *s, fanin_error *error)
             return status;
         survey_finish(s);
     }
+}
+
+/* -------------------------------------------------------- lists and pings */
+
+/* Looking at trainers: ranks, publications, pings. */
+
+/* -------------------------------------------------------------------- ranks */
+
+/* What is known of the rank behind a peer; texts as long as its connection. */
+static fanin_rank_info rank_describe(const peer *p)
+{
+    const msg_hello_ok *hello = connection_peer(p->control);
+    bool known = connection_known(p->control), ready = peer_ready(p);
+    const fanin_error *fault = connection_fault(p->control);
+    fanin_rank_info info = {
+        .struct_size = sizeof info,
+        .rank = known ? (int32_t)hello->rank : -1,
+        .world_size = known ? hello->world_size : 0,
+        .address = connection_text(p->control),
+        .server_name = hello->server_name,
+        .software = hello->software,
+        .ucx_version = hello->ucx_version,
+        .status = ready ? FANIN_OK : fault->status,
+        .message = ready ? "" : fault->message,
+        .silent = !ready && (connection_was_silent(p->control) ||
+                             connection_get_state(p->control) != CONNECTION_DOWN),
+    };
+    memcpy(info.world_id, hello->world_id, sizeof info.world_id);
+    memcpy(info.incarnation, hello->incarnation, sizeof info.incarnation);
+    return info;
+}
+
+fanin_status fanin_client_ranks(fanin_client *client, fanin_rank_fn fn, void *cookie,
+                                fanin_error *error)
+{
+    fanin_status status = client_check_told(client, fn, error);
+    for (size_t i = 0; status == FANIN_OK && i < client->n_peers; i++) {
+        fanin_rank_info info = rank_describe(&client->peers[i]);
+        if (!fn(cookie, &info))
+            break;
+    }
+    return status;
+}
+
+/* ---------------------------------------------------- one request, all ranks */
+
+static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
+                        void *cookie)
+{
+    for (uint32_t i = 0; i < a->count; i++) {
+        const msg_list_entry *e = &a->entries[i];
+        fanin_publication_info info = {
+            .struct_size = sizeof info,
+            .name = e->publication,
+            .rank = connection_peer(p->control)->rank,
+            .state = e->state,
+            .step = e->step,
+            .epoch = e->epoch,
+            .catalog_version = e->catalog_version,
+            .tensors = e->tensors,
+            .bytes = e->bytes,
+            .state_age_ms = e->state_age_ms,
+            .commit_age_ms = e->commit_age_ms,
+        };
+        memcpy(info.key_digest, e->key_digest, sizeof info.key_digest);
+        if (!fn(cookie, &info))
+            return false;
+    }
+    return true;
+}
+
+fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
+                               fanin_publication_fn fn, void *cookie,
+                               fanin_error *error)
+{
+    fanin_status status = client_check_told(client, fn, error);
+    if (status != FANIN_OK)
+        return status;
+    survey s = {.client = client, .type = MSG_LIST, .at = deadline_in_ms(timeout_ms)};
+    status = survey_take(&s, error);
+    bool more = status == FANIN_OK;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        if (survey_answered(&s, i))
+            more = report_list(&client->peers[i], &s.answers[i], fn, cookie);
+    }
+    survey_finish(&s);
+    return status;
+}
+
+fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
+                               fanin_ping_fn fn, void *cookie, fanin_error *error)
+{
+    fanin_status status = client_check_told(client, fn, error);
+    if (status != FANIN_OK)
+        return status;
+    survey s = {.client = client, .type = MSG_PING, .at = deadline_in_ms(timeout_ms)};
+    status = survey_take(&s, error);
+    /* Ranks that do not belong together, or do not answer, are told all the same. */
+    bool more = status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        const answer *a = &s.answers[i];
+        fanin_rank_info info = rank_describe(&client->peers[i]);
+        more = fn(cookie, &info,
+                  survey_answered(&s, i) ? a->answered_ns - a->asked_ns : 0);
+    }
+    survey_finish(&s);
+    return status;
+}
+
+/* ---------------------------------------------------- statistics of ranks */
+
+/* What ranks are at: their answers as the caller sees them. */
+
+/* The caller gets pointers, so that structs may grow. */
+typedef struct told {
+    fanin_rank_stats stats;
+    fanin_publication_stats entries[LIMIT_STATS];
+    fanin_lease_holder holders[LIMIT_STATS];
+    const fanin_publication_stats *entry_at[LIMIT_STATS];
+    const fanin_lease_holder *holder_at[LIMIT_STATS];
+} told;
+
+static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
+{
+    out->pulls_good = m->pulls_good;
+    out->pulls_stale = m->pulls_stale;
+    out->pulls_abandoned = m->pulls_abandoned;
+    out->begins_granted = m->begins_granted;
+    out->begins_refused = m->begins_refused;
+    out->updates = m->updates;
+    out->commits = m->commits;
+    out->sessions = m->sessions;
+    out->leases = m->leases;
+    out->bytes_streamed = m->bytes_streamed;
+    out->drain_wait_ns_max = m->drain_wait_ns_max;
+    out->publications = m->publications;
+    out->drain_wait_ns_total = m->drain_wait_ns_total;
+    out->cpu_ns = m->cpu_ns;
+    out->sends_waiting = m->sends_waiting;
+    out->bytes_tls = m->bytes_tls;
+    out->bytes_cma = m->bytes_cma;
+    out->bytes_rdma = m->bytes_rdma;
+    out->bytes_cuda_ipc = m->bytes_cuda_ipc;
+    out->data_cpu_ns = m->data_cpu_ns;
+    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
+        out->drain_waits[i] = m->drain_waits[i];
+}
+
+static void take_rank_stats(told *t, const msg_stats_ok *m)
+{
+    t->stats.counted = true;
+    copy_counters(&t->stats, m);
+    for (uint32_t i = 0; i < m->n_entries; i++) {
+        const stats_entry *e = &m->entries[i];
+        t->entries[i] = (fanin_publication_stats){.struct_size = sizeof t->entries[i],
+                                                  .name = e->publication,
+                                                  .state = e->state,
+                                                  .step = e->step,
+                                                  .state_age_ms = e->state_age_ms,
+                                                  .commit_age_ms = e->commit_age_ms,
+                                                  .update_age_ms = e->update_age_ms,
+                                                  .leases = e->leases,
+                                                  .lease_age_ms = e->lease_age_ms,
+                                                  .pending = e->pending,
+                                                  .reason = e->reason};
+    }
+    for (uint32_t i = 0; i < m->n_holders; i++) {
+        const stats_holder *h = &m->holders[i];
+        t->holders[i] =
+            (fanin_lease_holder){.struct_size = sizeof t->holders[i],
+                                 .publication = m->entries[h->publication].publication,
+                                 .who = h->who,
+                                 .leases = h->leases,
+                                 .age_ms = h->age_ms,
+                                 .held_up_ns = h->held_up_ns};
+    }
+    t->stats.n_entries = m->n_entries;
+    t->stats.n_holders = m->n_holders;
+}
+
+static void take_listed(told *t, const answer *a)
+{
+    t->stats.publications = a->count;
+    for (uint32_t i = 0; i < a->count && i < LIMIT_STATS; i++) {
+        const msg_list_entry *e = &a->entries[i];
+        t->entries[t->stats.n_entries++] =
+            (fanin_publication_stats){.struct_size = sizeof *t->entries,
+                                      .name = e->publication,
+                                      .state = e->state,
+                                      .step = e->step,
+                                      .state_age_ms = e->state_age_ms,
+                                      .commit_age_ms = e->commit_age_ms,
+                                      .reason = ""};
+    }
+}
+
+static const fanin_rank_stats *make_stats(told *t, const answer *a)
+{
+    t->stats = (fanin_rank_stats){.struct_size = sizeof t->stats,
+                                  .rtt_ns = a->answered_ns - a->asked_ns,
+                                  .entries = t->entry_at,
+                                  .holders = t->holder_at};
+    if (a->entries)
+        take_listed(t, a);
+    else
+        take_rank_stats(t, &a->stats);
+    for (size_t i = 0; i < LIMIT_STATS; i++) {
+        t->entry_at[i] = &t->entries[i];
+        t->holder_at[i] = &t->holders[i];
+    }
+    return &t->stats;
+}
+
+fanin_status fanin_client_stats(fanin_client *client, const char *publication,
+                                uint32_t timeout_ms, fanin_stats_fn fn, void *cookie,
+                                fanin_error *error)
+{
+    fanin_status status = client_check_told(client, fn, error);
+    if (status != FANIN_OK)
+        return status;
+    told *t = calloc(1, sizeof *t);
+    if (!t)
+        return error_set_memory(error);
+    survey s = {.client = client,
+                .type = MSG_STATS,
+                .publication = publication,
+                .at = deadline_in_ms(timeout_ms)};
+    status = survey_take(&s, error);
+    /* Ranks that do not belong together, or do not answer, are told all the same. */
+    bool more =
+        s.answers && status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        fanin_rank_info info = rank_describe(&client->peers[i]);
+        more = fn(cookie, &info,
+                  survey_answered(&s, i) ? make_stats(t, &s.answers[i]) : NULL);
+    }
+    survey_finish(&s);
+    free(t);
+    return status;
 }

@@ -41,9 +41,6 @@ typedef struct survey {
 fanin_status survey_take(survey *s, fanin_error *error);
 void survey_finish(survey *s);
 
-/** What is known of the rank behind a peer; texts as long as its connection. */
-fanin_rank_info rank_describe(const peer *p);
-
 /** Whether the peer's answer came and is good. */
 bool survey_answered(const survey *s, size_t peer);
 #endif

@@ -64,7 +64,8 @@ void tables_free(publication **at)
 /* -------------------------------------------------------------------- keys */
 
 /* An error of a table that some rank sent. */
-static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
+static fanin_status add_announced_rank(const peer *p, fanin_status status,
+                                       fanin_error *error)
 {
     if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY ||
         status == FANIN_ERR_CANCELLED)
@@ -82,7 +83,7 @@ static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *er
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error)
 {
-    return add_rank(p, client_work_end(work, status, error), error);
+    return add_announced_rank(p, client_work_end(work, status, error), error);
 }
 
 /* Says what two ranks' entries of one key differ in. */
@@ -152,9 +153,9 @@ static fanin_status explain_difference(const fanin_client *client, const key_tab
                      rank_b, name);
 }
 
-static fanin_status get_keys(fanin_client *client, const publication *p, size_t index,
-                             const digest *id, client_work *work, key_table **out,
-                             fanin_error *error)
+static fanin_status get_key_table(fanin_client *client, const publication *p,
+                                  size_t index, const digest *id, client_work *work,
+                                  key_table **out, fanin_error *error)
 {
     fetch f = {.peer = index, .type = MSG_KEYS};
     memcpy(f.request.digest, id->bytes, sizeof f.request.digest);
@@ -181,8 +182,8 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
 
 /* The first peer from @p turn on that is used and, if @p other is given, announces another key
    table than that; none: n_peers. */
-static size_t find_peer(const fanin_client *client, const announcement *announced,
-                        const bool *use, size_t turn, const digest *other)
+static size_t find_table_peer(const fanin_client *client, const announcement *announced,
+                              const bool *use, size_t turn, const digest *other)
 {
     size_t n = client->n_peers;
     for (size_t i = 0; i < n; i++) {
@@ -199,9 +200,9 @@ static fanin_status refuse_difference(fanin_client *client, const publication *p
 {
     key_table *a = NULL, *b = NULL;
     fanin_status status =
-        get_keys(client, p, first, &announced[first].keys, work, &a, error);
+        get_key_table(client, p, first, &announced[first].keys, work, &a, error);
     if (status == FANIN_OK)
-        status = get_keys(client, p, odd, &announced[odd].keys, work, &b, error);
+        status = get_key_table(client, p, odd, &announced[odd].keys, work, &b, error);
     if (status == FANIN_OK)
         status = explain_difference(client, a, first, b, odd, error);
     key_table_free(&a);
@@ -213,11 +214,12 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
                               const announcement *announced, const bool *use,
                               client_work *work, fanin_error *error)
 {
-    size_t n = client->n_peers, first = find_peer(client, announced, use, 0, NULL);
+    size_t n = client->n_peers,
+           first = find_table_peer(client, announced, use, 0, NULL);
     if (first == n)
         return FANIN_OK;
     const digest *id = &announced[first].keys;
-    size_t odd = find_peer(client, announced, use, 0, id);
+    size_t odd = find_table_peer(client, announced, use, 0, id);
     if (odd < n)
         return refuse_difference(client, p, announced, first, odd, work, error);
     if (p->keys && digest_equal(&p->keys->id, id))
@@ -226,8 +228,8 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
     size_t turn = (size_t)(client->plan_seed % n);
     key_table *fresh = NULL;
     fanin_status status =
-        get_keys(client, p, find_peer(client, announced, use, turn, NULL), id, work,
-                 &fresh, error);
+        get_key_table(client, p, find_table_peer(client, announced, use, turn, NULL),
+                      id, work, &fresh, error);
     if (status != FANIN_OK)
         return status;
     tables_forget(p);
@@ -385,7 +387,7 @@ static fanin_status take_boxes(fanin_client *client, publication *p,
         fanin_status status = take_table(s, f, boxes, error);
         if (status != FANIN_OK) {
             drop_shard(s);
-            return add_rank(&client->peers[f->peer], status, error);
+            return add_announced_rank(&client->peers[f->peer], status, error);
         }
         s->generation = client->peers[f->peer].generation;
         s->version = announced[f->peer].version;
@@ -414,7 +416,8 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
     if (status == FANIN_OK) {
         status = crew_finish(b->decoders, &failed, error);
         if (status != FANIN_OK)
-            status = add_rank(&client->peers[b->fetches[failed].peer], status, error);
+            status = add_announced_rank(&client->peers[b->fetches[failed].peer], status,
+                                        error);
         fanin_status taken =
             take_boxes(client, p, announced, b, status == FANIN_OK ? error : NULL);
         status = status == FANIN_OK ? taken : status;
@@ -424,8 +427,8 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
 }
 
 /* What of the wanted keys is to be fetched of a peer whose table is as old as that. */
-static fanin_status ask_for(const publication *p, shard_table *s, bool current,
-                            fetch *f, fanin_error *error)
+static fanin_status ask_for_tables(const publication *p, shard_table *s, bool current,
+                                   fetch *f, fanin_error *error)
 {
     if (!current)
         drop_shard(s);
@@ -463,7 +466,7 @@ static fanin_status list_fetches(const fanin_client *client, publication *p,
         *f = (fetch){.peer = i, .type = MSG_BOXES};
         snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
         f->request.catalog_version = announced[i].version;
-        status = ask_for(p, s, current, f, error);
+        status = ask_for_tables(p, s, current, f, error);
     }
     return status;
 }

@@ -43,7 +43,7 @@ static void note_arrival(watch *w, size_t peer, uint64_t step)
     w->arrivals[slot].last_peer = peer;
 }
 
-static void on_event(void *cookie, connection *c, message_type type, body *b)
+static void on_world_change(void *cookie, connection *c, message_type type, body *b)
 {
     rank_view *v = cookie;
     msg_event e;
@@ -88,8 +88,8 @@ static uint64_t common_step(const watch *w, uint64_t *newest)
     return least;
 }
 
-static bool report(const fanin_client *client, const watch *w, uint64_t step,
-                   uint64_t newest, fanin_watch_fn fn, void *cookie)
+static bool report_change(const fanin_client *client, const watch *w, uint64_t step,
+                          uint64_t newest, fanin_watch_fn fn, void *cookie)
 {
     size_t slot = step % REMEMBERED;
     fanin_watch_event event = {.struct_size = sizeof event,
@@ -144,8 +144,8 @@ static void tell_trace(const fanin_client *client, const watch *w, uint64_t step
     trace_add(&span);
 }
 
-static fanin_status follow(fanin_client *client, watch *w, deadline at,
-                           fanin_watch_fn fn, void *cookie, fanin_error *error)
+static fanin_status follow_world(fanin_client *client, watch *w, deadline at,
+                                 fanin_watch_fn fn, void *cookie, fanin_error *error)
 {
     uint64_t reported = 0;
     deadline speak = w->quiet ? clock_ns() + w->quiet_ns : UINT64_MAX;
@@ -156,7 +156,7 @@ static fanin_status follow(fanin_client *client, watch *w, deadline at,
         if (step > reported) {
             reported = step;
             tell_trace(client, w, step);
-            more = report(client, w, step, newest, fn, cookie);
+            more = report_change(client, w, step, newest, fn, cookie);
             w->quiet_since = clock_ns();
             speak = w->quiet ? w->quiet_since + w->quiet_ns : UINT64_MAX;
         } else if (w->quiet && deadline_passed(speak)) {
@@ -205,8 +205,8 @@ static bool take_entries(rank_view *v, const answer *a, const char *publication,
     return found;
 }
 
-static fanin_status take_list(watch *w, const survey *s, const char *publication,
-                              fanin_error *error)
+static fanin_status take_watched_list(watch *w, const survey *s,
+                                      const char *publication, fanin_error *error)
 {
     char names[300] = "";
     bool found = false;
@@ -226,21 +226,22 @@ static fanin_status take_list(watch *w, const survey *s, const char *publication
 
 /* Every rank has to be there, and one of them has to have the publication, unless nothing is
    published yet. */
-static fanin_status look(fanin_client *client, watch *w, const char *publication,
-                         deadline at, fanin_error *error)
+static fanin_status look_for_changes(fanin_client *client, watch *w,
+                                     const char *publication, deadline at,
+                                     fanin_error *error)
 {
     deadline patience = deadline_in_ms(client->config.connect_timeout_ms);
     survey s = {
         .client = client, .type = MSG_LIST, .at = deadline_sooner(at, patience)};
     fanin_status status = survey_take(&s, error);
     if (status == FANIN_OK)
-        status = take_list(w, &s, publication, error);
+        status = take_watched_list(w, &s, publication, error);
     survey_finish(&s);
     return status;
 }
 
-static fanin_status start(fanin_client *client, watch *w, const char *publication,
-                          fanin_error *error)
+static fanin_status start_watch(fanin_client *client, watch *w, const char *publication,
+                                fanin_error *error)
 {
     msg_watch m;
     if (!publication || strlen(publication) >= sizeof m.publication)
@@ -254,7 +255,7 @@ static fanin_status start(fanin_client *client, watch *w, const char *publicatio
             return error_copy(error, connection_fault(c));
         uint64_t request = connection_next_request(c);
         encode_watch(connection_out(c), request, &m);
-        connection_ask(c, request, on_event, &w->ranks[i]);
+        connection_ask(c, request, on_world_change, &w->ranks[i]);
         connection_keep(c, request);
     }
     return FANIN_OK;
@@ -277,11 +278,11 @@ fanin_status fanin_client_follow(fanin_client *client, const char *publication,
     w.ranks = calloc(w.n, sizeof *w.ranks);
     if (!w.ranks)
         return error_set_memory(error);
-    status = look(client, &w, publication, at, error);
+    status = look_for_changes(client, &w, publication, at, error);
     if (status == FANIN_OK)
-        status = start(client, &w, publication, error);
+        status = start_watch(client, &w, publication, error);
     if (status == FANIN_OK)
-        status = follow(client, &w, at, fn, cookie, error);
+        status = follow_world(client, &w, at, fn, cookie, error);
     /* The protocol has no "stop watching": a connection that watched is given up. */
     fanin_error done = FANIN_ERROR_INIT;
     error_set(&done, FANIN_ERR_CLOSED, NULL, "the watch ended");

@@ -2,7 +2,6 @@
 #include "peft/peft_config.h"
 #include "error_set.h"
 #include "peft/peft_maker.h"
-#include "peft/peft_trust.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -29,8 +28,8 @@ static fanin_status read_given(peft_maker *m, const char *text)
 }
 
 /* Whether a list of module names covers a path, as PEFT's target_modules do. */
-static bool is_listed(const peft_maker *m, const json_t *targets, const char *path,
-                      size_t size)
+static bool is_listed_module(const peft_maker *m, const json_t *targets,
+                             const char *path, size_t size)
 {
     for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
         const char *target = json_string_value(json_array_get(targets, i));
@@ -46,7 +45,7 @@ static fanin_status is_target(peft_maker *m, const json_t *targets, const char *
 {
     const char *text = json_string_value(targets);
     if (json_is_array(targets)) {
-        *out = is_listed(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
+        *out = is_listed_module(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
         return FANIN_OK;
     }
     *out = PATTERN_UNKNOWN; /* PEFT has defaults for known models */
@@ -88,7 +87,7 @@ static bool is_tied(const peft_maker *m, const peft_module *module)
 }
 
 /* Every layer must be one that a reader of the configuration makes. */
-static fanin_status check_targets(peft_maker *m)
+static fanin_status check_target_modules(peft_maker *m)
 {
     const json_t *targets = peft_field(m, "target_modules");
     const json_t *parameters = peft_field(m, "target_parameters");
@@ -182,7 +181,7 @@ static fanin_status check_saved(peft_maker *m)
         const peft_tensor *saved = m->modules.saved[i];
         const char *path = saved->name.text + PEFT_PREFIX_SIZE;
         size_t size = saved->name.module - PEFT_PREFIX_SIZE;
-        if (is_listed(m, list, path, size))
+        if (is_listed_module(m, list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))
             return peft_refuse(
@@ -248,7 +247,7 @@ static fanin_status derive_targets(peft_maker *m)
                 (int)module->size, module->path);
     }
     if (peft_field(m, "target_modules"))
-        return check_targets(m);
+        return check_target_modules(m);
     json_t *list = collect_suffixes(m);
     return list && peft_set(m->config, "target_modules", list)
                ? FANIN_OK
@@ -271,7 +270,7 @@ static bool set_defaults(peft_maker *m)
     return good;
 }
 
-static fanin_status derive(peft_maker *m)
+static fanin_status derive_config(peft_maker *m)
 {
     if (!peft_field(m, "lora_alpha"))
         return peft_refuse(
@@ -357,7 +356,7 @@ static fanin_status drop_untrusted(peft_maker *m, char **dropped_out)
     return FANIN_OK;
 }
 
-static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
+static fanin_status make_config_text(peft_maker *m, bool trusted, char **dropped_out)
 {
     const char *given = peft_pair(m, "peft_config");
     fanin_status status = FANIN_OK;
@@ -383,7 +382,7 @@ static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
     if (status == FANIN_OK)
         status = peft_modules_find(m);
     if (status == FANIN_OK)
-        status = m->given ? check_targets(m) : derive(m);
+        status = m->given ? check_target_modules(m) : derive_config(m);
     if (status == FANIN_OK && m->given)
         status = peft_ranks_check(m);
     if (status == FANIN_OK)
@@ -414,7 +413,7 @@ static json_t *sorted_fields(json_t *config)
 
 /* As PEFT writes it, with two blanks, and with as few digits as all numbers need to be read
    back the same. */
-static char *dump(const json_t *config)
+static char *dump_config(const json_t *config)
 {
     for (size_t digits = 15; digits <= 17; digits++) {
         char *text = json_dumps(config, JSON_INDENT(2) | JSON_ENSURE_ASCII |
@@ -441,10 +440,10 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
                     .budget = PATTERN_BUDGET,
                     .stop = stop};
     m.budget.stop = stop;
-    fanin_status status = make(&m, trusted, &out->dropped);
+    fanin_status status = make_config_text(&m, trusted, &out->dropped);
     if (status == FANIN_OK) {
         json_t *sorted = sorted_fields(m.config);
-        out->text = sorted ? dump(sorted) : NULL;
+        out->text = sorted ? dump_config(sorted) : NULL;
         json_decref(sorted);
         out->size = out->text ? strlen(out->text) : 0;
         if (!out->text)

@@ -143,7 +143,7 @@ static bool is_limit(int reason)
            reason == PCRE2_ERROR_LOOKBEHIND_TOO_LONG;
 }
 
-static void refuse(pattern *p, int reason)
+static void refuse_pattern(pattern *p, int reason)
 {
     if (reason == PCRE2_ERROR_HEAP_FAILED) {
         p->broken = PATTERN_MEMORY;
@@ -174,7 +174,7 @@ static bool may_cost_more(pattern_budget *budget)
 }
 
 /* Few characters may become many bytes. */
-static void count_bytes(pattern_budget *budget, const pcre2_code *code)
+static void count_sequence_bytes(pattern_budget *budget, const pcre2_code *code)
 {
     size_t size = 0;
     (void)pcre2_pattern_info(code, PCRE2_INFO_SIZE, &size);
@@ -196,7 +196,7 @@ static bool compile(pattern *p, const char *text)
                             &offset, how);
     pcre2_compile_context_free(how);
     if (!p->code) {
-        refuse(p, reason);
+        refuse_pattern(p, reason);
         return p->broken != PATTERN_MEMORY;
     }
     p->data = pcre2_match_data_create(1, NULL);
@@ -233,7 +233,7 @@ pattern *pattern_compile(const char *text, pattern_use use, pattern_budget *budg
     }
     if (compile_for(p, use)) {
         if (p->code)
-            count_bytes(budget, p->code);
+            count_sequence_bytes(budget, p->code);
         return p;
     }
     pattern_free(p);

@@ -38,8 +38,18 @@ static fanin_status refuse_target(const key_table *keys, const plan_target *t,
                      *name ? name : "a tensor", why);
 }
 
-static fanin_status check_targets(const key_table *keys, const plan_target *targets,
-                                  size_t n, const plan_rules *rules, fanin_error *error)
+/* Whether the last dimension's offset and extent are whole units. */
+static bool block_on_units(const block *b, dtype_unit unit)
+{
+    if (b->n_dims == 0)
+        return unit.elements == 1;
+    return b->offset[b->n_dims - 1] % unit.elements == 0 &&
+           b->extent[b->n_dims - 1] % unit.elements == 0;
+}
+
+static fanin_status check_plan_targets(const key_table *keys,
+                                       const plan_target *targets, size_t n,
+                                       const plan_rules *rules, fanin_error *error)
 {
     work_stop *stop = rules->stop;
     if (n >= PLAN_NONE)
@@ -65,7 +75,7 @@ static fanin_status check_targets(const key_table *keys, const plan_target *targ
     return FANIN_OK;
 }
 
-static uint32_t convert_of(const builder *b, uint32_t key)
+static uint32_t target_convert(const builder *b, uint32_t key)
 {
     return b->convert != CONVERT_NONE &&
                    b->cover.keys->entries[key].dtype == FANIN_DTYPE_F32
@@ -76,7 +86,7 @@ static uint32_t convert_of(const builder *b, uint32_t key)
 /* The reader has named no memory, of which the dtype would say what is wanted. */
 static uint32_t convert_whole(const builder *b, uint32_t key)
 {
-    return b->cover.keys->entries[key].keep ? CONVERT_NONE : convert_of(b, key);
+    return b->cover.keys->entries[key].keep ? CONVERT_NONE : target_convert(b, key);
 }
 
 /* Whole tensors: a fill a key is the geometry's; here the uses are counted. */
@@ -108,7 +118,7 @@ static bool fill_targets(builder *b, size_t n)
         uint64_t bytes = 0;
         if (work_stopped(b->cover.stop) ||
             !fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
-                         t->as_is ? CONVERT_NONE : convert_of(b, t->key), t,
+                         t->as_is ? CONVERT_NONE : target_convert(b, t->key), t,
                          &b->fill_of[i]))
             return false;
         b->fills.fills[b->fill_of[i]].uses++;
@@ -159,7 +169,7 @@ static bool share_out(builder *b)
 }
 
 /* Exact where a box has one holder, near to it where replicas share. */
-static bool reserve(builder *b)
+static bool reserve_pieces(builder *b)
 {
     const cover *c = &b->cover;
     uint64_t *wanted = calloc(c->n_sources + 1, sizeof *wanted);
@@ -191,7 +201,7 @@ static int compare_pieces(const void *a, const void *b, void *stop)
     return is_before(a, b) ? -1 : is_before(b, a);
 }
 
-static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
+static bool push_piece(builder *b, uint32_t source, uint32_t key, const piece *p)
 {
     plan_rank *r = &b->plan->ranks[source];
     collector *k = &b->collectors[source];
@@ -242,7 +252,7 @@ static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to, uint32_t 
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
         p.to += to;
         p.group = group;
-        if (work_stopped(c->stop) || !push(b, h->source, key, &p))
+        if (work_stopped(c->stop) || !push_piece(b, h->source, key, &p))
             return false;
     }
     return true;
@@ -305,7 +315,7 @@ static bool emit_all(builder *b)
         return false;
     for (size_t s = 0; s < c->n_sources; s++)
         b->collectors[s] = (collector){.key = PLAN_NONE};
-    if (!reserve(b))
+    if (!reserve_pieces(b))
         return false;
     for (size_t i = 0; i < c->proven.n; i++)
         if (!emit_range(b, &c->proven.ranges[i]))
@@ -313,7 +323,7 @@ static bool emit_all(builder *b)
     return true;
 }
 
-static void finish(builder *b)
+static void finish_plan(builder *b)
 {
     plan *p = b->plan;
     for (size_t s = 0; s < p->n_ranks; s++) {
@@ -356,7 +366,7 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
     b.convert = (uint32_t)convert;
     if (n_targets == 0 && keys->count > 0 && !to_of_key)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "nothing is wanted");
-    fanin_status status = check_targets(keys, targets, n_targets, rules, error);
+    fanin_status status = check_plan_targets(keys, targets, n_targets, rules, error);
     if (status != FANIN_OK)
         return status;
     status = cover_build(&b.cover, keys, sources, n_sources, rules, error);
@@ -364,7 +374,7 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
         b.plan = plan_new(n_sources);
         if (b.plan && (n_targets ? fill_targets(&b, n_targets) : fill_keys(&b)) &&
             take_views(&b) && share_out(&b) && emit_all(&b))
-            finish(&b);
+            finish_plan(&b);
         else
             status = plan_broken_off(stop, error);
     }

@@ -16,7 +16,7 @@
 
 #define PLAN_NONE UINT32_MAX
 
-/* ------------------------- numbering of equal things (plan_table.c) ---- */
+/* ------------------------- numbering of equal things (plan_cut.c) ---- */
 
 typedef struct intern_slot {
     uint64_t hash;
@@ -111,7 +111,7 @@ bool view_intern(view_set *set, const strided *s, uint32_t *view_out);
 bool view_of_block(view_set *set, const copy_block *part, uint32_t *view_out);
 void view_set_free(view_set *set);
 
-/* -------------------------- pieces as ranges of bytes (plan_ranges.c) ---- */
+/* -------------------------- pieces as ranges of bytes (plan_slice.c) ---- */
 
 /** How each of the views is read (plan.readings), of which there are more then. False: out of
     memory, or stopped. */
@@ -120,8 +120,6 @@ bool views_read(view_set *views, work_stop *stop, plan_reading **out);
 /** Extents and offsets in elements to units; scalars become one dimension of one. */
 uint32_t block_to_units(const block *b, dtype_unit unit, uint64_t *offset,
                         uint64_t *extent);
-/** Whether the last dimension's offset and extent are whole units. */
-bool block_on_units(const block *b, dtype_unit unit);
 
 /* -------------------------------------- the proof (plan_cover.c) ---- */
 
@@ -216,19 +214,8 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
                            uint32_t *id_out, fanin_error *error);
 void geometry_free(geometry *g);
 
-/** What is wrong with a tensor, as FANIN_ERR_INCOMPLETE (plan_report.c). @p a, @p b:
-    uniques in conflict, -1: nobody holds @p fault. */
-fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
-                           const block *fault, long a, long b, fanin_error *error);
+/* ------------------------------- who serves what (plan_geometry.c) ---- */
 
-/** FANIN_ERR_LIMIT: a proof would take more corners than are compared. */
-fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
-                         fanin_error *error);
-
-/* ------------------------------- who serves what (plan_balance.c) ---- */
-
-/** The class of boxes that exactly these sources (ascending) hold. */
-bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *id_out);
 /** Shares out the classes' weights so that the sources' loads are level; of sources that are
     equally loaded @p seed says who comes first. False: out of memory, or c->stop. */
 bool classes_balance(cover *c, uint64_t seed);
@@ -236,7 +223,7 @@ bool classes_balance(cover *c, uint64_t seed);
     key, too, some may be served by one and some by the next. */
 uint32_t class_holder(const cover *c, holder_class *k, uint32_t key, bool split);
 
-/* ----------------------------- targets to templates (plan_fill.c) ---- */
+/* ----------------------------- targets to templates (plan_cut.c) ---- */
 
 typedef struct fill {
     uint32_t geometry;

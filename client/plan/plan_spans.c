@@ -155,8 +155,8 @@ static void walk_upwards(copy_block *b, uint64_t *from, uint64_t *to)
     }
 }
 
-static bool add_part(void *cookie, const copy_block *part, uint64_t from, uint64_t to,
-                     uint64_t length)
+static bool add_span_part(void *cookie, const copy_block *part, uint64_t from,
+                          uint64_t to, uint64_t length)
 {
     spanner *s = cookie;
     uint32_t view;
@@ -191,7 +191,7 @@ static bool add_block(spanner *s, const piece *p)
     }
     walk_upwards(&b, &s->atom_from, &turned);
     s->atom_to = p->to + (uint64_t)copy_landed(b.convert, (int64_t)turned);
-    return cut_block(&b, &s->cut, add_part, s);
+    return cut_block(&b, &s->cut, add_span_part, s);
 }
 
 /* Whether what is between the piece's runs may be read, or stepped over, as one with them. */
@@ -214,12 +214,12 @@ static bool add_packed(spanner *s, const piece *p)
     return add_atom(s, s->box.place.offset + p->offset, p->length, p->to, view);
 }
 
-static fanin_status broken_off(const spanner *s, fanin_error *error)
+static fanin_status spans_broken_off(const spanner *s, fanin_error *error)
 {
     return work_broken_off(s->stop, "plan", "one-sided reads were cut", error);
 }
 
-static fanin_status collect(spanner *s, const plan_rank *r, fanin_error *error)
+static fanin_status collect_parts(spanner *s, const plan_rank *r, fanin_error *error)
 {
     for (uint64_t i = 0; i < r->n_pieces; i++) {
         const piece *p = &r->pieces[i];
@@ -229,7 +229,7 @@ static fanin_status collect(spanner *s, const plan_rank *r, fanin_error *error)
                 return status;
         }
         if (!(is_simple(s, p) ? add_packed(s, p) : add_block(s, p)))
-            return broken_off(s, error);
+            return spans_broken_off(s, error);
     }
     return FANIN_OK;
 }
@@ -300,7 +300,7 @@ static void fuse_atoms(spanner *s)
     s->n_atoms = kept;
 }
 
-static bool is_large(const spanner *s, const atom *a)
+static bool is_large_span(const spanner *s, const atom *a)
 {
     return a->view == 0 && a->length >= s->rule->direct_from;
 }
@@ -346,7 +346,7 @@ static bool join_atoms(spanner *s)
         uint64_t length;
         if (work_stopped(s->stop))
             return false;
-        if (closed || is_large(s, a) || !may_join(s, open, a, &length)) {
+        if (closed || is_large_span(s, a) || !may_join(s, open, a, &length)) {
             if (!array_reserve(&out->spans, &s->span_capacity, out->n_spans + 1,
                                sizeof *out->spans))
                 return false;
@@ -354,7 +354,7 @@ static bool join_atoms(spanner *s)
             *open = (span){.region = a->region, .offset = a->offset, .first = i};
             length = a->length;
         }
-        closed = is_large(s, a);
+        closed = is_large_span(s, a);
         open->length = length;
         open->count++;
         open->direct = open->count == 1 && a->view == 0;
@@ -373,14 +373,14 @@ static fanin_status build(spanner *s, const plan_rank *r, fanin_error *error)
     if (!s->view_of || !s->spans ||
         !array_reserve(&s->atoms, &s->atom_capacity, r->n_pieces + 1, sizeof *s->atoms))
         return error_set_memory(error);
-    fanin_status status = collect(s, r, error);
+    fanin_status status = collect_parts(s, r, error);
     if (status != FANIN_OK)
         return status;
     if (!sort_atoms(s))
-        return broken_off(s, error);
+        return spans_broken_off(s, error);
     fuse_atoms(s);
     if (!join_atoms(s))
-        return broken_off(s, error);
+        return spans_broken_off(s, error);
     array_shrink(&s->spans->spans, s->spans->n_spans, sizeof(span));
     array_shrink(&s->spans->pieces, s->spans->n_pieces, sizeof(span_piece));
     s->spans->views = s->views.views;

@@ -13,7 +13,6 @@
 #include "net/loop.h"
 #include "path/path.h"
 #include "plan/plan.h"
-#include "plan/read_list.h"
 #include <stdatomic.h>
 
 /* Checks the checksums of bodies in threads beside the pulling one, which is what bounds a

@@ -9,7 +9,6 @@
 #include "copy_units.h"
 #include "dtype.h"
 #include "plan/plan.h"
-#include "plan/read_list.h"
 
 #include <malloc.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Names on disk, and the configuration that is checked or derived. */
 #include "peft/peft_config.h"
-#include "peft/peft_modules.h"
+#include "peft/peft_maker.h"
 #include "peft/peft_pattern.h"
 #include "testing.h"
 

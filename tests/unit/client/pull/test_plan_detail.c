@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a plan's sources are read by, made by several threads: what one thread makes. */
-#include "plan/read_list.h"
+#include "plan/plan.h"
 #include "plan_world.h"
 #include "pull/plan_detail.h"
 #include "stream/stream_link.h"
