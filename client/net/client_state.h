@@ -23,6 +23,8 @@ typedef struct peer {
     uint64_t admitted; /**< of the connection that was compared with the other ranks' */
     bool slow;         /**< the last call stopped waiting for the connection */
     bool half_made;    /**< it was being made already when this call began */
+    uint64_t
+        lost_ns; /**< when a pull last lost it; 0: never, or others do not suffice */
 } peer;
 
 struct fanin_client {

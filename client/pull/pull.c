@@ -140,8 +140,22 @@ static fanin_status pull_start(pull *p, fanin_error *error)
     return FANIN_OK;
 }
 
+/* Who was lost on the way: the next plan prefers others, as long as there are any. */
+static void note_lost(const pull *p)
+{
+    fanin_status why = p->why.status;
+    bool lost = why == FANIN_ERR_CLOSED || why == FANIN_ERR_UNREACHABLE ||
+                why == FANIN_ERR_LIMIT;
+    for (size_t i = 0; i < p->client->n_peers && lost; i++) {
+        peer *of = &p->client->peers[i];
+        if (strcmp(p->why.address, connection_text(of->control)) == 0)
+            of->lost_ns = clock_ns();
+    }
+}
+
 static void begin_again(pull *p, pull_state at)
 {
+    note_lost(p);
     if (p->why.status != FANIN_ERR_STALE || at <= PULL_BEGIN)
         p->lost = p->why;
     p->result->info.restarts++;

@@ -5,7 +5,7 @@
 #include "pull/lease.h"
 #include "pull/plan_detail.h"
 #include "stream/stream_link.h"
-#include <string.h>
+#include <stdlib.h>
 
 /* Why the connection is not there, and that nobody else holds @p key ("": not known). */
 static fanin_status blame(const connection *c, const char *key, fanin_error *error)
@@ -20,11 +20,47 @@ static fanin_status blame(const connection *c, const char *key, fanin_error *err
                      *key ? "; no other rank holds " : "", key);
 }
 
+/* So long others are preferred to a rank that a pull has lost: it may answer what it is asked, and
+   serve nothing. */
+#define LOST_NS (UINT64_C(10) * 1000 * 1000 * 1000)
+
+static bool just_lost(const peer *of)
+{
+    return of->lost_ns > 0 && clock_ns() - of->lost_ns < LOST_NS;
+}
+
 /* There is nothing to try again: who can't be connected has had its time. */
 static void end_if_unreachable(pull *p, fanin_status status)
 {
     if (status == FANIN_ERR_UNREACHABLE)
         p->state = PULL_FAILED;
+}
+
+/* Without the ranks that were lost just now, if the others have everything; else all are as good.
+ */
+static fanin_status prefer_others(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    bool lost = false, enough = false;
+    bool *others = calloc(client->n_peers, sizeof *others);
+    if (!others)
+        return error_set_memory(error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        bool is_lost = p->use[i] && just_lost(&client->peers[i]);
+        others[i] = p->use[i] && !is_lost;
+        lost = lost || is_lost;
+    }
+    fanin_status status = FANIN_OK;
+    if (lost)
+        status =
+            agree_sufficient(client, p->publication, others, p->at, &enough, error);
+    for (size_t i = 0; i < client->n_peers && lost && status == FANIN_OK; i++) {
+        p->use[i] = enough ? others[i] : p->use[i];
+        if (!enough)
+            client->peers[i].lost_ns = 0;
+    }
+    free(others);
+    return status;
 }
 
 /* ----------------------------------------------------------------- connect */
@@ -75,9 +111,16 @@ static fanin_status connect_again(pull *p, fanin_error *error)
     p->goal.n_ranges = 0;
     if (!p->cache->valid)
         return FANIN_OK;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        p->use[i] =
+            peer_ready(&p->client->peers[i]) && tables_at_hand(p->publication, i);
+    fanin_status status = prefer_others(p, error);
+    if (status != FANIN_OK)
+        return status;
     for (size_t i = 0; i < plan->n_sources; i++) {
+        size_t peer = plan->peer_of[i];
         if (plan->plan->ranks[i].n_pieces > 0 &&
-            !peer_ready(&p->client->peers[plan->peer_of[i]]))
+            (!peer_ready(&p->client->peers[peer]) || !p->use[peer]))
             return FANIN_OK;
     }
     plan_detail_readers(plan, p->publication);
@@ -198,8 +241,10 @@ fanin_status pull_tables(pull *p, fanin_error *error)
 
 fanin_status pull_plan(pull *p, fanin_error *error)
 {
-    bool lacks;
-    fanin_status status = make_plan(p, p->use, &lacks, error);
+    bool lacks = false;
+    fanin_status status = prefer_others(p, error);
+    if (status == FANIN_OK)
+        status = make_plan(p, p->use, &lacks, error);
     if (lacks)
         look_for_more(p, status);
     if (status == FANIN_OK)

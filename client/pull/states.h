@@ -78,7 +78,7 @@ typedef struct pull {
     path_foresight known; /**< of the attempt's agreement */
     read_progress progress;
     uint64_t bytes, tensors; /**< read */
-    uint64_t leased_ns;      /**< when leases were granted */
+    uint64_t leased_ns;      /**< when the first lease was asked for */
     uint64_t held_ns;        /**< how long they were needed */
     uint32_t lease_ms;       /**< how long they last: the longest */
     uint32_t

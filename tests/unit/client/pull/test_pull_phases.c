@@ -598,6 +598,35 @@ static void a_replica_steps_in(void **state)
     }
 }
 
+/* It answers what it is asked, and gives no data connection, as long as it is asked for one: all
+   that it has comes from the other one. */
+static void a_replica_serves_for_one_without_connections(void **state)
+{
+    static const int how[] = {HANGS_UP, IS_FULL, IS_SILENT};
+    for (uint32_t i = 0; i < RANKS * sizeof how / sizeof *how; i++) {
+        begin(true);
+        acts(MSG_HELLO, i % RANKS, 1000, how[i / RANKS]);
+        odd.of_data = true;
+        expect_pull(1);
+        assert_in_range(s.info.restarts, 0, 1);
+        expect_pull(1); /* it is known now */
+        assert_int_equal(s.info.restarts, 0);
+        if (i + 1 < RANKS * sizeof how / sizeof *how)
+            tear_down(NULL);
+    }
+}
+
+/* Both are tried in turn. */
+static void of_two_without_connections_each_is_tried(void **state)
+{
+    begin(true);
+    acts(MSG_HELLO, RANKS, 3, HANGS_UP);
+    odd.of_data = true;
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 3);
+    assert_int_equal(odd.times, 0);
+}
+
 /* ------------------------------------------------------------------- ends */
 
 static void a_run_that_pauses_ends_it(void **state)
@@ -783,6 +812,8 @@ int main(void)
         SCENE(as_often_as_it_may),
         SCENE(an_exact_step_is_not_exchanged),
         SCENE(a_replica_steps_in),
+        SCENE(a_replica_serves_for_one_without_connections),
+        SCENE(of_two_without_connections_each_is_tried),
         SCENE(a_run_that_pauses_ends_it),
         SCENE(a_rank_that_serves_nothing_ends_it_in_time),
         SCENE(a_rank_with_too_many_connections_is_asked_again),
