@@ -5,14 +5,18 @@
 docs/reference/configuration.md is made of the options in fanin._options and fanin.config,
 metrics.md of the tables of counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
 docs/README.md is docs/nav.yml as a page, for those who read the tree.
+Of common/counters/counters.h are made python/fanin/_counters.py and the rows of stats_ok in
+proto/PROTOCOL.md; counters that public structs and schemas do not have yet are written behind theirs.
 --check writes nothing, and fails if a page is not what the code says.
 """
 
 import ast
 import dataclasses
+import json
 import pathlib
 import re
 import sys
+from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 TREE = HERE.parent
@@ -137,16 +141,113 @@ def strings(text):
     return "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text)).replace('\\"', '"')
 
 
-def of_c(path, pattern):
-    found = {}
-    for name, text in re.findall(pattern, (TREE / path).read_text(), re.S):
-        if strings(text):
-            found.setdefault(name, strings(text))
-    return found
+class Counter(NamedTuple):
+    kind: str  # BOTH, OWN, TOLD
+    key: int  # of stats_ok; 0: OWN
+    name: str
+    metric: str
+    label: str
+    about: str
 
 
-def of_ranks():
-    return of_c("server/stats.c", r'\{"(fanin_\w+)",[^,]*?, AT\(\w+\),\s*((?:"[^"]*"\s*)+)\}')
+def counters():
+    text = (TREE / "common/counters/counters.h").read_text()
+    string = r'((?:"(?:[^"\\]|\\.)*"[\s\\]*)+|NULL)'
+    row = rf"(BOTH|OWN|TOLD)\((?:(\d+), )?(\w+), {string}, {string},[\s\\]*{string}\)"
+    found = re.findall(row, text[text.index("#define COUNTERS") :])
+    return [
+        Counter(kind, int(key or 0), name, *(strings(text) for text in texts))
+        for kind, key, name, *texts in found
+    ]
+
+
+def helps(kinds):
+    return {one.metric: one.about for one in counters() if one.kind in kinds and one.about and one.metric}
+
+
+COUNTERS_PY = '''# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
+# fmt: off
+"""What a rank counts. Made by docs/generate.py of common/counters/counters.h."""
+
+__all__ = ["METRICS", "SERVER_STATS", "TOLD"]
+
+SERVER_STATS = (
+{members})
+"""Members of ``fanin_server_stats`` behind its size, in their order."""
+
+TOLD: dict[str, tuple[str, dict[str, str]]] = {{
+{told}}}
+"""What ``nixl-fetch status`` tells of a rank: the metric of each member, and its labels."""
+
+METRICS = {{
+{metrics}}}
+"""Those metrics, and what they are."""
+'''
+
+
+def counters_py():
+    header = (TREE / "server/include/fanin/server.h").read_text()
+    members = struct_members(with_counters(header, "fanin_server_stats", "BOTH", "OWN"))
+    told = [one for one in counters() if one.kind != "OWN" and one.metric]
+    labels = [dict(re.findall(r'(\w+)="(\w+)"', one.label)) for one in told]
+    return COUNTERS_PY.format(
+        members="".join(f'    "{name}",\n' for name in members),
+        told="".join(
+            f'    "{one.name}": ("{one.metric}", {json.dumps(label)}),\n'
+            for one, label in zip(told, labels, strict=True)
+        ),
+        metrics="".join(
+            f'    "{name}": "{about}",\n' for name, about in helps(("BOTH", "TOLD")).items()
+        ),
+    )
+
+
+def struct_members(text, name="fanin_server_stats"):
+    body = text[text.index(f"typedef struct {name} {{") : text.index(f"}} {name};")]
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
+    return [one for one in re.findall(r"(\w+)(?:\[\w+\])?(?=[,;])", body) if one != "struct_size"]
+
+
+def with_counters(text, name, *kinds):
+    """*text* with the members that struct *name* lacks behind its last."""
+    there = struct_members(text, name)
+    more = "".join(
+        f"    /** {one.about} */\n    uint64_t {one.name};\n"
+        for one in counters()
+        if one.kind in kinds and one.name not in there
+    )
+    return text.replace(f"}} {name};", f"{more}}} {name};")
+
+
+def with_properties(text, before, *kinds):
+    """A schema, with the properties that it lacks before the property *before*."""
+    at = text.index(f'"{before}": {{')
+    start = text.rindex("\n", 0, at) + 1
+    there = text[text.rindex('"rank": {', 0, at) : at]
+    more = "".join(
+        f'{" " * (at - start)}"{one.name}": {{"type": "integer", "minimum": 0}},\n'
+        for one in counters()
+        if one.kind in kinds and f'"{one.name}": {{' not in there
+    )
+    return text[:start] + more + text[start:]
+
+
+def with_rows(text):
+    """PROTOCOL.md, with the counters' rows of stats_ok."""
+    start = text.index("|---|---|---|\n", text.index("| key | stats_ok")) + len("|---|---|---|\n")
+    old = text[start : text.index("\n\n", start) + 1].splitlines(keepends=True)
+    rows = [line for line in old if re.match(r"\| (13\.\.25|4\d) ", line)]
+    last = {}
+    for one in counters():
+        last[one.metric] = about = one.about or last[one.metric]
+        if one.key:
+            result = ", ".join(re.findall(r'"(\w+)"', one.label))
+            about = f"{about[:-1]}: {result}." if result else about
+            unit = "ns. " if "_ns" in one.name else ""
+            rows.append(f"| {one.key} | {one.name} ? | {unit}{about} |\n")
+    rows.sort(key=lambda line: int(re.search(r"\d+", line)[0]))
+    return text[:start] + "".join(rows) + text[start + sum(map(len, old)) :]
 
 
 def of_vllm():
@@ -171,8 +272,8 @@ def metrics():
 [Monitoring](../monitoring/README.md) says how to scrape them, and has alerts and a dashboard.
 """
     for title, where, found in (
-        ("Of a run", "`nixl-fetch exporter` asks all ranks", _exporter.METRICS),
-        ("Of one rank", "`Server.serve_metrics()` and `fanin_server_metrics()`", of_ranks()),
+        ("Of a run", "`nixl-fetch exporter` asks all ranks", _exporter.METRICS | helps(("BOTH", "TOLD"))),
+        ("Of one rank", "`Server.serve_metrics()` and `fanin_server_metrics()`", helps(("BOTH", "OWN"))),
         ("Of an engine", "vLLM's `/metrics`, with fanin's plugin", of_vllm()),
     ):
         rows = [(f"`{name}`", about) for name, about in found.items()]
@@ -242,14 +343,24 @@ def main():
         print(f"docs/generate.py: say what these variables do: {', '.join(sorted(missing))}")
         return 1
     stale = []
+    parts = {  # files of which a part is made
+        "proto/PROTOCOL.md": (with_rows,),
+        "server/include/fanin/server.h": (with_counters, "fanin_server_stats", "BOTH", "OWN"),
+        "client/include/fanin/client.h": (with_counters, "fanin_rank_stats", "BOTH", "TOLD"),
+        "docs/schemas/serve.json": (with_properties, "commit_ns", "BOTH", "OWN"),
+        "docs/schemas/status.json": (with_properties, "rtt_ns", "BOTH", "TOLD"),
+    }
     pages = {
+        TREE / "python/fanin/_counters.py": counters_py,
         HERE / "README.md": contents,
         REFERENCE / "configuration.md": configuration,
         REFERENCE / "metrics.md": metrics,
         REFERENCE / "errors.md": error_page,
     }
-    for target, make in pages.items():
-        text = make()
+    texts = {target: make() for target, make in pages.items()}
+    for path, (change, *more) in parts.items():
+        texts[TREE / path] = change((TREE / path).read_text(), *more)
+    for target, text in texts.items():
         if "--check" not in sys.argv:
             target.write_text(text)
         elif not target.exists() or target.read_text() != text:

@@ -126,21 +126,12 @@ TABLE(fields_stats_holder, U32(1, stats_holder, publication, 0, LIMIT_STATS - 1)
       OPTIONAL_TEXT(2, stats_holder, who), COUNT(3, stats_holder, leases),
       COUNT(4, stats_holder, age_ms), COUNT(5, stats_holder, held_up_ns));
 
-#define DRAINS(key, n) COUNT(key, msg_stats_ok, drain_waits[n])
-TABLE(fields_stats, COUNT(1, msg_stats_ok, pulls_good),
-      COUNT(2, msg_stats_ok, pulls_stale), COUNT(3, msg_stats_ok, pulls_abandoned),
-      COUNT(4, msg_stats_ok, begins_granted), COUNT(5, msg_stats_ok, begins_refused),
-      COUNT(6, msg_stats_ok, updates), COUNT(7, msg_stats_ok, commits),
-      COUNT(8, msg_stats_ok, sessions), COUNT(9, msg_stats_ok, leases),
-      COUNT(10, msg_stats_ok, bytes_streamed), COUNT(11, msg_stats_ok, publications),
-      COUNT(12, msg_stats_ok, drain_wait_ns_max), DRAINS(13, 0), DRAINS(14, 1),
-      DRAINS(15, 2), DRAINS(16, 3), DRAINS(17, 4), DRAINS(18, 5), DRAINS(19, 6),
-      DRAINS(20, 7), DRAINS(21, 8), DRAINS(22, 9), DRAINS(23, 10), DRAINS(24, 11),
-      DRAINS(25, 12), COUNT(26, msg_stats_ok, drain_wait_ns_total),
-      COUNT(27, msg_stats_ok, cpu_ns), COUNT(28, msg_stats_ok, sends_waiting),
-      COUNT(29, msg_stats_ok, bytes_tls), COUNT(30, msg_stats_ok, bytes_cma),
-      COUNT(31, msg_stats_ok, bytes_rdma), COUNT(32, msg_stats_ok, bytes_cuda_ipc),
-      COUNT(33, msg_stats_ok, data_cpu_ns));
+#define DRAINS(key, n) [(key)-1] = COUNT(key, msg_stats_ok, drain_waits[n])
+#define COUNTED(key, name, ...) [(key)-1] = COUNT(key, msg_stats_ok, name),
+TABLE(fields_stats, COUNTERS(COUNTED, COUNTER_NOT_SHOWN, COUNTED) DRAINS(13, 0),
+      DRAINS(14, 1), DRAINS(15, 2), DRAINS(16, 3), DRAINS(17, 4), DRAINS(18, 5),
+      DRAINS(19, 6), DRAINS(20, 7), DRAINS(21, 8), DRAINS(22, 9), DRAINS(23, 10),
+      DRAINS(24, 11), DRAINS(25, 12));
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),

@@ -10,6 +10,7 @@
 #define MESSAGES_H
 
 #include "buffer.h"
+#include "counters.h"
 #include "frame.h"
 #include <fanin/types.h>
 
@@ -225,19 +226,10 @@ typedef struct stats_holder {
 } stats_holder;
 
 typedef struct msg_stats_ok {
-    uint64_t pulls_good, pulls_stale, pulls_abandoned, begins_granted, begins_refused;
-    uint64_t updates, commits, sessions, leases;
-    uint64_t bytes_streamed;
-    uint64_t publications; /**< that there are; entries may be fewer */
-    uint64_t drain_wait_ns_max;
+#define MEMBER(key, name, ...) uint64_t name;
+    COUNTERS(MEMBER, COUNTER_NOT_SHOWN, MEMBER)
+#undef MEMBER
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
-    uint64_t drain_wait_ns_total;
-    uint64_t cpu_ns; /**< of the control thread */
-    uint64_t
-        sends_waiting; /**< now: connections whose peer, or the network, takes no more */
-    uint64_t bytes_tls; /**< of bytes_streamed, those inside TLS */
-    uint64_t bytes_cma, bytes_rdma, bytes_cuda_ipc; /**< as readers have told */
-    uint64_t data_cpu_ns;                           /**< of the data threads */
     stats_entry *entries;
     stats_holder *holders;
     uint32_t n_entries, n_holders;

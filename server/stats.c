@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
 #include "control/control.h"
+#include "counters.h"
 #include "publish/drain.h"
 #include "stream/stream.h"
 #include "text.h"
@@ -48,73 +49,16 @@ fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *st
 
 /* ---------------------------------------------------------------- Prometheus */
 
-/** Counters end in _total; what has _seconds in its name is counted in nanoseconds. */
 typedef struct metric {
-    const char *name, *label; /**< label NULL: none */
+    const char *name, *label; /**< NULL: none */
     size_t at;                /**< in fanin_server_stats */
-    const char *help;
+    const char *help;         /**< "": as before */
 } metric;
 
-#define AT(field) offsetof(fanin_server_stats, field)
-
-/* Those of one name follow one another. */
-static const metric metrics[] = {
-    {"fanin_pulls_total", "result=\"good\"", AT(pulls_good),
-     "Leases that ended, by result."},
-    {"fanin_pulls_total", "result=\"stale\"", AT(pulls_stale), NULL},
-    {"fanin_pulls_total", "result=\"abandoned\"", AT(pulls_abandoned), NULL},
-    {"fanin_begins_total", "result=\"granted\"", AT(begins_granted),
-     "Requests for a lease, by result."},
-    {"fanin_begins_total", "result=\"refused\"", AT(begins_refused), NULL},
-    {"fanin_reads_total", "result=\"streamed\"", AT(reads_streamed),
-     "Read requests on data connections, by result."},
-    {"fanin_reads_total", "result=\"refused\"", AT(reads_refused), NULL},
-    {"fanin_streamed_bytes_total", NULL, AT(bytes_streamed),
-     "Tensor bytes sent on data connections."},
-    {"fanin_updates_total", NULL, AT(updates), "Updates that began."},
-    {"fanin_commits_total", NULL, AT(commits), "Steps committed."},
-    {"fanin_commits_withdrawn_total", NULL, AT(commits_withdrawn),
-     "Steps that were never published because an update began before their stream "
-     "was done."},
-    {"fanin_aborts_total", NULL, AT(aborts), "Updates aborted."},
-    {"fanin_drain_wait_seconds_total", NULL, AT(drain_wait_ns_total),
-     "Time that begin_update waited for readers."},
-    {"fanin_drain_wait_seconds_max", NULL, AT(drain_wait_ns_max),
-     "Longest time that a begin_update waited for readers."},
-    {"fanin_drains_expired_total", NULL, AT(drains_expired),
-     "Updates that began when the lease time was over, not when readers were done."},
-    {"fanin_drains_cut_total", NULL, AT(drains_cut),
-     "Updates that did not wait for a peer that had had its share of the minute."},
-    {"fanin_connections_opened_total", NULL, AT(sessions_opened),
-     "Connections admitted."},
-    {"fanin_connections_refused_total", NULL, AT(sessions_refused),
-     "Connections refused."},
-    {"fanin_sessions_evicted_total", NULL, AT(sessions_evicted),
-     "Idle sessions that were closed to make room for others."},
-    {"fanin_requests_delayed_total", NULL, AT(requests_delayed),
-     "Times that a connection waited for its peer's share of CPU time."},
-    {"fanin_log_lines_left_out_total", NULL, AT(log_lines_left_out),
-     "Lines that peers caused, and that were counted instead of written."},
-    {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
-     "Messages that the protocol does not allow."},
-    {"fanin_control_cpu_seconds_total", NULL, AT(control_cpu_ns),
-     "CPU time of the thread that serves control connections."},
-    {"fanin_data_cpu_seconds_total", NULL, AT(data_cpu_ns),
-     "CPU time of the threads that send tensors on data connections."},
-    {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},
-    {"fanin_sends_waiting", NULL, AT(sends_waiting),
-     "Data connections now with bytes that the peer, or the network, does not take "
-     "yet."},
-    {"fanin_leases", NULL, AT(leases), "Leases that readers hold now."},
-    {"fanin_publications", NULL, AT(publications), "Publications now."},
-    {"fanin_publications_paused", NULL, AT(publications_paused),
-     "Publications between pause and resume now."},
-    {"fanin_tensors", NULL, AT(tensors), "Shards registered now."},
-    {"fanin_connection_memory_bytes", NULL, AT(session_memory),
-     "Memory that all connections take now."},
-    {"fanin_ipc_mappers", NULL, AT(ipc_mappers),
-     "Sessions that were given keys to map CUDA memory."},
-};
+#define OWN_METRIC(member, name, label, help)                                          \
+    {name, label, offsetof(fanin_server_stats, member), help},
+#define METRIC(key, ...) OWN_METRIC(__VA_ARGS__)
+static const metric metrics[] = {COUNTERS(METRIC, OWN_METRIC, COUNTER_NOT_SHOWN)};
 
 static void head(text *t, const char *name, const char *help)
 {
@@ -140,7 +84,9 @@ static void add_metrics(text *t, const fanin_server_stats *s)
         const metric *m = &metrics[i];
         uint64_t value;
         memcpy(&value, (const char *)s + m->at, sizeof value);
-        if (m->help)
+        if (!m->name)
+            continue;
+        if (m->help[0])
             head(t, m->name, m->help);
         text_add(t, m->label ? "%s{%s}" : "%s", m->name, m->label);
         add_value(t, m->name, value);

@@ -361,26 +361,9 @@ typedef struct told {
 
 static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
 {
-    out->pulls_good = m->pulls_good;
-    out->pulls_stale = m->pulls_stale;
-    out->pulls_abandoned = m->pulls_abandoned;
-    out->begins_granted = m->begins_granted;
-    out->begins_refused = m->begins_refused;
-    out->updates = m->updates;
-    out->commits = m->commits;
-    out->sessions = m->sessions;
-    out->leases = m->leases;
-    out->bytes_streamed = m->bytes_streamed;
-    out->drain_wait_ns_max = m->drain_wait_ns_max;
-    out->publications = m->publications;
-    out->drain_wait_ns_total = m->drain_wait_ns_total;
-    out->cpu_ns = m->cpu_ns;
-    out->sends_waiting = m->sends_waiting;
-    out->bytes_tls = m->bytes_tls;
-    out->bytes_cma = m->bytes_cma;
-    out->bytes_rdma = m->bytes_rdma;
-    out->bytes_cuda_ipc = m->bytes_cuda_ipc;
-    out->data_cpu_ns = m->data_cpu_ns;
+#define COPY(key, name, ...) out->name = m->name;
+    COUNTERS(COPY, COUNTER_NOT_SHOWN, COPY)
+#undef COPY
     for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
         out->drain_waits[i] = m->drain_waits[i];
 }

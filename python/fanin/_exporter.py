@@ -14,6 +14,7 @@ from itertools import accumulate
 from os import environ
 from typing import Any, NoReturn
 
+from fanin import _counters
 from fanin._metrics_page import MetricsPage
 
 __all__ = ["METRICS", "main"]
@@ -28,18 +29,7 @@ METRICS = {
     "fanin_lease_age_seconds": "How long the oldest lease has been held; 0: there is none.",
     "fanin_lease_holder_age_seconds": "How long a reader has held leases, by where it is; told to "
     "whom the rank trusts, the oldest 16.",
-    "fanin_pulls_total": "Leases that ended, by result.",
-    "fanin_begins_total": "Requests for a lease, by result.",
-    "fanin_streamed_bytes_total": "Tensor bytes sent on data connections.",
-    "fanin_updates_total": "Updates that began.",
-    "fanin_commits_total": "Steps committed.",
-    "fanin_control_cpu_seconds_total": "CPU time of the thread that serves control connections.",
-    "fanin_data_cpu_seconds_total": "CPU time of the threads that send tensors on data "
-    "connections.",
-    "fanin_leases": "Leases that readers hold now.",
-    "fanin_control_sessions": "Control connections now.",
-    "fanin_sends_waiting": "Data connections now with bytes that the peer, or the network, does "
-    "not take yet.",
+    **_counters.METRICS,
     "fanin_read_bytes_total": "Tensor bytes read, by path; stream and tls as sent, the others as "
     "readers told.",
     "fanin_drain_seconds": "Updates and pauses by how long they waited for readers.",
@@ -48,23 +38,6 @@ METRICS = {
 """Each metric, and what it is; in the page's order."""
 
 _STATES = ("unpublished", "stable", "draining", "writing", "paused")
-
-#: By a member of a rank in the status: the metric, and the result that it counts.
-_COUNTERS = {
-    "pulls_good": ("fanin_pulls_total", "good"),
-    "pulls_stale": ("fanin_pulls_total", "stale"),
-    "pulls_abandoned": ("fanin_pulls_total", "abandoned"),
-    "begins_granted": ("fanin_begins_total", "granted"),
-    "begins_refused": ("fanin_begins_total", "refused"),
-    "bytes_streamed": ("fanin_streamed_bytes_total", None),
-    "updates": ("fanin_updates_total", None),
-    "commits": ("fanin_commits_total", None),
-    "cpu_ns": ("fanin_control_cpu_seconds_total", None),
-    "data_cpu_ns": ("fanin_data_cpu_seconds_total", None),
-    "rank_leases": ("fanin_leases", None),
-    "sessions": ("fanin_control_sessions", None),
-    "sends_waiting": ("fanin_sends_waiting", None),
-}
 
 _Sample = tuple[str, dict[str, Any], Any]
 """A metric with its labels and its value, which is in nanoseconds if the name says seconds."""
@@ -86,8 +59,9 @@ def _of_rank(rank: dict[str, Any]) -> Iterator[_Sample]:
     for nth, one in enumerate(rank["holders"]):
         labels = {"holder": one["who"] or "", "nth": nth}
         yield "fanin_lease_holder_age_seconds", labels, one["age_ns"] or 0
-    for member, (name, result) in _COUNTERS.items():
-        yield name, {"result": result} if result else {}, rank[member]
+    for member, (name, result) in _counters.TOLD.items():
+        # "leases" are the publication's there
+        yield name, result, rank["rank_leases" if member == "leases" else member]
     for path, size in rank["bytes_read"].items():
         yield "fanin_read_bytes_total", {"path": path}, size
     updates = list(accumulate(one["updates"] for one in rank["drain_waits"]))

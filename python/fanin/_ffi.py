@@ -26,6 +26,8 @@ from ctypes import (
 )
 from typing import Any
 
+from fanin._counters import SERVER_STATS
+
 MAX_DIMS = 8
 MAX_NAME = 512
 WORLD_ID_SIZE = 16
@@ -198,50 +200,15 @@ class CommitOptions(Structure):
     ]
 
 
+_SHAPES: dict[str, Any] = {"held_up_by": c_char * 64, "drain_waits": c_uint64 * DRAIN_BUCKETS}
+
+
 class ServerStats(Structure):
     """``fanin_server_stats``"""
 
     _fields_ = [
         ("struct_size", c_size_t),
-        ("pulls_good", c_uint64),
-        ("pulls_stale", c_uint64),
-        ("pulls_abandoned", c_uint64),
-        ("begins_granted", c_uint64),
-        ("begins_refused", c_uint64),
-        ("bytes_streamed", c_uint64),
-        ("reads_streamed", c_uint64),
-        ("reads_refused", c_uint64),
-        ("updates", c_uint64),
-        ("commits", c_uint64),
-        ("aborts", c_uint64),
-        ("commits_withdrawn", c_uint64),
-        ("drain_wait_ns_total", c_uint64),
-        ("drain_wait_ns_max", c_uint64),
-        ("drains_expired", c_uint64),
-        ("sessions_opened", c_uint64),
-        ("sessions_refused", c_uint64),
-        ("protocol_errors", c_uint64),
-        ("sessions", c_uint64),
-        ("leases", c_uint64),
-        ("publications", c_uint64),
-        ("tensors", c_uint64),
-        ("session_memory", c_uint64),
-        ("ipc_mappers", c_uint64),
-        ("publications_paused", c_uint64),
-        ("sessions_evicted", c_uint64),
-        ("requests_delayed", c_uint64),
-        ("log_lines_left_out", c_uint64),
-        ("drains_cut", c_uint64),
-        ("held_up_ns_max", c_uint64),
-        ("held_up_by", c_char * 64),
-        ("drain_waits", c_uint64 * DRAIN_BUCKETS),
-        ("sends_waiting", c_uint64),
-        ("bytes_tls", c_uint64),
-        ("bytes_cma", c_uint64),
-        ("bytes_rdma", c_uint64),
-        ("bytes_cuda_ipc", c_uint64),
-        ("control_cpu_ns", c_uint64),
-        ("data_cpu_ns", c_uint64),
+        *((name, _SHAPES.get(name, c_uint64)) for name in SERVER_STATS),
     ]
 
 

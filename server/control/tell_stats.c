@@ -80,25 +80,13 @@ static void add_holders(const fanin_server *server, tale *t, const publication *
 static void add_counters(const fanin_server *server, msg_stats_ok *m)
 {
     const fanin_server_stats *s = &server->stats;
-    m->pulls_good = s->pulls_good;
-    m->pulls_stale = s->pulls_stale;
-    m->pulls_abandoned = s->pulls_abandoned;
-    m->begins_granted = s->begins_granted;
-    m->begins_refused = s->begins_refused;
-    m->updates = s->updates;
-    m->commits = s->commits;
+#define COPY(key, name, ...) m->name = s->name;
+    COUNTERS(COPY, COUNTER_NOT_SHOWN, COUNTER_NOT_SHOWN)
+#undef COPY
     m->sessions = server->control_sessions;
     m->leases = server->n_leases;
-    m->bytes_streamed = s->bytes_streamed;
-    m->drain_wait_ns_max = s->drain_wait_ns_max;
-    m->drain_wait_ns_total = s->drain_wait_ns_total;
     m->cpu_ns = thread_cpu_ns();
     m->data_cpu_ns = stream_cpu_ns(server);
-    m->sends_waiting = s->sends_waiting;
-    m->bytes_tls = s->bytes_tls;
-    m->bytes_cma = s->bytes_cma;
-    m->bytes_rdma = s->bytes_rdma;
-    m->bytes_cuda_ipc = s->bytes_cuda_ipc;
     memcpy(m->drain_waits, s->drain_waits, sizeof m->drain_waits);
 }
 

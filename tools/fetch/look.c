@@ -2,6 +2,7 @@
 #include "fetch/look.h"
 #include "fetch/output.h"
 #include "fetch/rank_states.h"
+#include "counters.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -244,34 +245,16 @@ static void add_counts(json_t *o, const look_rank *r)
             holders, output_object("who", output_string(r->holders[i].who), "age_ns",
                                    output_age_ns(r->holders[i].age_ms), NULL));
     }
-    const struct {
-        const char *name;
-        uint64_t value;
-    } numbers[] = {
-        {"leases", r->is.leases},
-        {"rank_leases", s->leases},
-        {"sessions", s->sessions},
-        {"pulls_good", s->pulls_good},
-        {"pulls_stale", s->pulls_stale},
-        {"pulls_abandoned", s->pulls_abandoned},
-        {"begins_granted", s->begins_granted},
-        {"begins_refused", s->begins_refused},
-        {"updates", s->updates},
-        {"commits", s->commits},
-        {"bytes_streamed", s->bytes_streamed},
-        {"drain_p50_ns", look_drain_ns(s, 50)},
-        {"drain_p99_ns", look_drain_ns(s, 99)},
-        {"drain_wait_ns", s->drain_wait_ns_total},
-        {"cpu_ns", s->cpu_ns},
-        {"data_cpu_ns", s->data_cpu_ns},
-        {"sends_waiting", s->sends_waiting},
-        {"rtt_ns", s->rtt_ns},
-    };
+#define ADD(key, name, ...) json_object_set_new(o, #name, output_u64(s->name));
+    COUNTERS(ADD, COUNTER_NOT_SHOWN, ADD)
+#undef ADD
     output_set(o, "lease_age_ns", output_age_ns(r->is.lease_age_ms), "holders", holders,
-               "bytes_read", read, "drain_waits", drain_waits_json(s), NULL);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        json_object_set_new(o, numbers[i].name, output_u64(numbers[i].value));
-    }
+               "bytes_read", read, "drain_waits", drain_waits_json(s), "leases",
+               output_u64(r->is.leases), "rank_leases", output_u64(s->leases),
+               "drain_p50_ns", output_u64(look_drain_ns(s, 50)), "drain_p99_ns",
+               output_u64(look_drain_ns(s, 99)), "drain_wait_ns",
+               output_u64(s->drain_wait_ns_total), "rtt_ns", output_u64(s->rtt_ns),
+               NULL);
 }
 
 static json_t *rank_json(const look_rank *r)

@@ -5,6 +5,7 @@
 #include "fetch/output.h"
 #include "fetch/session.h"
 #include "trainer/trainer_options.h"
+#include "counters.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -173,22 +174,13 @@ static int write_info(const char *path, const rank_options *options, const ranks
 
 static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats *s)
 {
-    return output_object(
-        "rank", output_u64(rank), "step", output_u64(step), "pulls_good",
-        output_u64(s->pulls_good), "pulls_stale", output_u64(s->pulls_stale),
-        "pulls_abandoned", output_u64(s->pulls_abandoned), "begins_granted",
-        output_u64(s->begins_granted), "begins_refused", output_u64(s->begins_refused),
-        "bytes_streamed", output_u64(s->bytes_streamed), "reads_streamed",
-        output_u64(s->reads_streamed), "reads_refused", output_u64(s->reads_refused),
-        "updates", output_u64(s->updates), "commits", output_u64(s->commits),
-        "commits_withdrawn", output_u64(s->commits_withdrawn), "drain_wait_ns_total",
-        output_u64(s->drain_wait_ns_total), "drain_wait_ns_max",
-        output_u64(s->drain_wait_ns_max), "drains_expired",
-        output_u64(s->drains_expired), "sessions_opened",
-        output_u64(s->sessions_opened), "sessions_refused",
-        output_u64(s->sessions_refused), "protocol_errors",
-        output_u64(s->protocol_errors), "sessions", output_u64(s->sessions), "leases",
-        output_u64(s->leases), "session_memory", output_u64(s->session_memory), NULL);
+    json_t *o = output_object("rank", output_u64(rank), "step", output_u64(step), NULL);
+#define ADD_OWN(name, ...) json_object_set_new(o, #name, output_u64(s->name));
+#define ADD(key, ...) ADD_OWN(__VA_ARGS__)
+    COUNTERS(ADD, ADD_OWN, COUNTER_NOT_SHOWN)
+#undef ADD
+#undef ADD_OWN
+    return o;
 }
 
 static void tell_stopped(const serve_options *o, const rank_options *options,
