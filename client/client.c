@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/client_state.h"
 
-#include "adapter/adapter_layout.h"
+#include "adapter/adapter.h"
 #include "adapter/spare_file.h"
 #include "cma/cma.h"
 #include "credentials.h"

@@ -1,15 +1,163 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "adapter/adapter.h"
+
 #include "adapter/adapter_internal.h"
-#include "adapter/model_config.h"
-#include "adapter/step_contents.h"
+#include "buffer.h"
 #include "convert.h"
 #include "error_set.h"
-
 #include <errno.h>
 #include <fcntl.h>
+#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+/* ------------------------------------------------- config.json of a model */
+
+static const char *find_pair(const key_table *keys)
+{
+    for (uint32_t i = 0; i < keys->n_pairs; i++) {
+        if (strcmp(keys->pairs[i].key, MODEL_CONFIG_PAIR) == 0)
+            return keys->pairs[i].value;
+    }
+    return NULL;
+}
+
+/* What makes a reader that trusts the directory run the code of somebody else. */
+static bool names_code(const char *field)
+{
+    return strcmp(field, "auto_map") == 0 || strcmp(field, "custom_pipelines") == 0;
+}
+
+/* Depth is bounded by the parser's. */
+static void remove_code(json_t *value, buffer *dropped)
+{
+    const char *field;
+    json_t *member;
+    void *next;
+    for (size_t i = 0; i < json_array_size(value); i++)
+        remove_code(json_array_get(value, i), dropped);
+    json_object_foreach_safe(value, next, field, member)
+    {
+        if (!names_code(field)) {
+            remove_code(member, dropped);
+            continue;
+        }
+        if (dropped->size > 0)
+            buffer_append(dropped, ", ", 2);
+        buffer_append(dropped, field, strlen(field));
+        json_object_del(value, field);
+    }
+}
+
+/* The text again, if nothing was dropped, else what is left. */
+static fanin_status write_config_text(const char *text, const json_t *root,
+                                      buffer *dropped, peft_config *out,
+                                      fanin_error *error)
+{
+    if (dropped->size > 0) {
+        buffer_append(dropped, "", 1);
+        out->text = json_dumps(root, JSON_INDENT(2) | JSON_ENSURE_ASCII);
+        out->dropped = dropped->failed ? NULL : strdup((const char *)dropped->data);
+    } else {
+        out->text = strdup(text);
+    }
+    if (dropped->failed || !out->text || (dropped->size > 0 && !out->dropped)) {
+        peft_config_free(out);
+        return error_set_memory(error);
+    }
+    out->size = strlen(out->text);
+    return FANIN_OK;
+}
+
+fanin_status model_config_make(const key_table *keys, bool trusted, peft_config *out,
+                               fanin_error *error)
+{
+    const char *text = find_pair(keys);
+    error_place place = {.phase = "plan",
+                         .remedy = "let the trainer publish the model's config.json "
+                                   "under '" MODEL_CONFIG_PAIR "', or nothing"};
+    *out = (peft_config){.text = NULL};
+    if (!text)
+        return FANIN_OK;
+    json_error_t why;
+    json_t *root = json_loads(text, JSON_REJECT_DUPLICATES, &why);
+    buffer dropped = {.data = NULL};
+    fanin_status status;
+    if (!json_is_object(root)) {
+        status = error_set(error, FANIN_ERR_MISMATCH, &place,
+                           "the model's configuration in the metadata is no JSON "
+                           "object: %.100s",
+                           root ? "it is something else" : why.text);
+    } else {
+        if (!trusted)
+            remove_code(root, &dropped);
+        status = write_config_text(text, root, &dropped, out, error);
+    }
+    buffer_free(&dropped);
+    json_decref(root);
+    return status;
+}
+
+/* -------------------------------------------------- layouts that are kept */
+
+static void clear_layout(adapter_layout *l)
+{
+    tensor_files_free(&l->files);
+    peft_config_free(&l->config);
+    l->there = false;
+}
+
+bool adapter_layout_fits(const adapter_layout *l, const adapter_layout_key *key,
+                         const char *publication)
+{
+    return l && l->there && digest_equal(&l->key.keys, &key->keys) &&
+           l->key.dtype == key->dtype && l->key.trust_config == key->trust_config &&
+           strcmp(l->publication, publication) == 0;
+}
+
+/* Moves what is given, which is empty then, into l in place of what was there. A publication
+    whose name is too long is none: freed. */
+static void adapter_layout_put(adapter_layout *l, const adapter_layout_key *key,
+                               const char *publication, tensor_files *files,
+                               peft_config *config)
+{
+    clear_layout(l);
+    l->files = *files;
+    l->config = *config;
+    *files = (tensor_files){.files = NULL};
+    *config = (peft_config){.text = NULL};
+    size_t size = strlen(publication);
+    if (size >= sizeof l->publication) {
+        clear_layout(l);
+        return;
+    }
+    memcpy(l->publication, publication, size + 1);
+    l->key = *key;
+    l->there = true;
+}
+
+/* Moves it out; it is there. */
+static void adapter_layout_take(adapter_layout *l, tensor_files *files,
+                                peft_config *config)
+{
+    *files = l->files;
+    *config = l->config;
+    l->files = (tensor_files){.files = NULL};
+    l->config = (peft_config){.text = NULL};
+    l->there = false;
+}
+
+void adapter_layout_free(adapter_layout **l)
+{
+    if (!*l)
+        return;
+    clear_layout(*l);
+    free(*l);
+    *l = NULL;
+}
+
+/* --------------------------------------------------------------- adapters */
 
 /* Splits "parent/name///" and opens the parent. */
 static fanin_status find_place(const char *directory, adapter_place *out,
@@ -166,16 +314,16 @@ static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *ou
     return true;
 }
 
-static bool is_over(void *cookie)
+static bool is_wait_over(void *cookie)
 {
     return adapter_may_go_on(cookie, "", NULL) != FANIN_OK;
 }
 
-static fanin_status make_config(adapter *a, const key_table *keys,
-                                const peft_names *names, const char *publication,
-                                fanin_error *error)
+static fanin_status make_adapter_config(adapter *a, const key_table *keys,
+                                        const peft_names *names,
+                                        const char *publication, fanin_error *error)
 {
-    work_stop stop = {.fn = is_over, .cookie = a};
+    work_stop stop = {.fn = is_wait_over, .cookie = a};
     fanin_status status = peft_config_make(keys, names, publication, a->trust_config,
                                            &stop, &a->config, error);
     fanin_status over = FANIN_OK;
@@ -211,7 +359,7 @@ static fanin_status prepare_adapter(adapter *a, const key_table *keys,
     peft_names names = {0};
     fanin_status status = peft_names_make(keys, publication, &names, error);
     if (status == FANIN_OK)
-        status = make_config(a, keys, &names, publication, error);
+        status = make_adapter_config(a, keys, &names, publication, error);
     if (status == FANIN_OK)
         status = lay_out_adapter(written, &names, &a->files, error);
     peft_names_free(&names);

@@ -12,15 +12,58 @@
 #ifndef ADAPTER_H
 #define ADAPTER_H
 
-#include "adapter/adapter_layout.h"
 #include "adapter/spare_file.h"
+#include "adapter/tensor_files.h"
 #include "catalog.h"
 #include "clock.h"
 #include "log.h"
+#include "peft/peft_config.h"
 #include <fanin/client.h>
+#include <jansson.h>
+
+/* What an adapter's file and configuration will be, kept from one pull to the next: tens of
+   thousands of names are not sorted and written anew for each step. One thread. */
+
+/** What it follows from. */
+typedef struct adapter_layout_key {
+    digest keys; /**< key_table's id: names, shapes, metadata */
+    fanin_dtype dtype;
+    bool trust_config;
+} adapter_layout_key;
+
+/** Of one adapter at a time; zeroed: none. */
+typedef struct adapter_layout {
+    bool there;
+    adapter_layout_key key;
+    char publication[FANIN_MAX_NAME + 1];
+    tensor_files files; /**< with headers */
+    peft_config config;
+} adapter_layout;
+
+/** Whether @p l (may be NULL) is what @p key and @p publication lead to. */
+bool adapter_layout_fits(const adapter_layout *l, const adapter_layout_key *key,
+                         const char *publication);
+/** Frees *l. NULL is fine. */
+void adapter_layout_free(adapter_layout **l);
+
+/* ------------------------------ config.json of a model's directory. Pure. */
+
+#define MODEL_CONFIG_FILE "config.json"
+
+/** The pair of a publication's metadata that holds the model's configuration. */
+#define MODEL_CONFIG_PAIR "config"
+
+/**
+ * The text of config.json: that pair of @p keys as it is, if it names no code that a reader could
+ * load (auto_map, custom_pipelines, at any depth) or is @p trusted; else without that. No such
+ * pair: out->text is NULL. To be freed with peft_config_free(). FANIN_ERR_MISMATCH (it is no JSON
+ * object), FANIN_ERR_MEMORY.
+ */
+fanin_status model_config_make(const key_table *keys, bool trusted, peft_config *out,
+                               fanin_error *error);
 
 typedef struct adapter adapter;
-typedef struct step_contents step_contents; /* adapter/step_contents.h */
+typedef struct step_contents step_contents; /* adapter/adapter_internal.h */
 
 /** What a directory holds. */
 typedef struct adapter_identity {
@@ -122,5 +165,8 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
     adapter_close(). */
 void adapter_make_spare(adapter *a, spare_file **spare, gpu *g);
 void adapter_close(adapter **a);
+
+/** What guarded a pull's bytes on their way: true, false or "local"; NULL: out of memory. */
+json_t *guard_json(fanin_checksums guard);
 
 #endif

@@ -90,7 +90,7 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     return too_large(a, most, "a quarter of its file system", error);
 }
 
-static uint64_t size_of(const adapter *a, size_t file)
+static uint64_t mapped_size(const adapter *a, size_t file)
 {
     return a->files.files[file].layout.file_size;
 }
@@ -98,8 +98,8 @@ static uint64_t size_of(const adapter *a, size_t file)
 /* File systems that cannot make space piece by piece: all of it. */
 static fanin_status allocate_whole(const adapter *a, size_t file, fanin_error *error)
 {
-    for (uint64_t at = 0; at < size_of(a, file);) {
-        uint64_t left = size_of(a, file) - at;
+    for (uint64_t at = 0; at < mapped_size(a, file);) {
+        uint64_t left = mapped_size(a, file) - at;
         uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
         fanin_status status = adapter_may_go_on(a, "allocating", error);
         if (status != FANIN_OK)
@@ -112,7 +112,7 @@ static fanin_status allocate_whole(const adapter *a, size_t file, fanin_error *e
     return FANIN_OK;
 }
 
-static fanin_status allocate(adapter *a, fanin_error *error)
+static fanin_status allocate_files(adapter *a, fanin_error *error)
 {
     int reason;
     fanin_status status = FANIN_OK;
@@ -122,8 +122,8 @@ static fanin_status allocate(adapter *a, fanin_error *error)
     if (!parts)
         return error_set_memory(error);
     for (size_t i = 0; i < a->n_mapped; i++)
-        parts[i] =
-            (file_part){a->mapped[i].memory.file, a->files.files[i].at, size_of(a, i)};
+        parts[i] = (file_part){a->mapped[i].memory.file, a->files.files[i].at,
+                               mapped_size(a, i)};
     a->pages = file_pages_start(parts, a->n_mapped, &reason);
     free(parts);
     if (a->pages)
@@ -154,9 +154,10 @@ fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
 }
 
 /* @p at: where in the reserved range, NULL: anywhere. */
-static fanin_status map(adapter *a, size_t file, uint8_t *at, fanin_error *error)
+static fanin_status map_tensor_file(adapter *a, size_t file, uint8_t *at,
+                                    fanin_error *error)
 {
-    size_t size = (size_t)size_of(a, file);
+    size_t size = (size_t)mapped_size(a, file);
     int fixed = at ? MAP_FIXED : 0;
     mapped_file *m = &a->mapped[file];
     void *base =
@@ -195,7 +196,8 @@ static fanin_status map_all(adapter *a, fanin_error *error)
         a->span = a->files.span;
     }
     for (size_t i = 0; i < a->n_mapped && status == FANIN_OK; i++)
-        status = map(a, i, a->base ? a->base + a->files.files[i].at : NULL, error);
+        status = map_tensor_file(a, i, a->base ? a->base + a->files.files[i].at : NULL,
+                                 error);
     if (a->span == 0)
         a->base = a->mapped[0].memory.base; /* else the first one is mapped there */
     bool anonymous = false;
@@ -211,7 +213,7 @@ static bool take_spare(adapter *a)
 {
     file_memory *memory = &a->mapped[0].memory;
     if (!a->spare || a->n_mapped != 1 ||
-        !spare_file_fits(*a->spare, a->place.parent, size_of(a, 0)) ||
+        !spare_file_fits(*a->spare, a->place.parent, mapped_size(a, 0)) ||
         !spare_file_take(a->spare, memory))
         return false;
     char self[40], reason[64];
@@ -249,7 +251,7 @@ static fanin_status make_fresh(adapter *a, fanin_error *error)
             return no_file(a, name, errno, error);
         a->mapped[i].memory.file = file;
     }
-    fanin_status status = allocate(a, error);
+    fanin_status status = allocate_files(a, error);
     return status != FANIN_OK ? status : map_all(a, error);
 }
 
@@ -267,7 +269,7 @@ static fanin_status start_digests(adapter *a, fanin_error *error)
     return a->pool ? FANIN_OK : error_set_memory(error);
 }
 
-static fanin_status make_files(adapter *a, fanin_error *error)
+static fanin_status make_mapped_files(adapter *a, fanin_error *error)
 {
     a->mapped = calloc(a->files.count, sizeof a->mapped[0]);
     if (!a->mapped)
@@ -298,7 +300,7 @@ static fanin_status make_directory(adapter *a, fanin_error *error)
         return error_set(error, FANIN_ERR_EXISTS, NULL,
                          "the directory made beside '%.300s' was exchanged: it %s",
                          a->place.directory, why);
-    return make_files(a, error);
+    return make_mapped_files(a, error);
 }
 
 /* Headers are final as soon as they are there. */
@@ -319,11 +321,11 @@ static fanin_status land_headers(adapter *a, fanin_error *error)
 }
 
 /* Whether the files that are mapped are as those that were prepared; their names follow then. */
-static bool fits(const adapter *a)
+static bool fits_file_system(const adapter *a)
 {
     bool same = a->n_mapped > 0 && a->n_mapped == a->files.count;
     for (size_t i = 0; i < a->n_mapped && same; i++)
-        same = a->mapped[i].digests && a->mapped[i].memory.size == size_of(a, i);
+        same = a->mapped[i].digests && a->mapped[i].memory.size == mapped_size(a, i);
     return same;
 }
 
@@ -339,7 +341,7 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
     fanin_status status = FANIN_OK;
     if (a->files.count == 0)
         return error_set(error, FANIN_ERR_INTERNAL, NULL, "nothing was prepared");
-    bool there = fits(a);
+    bool there = fits_file_system(a);
     /* Prepared again in between: perhaps other names of the same sizes. */
     bool anew = there && !a->headed;
     if (anew)
@@ -376,12 +378,12 @@ void adapter_make_spare(adapter *a, spare_file **spare, gpu *g)
     if (a->n_mapped == 0)
         spare_file_retire(spare);
     if (a->n_mapped != 1 || a->mapped[0].anonymous ||
-        spare_file_fits(*spare, a->place.parent, size_of(a, 0)))
+        spare_file_fits(*spare, a->place.parent, mapped_size(a, 0)))
         return;
     stop_threads(a);
     spare_file_drop(spare);
-    *spare = spare_file_start(a->place.parent, size_of(a, 0), g, &a->mapped[0].memory,
-                              &a->log);
+    *spare = spare_file_start(a->place.parent, mapped_size(a, 0), g,
+                              &a->mapped[0].memory, &a->log);
 }
 
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
@@ -402,13 +404,13 @@ void adapter_digested(adapter *a, uint64_t offset, const digest *known)
 
 void adapter_restart(adapter *a)
 {
-    if (!fits(a))
+    if (!fits_file_system(a))
         return;
     restart_digests(a);
     (void)land_headers(a, NULL); /* they have their space */
 }
 
-static void unmap(adapter *a)
+static void unmap_files(adapter *a)
 {
     for (size_t i = 0; i < a->n_mapped; i++) {
         if (a->span > 0)
@@ -427,7 +429,7 @@ static void unmap(adapter *a)
 void adapter_discard(adapter *a)
 {
     stop_threads(a);
-    unmap(a);
+    unmap_files(a);
     a->headed = false;
     int held = a->directory;
     a->directory = -1;

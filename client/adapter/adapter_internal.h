@@ -5,14 +5,29 @@
 
 #include "adapter/adapter.h"
 #include "adapter/file_pages.h"
-#include "adapter/piece_digests.h"
 #include "adapter/tensor_files.h"
 #include "peft/peft_config.h"
-
 #include <dirent.h>
+#include <jansson.h>
 #include <limits.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
+
+/* ------------------- fanin.json, which says what a directory holds. Pure. */
+
+#define IDENTITY_MAX ((uint64_t)32 << 20) /**< bytes of fanin.json */
+
+/** One of the other files. */
+typedef struct identity_file {
+    const char *name;
+    uint64_t bytes;
+    bool in_pieces; /**< the digest is that of its pieces' digests */
+    digest content;
+} identity_file;
+
+/** Its text, to be freed; NULL: out of memory. */
+char *adapter_identity_text(const adapter_identity *identity,
+                            const identity_file *files, size_t count);
 
 #define ADAPTER_FILE "adapter_model.safetensors"
 #define ADAPTER_CONFIG_FILE "adapter_config.json"
@@ -88,9 +103,6 @@ size_t adapter_texts(const adapter *a, adapter_text out[ADAPTER_TEXTS]);
 /** True: another user owns the file or may write to it; @p why_out says it ("belongs to uid 7,
     ..."). False: only we and root could have made it what it is. */
 bool ownership_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
-/** The same of what lies in a directory: true if another user may rename it there. A directory of
-    root's is fine, and one that others may write to if it is sticky. */
-bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
 /** FANIN_ERR_EXISTS: others may rename what is made there. To be called before anything is. */
 fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error);
 
@@ -104,9 +116,6 @@ fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
 fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *error);
 /** Removes the lock's file and lets go. */
 void adapter_unlock(const adapter_place *place, int lock);
-
-/** Takes the lock if nobody holds it, without waiting; place->directory may be NULL. */
-bool adapter_try_lock(const adapter_place *place, int *lock_out);
 
 /** A new temporary directory's name. */
 void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
@@ -125,4 +134,22 @@ fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error 
 
 /** Ends the helper threads, unmaps, removes the temporary directory if there is one. */
 void adapter_discard(adapter *a);
+
+/* What a client's last directories held, by the digests that are made anyway: a trainer that
+   commits steps and writes nothing is found by those who pull them. One thread. */
+
+#define STEPS_KEPT                                                                     \
+    32 /**< publications, or forms of one, that are remembered; the oldest goes */
+
+/** Zeroed: none. */
+struct step_contents {
+    struct {
+        digest what;    /**< of which publication of which world, and in what form */
+        digest content; /**< of all its files of tensors */
+        uint64_t first, last; /**< steps that had it */
+        unsigned steps;       /**< that were seen; 0: there is none here */
+    } list[STEPS_KEPT];
+    size_t next;
+};
+
 #endif

@@ -1,10 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a filled temporary directory to the one that was asked for. */
-#include "adapter/adapter_identity.h"
 #include "adapter/adapter_internal.h"
-#include "adapter/step_contents.h"
-#include "error_set.h"
 
+#include "error_set.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -13,6 +10,79 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+/* -------------------------------------------------------- what steps held */
+
+/* Names and shapes are the key table's; of the world, for another launch begins anew. */
+static digest what_of(const adapter_identity *identity)
+{
+    struct {
+        uint8_t world_id[16];
+        digest publication, key_table;
+        uint64_t dtype;
+    } what = {.publication =
+                  digest_of(identity->publication, strlen(identity->publication)),
+              .key_table = identity->key_table,
+              .dtype = (uint64_t)identity->dtype};
+    memcpy(what.world_id, identity->world_id, sizeof what.world_id);
+    return digest_of(&what, sizeof what);
+}
+
+/* Files' digests, one after the other. */
+static digest content_of(const identity_file *files, size_t count)
+{
+    digest both[2] = {{{0}}};
+    for (size_t i = 0; i < count; i++) {
+        if (files[i].in_pieces) {
+            both[1] = files[i].content;
+            both[0] = digest_of(both, sizeof both);
+        }
+    }
+    return both[0];
+}
+
+/* Its place, or that of the oldest, emptied. */
+static size_t contents_place(step_contents *c, const digest *what)
+{
+    for (size_t i = 0; i < STEPS_KEPT; i++) {
+        if (c->list[i].steps > 0 && digest_equal(&c->list[i].what, what))
+            return i;
+    }
+    size_t i = c->next;
+    c->next = (c->next + 1) % STEPS_KEPT;
+    memset(&c->list[i], 0, sizeof c->list[i]);
+    c->list[i].what = *what;
+    return i;
+}
+
+/*
+ * Remembers that a step has these files; others than tensors' are not looked at. Steps that had the
+ * same bytes, one after another: how many, and the first of them in *first_out; 1: none before
+ * it had.
+ */
+static unsigned step_contents_note(step_contents *c, const adapter_identity *identity,
+                                   const identity_file *files, size_t count,
+                                   uint64_t *first_out)
+{
+    digest what = what_of(identity), content = content_of(files, count);
+    size_t i = contents_place(c, &what);
+    bool same = c->list[i].steps > 0 && digest_equal(&c->list[i].content, &content);
+    if (!same) {
+        c->list[i].content = content;
+        c->list[i].first = identity->step;
+        c->list[i].steps = 1;
+    } else if (c->list[i].last != identity->step) {
+        c->list[i].steps++;
+    }
+    bool again = same && c->list[i].last == identity->step;
+    c->list[i].last = identity->step;
+    *first_out = c->list[i].first;
+    return again ? 1 : c->list[i].steps;
+}
+
+/* ------------------------------------------------------------- publishing */
+
+/* From a filled temporary directory to the one that was asked for. */
 
 /* One write of at most so much; larger ones gain nothing. */
 #define WRITE_STEP ((uint64_t)8 << 20)
@@ -106,20 +176,20 @@ static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *err
         reason == EBUSY ? "give a directory below the mount point" : NULL, error);
 }
 
-static bool is_same(const struct stat *a, const struct stat *b)
+static bool is_same_directory(const struct stat *a, const struct stat *b)
 {
     return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
 }
 
 /* A name is anybody's who may write to a directory on the way to it: what bears it now must be the
    directory that was filled. What else is there is another's, and stays. */
-static fanin_status look_again(adapter *a, fanin_error *error)
+static fanin_status look_who_came(adapter *a, fanin_error *error)
 {
     struct stat filled, in_parent, by_path;
     if (fstat(a->directory, &filled) == 0 &&
         fstatat(a->place.parent, a->place.name, &in_parent, AT_SYMLINK_NOFOLLOW) == 0 &&
-        lstat(a->place.directory, &by_path) == 0 && is_same(&filled, &in_parent) &&
-        is_same(&filled, &by_path))
+        lstat(a->place.directory, &by_path) == 0 &&
+        is_same_directory(&filled, &in_parent) && is_same_directory(&filled, &by_path))
         return FANIN_OK;
     a->temporary[0] = '\0';
     error_place where = {.phase = "write",
@@ -132,7 +202,7 @@ static fanin_status look_again(adapter *a, fanin_error *error)
 }
 
 /* All that can fail without anybody seeing it happens before the rename. */
-static fanin_status appear(adapter *a, fanin_error *error)
+static fanin_status appear_in_place(adapter *a, fanin_error *error)
 {
     keep_mode(a);
     int reason = sync_descriptor(a->directory);
@@ -141,7 +211,7 @@ static fanin_status appear(adapter *a, fanin_error *error)
     int parent = a->place.parent;
     if (renameat(parent, a->temporary, parent, a->place.name) != 0)
         return refuse_rename(a, errno, error);
-    fanin_status status = look_again(a, error);
+    fanin_status status = look_who_came(a, error);
     if (status != FANIN_OK)
         return status;
     reason = sync_descriptor(parent);
@@ -240,7 +310,7 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         status = write_texts(a, text, error);
     free(text);
     if (status == FANIN_OK)
-        status = appear(a, error);
+        status = appear_in_place(a, error);
     if (status == FANIN_OK)
         tell_same_bytes(a, identity, files, count);
     free(files);

@@ -1,28 +1,291 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is in the place already: nothing, the adapter that is asked for, or something else. Only
-   what no other user can have made or can change is used, and everything is judged on the
-   descriptors that are then read. */
-#include "adapter/adapter_identity.h"
 #include "adapter/adapter_internal.h"
-#include "adapter/file_digest.h"
-#include "error_set.h"
 
+#include "adapter/file_pages.h"
+#include "error_set.h"
+#include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* ------------------------------------------------------------- fanin.json */
+
+/* fanin.json: what a directory holds. */
+
+#define FORMAT 1
+#define WHOLE "xxh3_128"
+#define IN_PIECES "xxh3_128_of_4mib_pieces"
+
+json_t *guard_json(fanin_checksums guard)
+{
+    if (guard == FANIN_CHECKSUMS_LOCAL)
+        return json_string("local");
+    return json_boolean(guard == FANIN_CHECKSUMS_ALL);
+}
+
+/* A step beyond what JSON libraries take for an integer is written as a string. */
+static json_t *step_json(uint64_t step)
+{
+    if (step <= INT64_MAX)
+        return json_integer((json_int_t)step);
+    return json_sprintf("%" PRIu64, step);
+}
+
+static bool step_equal(const json_t *value, uint64_t step)
+{
+    json_t *wanted = step_json(step);
+    bool equal = wanted && json_equal(value, wanted);
+    json_decref(wanted);
+    return equal;
+}
+
+static json_t *files_json(const identity_file *files, size_t count)
+{
+    json_t *list = json_object();
+    bool good = list != NULL;
+    for (size_t i = 0; i < count && good; i++) {
+        char hex[33];
+        digest_hex(files[i].content.bytes, hex);
+        good = json_object_set_new(
+                   list, files[i].name,
+                   json_pack("{s:I, s:s}", "bytes", (json_int_t)files[i].bytes,
+                             files[i].in_pieces ? IN_PIECES : WHOLE, hex)) == 0;
+    }
+    if (good)
+        return list;
+    json_decref(list);
+    return NULL;
+}
+
+char *adapter_identity_text(const adapter_identity *identity,
+                            const identity_file *files, size_t count)
+{
+    char world[33], table[33];
+    digest_hex(identity->world_id, world);
+    digest_hex(identity->key_table.bytes, table);
+    json_t *root = json_pack(
+        "{s:i, s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:b}", "format", FORMAT,
+        "fanin_version", fanin_version(), "world_id", world, "publication",
+        identity->publication, "step", step_json(identity->step), "key_table", table,
+        "files", files_json(files, count), "transport_checksums",
+        guard_json(identity->transport_checksums), "verified", (int)identity->verified);
+    /* Without a conversion the key table says it all. */
+    if (root && identity->dtype != 0 &&
+        json_object_set_new(root, "dtype",
+                            json_string(fanin_dtype_name(identity->dtype))) != 0) {
+        json_decref(root);
+        return NULL;
+    }
+    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS) : NULL;
+    json_decref(root);
+    return text;
+}
+
+/* NULL: the text is not what adapter_identity_text() makes. */
+static json_t *adapter_identity_parse(const char *text, size_t size)
+{
+    json_t *root = json_loadb(text, size, JSON_REJECT_DUPLICATES, NULL);
+    bool good = json_is_object(root) &&
+                json_integer_value(json_object_get(root, "format")) == FORMAT &&
+                json_is_string(json_object_get(root, "publication")) &&
+                json_is_string(json_object_get(root, "world_id")) &&
+                json_is_string(json_object_get(root, "key_table")) &&
+                json_is_object(json_object_get(root, "files"));
+    if (good)
+        return root;
+    json_decref(root);
+    return NULL;
+}
+
+/* Whether hex are the digits of these bytes. */
+static bool hex_equal(const char *hex, const uint8_t bytes[16])
+{
+    char text[33];
+    digest_hex(bytes, text);
+    return strcmp(text, hex) == 0;
+}
+
+/* What distinguishes the content from what is asked for, in a few words; NULL: nothing. */
+static const char *adapter_identity_difference(const json_t *root,
+                                               const adapter_identity *identity)
+{
+    const char *publication = json_string_value(json_object_get(root, "publication"));
+    const char *world = json_string_value(json_object_get(root, "world_id"));
+    const char *table = json_string_value(json_object_get(root, "key_table"));
+    if (strcmp(publication, identity->publication) != 0)
+        return "another publication";
+    if (!hex_equal(world, identity->world_id))
+        return "another life of the trainer (world id)";
+    if (!step_equal(json_object_get(root, "step"), identity->step))
+        return "another step";
+    if (!hex_equal(table, identity->key_table.bytes))
+        return "other tensors or metadata of the same step";
+    const char *dtype = json_string_value(json_object_get(root, "dtype"));
+    const char *wanted = identity->dtype ? fanin_dtype_name(identity->dtype) : "";
+    if (strcmp(dtype ? dtype : "", wanted) != 0)
+        return "the same step with another dtype";
+    return NULL;
+}
+
+/* The size of one of the other files; false: it does not say. */
+static bool adapter_identity_bytes(const json_t *root, const char *file,
+                                   uint64_t *bytes_out)
+{
+    const json_t *files = json_object_get(root, "files");
+    const json_t *bytes = json_object_get(json_object_get(files, file), "bytes");
+    *bytes_out = (uint64_t)json_integer_value(bytes);
+    return json_is_integer(bytes) && json_integer_value(bytes) >= 0;
+}
+
+/* The digest of one of the other files in hex digits; NULL: it has none (directories of earlier
+    versions have none of adapter_config.json). */
+static const char *adapter_identity_digest(const json_t *root, const char *file)
+{
+    const json_t *found = json_object_get(json_object_get(root, "files"), file);
+    const char *pieces = json_string_value(json_object_get(found, IN_PIECES));
+    return pieces ? pieces : json_string_value(json_object_get(found, WHOLE));
+}
+
+/* How many other files it names. */
+static size_t adapter_identity_count(const json_t *root)
+{
+    return json_object_size(json_object_get(root, "files"));
+}
+
+/* ------------------------------------------------------- digests of files */
+
+typedef enum file_digest_result {
+    FILE_DIGEST_OK,
+    FILE_DIGEST_SHORT,   /* the file ends before its size */
+    FILE_DIGEST_ERROR,   /* a read failed: errno */
+    FILE_DIGEST_STOPPED, /* go_on said no */
+    FILE_DIGEST_MEMORY,
+} file_digest_result;
+
+#define MAX_THREADS 8
+
+typedef struct reading {
+    int file;
+    uint64_t size;
+    size_t count; /* pieces */
+    digest *digests;
+    atomic_size_t next;
+    atomic_int result, reason; /* of the first failure */
+} reading;
+
+static void fail_reading(reading *r, file_digest_result result, int reason)
+{
+    int none = FILE_DIGEST_OK;
+    if (atomic_compare_exchange_strong(&r->result, &none, (int)result))
+        atomic_store(&r->reason, reason);
+}
+
+bool file_read(int file, void *to, size_t size, uint64_t offset)
+{
+    for (size_t done = 0; done < size;) {
+        ssize_t n = pread(file, (char *)to + done, size - done, (off_t)(offset + done));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0) {
+            errno = n == 0 ? 0 : errno;
+            return false;
+        }
+        done += (size_t)n;
+    }
+    return true;
+}
+
+static bool read_piece(reading *r, size_t piece, uint8_t *data, size_t *size_out)
+{
+    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
+    *size_out = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE);
+    bool good = file_read(r->file, data, *size_out, begin);
+    if (!good)
+        fail_reading(r, errno == 0 ? FILE_DIGEST_SHORT : FILE_DIGEST_ERROR, errno);
+    return good;
+}
+
+/* Takes piece by piece until all are taken; @p go_on may be NULL. */
+static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    uint8_t *data = malloc(DIGEST_PIECE);
+    if (!data)
+        fail_reading(r, FILE_DIGEST_MEMORY, 0);
+    while (atomic_load(&r->result) == FILE_DIGEST_OK) {
+        if (go_on && !go_on(cookie)) {
+            fail_reading(r, FILE_DIGEST_STOPPED, 0);
+            break;
+        }
+        size_t piece = atomic_fetch_add(&r->next, 1), size;
+        if (piece >= r->count || !read_piece(r, piece, data, &size))
+            break;
+        r->digests[piece] = digest_of(data, size);
+    }
+    free(data);
+}
+
+static void *help_reading(void *argument)
+{
+    pthread_setname_np(pthread_self(), "fanin-file");
+    read_some(argument, NULL, NULL);
+    return NULL;
+}
+
+static void read_parts(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    pthread_t threads[MAX_THREADS];
+    unsigned cpus = usable_cpus(), wanted = cpus < MAX_THREADS ? cpus : MAX_THREADS;
+    wanted = wanted < r->count ? wanted : (unsigned)r->count;
+    /* This thread is one of them. */
+    unsigned n =
+        worker_threads_start(threads, wanted > 0 ? wanted - 1 : 0, help_reading, r);
+    read_some(r, go_on, cookie);
+    worker_threads_join(threads, n);
+}
+
+/*
+ * What piece_digests_finish() gives for the size bytes of file: the XXH3-128 of the XXH3-128s
+ * of its DIGEST_PIECEs. Reads with pread(): a file that is cut meanwhile does no harm. Blocks as
+ * long as that takes; go_on is asked by the calling thread between two pieces of its own.
+ */
+static file_digest_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
+                                      void *cookie, digest *out)
+{
+    reading r = {.file = file,
+                 .size = size,
+                 .count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE)};
+    r.digests = calloc(r.count + 1, sizeof r.digests[0]);
+    if (!r.digests)
+        return FILE_DIGEST_MEMORY;
+    read_parts(&r, go_on, cookie);
+    file_digest_result result = (file_digest_result)atomic_load(&r.result);
+    if (result == FILE_DIGEST_OK)
+        *out = digest_of(r.digests, r.count * sizeof r.digests[0]);
+    free(r.digests);
+    errno = atomic_load(&r.reason);
+    return result;
+}
+
+/* -------------------------------------------------- what is there already */
+
+/* What is in the place already: nothing, the adapter that is asked for, or something else. Only
+   what no other user can have made or can change is used, and everything is judged on the
+   descriptors that are then read. */
+
 #define REMEDY "give another directory, or remove this one; nothing is overwritten"
 
-static fanin_status refuse(const adapter *a, fanin_error *error, const char *format,
-                           ...) __attribute__((format(printf, 3, 4)));
-static fanin_status refuse(const adapter *a, fanin_error *error, const char *format,
-                           ...)
+static fanin_status refuse_existing(const adapter *a, fanin_error *error,
+                                    const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+static fanin_status refuse_existing(const adapter *a, fanin_error *error,
+                                    const char *format, ...)
 {
     char what[251];
     va_list arguments;
@@ -34,17 +297,18 @@ static fanin_status refuse(const adapter *a, fanin_error *error, const char *for
                      what);
 }
 
-static fanin_status refuse_file(const adapter *a, const char *file, const char *what,
-                                fanin_error *error)
+static fanin_status refuse_own_file(const adapter *a, const char *file,
+                                    const char *what, fanin_error *error)
 {
-    return refuse(a, error, "cannot be reused: '%.100s' in it %.120s", file, what);
+    return refuse_existing(a, error, "cannot be reused: '%.100s' in it %.120s", file,
+                           what);
 }
 
 /* Bytes that are not those of fanin.json, whoever changed them. */
 static fanin_status refuse_damaged(const adapter *a, const char *file,
                                    fanin_error *error)
 {
-    return refuse(
+    return refuse_existing(
         a, error,
         "holds the step asked for, but it was damaged: %s is not as " IDENTITY_FILE
         " says",
@@ -56,7 +320,7 @@ static fanin_status refuse_other(const adapter *a, const json_t *root,
                                  fanin_error *error)
 {
     char *step = json_dumps(json_object_get(root, "step"), JSON_ENCODE_ANY);
-    fanin_status status = refuse(
+    fanin_status status = refuse_existing(
         a, error,
         "holds %s: step %.24s of %.80s, world %.32s; asked for is step %" PRIu64
         " of %.80s",
@@ -68,8 +332,8 @@ static fanin_status refuse_other(const adapter *a, const json_t *root,
 }
 
 /* A file of the directory, *file_out -1: it is not there. Never waits for a FIFO's writer. */
-static fanin_status open_file(const adapter *a, int directory, const char *name,
-                              int *file_out, uint64_t *size_out, fanin_error *error)
+static fanin_status open_own_file(const adapter *a, int directory, const char *name,
+                                  int *file_out, uint64_t *size_out, fanin_error *error)
 {
     int fd = openat(directory, name,
                     O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
@@ -77,7 +341,7 @@ static fanin_status open_file(const adapter *a, int directory, const char *name,
     if (fd < 0 && errno == ENOENT)
         return FANIN_OK;
     if (fd < 0 && errno == ELOOP)
-        return refuse_file(a, name, "is a symbolic link", error);
+        return refuse_own_file(a, name, "is a symbolic link", error);
     if (fd < 0)
         return adapter_io_error(&a->place, errno, "cannot read", name, REMEDY, error);
     struct stat info;
@@ -89,18 +353,18 @@ static fanin_status open_file(const adapter *a, int directory, const char *name,
         return FANIN_OK;
     }
     close(fd);
-    return refuse_file(a, name, regular ? why : "is no regular file", error);
+    return refuse_own_file(a, name, regular ? why : "is no regular file", error);
 }
 
 /* @p *text_out: to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
-static fanin_status read_text(const adapter *a, int directory, const char *name,
-                              uint64_t most, char **text_out, size_t *size_out,
-                              fanin_error *error)
+static fanin_status read_small_file(const adapter *a, int directory, const char *name,
+                                    uint64_t most, char **text_out, size_t *size_out,
+                                    fanin_error *error)
 {
     int fd;
     uint64_t size = 0;
     *text_out = NULL;
-    fanin_status status = open_file(a, directory, name, &fd, &size, error);
+    fanin_status status = open_own_file(a, directory, name, &fd, &size, error);
     if (status != FANIN_OK || fd < 0)
         return status;
     char *text = size <= most ? malloc((size_t)size + 1) : NULL;
@@ -131,7 +395,7 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     if (!adapter_identity_bytes(root, wanted->name, &bytes) || bytes > SIZE_MAX / 2)
         return refuse_damaged(a, wanted->name, error);
     fanin_status status =
-        read_text(a, directory, wanted->name, bytes, &text, &size, error);
+        read_small_file(a, directory, wanted->name, bytes, &text, &size, error);
     if (status != FANIN_OK)
         return status;
     const char *hex = adapter_identity_digest(root, wanted->name);
@@ -139,15 +403,16 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     if (!text || size != bytes || (hex && !hex_equal(hex, found.bytes)))
         status = refuse_damaged(a, wanted->name, error);
     else if (size != wanted->size || memcmp(text, wanted->text, size) != 0)
-        status = refuse(a, error,
-                        "holds the step asked for with another %s than this pull would "
-                        "write",
-                        wanted->name);
+        status = refuse_existing(
+            a, error,
+            "holds the step asked for with another %s than this pull would "
+            "write",
+            wanted->name);
     free(text);
     return status;
 }
 
-static bool may_go_on(void *cookie)
+static bool may_read_on(void *cookie)
 {
     return adapter_may_go_on(cookie, "reading", NULL) == FANIN_OK;
 }
@@ -156,7 +421,7 @@ static fanin_status check_digest(adapter *a, int file, const tensor_file *wanted
                                  const char *hex, fanin_error *error)
 {
     digest found;
-    switch (file_digest(file, wanted->layout.file_size, may_go_on, a, &found)) {
+    switch (file_digest(file, wanted->layout.file_size, may_read_on, a, &found)) {
     case FILE_DIGEST_OK:
         return hex_equal(hex, found.bytes) ? FANIN_OK
                                            : refuse_damaged(a, wanted->name, error);
@@ -181,7 +446,8 @@ static fanin_status check_tensors(adapter *a, int directory, const json_t *root,
     const char *hex = adapter_identity_digest(root, wanted->name);
     if (!hex || !adapter_identity_bytes(root, wanted->name, &bytes))
         return refuse_damaged(a, wanted->name, error);
-    fanin_status status = open_file(a, directory, wanted->name, &file, &size, error);
+    fanin_status status =
+        open_own_file(a, directory, wanted->name, &file, &size, error);
     if (status != FANIN_OK)
         return status;
     bool fits = file >= 0 && size == bytes && size == wanted->layout.file_size;
@@ -205,9 +471,10 @@ static fanin_status check_list(const adapter *a, const json_t *root,
         same = json_object_get(files, texts[i].name) != NULL;
     if (same)
         return FANIN_OK;
-    return refuse(a, error,
-                  "holds the step asked for in other files than this pull would write "
-                  "(max_file_bytes)");
+    return refuse_existing(
+        a, error,
+        "holds the step asked for in other files than this pull would write "
+        "(max_file_bytes)");
 }
 
 static fanin_status check_files(adapter *a, int directory, const json_t *root,
@@ -225,9 +492,9 @@ static fanin_status check_files(adapter *a, int directory, const json_t *root,
     return status;
 }
 
-static fanin_status compare(adapter *a, int directory, const json_t *root,
-                            const adapter_identity *identity, bool *reuse_out,
-                            fanin_error *error)
+static fanin_status compare_files(adapter *a, int directory, const json_t *root,
+                                  const adapter_identity *identity, bool *reuse_out,
+                                  fanin_error *error)
 {
     const char *why = adapter_identity_difference(root, identity);
     if (why)
@@ -264,16 +531,18 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
     if (status != FANIN_OK || entry[0] == '\0')
         return status;
     if (ownership_doubtful(info, why))
-        return refuse(a, error, "cannot be reused: it %s", why);
+        return refuse_existing(a, error, "cannot be reused: it %s", why);
     char *text;
     size_t size = 0;
-    status = read_text(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
+    status =
+        read_small_file(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
     json_t *root = text ? adapter_identity_parse(text, size) : NULL;
     free(text);
     if (status == FANIN_OK)
-        status = root ? compare(a, directory, root, identity, reuse_out, error)
-                      : refuse(a, error,
-                               "holds '%.100s' and no readable " IDENTITY_FILE, entry);
+        status = root ? compare_files(a, directory, root, identity, reuse_out, error)
+                      : refuse_existing(a, error,
+                                        "holds '%.100s' and no readable " IDENTITY_FILE,
+                                        entry);
     json_decref(root);
     return status;
 }
@@ -286,12 +555,12 @@ static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *e
     if (fstatat(a->place.parent, a->place.name, &info, AT_SYMLINK_NOFOLLOW) != 0)
         return adapter_io_error(&a->place, reason, "cannot open", NULL, NULL, error);
     if (S_ISLNK(info.st_mode))
-        return refuse(a, error, "is a symbolic link, which is not followed");
+        return refuse_existing(a, error, "is a symbolic link, which is not followed");
     if (!S_ISDIR(info.st_mode))
-        return refuse(a, error, "is there and is no directory");
+        return refuse_existing(a, error, "is there and is no directory");
     if (!ownership_doubtful(&info, why))
         return adapter_io_error(&a->place, reason, "cannot open", NULL, NULL, error);
-    return refuse(a, error, "cannot be used: it %s", why);
+    return refuse_existing(a, error, "cannot be used: it %s", why);
 }
 
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,

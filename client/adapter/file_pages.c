@@ -12,6 +12,149 @@
 #include <time.h>
 #include <unistd.h>
 
+/* ------------------------------------------------------ digests of pieces */
+
+/* One thread digests 4 GB/s of memory that it has not touched before; a copy engine brings 55. */
+#define DIGEST_THREADS 16
+#define BYTES_A_THREAD ((uint64_t)64 << 20) /* below, one is enough */
+
+typedef struct piece {
+    worker_job job; /* first: the pool hands it back */
+    const uint8_t *data;
+    uint32_t size;
+    atomic_uint_least32_t missing; /* bytes */
+    int file;                      /* to be written to; -1 */
+    uint64_t offset;               /* in it */
+    digest *digest;
+} piece;
+
+struct piece_digests {
+    uint64_t size;
+    size_t count;
+    atomic_bool wrong; /* bytes landed outside, or twice */
+    piece *pieces;
+    digest *digests;
+    worker_pool *pool; /* of the pieces that are complete; the caller's */
+};
+
+static void make_digest(worker_job *job)
+{
+    const piece *p = (const piece *)job;
+    *p->digest = digest_of(p->data, p->size);
+    if (p->file >= 0) /* a hint: fsync() says what fails */
+        sync_file_range(p->file, (off_t)p->offset, p->size, SYNC_FILE_RANGE_WRITE);
+}
+
+static void forget_pieces(piece_digests *p)
+{
+    for (size_t i = 0; i < p->count; i++)
+        p->pieces[i].missing = p->pieces[i].size;
+    p->wrong = false;
+}
+
+worker_pool *piece_digests_pool(uint64_t size)
+{
+    uint64_t worth = 1 + size / BYTES_A_THREAD;
+    return worker_pool_create(
+        1, worth < DIGEST_THREADS ? (unsigned)worth : DIGEST_THREADS, -1);
+}
+
+piece_digests *piece_digests_start(const uint8_t *base, uint64_t size,
+                                   worker_pool *pool, int file)
+{
+    piece_digests *p = calloc(1, sizeof *p);
+    if (!p)
+        return NULL;
+    p->size = size;
+    p->count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE);
+    p->pieces = calloc(p->count + 1, sizeof *p->pieces);
+    p->digests = calloc(p->count + 1, sizeof *p->digests);
+    p->pool = pool;
+    if (!p->pieces || !p->digests) {
+        piece_digests_stop(&p);
+        return NULL;
+    }
+    for (size_t i = 0; i < p->count; i++) {
+        uint64_t begin = i * DIGEST_PIECE, left = size - begin;
+        p->pieces[i] =
+            (piece){.job.run = make_digest,
+                    .data = base + begin,
+                    .size = (uint32_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE),
+                    .file = file,
+                    .offset = begin,
+                    .digest = &p->digests[i]};
+    }
+    forget_pieces(p);
+    return p;
+}
+
+void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length)
+{
+    if (offset > p->size || length > p->size - offset) {
+        p->wrong = true;
+        return;
+    }
+    while (length > 0) {
+        piece *one = &p->pieces[offset / DIGEST_PIECE];
+        uint64_t here = DIGEST_PIECE - offset % DIGEST_PIECE;
+        if (here > length)
+            here = length;
+        uint32_t before = atomic_fetch_sub(&one->missing, (uint32_t)here);
+        if (here > before) {
+            p->wrong = true;
+            return;
+        }
+        if (here == before)
+            worker_pool_submit(p->pool, &one->job);
+        offset += here;
+        length -= here;
+    }
+}
+
+void piece_digests_known(piece_digests *p, uint64_t offset, const digest *known)
+{
+    size_t at = (size_t)(offset / DIGEST_PIECE);
+    if (offset % DIGEST_PIECE != 0 || at >= p->count ||
+        p->pieces[at].size != DIGEST_PIECE ||
+        atomic_exchange(&p->pieces[at].missing, 0) != DIGEST_PIECE)
+        p->wrong = true;
+    else
+        p->digests[at] = *known;
+}
+
+void piece_digests_restart(piece_digests *p)
+{
+    worker_pool_drain(p->pool);
+    forget_pieces(p);
+}
+
+bool piece_digests_finish(piece_digests *p, digest *out)
+{
+    bool whole = !p->wrong;
+    for (size_t i = 0; i < p->count; i++)
+        whole = whole && p->pieces[i].missing == 0;
+    while (whole && worker_pool_help(p->pool))
+        ; /* the rest is shared with the threads */
+    worker_pool_drain(p->pool);
+    if (whole)
+        *out = digest_of(p->digests, p->count * sizeof *p->digests);
+    return whole;
+}
+
+void piece_digests_stop(piece_digests **p)
+{
+    if (!p || !*p)
+        return;
+    piece_digests *d = *p;
+    *p = NULL;
+    worker_pool_drain(d->pool);
+    free(d->pieces);
+    free(d->digests);
+    free(d);
+}
+
+/* ------------------------------------------------------------------ pages */
+
 #ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -88,7 +231,7 @@ typedef struct place {
     uint64_t offset, bytes;
 } place;
 
-static place place_of(const file_pages *p, uint64_t step)
+static place part_place(const file_pages *p, uint64_t step)
 {
     size_t low = 0, high = p->n_parts;
     while (high - low > 1) {
@@ -142,7 +285,7 @@ static int make_space(file_pages *p, uint64_t step)
     int status;
     if (atomic_load(&p->have[step]))
         return 0;
-    place at = place_of(p, step);
+    place at = part_place(p, step);
     file_limit_guard guard = file_limit_enter();
     do
         status = fallocate(at.file->file, 0, (off_t)at.offset, (off_t)at.bytes);
@@ -160,7 +303,7 @@ static bool make_pages_of(file_pages *p, uint64_t step)
 {
     if (!p->in_memory && make_space(p, step) != 0)
         return false;
-    if (!touch_step(p, place_of(p, step)))
+    if (!touch_step(p, part_place(p, step)))
         return false;
     atomic_store(&p->have[step], true);
     return true;
@@ -173,7 +316,7 @@ static uint64_t steps_allowed(const file_pages *p, uint64_t landed)
 }
 
 /* The next step that may be made; false: no more. */
-static bool take_step(file_pages *p, uint64_t *out)
+static bool take_page_step(file_pages *p, uint64_t *out)
 {
     pthread_mutex_lock(&p->lock);
     while (!p->stop && p->next < p->n_steps && p->next >= p->allowed)
@@ -186,11 +329,11 @@ static bool take_step(file_pages *p, uint64_t *out)
 
 /* Ends where anything fails: whoever needs the space finds out why, and without pages they appear
    when they are touched. */
-static void *make_pages(void *cookie)
+static void *make_step_pages(void *cookie)
 {
     file_pages *p = cookie;
     pthread_setname_np(pthread_self(), "fanin-file");
-    for (uint64_t step; take_step(p, &step) && make_pages_of(p, step);)
+    for (uint64_t step; take_page_step(p, &step) && make_pages_of(p, step);)
         ;
     return NULL;
 }
@@ -210,7 +353,7 @@ static int set_size(int file, uint64_t size)
 }
 
 /* Every file has a step at least, so that each is found by its first one. */
-static int take_parts(file_pages *p, const file_part *parts)
+static int copy_parts(file_pages *p, const file_part *parts)
 {
     int code = 0;
     for (size_t i = 0; i < p->n_parts && code == 0; i++) {
@@ -233,7 +376,7 @@ file_pages *file_pages_start(const file_part *parts, size_t count, int *errno_ou
     p->n_parts = count;
     p->parts = calloc(count + 1, sizeof *p->parts);
     p->in_memory = count > 0 && is_in_memory(parts[0].file);
-    int code = p->parts ? take_parts(p, parts) : ENOMEM;
+    int code = p->parts ? copy_parts(p, parts) : ENOMEM;
     if (code == 0 && !(p->have = calloc(p->n_steps + 1, sizeof *p->have)))
         code = ENOMEM;
     if (code == 0 && p->size > 0)
@@ -252,7 +395,7 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     unsigned wanted = usable_cpus();
     wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
     wanted = wanted < p->n_steps ? wanted : (unsigned)p->n_steps;
-    p->n_threads = worker_threads_start(p->threads, wanted, make_pages, p);
+    p->n_threads = worker_threads_start(p->threads, wanted, make_step_pages, p);
 }
 
 /* A long range is asked for before its first byte, by one thread for many that will write or pin

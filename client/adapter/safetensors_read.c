@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "adapter/safetensors.h"
-#include "adapter/file_digest.h"
+#include "adapter/tensor_files.h"
+#include "adapter/file_pages.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "versioned.h"
@@ -97,8 +97,8 @@ static const char *read_sizes(const json_t *list, uint32_t max, uint64_t *out,
 }
 
 /* @p data: where tensors' bytes begin; @p end: the file's size. The name is left out. */
-static const char *read_entry(const json_t *value, uint64_t data, uint64_t end,
-                              fanin_safetensors_entry *out)
+static const char *read_header_entry(const json_t *value, uint64_t data, uint64_t end,
+                                     fanin_safetensors_entry *out)
 {
     if (!json_is_object(value) || json_object_size(value) != 3)
         return "an entry is not made of dtype, shape and data_offsets";
@@ -201,7 +201,8 @@ static fanin_status no_json(fanin_error *error, const char *why, size_t at)
 }
 
 /* The next value, whatever its type; @p value_out is to be released. */
-static fanin_status read_value(header_text *h, json_t **value_out, fanin_error *error)
+static fanin_status read_json_value(header_text *h, json_t **value_out,
+                                    fanin_error *error)
 {
     json_error_t detail;
     *value_out = json_loadb(
@@ -221,7 +222,7 @@ static fanin_status read_member(fanin_safetensors *file, size_t room, header_tex
                                 const char *name, uint64_t end, fanin_error *error)
 {
     json_t *value;
-    fanin_status status = read_value(h, &value, error);
+    fanin_status status = read_json_value(h, &value, error);
     if (status != FANIN_OK)
         return status;
     if (strcmp(name, "__metadata__") == 0) {
@@ -230,7 +231,8 @@ static fanin_status read_member(fanin_safetensors *file, size_t room, header_tex
         return status;
     }
     fanin_safetensors_entry entry;
-    const char *why = read_entry(value, SAFETENSORS_LENGTH + h->size, end, &entry);
+    const char *why =
+        read_header_entry(value, SAFETENSORS_LENGTH + h->size, end, &entry);
     json_decref(value);
     if (!why && file->count == room)
         why = "the header holds more than tensors"; /* the scan has counted them */
@@ -259,7 +261,7 @@ static fanin_status read_members(fanin_safetensors *file, size_t room, header_te
         if (next_byte(h) != '"')
             return no_json(error, "a name is expected", h->at);
         json_t *name;
-        fanin_status status = read_value(h, &name, error);
+        fanin_status status = read_json_value(h, &name, error);
         if (status != FANIN_OK)
             return status;
         if (next_byte(h) == ':') {
@@ -282,7 +284,7 @@ static fanin_status read_members(fanin_safetensors *file, size_t room, header_te
     return h->at < h->size ? no_json(error, "something follows it", h->at) : FANIN_OK;
 }
 
-static fanin_status sort_names(fanin_safetensors *file, fanin_error *error)
+static fanin_status sort_entries(fanin_safetensors *file, fanin_error *error)
 {
     for (size_t i = 0; i < file->count; i++)
         file->by_name[i] = (uint32_t)i;
@@ -333,7 +335,7 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
     if (status == FANIN_OK)
         qsort(file->entries, file->count, sizeof file->entries[0], compare_offsets);
     if (status == FANIN_OK)
-        status = sort_names(file, error);
+        status = sort_entries(file, error);
     if (status == FANIN_OK)
         status = check_tiling(file, SAFETENSORS_LENGTH + size, file_size, error);
     if (status != FANIN_OK) {
@@ -351,8 +353,8 @@ static fanin_status read_failed(fanin_error *error, const char *path)
     return error_set_errno(error, FANIN_ERR_IO, errno, NULL, "cannot read '%s'", path);
 }
 
-static fanin_status parse_file(int fd, const char *path, fanin_safetensors **out,
-                               fanin_error *error)
+static fanin_status parse_safetensors(int fd, const char *path, fanin_safetensors **out,
+                                      fanin_error *error)
 {
     struct stat info;
     uint8_t length[SAFETENSORS_LENGTH];
@@ -390,7 +392,7 @@ fanin_status fanin_safetensors_open(const char *path, fanin_safetensors **out,
                                errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
                                errno, NULL, "cannot open '%s'", path);
     fanin_safetensors *file = NULL;
-    fanin_status status = parse_file(fd, path, &file, error);
+    fanin_status status = parse_safetensors(fd, path, &file, error);
     if (status != FANIN_OK || !file) {
         close(fd);
         return status;

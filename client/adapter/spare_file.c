@@ -41,7 +41,7 @@ void file_memory_release(file_memory *m)
     *m = (file_memory){.file = -1};
 }
 
-static bool allocate(spare_file *s, uint64_t size)
+static bool allocate_spare(spare_file *s, uint64_t size)
 {
     for (uint64_t at = 0; at < size;) {
         if (atomic_load(&s->stop))
@@ -70,7 +70,7 @@ static void *touch_pages(void *cookie)
     return NULL;
 }
 
-static bool make_pages(spare_file *s)
+static bool make_spare_pages(spare_file *s)
 {
     pthread_t threads[FILE_PAGES_THREADS];
     unsigned wanted = usable_cpus();
@@ -81,7 +81,7 @@ static bool make_pages(spare_file *s)
     return !atomic_load(&s->lacking);
 }
 
-static void *make(void *argument)
+static void *make_spare(void *argument)
 {
     spare_file *s = argument;
     uint64_t size = s->wanted;
@@ -89,7 +89,7 @@ static void *make(void *argument)
     file_memory_release(&s->retired);
     if (size == 0)
         return NULL;
-    if (!allocate(s, size)) {
+    if (!allocate_spare(s, size)) {
         file_memory_release(&s->made); /* what there was of it is others' again */
         return NULL;
     }
@@ -99,7 +99,7 @@ static void *make(void *argument)
         return NULL;
     s->made.base = base;
     s->made.size = size;
-    s->made.populated = make_pages(s);
+    s->made.populated = make_spare_pages(s);
     long page = sysconf(_SC_PAGESIZE);
     size_t whole =
         (size_t)((size + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page);
@@ -122,7 +122,7 @@ static int open_nameless(int parent, const logger *log)
 }
 
 /* Another file as large fits behind it. */
-static bool has_room(int parent, uint64_t size, const logger *log)
+static bool has_room_for_spare(int parent, uint64_t size, const logger *log)
 {
     struct statvfs info;
     if (fstatvfs(parent, &info) != 0)
@@ -144,7 +144,8 @@ spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *ret
     struct stat info;
     spare_file *s = calloc(1, sizeof *s);
     int fd = -1;
-    if (s && size > 0 && fstat(parent, &info) == 0 && has_room(parent, size, log))
+    if (s && size > 0 && fstat(parent, &info) == 0 &&
+        has_room_for_spare(parent, size, log))
         fd = open_nameless(parent, log);
     if (!s || (fd < 0 && !retired->base)) {
         file_memory_release(retired);
@@ -160,7 +161,7 @@ spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *ret
     s->retired = *retired;
     s->g = g;
     *retired = (file_memory){.file = -1};
-    if (worker_thread_start(&s->thread, make, s))
+    if (worker_thread_start(&s->thread, make_spare, s))
         return s;
     file_memory_release(&s->retired);
     file_memory_release(&s->made);

@@ -58,9 +58,9 @@ struct fanin_client {
     struct cma_end *cma;             /**< cma/cma.h */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
-    struct adapter_layout *layout;   /**< adapter/adapter_layout.h */
+    struct adapter_layout *layout;   /**< adapter/adapter.h */
     struct step_contents
-        *contents; /**< adapter/step_contents.h; until it is destroyed */
+        *contents; /**< adapter/adapter_internal.h; until it is destroyed */
     fanin_session
         *session; /**< pull/pull_session.h: until it ends no other call may run */
 };

@@ -3,7 +3,7 @@
 #ifndef DESTINATION_H
 #define DESTINATION_H
 
-#include "adapter/adapter_identity.h"
+#include "adapter/adapter.h"
 #include "catalog/tables.h"
 #include "path/path.h"
 #include "plan/plan.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The catalog and the metadata of a step that ranks hold: a pull without bytes. */
-#include "adapter/model_config.h"
+#include "adapter/adapter.h"
 #include "catalog/survey.h"
 #include "dtype.h"
 #include "error_set.h"

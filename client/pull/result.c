@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/result.h"
 
-#include "adapter/adapter_identity.h"
+#include "adapter/adapter.h"
 #include "error_set.h"
 #include "versioned.h"
 #include <jansson.h>

@@ -4,7 +4,7 @@
  * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration, of an adapter and of
  * a model, or a reason.
  */
-#include "adapter/model_config.h"
+#include "adapter/adapter.h"
 #include "fuzz.h"
 #include "peft/peft_config.h"
 #include "utf8.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A file of anybody's: what the parser accepts keeps the promises of fanin/safetensors.h. */
 #include "fuzz.h"
-#include "adapter/safetensors.h"
+#include "adapter/tensor_files.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The file format: what the writer lays out, and what the strict reader accepts. */
-#include "adapter/safetensors.h"
+#include "adapter/tensor_files.h"
 #include "testing.h"
 
 #include <jansson.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How a model is cut into files, its index, and its configuration. */
-#include "adapter/model_config.h"
+#include "adapter/adapter.h"
 #include "adapter/tensor_files.h"
 #include "testing.h"
 
