@@ -507,7 +507,7 @@ def test_a_cancelled_task_waits_for_no_marker(
         looked.set()
         return wait_stable(directory, timeout, **rest)
 
-    monkeypatch.setattr("fanin.pool.wait_stable", look)
+    monkeypatch.setattr("fanin.fleet.pool.wait_stable", look)
 
     async def main() -> None:
         task = asyncio.create_task(pool.aupdate_weights(tmp_path / "step_1", "p", 1))
@@ -541,8 +541,8 @@ def test_who_has_gone_has_nobody_asked(
         begun.append(drive)
         return lambda: None
 
-    monkeypatch.setattr("fanin.pool.wait_stable", come)
-    monkeypatch.setattr("fanin.pool.carry", begin)
+    monkeypatch.setattr("fanin.fleet.pool.wait_stable", come)
+    monkeypatch.setattr("fanin.fleet.pool.carry", begin)
     with pytest.raises(CancelledError):
         pool_of(made)._update(tmp_path, "p", 1, None, None, stop)
     for drive in begun:
@@ -623,7 +623,7 @@ def test_a_bug_is_told_without_what_was_sent(
     def post_json(*_: Any, api_key: str, **__: Any) -> Any:
         raise ValueError(f"Invalid header value b'Bearer {api_key}'")
 
-    monkeypatch.setattr("fanin.pool.post_json", post_json)
+    monkeypatch.setattr("fanin.fleet.pool.post_json", post_json)
     with pytest.raises(PoolError, match="ValueError in post_json, .*test_pool.py:") as caught:
         pool_of(made, api_key="s3cret").update_weights(HERE, "p", 1)
     assert caught.value.name == "FANIN_ERR_INTERNAL"

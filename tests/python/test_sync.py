@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fanin.sync.registry as registry_module
+import fanin.fleet.registry as registry_module
 import pytest
 from fanin._http import FAILURES, ask_json
 from fanin.errors import (
@@ -24,11 +24,11 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
+from fanin.fleet.engine_sync import Flight
+from fanin.fleet.steps import look
+from fanin.fleet.wire import Wire
 from fanin.info import write_info
 from fanin.sync import EndpointResult, Registry, SyncError
-from fanin.sync.flights import Flight
-from fanin.sync.trainer import look
-from fanin.sync.wire import Wire
 from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
 from local_world import until
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fanin.sync.flights as flights
+import fanin.fleet.engine_sync as engine_sync
 import pytest
 from fanin.engine.weights_state import fanin_weights_state, require_host_room
 from fanin.errors import HostError, RequestError
@@ -247,7 +247,7 @@ def test_the_log_says_how_far_it_is(
     engine: FakeVLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "fanin.sync")
-    monkeypatch.setattr(flights, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(engine_sync, "SAY_EVERY", 0.0)
     engine.workers = 1
     engine.reads = [{**reading(0), "bytes": 20_000_000, "total": 50_000_000}, READY]
     registry_of(engine).sync(7)

@@ -8,7 +8,7 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
-import fanin.sync.registry as registry_module
+import fanin.fleet.registry as registry_module
 import pytest
 from fanin.check import trained as digests_of
 from fanin.errors import NotFoundError, RequestError, StateError

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import fanin.sync.registry as registry_module
+import fanin.fleet.registry as registry_module
 import pytest
+from fanin.fleet.restarts import Restarts
 from fanin.sync import Registry
-from fanin.sync.restarts import Restarts
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 from local_world import until
 

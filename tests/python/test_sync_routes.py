@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fanin.sync.registry as registry_module
+import fanin.fleet.registry as registry_module
 import pytest
 from fanin.errors import (
     ConnectionFailedError,
@@ -25,8 +25,8 @@ from fanin.errors import (
     RequestError,
     UnreachableError,
 )
+from fanin.fleet.wire import Wire
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
-from fanin.sync.wire import Wire
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 from http_engine import Answer, Engine, Request
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import fanin.sync.trainer as trainer_module
+import fanin.fleet.steps as trainer_module
 import pytest
 from fanin.errors import FaninError, PullTimeoutError, StaleError, UnreachableError
 from fanin.info import write_info

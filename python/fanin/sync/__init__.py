@@ -10,18 +10,19 @@
 
 Nothing is sent here: every engine's workers pull from the trainer's ranks. The same as HTTP routes:
 :class:`Service`, :class:`SyncServer`, ``python -m fanin.sync``; called by :class:`SyncClient`.
-:class:`TransportBackend` is for code that hands tensors to a transport bucket by bucket.
+:class:`TransportBackend` is for code that hands tensors to a transport bucket by bucket. The code
+is in ``fanin.fleet``.
 """
 
 from __future__ import annotations
 
-from .client import SyncClient
-from .endpoints import Endpoint, EndpointResult, SyncError, SyncResult
-from .registry import Registry
-from .service import Service
-from .serving import SyncServer, asgi_app
-from .trainer import wait_for_step
-from .transport import TransportBackend
+from fanin.fleet.client import SyncClient
+from fanin.fleet.endpoints import Endpoint, EndpointResult, SyncError, SyncResult
+from fanin.fleet.registry import Registry
+from fanin.fleet.service import Service
+from fanin.fleet.serving import SyncServer, asgi_app
+from fanin.fleet.steps import wait_for_step
+from fanin.fleet.transport import TransportBackend
 
 __all__ = [
     "Endpoint",

@@ -35,11 +35,11 @@ from .endpoints import (
     check_seconds,
     endpoint_of,
 )
+from .engine_sync import GRACE, SAY_EVERY, Flight, Had, LeaveAlone, Plan, Record, failure
 from .engines import driver_of
-from .flights import GRACE, SAY_EVERY, Flight, Had, LeaveAlone, Plan, Record, failure
 from .proof import Trained
 from .restarts import Restarts
-from .trainer import wait_for_step
+from .steps import wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
 
 __all__ = ["Registry"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fanin.errors import FaninError, SupersededError
 
-from .flights import Had
+from .engine_sync import Had
 from .wire import CHECKPOINT
 
 if TYPE_CHECKING:
