@@ -16,6 +16,7 @@ decides what is newest, so two engines never serve different steps under one nam
 
 from __future__ import annotations
 
-from fanin.fleet.pool import EngineFailure, EnginePool, PoolError, UpdateResult, newest_step
+from fanin.fleet.pool import EngineFailure, EnginePool, PoolError, UpdateResult
+from fanin.fleet.steps import newest_step
 
 __all__ = ["EngineFailure", "EnginePool", "PoolError", "UpdateResult", "newest_step"]

@@ -1,40 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The orchestrator's side: every engine of a pool gets the same step of an adapter.
-
-::
-
-    pool = EnginePool(["http://10.0.0.7:8000", "http://10.0.0.8:8000"], lora_alpha=32.0)
-    result = pool.update_weights("/shared/run", "policy", step=120)
-    # ask the engines for model=result.lora_name from now on
-
-Steps may pass while engines pull: a trainer that serves its parameters by reference has only the
-newest. When an engine says that a step is superseded, this module asks the trainer's ranks which
-step all of them hold, and posts that one, under its own name, to all engines. An engine never
-decides what is newest, so two engines never serve different steps under one name.
-"""
+"""A step of an adapter, posted to every engine of a pool; see :mod:`fanin.pool`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import ssl
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import handed_on
 from fanin._otel import carry, span
+from fanin.client import Client
 from fanin.errors import (
     CancelledError,
     FaninError,
-    PullTimeoutError,
     RequestError,
-    SupersededError,
     UnreachableError,
     status_name,
 )
@@ -42,14 +29,15 @@ from fanin.info import (
     Target,
     TrainerInfo,
     addresses_of,
-    client_arguments,
     is_path,
     split_address,
     wait_stable,
 )
 from fanin.names import AdapterName, check_run, check_step, parse
 
-__all__ = ["EngineFailure", "EnginePool", "PoolError", "UpdateResult", "newest_step"]
+from .steps import newest_step
+
+__all__ = ["EngineFailure", "EnginePool", "PoolError", "UpdateResult"]
 
 LOAD_PATH = "/load_lora_adapter_nixl"
 INIT_PATH = "/init_nixl_client"
@@ -146,143 +134,32 @@ class UpdateResult:
     failures: dict[str, EngineFailure] = field(default_factory=dict)
 
 
-# ----------------------------------------------------------- the newest step
-
-
-def newest_step(
-    trainer: Target,
-    run: str | int,
-    *,
-    beyond: int | None = None,
-    timeout: float = 5.0,
-    server_name: str | None = None,
-    world_id: str | None = None,
-    stop: threading.Event | None = None,
-    **client: Any,
-) -> int:
-    """The newest step of *run* that every rank of *trainer* has committed.
-
-    Blocks at most *timeout*; any thread.
-
-    Args:
-        beyond: wait for one above this.
-        timeout: seconds.
-        world_id: 32 hex digits; None: any.
-        stop: once it is set, the wait ends.
-        client: what else fanin.Client takes, such as secret_file, tls_cert, tls_key, tls_ca.
-            Without a secret or certificate: the secret that *trainer*'s nixl_info.json names.
-
-    Raises:
-        PullTimeoutError: says how far the ranks are.
-        CancelledError: *stop* is set.
-        TypeError: names an argument that fanin.Client does not take.
-        FaninError: errors of fanin.Client.connect that do not pass by themselves.
-    """
-    from fanin.client import Client
-
-    addresses = addresses_of(trainer)
-    publication = "lora:" + check_run(run)
-    deadline = time.monotonic() + timeout
-    pause = 0.005
-    told = "no rank has answered"
-    more = handed_on("newest_step", Client, client)
-    with Client(
-        server_name=server_name, world_id=world_id, **client_arguments(trainer, more)
-    ) as asked:
-        connected = False
-        while (remaining := deadline - time.monotonic()) > 0:
-            try:
-                if not connected:
-                    asked.connect(addresses, timeout=remaining)
-                    connected = True
-                steps = {
-                    info.rank: info.step
-                    for info in asked.publications(timeout=remaining)
-                    if info.name == publication and info.state != "unpublished"
-                }
-                newest = min(steps.values(), default=0)
-                if len(steps) == len(addresses) and (beyond is None or newest > beyond):
-                    return newest
-                told = f"{len(steps)} of {len(addresses)} ranks publish it, the last at {newest}"
-            except FaninError as error:
-                if not error.retryable:
-                    raise
-                connected = False
-                asked.disconnect()
-                told = str(error)
-            if stop is None:
-                time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
-            elif stop.wait(min(pause, max(deadline - time.monotonic(), 0))):
-                raise CancelledError.make(_CANCELLED)
-            pause = min(pause * 2, 0.25)
-    wanted = "" if beyond is None else f" above {beyond}"
-    raise PullTimeoutError.make(
-        f"no step{wanted} of {publication} on all ranks within {timeout:g} s: {told}",
-        "check that all ranks of the trainer run and commit",
-        key=publication,
-    )
-
-
 # ------------------------------------------------------------------ one post
 
 
-class _Flight:
-    """One update: the name that engines are to get now, and who stops waiting for it."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Goal:
+    """What all engines are to be posted now."""
 
-    def __init__(self, deadline: float, stop: threading.Event, world: str | None = None) -> None:
-        self.deadline = deadline
-        self.stop = stop
-        self.world = world
-        #: Why the engines that are asked again do not have it yet.
-        self.last: dict[str, EngineFailure] = {}
-        #: The trainer's launch whose step an engine says that it has.
-        self.loaded: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._name: AdapterName | None = None
-
-    @property
-    def name(self) -> AdapterName | None:
-        with self._changed:
-            return self._name
-
-    def set(self, name: AdapterName | None) -> None:
-        with self._changed:
-            self._name = name
-            self._changed.notify_all()
-
-    def pause(self, seconds: float, name: AdapterName | None) -> bool:
-        """Waits; False if *name* is not wanted any more or nothing is."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._name != name or self.stop.is_set(), seconds)
-            return self._name == name and not self.stop.is_set()
-
-    def judge(
-        self, engine: str, reply: Reply, name: AdapterName | None, attempts: int
-    ) -> EngineFailure | None:
-        """Whether an answer of status 200 says that what was asked for was done."""
-        if name is None:
-            return None
-        failure = _check_loaded(engine, reply, name, self.world, attempts)
-        if failure is None:
-            self.loaded[engine] = str(reply.json().get("world") or "")
-        return failure
-
-    def end(self) -> None:
-        self.stop.set()
-        with self._changed:
-            self._changed.notify_all()
+    path: str
+    body: Mapping[str, Any]
+    name: AdapterName | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    engine: str
-    name: AdapterName | None
+    """How it ended with one engine. world: the trainer's launch whose step it has, as it says."""
+
     failure: EngineFailure | None
     at: float
+    world: str = ""
+    final: bool = False
 
     @property
-    def superseded(self) -> bool:
-        return self.failure is not None and self.failure.code == "FANIN_ERR_SUPERSEDED"
+    def passed(self) -> bool:
+        """Whether the engine waits to be told a newer step."""
+        failure = self.failure
+        return not self.final and failure is not None and failure.code == "FANIN_ERR_SUPERSEDED"
 
 
 def _no_answer(engine: str, error: BaseException, attempts: int) -> EngineFailure:
@@ -359,8 +236,6 @@ class EnginePool:
         server_name: str | None = None,
         **client: Any,
     ) -> None:
-        from fanin.client import Client
-
         self._client = handed_on("EnginePool", Client, client, "world_id")
         if isinstance(engines, str):
             raise RequestError.make("engines is one text", "give a list of URLs")
@@ -464,28 +339,12 @@ class EnginePool:
             body = {"trainer_addresses": _pairs(addresses_of(trainer))}
         if self.server_name is not None:
             body["server_name"] = self.server_name
-        seconds = self.timeout if timeout is None else timeout
-        flight = _Flight(time.monotonic() + seconds, threading.Event())
-
-        def body_at(deadline: float) -> dict[str, Any]:
-            return {**body, "timeout": _engines_share(deadline - time.monotonic())}
-
-        results: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        for engine in self.engines:
-            self._start(engine, INIT_PATH, body_at, None, flight, results)
-        failures: dict[str, EngineFailure] = {}
-        waiting = set(self.engines)
-        while waiting:
-            outcome = _next(results, flight.deadline + _GRACE)
-            if outcome is None:
-                failures.update({e: _no_answer(e, TimeoutError(), 1) for e in waiting})
-                break
-            waiting.discard(outcome.engine)
-            if outcome.failure is not None:
-                failures[outcome.engine] = outcome.failure
-        flight.end()
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        update = _Update(self, _Goal(INIT_PATH, body), deadline, threading.Event())
+        update.run()
+        failures = update.failures()
         if failures:
-            loaded = [e for e in self.engines if e not in failures]
+            loaded = [engine for engine in self.engines if engine not in failures]
             raise PoolError.of(failures, loaded, "did not take the trainer's address")
 
     # ------------------------------------------------------------- the work
@@ -511,12 +370,7 @@ class EnginePool:
             info = _trainer(weight_dir, timeout, stop)
             name = self._name(wanted, lora_name, step, info)
             told.set(run=name.run, lora_name=str(name))
-            flight = _Flight(deadline, stop, info.world_id)
-            flight.set(name)
-            try:
-                result = _Update(self, info, flight, name, started, stragglers).run()
-            finally:
-                flight.end()
+            result = _AdapterUpdate(self, info, name, deadline, stop).update(started, stragglers)
             told.set(step=result.step, lora_name=result.lora_name, superseded=result.superseded)
             told.set(loaded=len(result.seconds), failed=len(result.failures))
             return result
@@ -555,91 +409,18 @@ class EnginePool:
             return name
         return AdapterName(lora_name or "", run or info.run or "0", step)
 
-    def _body(self, name: AdapterName, info: TrainerInfo, deadline: float) -> dict[str, Any]:
-        remaining = deadline - time.monotonic()
+    def _goal(self, name: AdapterName, info: TrainerInfo) -> _Goal:
         number = name.run.isdigit() and str(int(name.run)) == name.run
         body: dict[str, Any] = {
             "lora_name": str(name),
             "run_idx": int(name.run) if number else name.run,
             "trainer_addresses": _pairs(info.addresses),
-            "timeout": _engines_share(remaining),
             "step": name.step,
+            "lora_alpha": self.lora_alpha,
+            "server_name": self.server_name or info.server_name,
         }
-        if self.lora_alpha is not None:
-            body["lora_alpha"] = self.lora_alpha
-        server_name = self.server_name or info.server_name
-        if server_name is not None:
-            body["server_name"] = server_name
-        return body
-
-    def _start(
-        self,
-        engine: str,
-        path: str,
-        body: Any,
-        name: AdapterName | None,
-        flight: _Flight,
-        results: queue.SimpleQueue[_Outcome],
-    ) -> None:
-        def drive() -> None:
-            failure: EngineFailure | None
-            try:
-                failure = self._told(engine, path, body, name, flight)
-            except BaseException as error:  # a bug must not look like an engine that hangs
-                failure = _bug(engine, error)
-            results.put(_Outcome(engine, name, failure, time.monotonic()))
-
-        # Daemons: a name server or an engine that hangs must not hold up the process's end.
-        threading.Thread(target=carry(drive), name=f"fanin-pool {engine}", daemon=True).start()
-
-    def _told(
-        self, engine: str, path: str, body: Any, name: AdapterName | None, flight: _Flight
-    ) -> EngineFailure | None:
-        """:meth:`_persist`, as a span."""
-        with span("fanin.post", "client", engine=engine, route=path) as told:
-            if name is not None:
-                told.set(run=name.run, step=name.step, lora_name=str(name))
-            failure = self._persist(engine, path, body, name, flight)
-            if failure is not None:
-                told.set(attempts=failure.attempts, status=failure.status)
-                told.fail(failure.code or "no code", str(failure))
-            return failure
-
-    def _persist(
-        self, engine: str, path: str, body: Any, name: AdapterName | None, flight: _Flight
-    ) -> EngineFailure | None:
-        """Posts until it succeeds, is refused, or the deadline is near. None: success."""
-        attempts = 0
-        pause = _FIRST_PAUSE
-        while True:
-            if flight.stop.is_set():
-                return EngineFailure(engine, None, "", _CANCELLED, attempts=attempts)
-            attempts += 1
-            wait = pause
-            try:
-                reply = post_json(
-                    engine,
-                    path,
-                    body(flight.deadline),
-                    deadline=flight.deadline + _GRACE / 2,
-                    api_key=self._api_key,
-                )
-            except FAILURES as error:
-                failure = _no_answer(engine, error, attempts)
-                final = isinstance(error, ssl.SSLCertVerificationError)
-            else:
-                if reply.status == 200:
-                    return flight.judge(engine, reply, name, attempts)
-                failure = _refusal(engine, reply, attempts)
-                final = reply.status not in _AGAIN or reply.code == "FANIN_ERR_SUPERSEDED"
-                wait = max(pause, reply.retry_after or 0.0)
-            late = time.monotonic() + wait >= flight.deadline
-            if final or late or (self.retries is not None and attempts > self.retries):
-                return failure
-            flight.last[engine] = failure
-            if not flight.pause(wait, name):
-                return failure
-            pause = min(pause * 2, _LONGEST_PAUSE)
+        said = {field: value for field, value in body.items() if value is not None}
+        return _Goal(LOAD_PATH, said, name)
 
 
 def _check_loaded(
@@ -672,13 +453,6 @@ def _check_loaded(
     return None
 
 
-def _next(results: queue.SimpleQueue[_Outcome], until: float) -> _Outcome | None:
-    try:
-        return results.get(timeout=max(until - time.monotonic(), 0.0))
-    except queue.Empty:
-        return None
-
-
 def _engines_share(seconds: float) -> float:
     """The timeout that an engine is given: a little less, so that its reason still arrives."""
     return max(seconds - min(1.0, seconds / 10), 0.01)
@@ -703,147 +477,221 @@ def _trainer(weight_dir: Target, timeout: float, stop: threading.Event) -> Train
 
 
 class _Update:
-    """The thread of one update_weights: decides what is posted, collects what comes back."""
+    """One goal for all engines of a pool, which may move on: a thread for each engine posts it."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        goal: _Goal,
+        deadline: float,
+        stop: threading.Event,
+        world: str | None = None,
+    ) -> None:
+        self.pool, self.goal, self.deadline, self.stop = pool, goal, deadline, stop
+        self.world = world
+        self.done: dict[str, _Outcome] = {}
+        #: Why engines that are asked again do not have it yet.
+        self.last: dict[str, EngineFailure] = {}
+        self._changed = threading.Condition()
+
+    def run(self, stragglers: float | None = None) -> None:
+        """Blocks until all have ended, or nobody is waited for any longer."""
+        try:
+            for engine in self.pool.engines:
+                drive = carry(partial(self._drive, engine))
+                # Daemons: a name server or an engine that hangs must not hold up the process's end.
+                name = f"fanin-pool {engine}"
+                threading.Thread(target=drive, name=name, daemon=True).start()
+            while True:
+                with self._changed:
+                    # Looks up every 0.1 s whether the caller has gone.
+                    left = min(0.1, max(self._end(stragglers) - time.monotonic(), 0))
+                    self._changed.wait_for(self._settled, left)
+                    if self.stop.is_set():
+                        raise CancelledError.make(_CANCELLED)
+                    passed = [one for one, outcome in self.done.items() if outcome.passed]
+                    late = time.monotonic() >= self._end(stragglers)
+                    if not passed and (late or self._settled()):
+                        return
+                if passed:
+                    self.advance(passed[0])
+        finally:
+            self.stop.set()
+            with self._changed:
+                self._changed.notify_all()
+
+    def advance(self, engine: str) -> None:
+        """Another goal, for *engine* says that this one has passed."""
+        raise NotImplementedError
+
+    def turn_to(self, goal: _Goal) -> None:
+        """All engines are posted *goal*."""
+        with self._changed:
+            self.goal = goal
+            self.done.clear()
+            self._changed.notify_all()
+
+    def failures(self) -> dict[str, EngineFailure]:
+        """Of every engine that does not have it."""
+        found = {}
+        for engine in self.pool.engines:
+            outcome = self.done.get(engine)
+            if outcome is None:
+                late = self.last.get(engine) or _no_answer(engine, TimeoutError(), 1)
+                found[engine] = late
+            elif outcome.failure is not None:
+                found[engine] = outcome.failure
+        return found
+
+    def _settled(self) -> bool:
+        passed = any(outcome.passed for outcome in self.done.values())
+        return passed or len(self.done) == len(self.pool.engines)
+
+    def _end(self, stragglers: float | None) -> float:
+        """When nobody is waited for any longer."""
+        end = self.deadline + _GRACE
+        loaded = [outcome.at for outcome in self.done.values() if outcome.failure is None]
+        return end if stragglers is None or not loaded else min(end, min(loaded) + stragglers)
+
+    def _wanted(self, goal: _Goal | None, seconds: float) -> bool:
+        """Waits; whether *goal* is still the goal, and somebody waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.goal is not goal or self.stop.is_set(), seconds)
+            return self.goal is goal and not self.stop.is_set()
+
+    def _drive(self, engine: str) -> None:
+        goal: _Goal | None = None
+        left = 0.0
+        while not self._wanted(goal, left) and not self.stop.is_set():
+            goal = self.goal
+            try:
+                outcome = self._told(engine, goal)
+            except BaseException as error:  # a bug must not look like an engine that hangs
+                outcome = _Outcome(_bug(engine, error), time.monotonic())
+            with self._changed:
+                if self.goal is goal:
+                    self.done[engine] = outcome
+                    self._changed.notify_all()
+            left = max(self.deadline + _GRACE - time.monotonic(), 0)
+
+    def _told(self, engine: str, goal: _Goal) -> _Outcome:
+        """:meth:`_persist`, as a span."""
+        with span("fanin.post", "client", engine=engine, route=goal.path) as told:
+            if (name := goal.name) is not None:
+                told.set(run=name.run, step=name.step, lora_name=str(name))
+            outcome = self._persist(engine, goal)
+            if (failure := outcome.failure) is not None:
+                told.set(attempts=failure.attempts, status=failure.status)
+                told.fail(failure.code or "no code", str(failure))
+            return outcome
+
+    def _persist(self, engine: str, goal: _Goal) -> _Outcome:
+        """Posts until it succeeds, is refused, is not wanted any more, or the deadline is near."""
+        attempts, pause = 0, _FIRST_PAUSE
+        while True:
+            attempts += 1
+            wait = pause
+            share = _engines_share(self.deadline - time.monotonic())
+            try:
+                reply = post_json(
+                    engine,
+                    goal.path,
+                    {**goal.body, "timeout": share},
+                    deadline=self.deadline + _GRACE / 2,
+                    api_key=self.pool._api_key,
+                )
+            except FAILURES as error:
+                failure = _no_answer(engine, error, attempts)
+                final = isinstance(error, ssl.SSLCertVerificationError)
+            else:
+                if reply.status == 200:
+                    return self._judge(engine, reply, goal.name, attempts)
+                failure = _refusal(engine, reply, attempts)
+                final = reply.status not in _AGAIN or reply.code == "FANIN_ERR_SUPERSEDED"
+                wait = max(pause, reply.retry_after or 0.0)
+            retries = self.pool.retries
+            final = final or (retries is not None and attempts > retries)
+            if not final and time.monotonic() + wait < self.deadline:
+                self.last[engine] = failure
+                if self._wanted(goal, wait):
+                    pause = min(pause * 2, _LONGEST_PAUSE)
+                    continue
+            return _Outcome(failure, time.monotonic())
+
+    def _judge(
+        self, engine: str, reply: Reply, name: AdapterName | None, attempts: int
+    ) -> _Outcome:
+        """Whether an answer of status 200 says that what was asked for was done."""
+        if name is None:
+            return _Outcome(None, time.monotonic())
+        failure = _check_loaded(engine, reply, name, self.world, attempts)
+        world = "" if failure is not None else str(reply.json().get("world") or "")
+        return _Outcome(failure, time.monotonic(), world)
+
+
+class _AdapterUpdate(_Update):
+    """A step of an adapter for all engines, or the newest step once it has passed."""
 
     def __init__(
         self,
         pool: EnginePool,
         info: TrainerInfo,
-        flight: _Flight,
         name: AdapterName,
-        started: float,
-        stragglers: float | None,
+        deadline: float,
+        stop: threading.Event,
     ) -> None:
-        self.pool = pool
-        self.stragglers = stragglers
-        self.info = info
-        self.flight = flight
-        self.name = name
-        self.started = started
-        self.superseded = False
-        self.results: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self.busy: set[str] = set()
-        self.done: dict[str, _Outcome] = {}
+        super().__init__(pool, pool._goal(name, info), deadline, stop, info.world_id)
+        self.info, self.name, self.asked = info, name, name
 
-    def run(self) -> UpdateResult:
-        self._post()
-        while len(self.done) < len(self.pool.engines):
-            outcome = _next(self.results, self._until())
-            if self.flight.stop.is_set():
-                raise CancelledError.make(_CANCELLED)
-            if outcome is None:
-                if time.monotonic() < self._end():
-                    continue
-                break
-            self.busy.discard(outcome.engine)
-            if outcome.name == self.name and not outcome.superseded:
-                self.done[outcome.engine] = outcome
-            elif outcome.name != self.name or self._advance(outcome):
-                self._post()
-        return self._result()
-
-    def _until(self) -> float:
-        """Looks up every 0.1 s whether the caller has gone."""
-        return min(time.monotonic() + 0.1, self._end())
-
-    def _end(self) -> float:
-        """When nobody is waited for any longer."""
-        end = self.flight.deadline + _GRACE
-        loaded = [outcome.at for outcome in self.done.values() if outcome.failure is None]
-        if self.stragglers is None or not loaded:
-            return end
-        return min(end, min(loaded) + self.stragglers)
-
-    def _post(self) -> None:
-        name, info, pool = self.name, self.info, self.pool
-        for engine in pool.engines:
-            if engine not in self.busy and engine not in self.done:
-                self.busy.add(engine)
-                pool._start(
-                    engine,
-                    LOAD_PATH,
-                    lambda deadline: pool._body(name, info, deadline),
-                    name,
-                    self.flight,
-                    self.results,
-                )
-
-    def _advance(self, outcome: _Outcome) -> bool:
-        """Makes the newest step the name for all; False: what it is cannot be found out."""
+    def advance(self, engine: str) -> None:
         try:
             step = newest_step(
                 self.info,
                 self.name.run,
                 beyond=self.name.step,
-                timeout=max(self.flight.deadline - time.monotonic(), 0),
+                timeout=max(self.deadline - time.monotonic(), 0),
                 server_name=self.pool.server_name or self.info.server_name,
                 world_id=self.info.world_id,
-                stop=self.flight.stop,
+                stop=self.stop,
                 **self.pool._client,
             )
         except CancelledError:
             raise
         except FaninError as error:
-            failure = EngineFailure(
-                outcome.engine,
-                None if outcome.failure is None else outcome.failure.status,
-                SupersededError.make("").name,
-                f"step {self.name.step} is superseded, and the newest is not known: {error}",
-            )
-            self.done[outcome.engine] = replace(outcome, failure=failure)
-            return False
+            told = f"step {self.name.step} is superseded, and the newest is not known: {error}"
+            with self._changed:
+                before = self.done[engine]
+                assert before.failure is not None
+                failure = replace(before.failure, message=told, remedy="")
+                self.done[engine] = replace(before, failure=failure, final=True)
+            return
         self.name = self.name.at(step)
-        self.superseded = True
-        self.done.clear()
-        self.flight.set(self.name)
-        return True
+        self.turn_to(self.pool._goal(self.name, self.info))
+
+    def update(self, started: float, stragglers: float | None) -> UpdateResult:
+        """Raises PoolError if an engine failed that was to be waited for."""
+        self.run(stragglers)
+        engines, name = self.pool.engines, self.name
+        failures = self.failures()
+        failures.update(self._of_several_launches(failures))
+        loaded = [engine for engine in engines if engine not in failures]
+        if failures and (stragglers is None or not loaded):
+            raise PoolError.of(failures, loaded, f"did not load {name}", str(name), name.step)
+        seconds = {engine: self.done[engine].at - started for engine in loaded}
+        return UpdateResult(name.step, str(name), name != self.asked, seconds, failures)
 
     def _of_several_launches(self, failed: Mapping[str, EngineFailure]) -> dict[str, EngineFailure]:
         """Of engines that have the step of different launches: all, for which launch is the
         trainer's now is not known here."""
-        worlds = {
-            engine: world
-            for engine in self.pool.engines
-            if engine not in failed and (world := self.flight.loaded.get(engine))
-        }
-        if len(set(worlds.values())) < 2:
-            return {}
+        worlds = {e: one.world for e, one in self.done.items() if e not in failed and one.world}
+        told = (
+            "loaded {} from world {}, and other engines from another one: the trainer was started"
+            " again"
+        )
         return {
             engine: EngineFailure(
-                engine,
-                200,
-                "FANIN_ERR_WORLD",
-                f"loaded {self.name} from world {world}, and other engines from another one: the"
-                " trainer was started again",
-                "update again",
+                engine, 200, "FANIN_ERR_WORLD", told.format(self.name, world), "update again"
             )
             for engine, world in worlds.items()
+            if len(set(worlds.values())) > 1
         }
-
-    def _result(self) -> UpdateResult:
-        failures: dict[str, EngineFailure] = {}
-        for engine in self.pool.engines:
-            outcome = self.done.get(engine)
-            if outcome is None:
-                failures[engine] = self.flight.last.get(engine) or _no_answer(
-                    engine, TimeoutError(), 1
-                )
-            elif outcome.failure is not None:
-                failures[engine] = outcome.failure
-        failures.update(self._of_several_launches(failures))
-        loaded = [engine for engine in self.pool.engines if engine not in failures]
-        if failures and (self.stragglers is None or not loaded):
-            raise PoolError.of(
-                failures,
-                loaded,
-                f"did not load {self.name}",
-                str(self.name),
-                self.name.step,
-            )
-        return UpdateResult(
-            self.name.step,
-            str(self.name),
-            self.superseded,
-            {engine: self.done[engine].at - self.started for engine in loaded},
-            failures,
-        )

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer is asked before any engine is paused: do all its ranks have the step?"""
+"""Which step all ranks of a trainer have, asked of the ranks themselves."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fanin._options import handed_on
+from fanin.client import Client, PublicationInfo
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -21,12 +23,60 @@ from fanin.errors import (
 from fanin.info import Target, addresses_of, client_arguments
 from fanin.names import check_run
 
-__all__ = ["look", "wait_for_step"]
+__all__ = ["look", "newest_step", "wait_for_step"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _CONNECT = 5.0
 # Seconds for which a rank that nobody listens for may be one that is just being started.
 _DEAD = 2.0
+
+_Found = TypeVar("_Found")
+
+
+def newest_step(
+    trainer: Target,
+    run: str | int,
+    *,
+    beyond: int | None = None,
+    timeout: float = 5.0,
+    server_name: str | None = None,
+    world_id: str | None = None,
+    stop: threading.Event | None = None,
+    **client: Any,
+) -> int:
+    """The newest step of *run*'s adapter that every rank of *trainer* has committed.
+
+    Blocks at most *timeout*; any thread.
+
+    Args:
+        beyond: wait for one above this.
+        timeout: seconds.
+        world_id: 32 hex digits; None: any.
+        stop: once it is set, the wait ends.
+        client: as :func:`fanin.sync.wait_for_step`.
+
+    Raises:
+        PullTimeoutError: says how far the ranks are.
+        FaninError: else as :func:`fanin.sync.wait_for_step`.
+        TypeError: names an argument that fanin.Client does not take.
+    """
+    publication = "lora:" + check_run(run)
+    more = {"world_id": world_id, **handed_on("newest_step", Client, client)}
+
+    def judge(asked: Any, size: int, timeout: float) -> int | FaninError:
+        steps = _steps(_infos(asked, publication, timeout))
+        newest = min(steps.values(), default=0)
+        if len(steps) == size and (beyond is None or newest > beyond):
+            return newest
+        wanted = "" if beyond is None else f" above {beyond}"
+        told = f"{len(steps)} of {size} ranks publish it, the last at {newest}"
+        return PullTimeoutError.make(
+            f"no step{wanted} of {publication} on all ranks in time: {told}",
+            "check that all ranks of the trainer run and commit",
+            key=publication,
+        )
+
+    return _ask(trainer, publication, judge, timeout, server_name, stop, more)
 
 
 def wait_for_step(
@@ -69,20 +119,35 @@ def wait_for_step(
         TypeError: an argument that :class:`fanin.Client` does not take.
         FaninError: what :meth:`fanin.Client.connect` raises that does not pass by itself.
     """
-    from fanin.client import Client
-
     publication = "full:" + check_run(run)
+    more = handed_on("wait_for_step", Client, client)
+
+    def judge(asked: Any, size: int, timeout: float) -> tuple[int, str] | FaninError:
+        return look(asked, publication, size, step, timeout)
+
+    return _ask(trainer, publication, judge, timeout, server_name, stop, more)
+
+
+def _ask(
+    trainer: Target,
+    publication: str,
+    judge: Callable[[Any, int, float], _Found | FaninError],
+    timeout: float,
+    server_name: str | None,
+    stop: threading.Event | None,
+    more: dict[str, Any],
+) -> _Found:
+    """What *judge* makes of the ranks, as soon as that is no error that may pass by itself."""
     deadline = time.monotonic() + timeout
     pause = _FIRST_PAUSE
     last: FaninError | None = None
     roll = _Roll()
-    more = handed_on("wait_for_step", Client, client)
     with Client(server_name=server_name, **client_arguments(trainer, more)) as asked:
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 size = roll.call(asked, trainer, min(remaining, _CONNECT))
-                found = look(asked, publication, size, step, min(remaining, _CONNECT))
-                if isinstance(found, tuple):
+                found = judge(asked, size, min(remaining, _CONNECT))
+                if not isinstance(found, FaninError):
                     return found
                 last = found
             except FaninError as error:
@@ -93,13 +158,11 @@ def wait_for_step(
             roll.refuse_the_dead()
             _pause(min(pause, max(deadline - time.monotonic(), 0)), stop)
             pause = min(pause * 2, _LONGEST_PAUSE)
-    if last is None:
-        last = PullTimeoutError.make(
-            f"no time was left to ask the trainer for {publication}",
-            "give the sync a longer timeout",
-            key=publication,
-        )
-    raise last
+    raise last or PullTimeoutError.make(
+        f"no time was left to ask the trainer for {publication}",
+        "give a longer timeout",
+        key=publication,
+    )
 
 
 class _Roll:
@@ -174,25 +237,30 @@ def _pause(seconds: float, stop: threading.Event | None) -> None:
     if stop is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
-        raise CancelledError.make("the sync was cancelled")
+        raise CancelledError.make("the update was cancelled")
+
+
+def _infos(client: Any, publication: str, timeout: float) -> Sequence[PublicationInfo]:
+    return [one for one in client.publications(timeout=timeout) if one.name == publication]
+
+
+def _steps(infos: Sequence[PublicationInfo]) -> dict[int, int]:
+    """By rank, of those that have committed."""
+    return {info.rank: info.step for info in infos if info.state != "unpublished"}
 
 
 def look(
-    client: object, publication: str, size: int, step: int | None, timeout: float
+    client: Any, publication: str, size: int, step: int | None, timeout: float
 ) -> tuple[int, str] | FaninError:
     """The step and the world if all ranks have it, else why not."""
-    infos = [
-        info
-        for info in client.publications(timeout=timeout)  # type: ignore[attr-defined]
-        if info.name == publication
-    ]
+    infos = _infos(client, publication, timeout)
     if not infos:
         return NotFoundError.make(
             f"no rank of the trainer that answers publishes {publication}",
             "check the run, and that WeightServer has been made on every rank",
             key=publication,
         )
-    steps = {info.rank: info.step for info in infos if info.state != "unpublished"}
+    steps = _steps(infos)
     past = [rank for rank, known in steps.items() if step is not None and known > step]
     if past:
         raise SupersededError.make(
@@ -212,11 +280,7 @@ def look(
     wanted = max(steps.values(), default=0) if step is None else step
     behind = [rank for rank, known in steps.items() if known < wanted]
     if len(steps) == size and not behind:
-        world = next(
-            (r.world_id for r in client.ranks() if r.connected),  # type: ignore[attr-defined]
-            "",
-        )
-        return wanted, world
+        return wanted, next((one.world_id for one in client.ranks() if one.connected), "")
     told = f"{len(steps)} of {size} ranks publish it"
     if behind:
         told += f", and rank {behind[0]} is at {steps[behind[0]]}"
