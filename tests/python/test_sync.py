@@ -24,7 +24,7 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
-from fanin.fleet.engine_sync import Flight
+from fanin.fleet.engine_sync import EngineSync
 from fanin.fleet.steps import look
 from fanin.fleet.wire import Wire
 from fanin.info import write_info
@@ -423,7 +423,7 @@ def test_a_key_that_no_header_may_have_is_told_to_nobody(stack: ExitStack) -> No
 def test_a_host_that_is_no_name(host: str) -> None:
     wire = Wire(f"http://{host}:80")
     with pytest.raises(UnreachableError, match="look at the URL"):
-        wire.get("/health", "health", time.monotonic() + 30)
+        wire.get("/health", time.monotonic() + 30)
 
 
 def test_resume_of_one_whose_weights_are_whole(stack: ExitStack) -> None:
@@ -736,11 +736,11 @@ def test_removed_and_added_past_the_deadline_it_is_free(stack: ExitStack) -> Non
     registry = registry_of()
     registry.add("http://127.0.0.1:9")
     (record,) = registry._records.values()
-    flight = record.flight = Flight(record, plan, threading.Condition())  # type: ignore[arg-type]
+    sync = record.sync = EngineSync(record, plan, threading.Condition())  # type: ignore[arg-type]
     assert registry.busy()
     registry.remove("http://127.0.0.1:9")
     registry.add("http://127.0.0.1:9")
-    assert not registry.busy() and record.flight is flight
+    assert not registry.busy() and record.sync is sync
 
 
 def test_added_with_another_key_during_a_sync(stack: ExitStack) -> None:

@@ -55,7 +55,7 @@ def launches(told: Mapping[str, Any]) -> frozenset[str]:
 class Driver(ABC):
     """One engine. One thread at a time; each call blocks until the deadline at most.
 
-    All raise FaninError with ``phase`` and the engine's URL as ``address``.
+    All raise FaninError. Callers add the phase and the engine's address, by :meth:`Wire.asked`.
     """
 
     kind = ""
@@ -130,8 +130,6 @@ class Driver(ABC):
                 f"{self.wire.url} says that its weights are {said!r} after {version!r} was"
                 " committed",
                 "see that nobody else updates this engine, then sync again",
-                address=self.wire.url,
-                phase="finish",
             )
 
     def _holding(self, pulled: Pulled | None, step: int) -> Pulled:
@@ -142,8 +140,6 @@ class Driver(ABC):
                 f"{self.wire.url}: its workers say that they hold {said}, after step {step} was"
                 " pulled",
                 "see that nobody else updates this engine, then sync again",
-                address=self.wire.url,
-                phase="finish",
             )
         return pulled
 
@@ -160,20 +156,16 @@ class Driver(ABC):
         raise PeerError.make(
             f"{self.wire.url}: its workers hold step {pulled.step}, and {problem}",
             remedy,
-            address=self.wire.url,
-            phase="finish",
         )
 
     def _version(self, reply: Reply, path: str, remedy: str) -> str:
         if reply.status != 200:
-            raise self.wire.refusal(reply, path, "health", remedy)
+            raise self.wire.refusal(reply, path, remedy)
         body = reply.json()
         version = body.get("weight_version") if isinstance(body, dict) else None
         if not isinstance(version, str):
             raise PeerError.make(
                 f"{self.wire.url}{path} does not say a weight_version: {reply.reason}",
                 "check the URL, and that this is the engine that you mean",
-                address=self.wire.url,
-                phase="health",
             )
         return version

@@ -38,40 +38,34 @@ class SGLang(Driver):
             raise RequestError.make(
                 f"{self.wire.url}: SGLang cannot pause with mode {options.pause_mode!r}",
                 "give one of " + ", ".join(self._MODES),
-                address=self.wire.url,
-                phase="pause",
             )
         if options.prefetch is True:
             raise RequestError.make(
                 f"{self.wire.url}: SGLang cannot read ahead",
                 'leave prefetch "auto", or false',
-                address=self.wire.url,
                 key="prefetch",
-                phase="ahead",
             )
 
     def health(self, deadline: float) -> str:
-        reply = self.wire.get("/model_info", "health", deadline)
+        reply = self.wire.get("/model_info", deadline)
         said = self._version(reply, "/model_info", "check the URL: this is not SGLang")
         return CHECKPOINT if said == UNSAID else said
 
     def pause(self, options: Options, deadline: float) -> None:
         mode = self._MODES[options.pause_mode]
-        self.wire.post("/pause_generation", {"mode": mode}, "pause", deadline)
+        self.wire.post("/pause_generation", {"mode": mode}, deadline)
 
     def init(self, info: InitInfo, deadline: float) -> None:
         """Nothing to tell: each request says where the trainer is. Looks whether it can work."""
-        reply = self.wire.get("/server_info", "init", deadline)
+        reply = self.wire.get("/server_info", deadline)
         body = reply.json()
         if reply.status != 200 or not isinstance(body, dict):
-            raise self.wire.refusal(reply, "/server_info", "init", "check the URL")
+            raise self.wire.refusal(reply, "/server_info", "check the URL")
         loaders = body.get("custom_weight_loader")
         if isinstance(loaders, list) and LOADER not in loaders:
             raise RequestError.make(
                 f"{self.wire.url} has no loader {LOADER}",
                 self._START,
-                address=self.wire.url,
-                phase="init",
             )
         for key, name in (("dp_size", "data"), ("pp_size", "pipeline")):
             size = body.get(key)
@@ -80,24 +74,20 @@ class SGLang(Driver):
                     f"{self.wire.url}: SGLang does not update tensors under {name} parallelism"
                     f" ({key} is {size})",
                     f"start it with {key.replace('_', '-')} 1, as several endpoints if need be",
-                    address=self.wire.url,
                     key=key,
-                    phase="init",
                 )
         if "draft_run" in info.more:
             raise RequestError.make(
                 f"{self.wire.url}: SGLang's draft models are not updated",
                 "leave draft_run out: the draft stays as SGLang has loaded it",
-                address=self.wire.url,
                 key="draft_run",
-                phase="init",
             )
         size = body.get("tp_size")
         self._ranks = size if isinstance(size, int) and size > 0 else 1
 
     def start(self, may_be_open: bool, deadline: float) -> None:
         try:
-            self._post("/begin_weight_update", {"selector": "target"}, "start", deadline)
+            self._post("/begin_weight_update", {"selector": "target"}, deadline)
         except (UnreachableError, PullTimeoutError):
             raise
         except FaninError as error:
@@ -126,24 +116,23 @@ class SGLang(Driver):
             "abort_all_requests": False,
         }
         path = "/update_weights_from_tensor"
-        self._told(self._post(path, body, "update", deadline), path, "update")
+        self._told(self._post(path, body, deadline), path)
 
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
         path = "/end_weight_update"
-        pulled = self._told(self._post(path, {}, "finish", deadline), path, "finish")
+        pulled = self._told(self._post(path, {}, deadline), path)
         self._of_one_launch(self._holding(pulled, step), self._PLUGIN)
         if not options.keep_caches:
-            self.wire.post("/flush_cache", None, "finish", deadline)
+            self.wire.post("/flush_cache", None, deadline)
         self._post(
             "/update_weight_version",
             {"new_version": version, "abort_all_requests": False},
-            "finish",
             deadline,
         )
         self._proven(version, deadline)
         return pulled
 
-    def _told(self, reply: Reply, path: str, phase: str) -> Pulled:
+    def _told(self, reply: Reply, path: str) -> Pulled:
         """What fanin's plugin has put into the answer."""
         body = reply.json()
         message = str(body.get("message")) if isinstance(body, dict) else ""
@@ -162,15 +151,13 @@ class SGLang(Driver):
                 f"{self.wire.url}{path} says that all is well, and not what was pulled",
                 "install fanin where SGLang runs, as a package of which it loads the plugin"
                 " (SGLANG_PLUGINS, if it is set, must name fanin)",
-                address=self.wire.url,
-                phase=phase,
             ) from None
 
     def resume(self, deadline: float) -> None:
-        self.wire.post("/continue_generation", {}, "resume", deadline)
+        self.wire.post("/continue_generation", {}, deadline)
 
-    def _post(self, path: str, body: Mapping[str, Any], phase: str, deadline: float) -> Reply:
-        reply = self.wire._ask("POST", path, body, phase, deadline)
+    def _post(self, path: str, body: Mapping[str, Any], deadline: float) -> Reply:
+        reply = self.wire._ask("POST", path, body, deadline)
         content = reply.json()
         said = content.get("success") if isinstance(content, dict) else None
         if reply.status == 200 and said is True:
@@ -178,4 +165,4 @@ class SGLang(Driver):
         remedy = "look into the engine's log, then sync again"
         if "load_format" in reply.reason:
             remedy = self._START
-        raise self.wire.refusal(reply, path, phase, remedy)
+        raise self.wire.refusal(reply, path, remedy)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from fanin import check
 from fanin._otel import span
-from fanin.check import Served
 from fanin.errors import (
     FaninError,
     HostError,
@@ -25,10 +25,19 @@ from fanin.errors import (
 
 from .driver import Driver, Pulled
 from .endpoints import DONE, Endpoint, EndpointResult
-from .proof import Trained, compare
 from .wire import InitInfo, Options, Wire
 
-__all__ = ["GRACE", "SAY_EVERY", "Flight", "Had", "LeaveAlone", "Plan", "Record", "failure"]
+__all__ = [
+    "GRACE",
+    "SAY_EVERY",
+    "EngineSync",
+    "Had",
+    "LeaveAlone",
+    "Plan",
+    "Record",
+    "Trained",
+    "failure",
+]
 
 _log = logging.getLogger("fanin.sync")
 
@@ -42,6 +51,26 @@ _SAID = 20  # tensors that differ, in the log
 _Result = TypeVar("_Result")
 
 
+class Trained:
+    """The digests of one step, which the first caller waits for. Any thread."""
+
+    def __init__(self, ask: Callable[[], check.Ranks]) -> None:
+        self._ask, self._lock = ask, threading.Lock()
+        self._found: check.Ranks | FaninError | None = None
+
+    def ranks(self) -> check.Ranks:
+        """Raises what asking the trainer has raised: NotFoundError if it has no digests."""
+        with self._lock:
+            if self._found is None:
+                try:
+                    self._found = self._ask()
+                except FaninError as error:
+                    self._found = error
+        if isinstance(self._found, FaninError):
+            raise self._found
+        return self._found
+
+
 @dataclass(frozen=True, slots=True)
 class Had:
     """The step, version and options of the last sync that ended well."""
@@ -53,46 +82,26 @@ class Had:
 
 @dataclass(slots=True)
 class Record:
-    """What is known of an engine. Registry's lock held, but the driver is its flight's.
-
-    Args:
-        endpoint: the engine.
-        wire: how requests reach it.
-        driver: None: its kind is not known yet.
-        told: the last init that it took.
-        step: of its weights; None: not known.
-        world: the launch of the trainer that the weights are of.
-        version: what it was told to call its weights; None: not known.
-        had: the last sync that ended well.
-        taken: by which call of the registry.
-        flight: the one whose thread is working on it.
-        before: its record until it was removed and added again.
-        paused: this service may have left it paused.
-        open: an update may be open in it.
-        dirty: its weights may be of two steps.
-        external: KV of its old weights may lie outside of it.
-        removed: it was taken out of the registry.
-        proven: basis of the weights (see Pulled) and launch of the trainer that a comparison has
-            found equal; None: of none.
-    """
+    """What is known of an engine. Registry's lock held, but the driver is its sync's."""
 
     endpoint: Endpoint
     wire: Wire
-    driver: Driver | None = None
-    told: InitInfo | None = None
-    step: int | None = None
-    world: str = ""
-    version: str | None = None
-    had: Had | None = None
-    taken: object | None = None
-    flight: Flight | None = None
-    before: Record | None = None
-    paused: bool = False
-    open: bool = False
-    dirty: bool = False
-    external: bool = False
-    removed: bool = False
+    driver: Driver | None = None  # None: its kind is not known yet
+    told: InitInfo | None = None  # the last init that it took
+    step: int | None = None  # of its weights; None: not known
+    world: str = ""  # the launch of the trainer that the weights are of
+    version: str | None = None  # what it was told to call its weights; None: not known
+    had: Had | None = None  # the last sync that ended well
+    taken: object | None = None  # by which call of the registry
+    sync: EngineSync | None = None  # the one whose thread is working on it
+    before: Record | None = None  # its record until it was removed and added again
+    paused: bool = False  # this service may have left it paused
+    open: bool = False  # an update may be open in it
+    dirty: bool = False  # its weights may be of two steps
+    external: bool = False  # KV of its old weights may lie outside of it
+    removed: bool = False  # it was taken out of the registry
     proven: str | None = None
+    """Basis of the weights (see Pulled) and launch of the trainer that were found equal."""
 
     @property
     def busy(self) -> bool:
@@ -102,9 +111,8 @@ class Record:
     @property
     def asked(self) -> bool:
         """Whether a thread may ask something of the engine: none does past its deadline."""
-        flight = self.flight
-        late = self.removed and flight is not None and flight.late
-        return (flight is not None and not late) or (self.before is not None and self.before.asked)
+        here = self.sync is not None and not (self.removed and self.sync.late)
+        return here or (self.before is not None and self.before.asked)
 
 
 class LeaveAlone(Exception):
@@ -113,78 +121,43 @@ class LeaveAlone(Exception):
 
 @dataclass(slots=True)
 class Plan:
-    """What one sync wants of every engine.
-
-    Args:
-        step: the step to bring.
-        version: what the engines call their weights then.
-        info: where the trainer is.
-        options: how the sync is made.
-        world: of the trainer; "": the sync did not ask.
-        deadline: of time.monotonic().
-        again: also update engines that have the step.
-        held: world of the weights, as the first engine that has them says.
-        draft_run: of the engines' draft models; None: they stay.
-        trained: digests of the step, by run. Runs without digests are not compared.
-        flights: of all engines that are well.
-    """
+    """What one sync wants of every engine."""
 
     step: int
-    version: str
+    version: str  # what the engines call their weights then
     info: InitInfo
     options: Options
-    world: str
-    deadline: float
-    again: bool
-    held: str = ""
-    draft_run: str | None = None
-    trained: Mapping[str, Trained] = field(default_factory=dict)
-    flights: Sequence[Flight] = ()
+    world: str  # of the trainer; "": the sync did not ask
+    deadline: float  # of time.monotonic()
+    again: bool  # also update engines that have the step
+    held: str = ""  # world of the weights, as the first engine that has them says
+    draft_run: str | None = None  # of the engines' draft models; None: they stay
+    trained: Mapping[str, Trained] = field(default_factory=dict)  # by run, of those with digests
+    syncs: Sequence[EngineSync] = ()  # of all engines that are well
 
 
 @dataclass(slots=True)
-class Flight:
-    """One engine's way through the phases. Its own thread runs :meth:`drive`.
-
-    Args:
-        record: what is known of the engine.
-        plan: what the sync wants.
-        lock: the registry's; guards what other threads look at.
-        driver: the one that the health check has found.
-        phase: the current one; DONE at the end.
-        since: when *phase* began, of time.monotonic().
-        seconds: by phase.
-        result: None until the flight has ended.
-        over: the sync waits for it no more.
-        has_step: the engine has the step.
-        initialised: this sync told the engine where the trainer is.
-        skipped: the engine had the step already.
-        ahead: the step was read before the pause.
-        note: what the result says besides.
-        paused_at: of time.monotonic(); None: not paused.
-        pulled: what the update did.
-        seen: the version that the engine's health check told.
-        verified: tensors that are served as they are trained; None: not compared.
-    """
+class EngineSync:
+    """One engine's way through the phases. Its own thread runs :meth:`drive`."""
 
     record: Record
     plan: Plan
-    lock: threading.Condition
-    driver: Driver | None = None
-    phase: str = ""
-    since: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    result: EndpointResult | None = None
-    over: bool = False
+    lock: threading.Condition  # the registry's; guards what other threads look at
+    driver: Driver | None = None  # the one that the health check has found
+    phase: str = ""  # the current one; DONE at the end
+    since: float = 0.0  # when *phase* began, of time.monotonic()
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    result: EndpointResult | None = None  # None until it has ended
+    over: bool = False  # nobody waits for it any more
     has_step: bool = False
-    initialised: bool = False
-    skipped: bool = False
-    ahead: bool = False
+    initialised: bool = False  # this sync told the engine where the trainer is
+    skipped: bool = False  # the engine had the step already
+    ahead: bool = False  # the step was read before the pause
     note: str = ""
-    paused_at: float | None = None
+    paused_at: float | None = None  # of time.monotonic(); None: not paused
     pulled: Pulled | None = None
-    seen: str | None = None
-    verified: int | None = None
+    seen: str | None = None  # the version that the engine's health check told
+    verified: int | None = None  # tensors that are served as trained; None: not compared
 
     @property
     def url(self) -> str:
@@ -278,7 +251,7 @@ class Flight:
         """Waits until every engine of the sync has the step: one that has not may still put what
         its old weights compute into a store that this one reads. Raises StateError if one has
         failed; the next sync then drops this engine's again."""
-        others = [one for one in self.plan.flights if one is not self]
+        others = [one for one in self.plan.syncs if one is not self]
 
         def settled() -> bool:
             away = self.over or self.record.removed
@@ -295,8 +268,6 @@ class Flight:
                 f"{self.url} keeps KV outside of itself, and engines that may share it have not got"
                 f" the step: {', '.join(without)}",
                 "sync again, or remove them",
-                address=self.url,
-                phase="resume",
             )
 
     def _has_it(self, driver: Driver) -> bool:
@@ -358,25 +329,18 @@ class Flight:
         )
         self._same_launch(self.pulled)
         self._count(self.pulled)
-        if self.pulled.drafts:
-            self._update_draft(driver)
-        self._verify(driver, self.pulled)
-        record.external = self.pulled.external
-        record.open = record.dirty = False
-        record.step, record.world, record.version = plan.step, plan.world, plan.version
-
-    def _update_draft(self, driver: Driver) -> None:
-        plan = self.plan
-        if plan.draft_run is None:
+        if self.pulled.drafts and plan.draft_run is not None:
+            drafts = partial(driver.update_draft, plan.step, plan.version, plan.options)
+            self.run("finish", lambda: drafts(plan.deadline))
+        elif self.pulled.drafts:
             self._add_note(
                 "its draft model stays as the engine has loaded it:"
                 ' Registry(init={"draft_run": ...}) updates it'
             )
-            return
-        self.run(
-            "finish",
-            lambda: driver.update_draft(plan.step, plan.version, plan.options, plan.deadline),
-        )
+        self._verify(driver, self.pulled)
+        record.external = self.pulled.external
+        record.open = record.dirty = False
+        record.step, record.world, record.version = plan.step, plan.world, plan.version
 
     def _verify(self, driver: Driver, pulled: Pulled) -> None:
         """Compares what is served with what is trained, if it is to be. Raises HostError if that
@@ -389,8 +353,7 @@ class Flight:
         try:
             verified = 0
             for run in runs:
-                ask = partial(compare, driver, plan.trained[run], run, plan.step, plan.deadline)
-                verified += self._compared(ask)
+                verified += self._compared(partial(self._compare, driver, run))
         except FaninError as error:
             differs = getattr(error, "report", None)
             if differs is not None:
@@ -399,7 +362,6 @@ class Flight:
                 with suppress(FaninError):  # it stays paused
                     driver.disown(error.message, time.monotonic() + _RESUME_AT_LEAST)
             if differs is not None or verify is True:
-                error.phase = "verify"
                 raise
             # A warning once for all weights that come from where these do.
             level = logging.WARNING if self.initialised else logging.INFO
@@ -407,7 +369,16 @@ class Flight:
             return
         self.verified, record.proven = verified, basis
 
-    def _compared(self, ask: Callable[[], Served]) -> int:
+    def _compare(self, driver: Driver, run: str) -> check.Served:
+        """Raises as :func:`fanin.check.served`: HostError with ``report`` if something differs,
+        whatever else if that cannot be found out."""
+        plan, wire = self.plan, driver.wire
+        ranks = plan.trained[run].ranks()
+        left = max(plan.deadline - time.monotonic(), 0.0)
+        held = check.held_by(wire.url, run, plan.step, left, wire.api_key)
+        return check.compared(plan.step, ranks, *held)
+
+    def _compared(self, ask: Callable[[], check.Served]) -> int:
         """How many tensors are served as they are trained. What an explicit cast of the trainer's
         rounds is an error only of a sync that demands the proof."""
         try:
@@ -434,8 +405,6 @@ class Flight:
                 f" trainer, and {whose} {plan.held}",
                 "sync again; if they still differ, see that nixl_info.json is the same file on the"
                 " engine's host",
-                address=self.url,
-                phase="finish",
             )
 
     def _count(self, pulled: Pulled) -> None:
@@ -476,8 +445,6 @@ class Flight:
             raise StateError.make(
                 f"{self.url}: step {plan.step} was not read ahead: {why}",
                 'sync with prefetch "auto" to update all the same, with a longer pause',
-                address=self.url,
-                phase="ahead",
             )
         _log.info("fanin.sync: %s: not read ahead, it is paused longer: %s", self.url, why)
 
@@ -485,13 +452,13 @@ class Flight:
 class _Progress:
     """Says in the log how far the reading of one engine is; ends it if nobody waits any more."""
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
+    def __init__(self, sync: EngineSync) -> None:
+        self._sync = sync
         self._began = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        flight, now = self._flight, time.monotonic()
-        if flight.over or flight.record.removed:
+        sync, now = self._sync, time.monotonic()
+        if sync.over or sync.record.removed:
             raise LeaveAlone
         if now - self._said < SAY_EVERY:
             return
@@ -499,8 +466,8 @@ class _Progress:
         rate = done / (now - self._began)
         _log.info(
             "fanin.sync: %s: step %d: %.0f of %.0f MB read ahead, %.2f GB/s%s",
-            flight.url,
-            flight.plan.step,
+            sync.url,
+            sync.plan.step,
             done / 1e6,
             total / 1e6,
             rate / 1e9,
@@ -524,18 +491,18 @@ def _line(result: EndpointResult) -> str:
     return "; ".join(parts)
 
 
-def failure(flight: Flight, error: BaseException) -> EndpointResult:
+def failure(sync: EngineSync, error: BaseException) -> EndpointResult:
     """The result of an engine that failed in its present phase."""
-    record = flight.record
+    record = sync.record
     told = str(error) or type(error).__name__
     if not isinstance(error, FaninError):
         told = f"{type(error).__name__}: {told}"
-    if flight.url not in told:
-        told = f"{flight.url}: {told}"
-    if record.paused and flight.phase == "pause":
+    if sync.url not in told:
+        told = f"{sync.url}: {told}"
+    if record.paused and sync.phase == "pause":
         told += " (it may be paused)"
     elif record.paused:
-        told += f" (failed in {flight.phase}; it stays paused until a sync succeeds)"
+        told += f" (failed in {sync.phase}; it stays paused until a sync succeeds)"
     code = error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL"
-    version = record.version if record.dirty else record.version or flight.seen
-    return flight.telling(error=told, paused=record.paused, version=version, code=code)
+    version = record.version if record.dirty else record.version or sync.seen
+    return sync.telling(error=told, paused=record.paused, version=version, code=code)

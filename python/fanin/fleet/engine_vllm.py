@@ -40,28 +40,24 @@ class VLLM(Driver):
         del options  # all modes
 
     def health(self, deadline: float) -> str:
-        alive = self.wire.get("/health", "health", deadline)
+        alive = self.wire.get("/health", deadline)
         if alive.status != 200:
-            raise self.wire.refusal(alive, "/health", "health", "look into the engine's log")
-        return self._version(
-            self.wire.get("/weight_info", "health", deadline), "/weight_info", self._DEV
-        )
+            raise self.wire.refusal(alive, "/health", "look into the engine's log")
+        return self._version(self.wire.get("/weight_info", deadline), "/weight_info", self._DEV)
 
     def pause(self, options: Options, deadline: float) -> None:
         mode = "keep" if options.pause_mode == "retract" else options.pause_mode
         query = {"mode": mode, "clear_cache": "false" if options.keep_caches else "true"}
-        self.wire.post(f"/pause?{urlencode(query)}", None, "pause", deadline)
-        self._check_paused("pause", deadline)
+        self.wire.post(f"/pause?{urlencode(query)}", None, deadline)
+        self._check_paused(deadline)
 
-    def _check_paused(self, phase: str, deadline: float) -> None:
-        reply = self.wire.get("/is_paused", phase, deadline)
+    def _check_paused(self, deadline: float) -> None:
+        reply = self.wire.get("/is_paused", deadline)
         body = reply.json()
         if reply.status != 200 or not isinstance(body, dict) or body.get("is_paused") is not True:
             raise StateError.make(
                 f"{self.wire.url} was paused, and does not say that it is: {reply.reason}",
                 "see who else resumes it, and that this is vLLM",
-                address=self.wire.url,
-                phase=phase,
             )
 
     def init(self, info: InitInfo, deadline: float) -> None:
@@ -71,12 +67,12 @@ class VLLM(Driver):
             "timeout": info.timeout,
             **info.more,
         }
-        self._post("/init_weight_transfer_engine", {"init_info": body}, "init", deadline)
-        self._states("init", deadline)
+        self._post("/init_weight_transfer_engine", {"init_info": body}, deadline)
+        self._states(deadline)
 
     def start(self, may_be_open: bool, deadline: float) -> None:
         try:
-            self._post("/start_weight_update", None, "start", deadline)
+            self._post("/start_weight_update", None, deadline)
         except (UnreachableError, PullTimeoutError):
             raise
         except FaninError as error:
@@ -88,14 +84,14 @@ class VLLM(Driver):
     def ahead(self, step: int, deadline: float, tell: Tell) -> str:
         wanted = {"update_info": {"step": step, "prefetch": True}}
         try:
-            self._post("/update_weights", wanted, "ahead", deadline)
+            self._post("/update_weights", wanted, deadline)
         except (UnreachableError, PullTimeoutError):
             raise
         except FaninError as error:
             return error.message
         pause = _FIRST_PAUSE
         while True:
-            found = [state.get("ahead") for state in self._states("ahead", deadline)]
+            found = [state.get("ahead") for state in self._states(deadline)]
             states = [one for one in found if isinstance(one, dict) and one.get("step") == step]
             failed = [one for one in states if one.get("state") == "failed"]
             # What other workers have read by then is harmless: the update installs it only if the
@@ -116,86 +112,76 @@ class VLLM(Driver):
             raise SupersededError.make(
                 f"{self.wire.url}: {why}",
                 "sync the newest step",
-                address=self.wire.url,
-                phase="ahead",
             )
         return why
 
     def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
-        self._pull(step, options, "update", deadline)
+        self._pull(step, options, deadline)
 
-    def _pull(self, step: int, options: Options, phase: str, deadline: float) -> None:
+    def _pull(self, step: int, options: Options, deadline: float) -> None:
         body = {"step": step, **({"keep_caches": True} if options.keep_caches else {})}
-        self._post("/update_weights", {"update_info": body}, phase, deadline)
+        self._post("/update_weights", {"update_info": body}, deadline)
         # A resume of another registry may have come behind this one's pause.
-        self._check_paused(phase, deadline)
+        self._check_paused(deadline)
 
     def update_draft(self, step: int, version: str, options: Options, deadline: float) -> None:
-        self._post("/start_draft_weight_update", None, "finish", deadline)
-        self._pull(step, options, "finish", deadline)
-        self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
-        for state in self._states("finish", deadline):
+        self._post("/start_draft_weight_update", None, deadline)
+        self._pull(step, options, deadline)
+        self._post("/finish_weight_update", {"weight_version": version}, deadline)
+        for state in self._states(deadline):
             if state.get("drafts") is True and state.get("draft_step") != step:
                 raise PeerError.make(
                     f"{self.wire.url}: a worker says that its draft model holds step"
                     f" {state.get('draft_step')}, after step {step} was pulled",
                     "see that nobody else updates this engine, then sync again",
-                    address=self.wire.url,
-                    phase="finish",
                 )
 
     def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
-        self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
+        self._post("/finish_weight_update", {"weight_version": version}, deadline)
         self._proven(version, deadline)
-        return self._of_one_launch(
-            self._holding(self._held("finish", deadline), step), self._PLUGIN
-        )
+        return self._of_one_launch(self._holding(self._held(deadline), step), self._PLUGIN)
 
     def holds(self, step: int, world: str, deadline: float) -> bool:
-        held = self._held("health", deadline)
+        held = self._held(deadline)
         return held is not None and (held.step, held.worlds) == (step, frozenset((world,)))
 
-    def _held(self, phase: str, deadline: float) -> Pulled | None:
+    def _held(self, deadline: float) -> Pulled | None:
         """What the workers that answer hold, None if one of them has nothing whole."""
         pulled = None
-        for state in self._states(phase, deadline):
+        for state in self._states(deadline):
             if not isinstance(state.get("step"), int) or state.get("dirty"):
                 return None
             one = _pulled(state)
             pulled = one if pulled is None else _joined(pulled, one)
         return pulled
 
-    def _states(self, phase: str, deadline: float) -> list[dict[str, Any]]:
+    def _states(self, deadline: float) -> list[dict[str, Any]]:
         """What each worker says of its weights; see :mod:`fanin.engine.weights_state`."""
-        body = self._post("/collective_rpc", {"method": METHOD}, phase, deadline).json()
+        body = self._post("/collective_rpc", {"method": METHOD}, deadline).json()
         found = body.get("results") if isinstance(body, dict) else None
         good = isinstance(found, list) and found and all(isinstance(one, dict) for one in found)
         if not isinstance(found, list) or not good or "dirty" not in found[0]:
             raise PeerError.make(
                 f"{self.wire.url} does not say what its workers hold",
                 self._PLUGIN,
-                address=self.wire.url,
-                phase=phase,
             )
         return found
 
     def disown(self, why: str, deadline: float) -> None:
         body = {"method": "fanin_disown_weights", "args": [why]}
-        self._post("/collective_rpc", body, "verify", deadline)
+        self._post("/collective_rpc", body, deadline)
 
     def resume(self, deadline: float) -> None:
-        self.wire.post("/resume", None, "resume", deadline)
+        self.wire.post("/resume", None, deadline)
 
-    def _post(
-        self, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float
-    ) -> Reply:
-        reply = self.wire._ask("POST", path, body, phase, deadline)
+    def _post(self, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
+        reply = self.wire._ask("POST", path, body, deadline)
         if reply.status == 200:
             return reply
         remedy = self._DEV if reply.status == 404 else "look into the engine's log, then sync again"
         if "not configured" in reply.reason:
             remedy = self._BACKEND
-        raise self.wire.refusal(reply, path, phase, remedy)
+        raise self.wire.refusal(reply, path, remedy)
 
 
 def _sum(values: list[dict[str, Any]], name: str) -> int:

@@ -35,9 +35,19 @@ from .endpoints import (
     check_seconds,
     endpoint_of,
 )
-from .engine_sync import GRACE, SAY_EVERY, Flight, Had, LeaveAlone, Plan, Record, failure
-from .engines import driver_of
-from .proof import Trained
+from .engine_sglang import SGLang
+from .engine_sync import (
+    GRACE,
+    SAY_EVERY,
+    EngineSync,
+    Had,
+    LeaveAlone,
+    Plan,
+    Record,
+    Trained,
+    failure,
+)
+from .engine_vllm import VLLM
 from .restarts import Restarts
 from .steps import wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
@@ -171,24 +181,14 @@ class Registry:
         with self._changed:
             return self._keep(self._meant(url, kind, group, world_size, api_key, use_key))
 
-    def add_well(
-        self,
-        url: str,
-        *,
-        kind: str = "auto",
-        group: str = "default",
-        world_size: int | None = None,
-        api_key: str | None = None,
-        use_key: bool = True,
-        timeout: float = _HEALTH,
-    ) -> Endpoint:
+    def add_well(self, url: str, *, timeout: float = _HEALTH, **more: Any) -> Endpoint:
         """Asks an engine whether it is well, and adds it if it is.
 
         The question goes with the key that the engine would be sent afterwards. If this raises,
         nothing has changed.
 
         Args:
-            url, kind, group, world_size, api_key, use_key: as :meth:`add`.
+            url, more: as :meth:`add`.
             timeout: seconds that the call blocks at most.
 
         Returns:
@@ -197,18 +197,18 @@ class Registry:
         Raises:
             FaninError: what :meth:`add` and :meth:`check` raise.
         """
-        meant = self._meant(url, kind, group, world_size, api_key, use_key)
+        meant = self._meant(url, **more)
         self._health(meant, time.monotonic() + timeout)
         return self._keep(meant)
 
     def _meant(
         self,
         url: str,
-        kind: str,
-        group: str,
-        world_size: int | None,
-        api_key: str | None,
-        use_key: bool,
+        kind: str = "auto",
+        group: str = "default",
+        world_size: int | None = None,
+        api_key: str | None = None,
+        use_key: bool = True,
     ) -> Record:
         """What an engine would be with this, one that is there already or not. Does not block."""
         endpoint = endpoint_of(url, kind, group, world_size)
@@ -312,31 +312,31 @@ class Registry:
         """
         with self._changed:
             records = list(self._records.values())
-        found: set[str] = set()
+        return set(self._versions_of(records, timeout))
 
-        def ask(record: Record, deadline: float) -> None:
-            with contextlib.suppress(FaninError):
-                self._health(record, deadline)
-                found.add(record.endpoint.url)
-
-        _at_once(records, ask, timeout)
-        return set(found)
-
-    def _versions(self, timeout: float = _HEALTH) -> list[tuple[str, Had, str]]:
+    def _versions(self) -> list[tuple[str, Had, str]]:
         """Of the engines that have got a step, are in no sync and answer: what they have got, and
-        the version of their weights. Asks all at once; blocks at most *timeout*."""
-        found: list[tuple[str, Had, str]] = []
-
-        def ask(record: Record, deadline: float) -> None:
-            with contextlib.suppress(FaninError):
-                _, version = self._health(record, deadline)
-                if record.had is not None:
-                    found.append((record.endpoint.url, record.had, version))
-
+        the version of their weights."""
         with self._changed:
-            records = [r for r in self._records.values() if r.had is not None and not r.busy]
-        _at_once(records, ask, timeout)
-        return list(found)
+            had = {url: r for url, r in self._records.items() if r.had is not None and not r.busy}
+        found = self._versions_of(had.values(), _HEALTH)
+        return [(url, one, found[url]) for url in found if (one := had[url].had) is not None]
+
+    def _versions_of(self, records: Iterable[Record], timeout: float) -> dict[str, str]:
+        """Of those that are well, by URL. Blocks at most *timeout* and a little."""
+        found: dict[str, str] = {}
+        deadline = time.monotonic() + timeout
+
+        def ask(record: Record) -> None:
+            with contextlib.suppress(FaninError):
+                found[record.endpoint.url] = self._health(record, deadline)[1]
+
+        threads = [threading.Thread(target=ask, args=(one,), daemon=True) for one in records]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(deadline + 1.0 - time.monotonic(), 0))
+        return dict(found)
 
     def resume(self, url: str, *, timeout: float = _RESUME) -> None:
         """Lets an engine generate again that a failed sync left paused, its old weights whole.
@@ -360,7 +360,8 @@ class Registry:
                 )
             deadline = time.monotonic() + timeout
             driver = record.driver or self._health(record, deadline)[0]
-            driver.resume(deadline)
+            with record.wire.asked("resume"):
+                driver.resume(deadline)
             record.paused = False
         finally:
             self._release([record], caller)
@@ -375,8 +376,9 @@ class Registry:
 
     def _health(self, record: Record, deadline: float) -> tuple[Driver, str]:
         """Its driver, which is kept if it is well, and the version of its weights."""
-        driver = record.driver or driver_of(record.endpoint.kind, record.wire, deadline)
-        version = driver.health(deadline)
+        with record.wire.asked("health"):
+            driver = record.driver or driver_of(record.endpoint.kind, record.wire, deadline)
+            version = driver.health(deadline)
         with self._changed:
             if driver.wire is record.wire:  # it has not got another key meanwhile
                 record.driver = driver
@@ -462,23 +464,10 @@ class Registry:
         if step is not None:
             check_step(step)
         _check_version(version)
-        records, caller = self._choose(group, urls), object()
+        until = started + seconds
         return self._bring(
-            records, caller, step, version, options, started + seconds, skip_dead, again
+            self._choose(group, urls), object(), step, version, options, until, skip_dead, again
         )
-
-    def _sync(
-        self,
-        step: int | None,
-        urls: Sequence[str],
-        version: str | None,
-        options: Options,
-        caller: object,
-    ) -> SyncResult:
-        """As :meth:`sync` with no more options than a sync that was made has had."""
-        deadline = time.monotonic() + self.timeout
-        records = self._choose(None, urls)
-        return self._bring(records, caller, step, version, options, deadline, False, False)
 
     def _bring(
         self,
@@ -488,8 +477,8 @@ class Registry:
         version: str | None,
         options: Options,
         deadline: float,
-        skip_dead: bool,
-        again: bool,
+        skip_dead: bool = False,
+        again: bool = False,
     ) -> SyncResult:
         started = time.monotonic()
         try:
@@ -552,13 +541,9 @@ class Registry:
         return {run: Trained(partial(ask, run)) for run in runs}
 
     def _step_of(self, run: str, step: int | None, deadline: float) -> tuple[int, str]:
+        left, name = deadline - time.monotonic(), self.server_name
         return wait_for_step(
-            self._trainer,
-            run,
-            step,
-            timeout=deadline - time.monotonic(),
-            server_name=self.server_name,
-            **self._client,
+            self._trainer, run, step, timeout=left, server_name=name, **self._client
         )
 
     def _choose(
@@ -618,13 +603,13 @@ class Registry:
         for record in records:
             if record.driver is not None:
                 record.driver.check_options(plan.options)
-        flights = [Flight(record, plan, self._changed) for record in records]
-        self._all(flights, self._look, min(plan.deadline, time.monotonic() + _HEALTH))
-        dead = [flight for flight in flights if flight.result is not None]
+        syncs = [EngineSync(record, plan, self._changed) for record in records]
+        self._all(syncs, self._look, min(plan.deadline, time.monotonic() + _HEALTH))
+        dead = [sync for sync in syncs if sync.result is not None]
         if dead and not skip_dead:
             told = "are not well, and nothing was paused"
-            return _judged(plan, flights, started, told)
-        well = [flight for flight in flights if flight.result is None]
+            return _judged(plan, syncs, started, told)
+        well = [sync for sync in syncs if sync.result is None]
         for trained in plan.trained.values() if any(one.unproven for one in well) else ():
             # Before an engine is paused: ranks may take their time to digest what they hold.
             try:
@@ -633,122 +618,127 @@ class Registry:
                 if plan.options.verify is True:
                     raise
         _log.info("fanin.sync: step %d to %d engines", plan.step, len(well))
-        plan.flights = well
-        self._all(well, Flight.drive, plan.deadline)
-        return _judged(plan, flights, started, f"did not get step {plan.step}")
+        plan.syncs = well
+        self._all(well, EngineSync.drive, plan.deadline)
+        return _judged(plan, syncs, started, f"did not get step {plan.step}")
 
     def _all(
-        self, flights: Sequence[Flight], work: Callable[[Flight], None], deadline: float
+        self, syncs: Sequence[EngineSync], work: Callable[[EngineSync], None], deadline: float
     ) -> None:
         """Each in a thread of its own, until all have ended, are removed or are out of time."""
         pending: set[int] = set()
         try:
-            for number, flight in enumerate(flights):
+            for number, sync in enumerate(syncs):
                 pending.add(number)
                 # Daemons: an engine that hangs must not hold up the process's end.
                 threading.Thread(
                     target=carry(self._one),
-                    args=(flight, work, pending, number),
-                    name=f"fanin-sync {flight.record.endpoint.url}",
+                    args=(sync, work, pending, number),
+                    name=f"fanin-sync {sync.record.endpoint.url}",
                     daemon=True,
                 ).start()
-            self._wait(flights, pending, deadline + GRACE)
+            self._wait(syncs, pending, deadline + GRACE)
         except BaseException:  # Ctrl-C, or no thread could be had
             with self._changed:
-                for flight in flights:
-                    flight.over = True  # its thread ends with its phase, and lets the engine go
+                for sync in syncs:
+                    sync.over = True  # its thread ends with its phase, and lets the engine go
             raise
 
-    def _wait(self, flights: Sequence[Flight], pending: set[int], until: float) -> None:
+    def _wait(self, syncs: Sequence[EngineSync], pending: set[int], until: float) -> None:
         def settled() -> bool:
-            return all(flights[number].record.removed for number in pending)
+            return all(syncs[number].record.removed for number in pending)
 
         with self._changed:
             while (left := until - time.monotonic()) > 0:
                 if self._changed.wait_for(settled, min(left, _SAY_WAITING)):
                     break
-                _say_waiting([flights[number] for number in sorted(pending)])
+                _say_waiting([syncs[number] for number in sorted(pending)])
             for number in pending:
-                flight = flights[number]
-                flight.over = True
+                sync = syncs[number]
+                sync.over = True
                 # Past its deadline it has no request under way: it looks up a name, or dials.
-                if not flight.record.removed:
-                    flight.record.flight = None
-                self._give_up(flight)
+                if not sync.record.removed:
+                    sync.record.sync = None
+                self._give_up(sync)
 
     def _one(
-        self, flight: Flight, work: Callable[[Flight], None], pending: set[int], number: int
+        self, sync: EngineSync, work: Callable[[EngineSync], None], pending: set[int], number: int
     ) -> None:
         error: BaseException | None = None
         left = False
         with self._changed:
-            if not flight.over:
-                flight.record.flight = flight
+            if not sync.over:
+                sync.record.sync = sync
         try:
-            work(flight)
+            work(sync)
         except LeaveAlone:
             left = True
         except BaseException as caught:  # a bug must not look like an engine that hangs
             error = caught
         with self._changed:
-            if error is not None and flight.phase in _TELLS_ANEW:
-                flight.record.told = None  # whatever it was, the next sync tells it again
-            if flight.result is None and error is not None:
-                flight.result = failure(flight, error)
-                _log.warning("%s", flight.result.error)
+            if error is not None and sync.phase in _TELLS_ANEW:
+                sync.record.told = None  # whatever it was, the next sync tells it again
+            if sync.result is None and error is not None:
+                sync.result = failure(sync, error)
+                _log.warning("%s", sync.result.error)
             if left:  # while others are still at it, nobody else would say so
-                self._give_up(flight)
-            if flight.record.flight is flight:
-                flight.record.flight = None
+                self._give_up(sync)
+            if sync.record.sync is sync:
+                sync.record.sync = None
             pending.discard(number)
             self._changed.notify_all()
 
-    def _give_up(self, flight: Flight) -> None:
-        """Lock held. The thread of the flight may still be at it; it does nothing more."""
-        url = flight.record.endpoint.url
+    def _give_up(self, sync: EngineSync) -> None:
+        """Lock held. The thread of the sync may still be at it; it does nothing more."""
+        url = sync.record.endpoint.url
         error: FaninError = PullTimeoutError.make(
             f"{url}: no answer in time", "look into the engine's log, then sync again", address=url
         )
-        if flight.record.removed:
+        if sync.record.removed:
             error = StateError.make(f"{url} was removed during the sync", address=url)
-        if flight.result is None:
-            flight.result = failure(flight, error)
+        if sync.result is None:
+            sync.result = failure(sync, error)
 
-    def _look(self, flight: Flight) -> None:
-        deadline = min(flight.plan.deadline, time.monotonic() + _HEALTH)
-        record = flight.record
+    def _look(self, sync: EngineSync) -> None:
+        deadline = min(sync.plan.deadline, time.monotonic() + _HEALTH)
+        record = sync.record
 
         def look() -> str:
-            flight.driver, version = self._health(record, deadline)
-            flight.driver.check_options(flight.plan.options)
+            sync.driver, version = self._health(record, deadline)
+            sync.driver.check_options(sync.plan.options)
             return version
 
-        flight.seen = flight.run("health", look)
+        sync.seen = sync.run("health", look)
 
 
 # ------------------------------------------------------------------- helpers
 
-
-def _at_once(
-    records: Iterable[Record], ask: Callable[[Record, float], None], timeout: float
-) -> None:
-    """Each in a thread of its own, for *timeout* seconds at most and a little."""
-    deadline = time.monotonic() + timeout
-    threads = [threading.Thread(target=ask, args=(r, deadline), daemon=True) for r in records]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(deadline + 1.0 - time.monotonic(), 0))
+_DRIVERS: dict[str, type[Driver]] = {VLLM.kind: VLLM, SGLang.kind: SGLang}
 
 
-def _judged(plan: Plan, flights: Sequence[Flight], started: float, what: str) -> SyncResult:
+def driver_of(kind: str, wire: Wire, deadline: float) -> Driver:
+    """The driver of an engine of *kind*; "auto": asks the engine what it is. Blocks.
+
+    Its answer need not last: an engine that is being started, or a proxy in front of it, may answer
+    so. Raises what requests do, and the refusal of an engine that does not say.
+    """
+    if kind in _DRIVERS:
+        return _DRIVERS[kind](wire)
+    reply = wire.get("/model_info", deadline)
+    if reply.status == 404:  # vLLM has no such route
+        return VLLM(wire)
+    if reply.status != 200:
+        raise wire.refusal(reply, "/model_info", "look into the engine's log")
+    body = reply.json()
+    return (SGLang if isinstance(body, dict) and "model_path" in body else VLLM)(wire)
+
+
+def _judged(plan: Plan, syncs: Sequence[EngineSync], started: float, what: str) -> SyncResult:
     """The result. Raises SyncError if an engine has failed."""
     results = {
-        flight.record.endpoint.url: flight.result
-        or EndpointResult(
-            flight.record.endpoint, "", version=flight.seen, paused=flight.record.paused
-        )
-        for flight in flights
+        sync.record.endpoint.url: sync.result
+        or EndpointResult(sync.record.endpoint, "", version=sync.seen, paused=sync.record.paused)
+        for sync in syncs
     }
     result = SyncResult(plan.step, plan.version, results, time.monotonic() - started)
     if any(entry.error for entry in results.values()):
@@ -756,10 +746,10 @@ def _judged(plan: Plan, flights: Sequence[Flight], started: float, what: str) ->
     return result
 
 
-def _say_waiting(flights: Iterable[Flight]) -> None:
+def _say_waiting(syncs: Iterable[EngineSync]) -> None:
     """Which engines are still at it."""
     now = time.monotonic()
-    told = [f"{flight.url} in {flight.phase} for {now - flight.since:.0f} s" for flight in flights]
+    told = [f"{sync.url} in {sync.phase} for {now - sync.since:.0f} s" for sync in syncs]
     _log.info("fanin.sync: waits for %s", ", ".join(told))
 
 

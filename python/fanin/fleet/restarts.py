@@ -69,11 +69,13 @@ class Restarts:
 
     def _bring(self, registry: Registry, had: Had, urls: Sequence[str]) -> None:
         _log.warning("fanin.sync: started again, gets %s: %s", had.version, ", ".join(urls))
+        deadline = time.monotonic() + registry.timeout
+        rest = registry._choose(None, urls), self.token
         try:
             try:
-                registry._sync(had.step, urls, had.version, had.options, self.token)
+                registry._bring(*rest, had.step, had.version, had.options, deadline)
             except SupersededError:
-                registry._sync(None, urls, None, had.options, self.token)
+                registry._bring(*rest, None, None, had.options, deadline)
         except FaninError as error:
             self._later.update(dict.fromkeys(urls, time.monotonic() + _AGAIN))
             _log.warning("fanin.sync: tried again in %.0f s: %s", _AGAIN, error)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to one engine, and errors that name it, the phase and the remedy."""
+"""Requests to one engine, and errors that name it and the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,19 +85,28 @@ class Wire:
         self.api_key = checked_key(api_key)
         self.withheld = withheld
 
-    def get(self, path: str, phase: str, deadline: float) -> Reply:
-        """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
-        return self._ask("GET", path, None, phase, deadline)
+    @contextlib.contextmanager
+    def asked(self, phase: str) -> Iterator[None]:
+        """Errors that are raised inside have the engine's address and the phase."""
+        try:
+            yield
+        except FaninError as error:
+            error.address, error.phase = error.address or self.url, error.phase or phase
+            raise
 
-    def post(self, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float) -> Reply:
+    def get(self, path: str, deadline: float) -> Reply:
+        """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
+        return self._ask("GET", path, None, deadline)
+
+    def post(self, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
         """The answer, if its status is 2xx. Raises what :meth:`refusal` makes otherwise."""
-        reply = self._ask("POST", path, body, phase, deadline)
+        reply = self._ask("POST", path, body, deadline)
         if not 200 <= reply.status < 300:
-            raise self.refusal(reply, path, phase)
+            raise self.refusal(reply, path)
         return reply
 
     def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float
     ) -> Reply:
         try:
             return ask_json(method, self.url, path, body, deadline=deadline, api_key=self.api_key)
@@ -104,18 +114,14 @@ class Wire:
             raise PullTimeoutError.make(
                 f"{self.url}{_bare(path)}: no answer in time",
                 "look into the engine's log; give the sync a longer timeout if it was at work",
-                address=self.url,
-                phase=phase,
             ) from error
         except FAILURES as error:
             raise UnreachableError.make(
                 f"{self.url}{_bare(path)}: {error or type(error).__name__}",
                 "check that the engine runs, or remove it",
-                address=self.url,
-                phase=phase,
             ) from error
 
-    def refusal(self, reply: Reply, path: str, phase: str, remedy: str = "") -> FaninError:
+    def refusal(self, reply: Reply, path: str, remedy: str = "") -> FaninError:
         """The error that a reply means, with what it tells of code, rank and remedy."""
         told = reply.error()
         code = CODES.get(reply.code)
@@ -127,8 +133,6 @@ class Wire:
         return (kind if code is None else error_class(code)).make(
             f"{self.url}{_bare(path)}: HTTP {reply.status}: {reply.reason}",
             advice if isinstance(advice, str) and advice else remedy,
-            address=self.url,
-            phase=phase,
             code=code,
             rank=rank if isinstance(rank, int) else None,
         )
