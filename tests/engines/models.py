@@ -8,75 +8,43 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Mo
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]
 
-TINY = {
-    "qwen2": Qwen2Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    ),
-    "llama": LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-moe": Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        moe_intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        tie_word_embeddings=False,
-    ),
-}
+WEIGHTS = "adapter_model.safetensors"
 
-# Shapes of public models; the vocabulary has no part in an adapter.
+
+def sizes(hidden, width, layers, heads, kv, **more):
+    """The vocabulary has no part in an adapter."""
+    return {
+        "vocab_size": 256,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def experts(count, chosen, width, head):
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "head_dim": head,
+        "decoder_sparse_step": 1,
+    }
+
+
+TINY = {
+    "qwen2": Qwen2Config(**sizes(64, 160, 2, 4, 2)),
+    "llama": LlamaConfig(**sizes(64, 160, 2, 4, 4)),
+    "qwen3-moe": Qwen3MoeConfig(**sizes(64, 160, 2, 4, 2), **experts(4, 2, 48, 16)),
+}
+# Shapes of public models.
 REAL = {
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=256,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    ),
-    "llama-3.1-8b": LlamaConfig(
-        vocab_size=256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-30b-a3b": Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        decoder_sparse_step=1,
-        tie_word_embeddings=False,
-    ),
+    "qwen2.5-0.5b": Qwen2Config(**sizes(896, 4864, 24, 14, 2)),
+    "llama-3.1-8b": LlamaConfig(**sizes(4096, 14336, 32, 32, 8)),
+    "qwen3-30b-a3b": Qwen3MoeConfig(**sizes(2048, 6144, 48, 32, 4), **experts(128, 8, 768, 128)),
 }
 
 
@@ -121,6 +89,20 @@ def logits(model):
     tokens = torch.arange(1, 33).reshape(1, 32)
     with torch.no_grad():
         return model(input_ids=tokens).logits
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def same_tensors(found, expected):
+    for name in sorted(found.keys() ^ expected.keys()):
+        raise AssertionError(f"{name} is {'unexpected' if name in found else 'missing'}")
+    for name, tensor in expected.items():
+        other = found[name]
+        assert other.dtype == tensor.dtype, f"{name} has dtype {other.dtype}, not {tensor.dtype}"
+        assert other.shape == tensor.shape, f"{name} has another shape"
+        assert torch.equal(bits(other), bits(tensor)), f"{name} has other values"
 
 
 def without_memory(kind):

@@ -15,7 +15,7 @@ from typing import Any
 import fanin
 import pytest
 from fanin.info import addresses_of
-from judge import WEIGHTS, same_tensors
+from models import WEIGHTS, same_tensors
 from safetensors.torch import load_file
 from vllm_server import VllmServer, free_ports, save_model
 from worlds import Child, World, child

@@ -21,8 +21,8 @@ from typing import Any
 
 import moe_engine
 import pytest
-from judge import same_tensors
 from live_trainer import LiveTrainer
+from models import same_tensors
 from vllm_server import (
     ALPHA,
     RANK,
