@@ -64,77 +64,30 @@ static const char *kinds_objection(const region_table *regions)
     return NULL;
 }
 
-/* ------------------------------------------------------------------- asking */
-
-/* One rank is asked to let itself be read. */
-typedef struct opening {
-    bool asked;
-    size_t *left;     /* who has not answered */
-    uint64_t witness; /* out; 0: it does not */
-    pid_t pid;        /* by process_objection() */
-    fanin_error error;
-} opening;
-
-static void on_cma_open(void *cookie, connection *c, message_type type, body *b)
-{
-    opening *o = cookie;
-    msg_open_path reply;
-    --*o->left;
-    if (type != MSG_OPEN_PATH_OK)
-        connection_reply_error(c, "connect", type, b, &o->error);
-    else if (decode_open_path(b, &reply) != FANIN_OK)
-        error_set(&o->error, FANIN_ERR_PROTOCOL, NULL, "a malformed answer");
-    else if (reply.witness == 0)
-        error_set(&o->error, FANIN_ERR_UNSUPPORTED, NULL,
-                  "the rank's version of fanin offers cma by UCX only");
-    else
-        o->witness = reply.witness;
-}
-
-static void ask_to_open(fanin_client *client, size_t peer, opening *o)
-{
-    connection *c = client->peers[peer].control;
-    const msg_open_path m = {.path = FANIN_PATH_CMA,
-                             .address = {(const uint8_t *)"", 0}};
-    uint64_t request = connection_next_request(c);
-    o->asked = true;
-    o->error = (fanin_error)FANIN_ERROR_INIT;
-    ++*o->left;
-    if (connection_get_state(c) == CONNECTION_READY)
-        encode_open_path(connection_out(c), request, MSG_OPEN_PATH, &m);
-    connection_ask(c, request, on_cma_open, o);
-}
-
-/* Asks all with open[i] that nothing holds against, at once; gives up the others. */
-static fanin_status ask_all(path_round *r, bool *open, opening *o, fanin_error *error)
-{
-    size_t left = 0, n = r->client->n_peers;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        const char *why = open[i] ? process_objection(r->client, i, &o[i].pid) : NULL;
-        o[i].left = &left;
-        if (open[i] && !why)
-            ask_to_open(r->client, i, &o[i]);
-        if (!why)
-            continue;
-        open[i] = false;
-        status = path_give_up(r, i, why, error);
-    }
-    if (status == FANIN_OK)
-        status = client_run(r->client, &left, r->at, "connect", error);
-    for (size_t i = 0; i < n; i++) {
-        if (!o[i].asked)
-            continue;
-        connection_forget(r->client->peers[i].control, &o[i]);
-        if (status != FANIN_OK || o[i].witness != 0)
-            continue;
-        open[i] = false;
-        status = path_give_up(r, i, o[i].error.message, error);
-    }
-    return status;
-}
-
 /* ------------------------------------------------------------------- trying */
+
+static fanin_status find_process(path_round *r, size_t peer, void *cookie,
+                                 fanin_error *why)
+{
+    cma_process *processes = cookie;
+    const char *objection = process_objection(r->client, peer, &processes[peer].pid);
+    return objection ? error_set(why, FANIN_ERR_UNSUPPORTED, NULL, "%s", objection)
+                     : FANIN_OK;
+}
+
+static fanin_status take_witness(path_round *r, size_t peer, const msg_open_path *reply,
+                                 void *cookie, fanin_error *why)
+{
+    cma_process *process = (cma_process *)cookie + peer;
+    process->witness = reply->witness;
+    memcpy(process->incarnation,
+           connection_peer(r->client->peers[peer].control)->incarnation,
+           sizeof process->incarnation);
+    return reply->witness == 0
+               ? error_set(why, FANIN_ERR_UNSUPPORTED, NULL,
+                           "the rank's version of fanin offers cma by UCX only")
+               : FANIN_OK;
+}
 
 /* A byte of what it publishes, which is thrown away: no lease is needed. */
 static int probe_region(const cma_process *p, const region_table *regions)
@@ -149,44 +102,30 @@ static int probe_region(const cma_process *p, const region_table *regions)
     return cma_read(p->pid, &to, 1, &from, 1, &at);
 }
 
-static fanin_status keep(path_round *r, size_t peer, const cma_process *process,
-                         fanin_error *error)
+static fanin_status try_cma(path_round *r, size_t peer, void *cookie, fanin_error *why)
 {
+    const cma_process *process = (const cma_process *)cookie + peer;
     path_state *s = path_state_of(r->client, r->publication, peer);
+    const char *objection = kinds_objection(s->regions);
+    if (objection)
+        return error_set(why, FANIN_ERR_UNSUPPORTED, NULL, "%s", objection);
+    int failed = cma_prove(process);
+    if (failed == 0)
+        failed = probe_region(process, s->regions);
+    r->lacks = r->lacks || failed == ENOSYS;
+    if (failed != 0)
+        return error_set(why, FANIN_ERR_UNSUPPORTED, NULL,
+                         "a probe read by cma failed: %s", cma_why(failed));
     process_hold *h = calloc(1, sizeof *h);
     if (!h)
-        return error_set_memory(error);
+        return error_set_memory(why);
     *h = (process_hold){.hold = {.drop = drop_process}, .process = *process};
     s->hold = &h->hold;
     path_choose(r, peer, &cma_reader, "a probe read by cma succeeded");
     return FANIN_OK;
 }
 
-static fanin_status try_one(path_round *r, size_t peer, const opening *o,
-                            fanin_error *error)
-{
-    const path_state *s = path_taken(r->publication, peer);
-    const char *why = kinds_objection(s->regions);
-    cma_process process = {.pid = o->pid, .witness = o->witness};
-    memcpy(process.incarnation,
-           connection_peer(r->client->peers[peer].control)->incarnation,
-           sizeof process.incarnation);
-    if (why)
-        return path_give_up(r, peer, why, error);
-    int failed = cma_prove(&process);
-    if (failed == 0)
-        failed = probe_region(&process, s->regions);
-    if (failed == 0)
-        return keep(r, peer, &process, error);
-    char reason[PATH_REASON];
-    snprintf(reason, sizeof reason, "a probe read by cma failed: %s", cma_why(failed));
-    r->lacks = r->lacks || failed == ENOSYS;
-    return path_give_up(r, peer, reason, error);
-}
-
-/* ------------------------------------------------------------------- whole */
-
-/* Takes what cma is for out of @p open; true: there is something. */
+/* Takes what cma is for out of open; true: there is something. */
 static bool take_ranks_for_cma(const path_round *r, bool *open, bool *mine)
 {
     bool any = false, asked = path_is_allowed(r->client, &cma_reader);
@@ -203,21 +142,22 @@ static bool take_ranks_for_cma(const path_round *r, bool *open, bool *mine)
 /* See path_reader. */
 static fanin_status cma_probe(path_round *r, bool *open, fanin_error *error)
 {
-    size_t n = r->client->n_peers;
-    bool *mine = calloc(n, sizeof *mine);
-    opening *o = calloc(n, sizeof *o);
-    fanin_status status = mine && o ? FANIN_OK : error_set_memory(error);
+    const msg_open_path m = {.path = FANIN_PATH_CMA,
+                             .address = {(const uint8_t *)"", 0}};
+    bool *mine = calloc(r->client->n_peers, sizeof *mine);
+    cma_process *processes = calloc(r->client->n_peers, sizeof *processes);
+    fanin_status status = mine && processes ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK && take_ranks_for_cma(r, open, mine)) {
-        status = ask_all(r, mine, o, error);
+        status = path_try(r, mine, find_process, processes, error);
+        if (status == FANIN_OK)
+            status = path_open(r, mine, &m, take_witness, processes, error);
         if (status == FANIN_OK)
             status = path_regions(r, mine, &cma_reader, error);
-        for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-            if (mine[i])
-                status = try_one(r, i, &o[i], error);
-        }
+        if (status == FANIN_OK)
+            status = path_try(r, mine, try_cma, processes, error);
     }
     free(mine);
-    free(o);
+    free(processes);
     return status;
 }
 

@@ -345,20 +345,13 @@ static fanin_status need_cuda(path_round *r, fanin_error *error)
     return devices_map(r->client) && d->memory ? FANIN_OK : error_set_memory(error);
 }
 
-/* Drops from @p mask whoever's memory cannot be mapped at all. */
-static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
+/* FANIN_ERR_UNSUPPORTED: its memory cannot be mapped at all. */
+static fanin_status hold_rank(path_round *r, size_t peer, void *cookie,
+                              fanin_error *why)
 {
-    fanin_status status = path_regions(r, mask, &ipc_reader, error);
-    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        fanin_error why = FANIN_ERROR_INIT;
-        uint32_t rank = connection_peer(r->client->peers[i].control)->rank;
-        if (!mask[i] || regions_hold(path_state_of(r->client, r->publication, i), rank,
-                                     &why) == FANIN_OK)
-            continue;
-        mask[i] = false;
-        status = path_give_up(r, i, why.message, error);
-    }
-    return status;
+    (void)cookie;
+    return regions_hold(path_state_of(r->client, r->publication, peer),
+                        connection_peer(r->client->peers[peer].control)->rank, why);
 }
 
 /* All ranks' mappings, while what they are read by is made. */
@@ -383,28 +376,21 @@ static fanin_status open_taken(path_round *r, const bool *mask, fanin_error *err
     return status;
 }
 
-static fanin_status settle_rank(path_round *r, size_t index, fanin_error *error)
+static fanin_status take_rank(path_round *r, size_t peer, void *cookie,
+                              fanin_error *why)
 {
-    fanin_error why = FANIN_ERROR_INIT;
-    bool fresh = path_taken(r->publication, index)->path != &ipc_reader;
-    if (for_devices(r, index, confirm, &why) != FANIN_OK)
-        return is_pull_over(&why) ? error_copy(error, &why)
-                                  : path_give_up(r, index, why.message, error);
-    if (fresh)
-        path_choose(r, index, &ipc_reader, "a probe read by cuda_ipc succeeded");
-    return FANIN_OK;
+    (void)cookie;
+    return for_devices(r, peer, regions_take, why);
 }
 
-static fanin_status take_regions_of_all(path_round *r, bool *mask, fanin_error *error)
+static fanin_status settle_rank(path_round *r, size_t peer, void *cookie,
+                                fanin_error *why)
 {
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        fanin_error why = FANIN_ERROR_INIT;
-        if (!mask[i] || for_devices(r, i, regions_take, &why) == FANIN_OK)
-            continue;
-        mask[i] = false;
-        status = path_give_up(r, i, why.message, error);
-    }
+    bool fresh = path_taken(r->publication, peer)->path != &ipc_reader;
+    fanin_status status = for_devices(r, peer, confirm, why);
+    (void)cookie;
+    if (status == FANIN_OK && fresh)
+        path_choose(r, peer, &ipc_reader, "a probe read by cuda_ipc succeeded");
     return status;
 }
 
@@ -415,18 +401,16 @@ static fanin_status try_ipc(path_round *r, bool *mask, fanin_error *error)
     fanin_error why = FANIN_ERROR_INIT;
     if (need_cuda(r, &why) != FANIN_OK)
         return path_give_up_all(r, mask, why.message, error);
-    fanin_status status = learn_keys(r, mask, error);
+    fanin_status status = path_regions(r, mask, &ipc_reader, error);
+    if (status == FANIN_OK)
+        status = path_try(r, mask, hold_rank, NULL, error);
     if (status == FANIN_OK && r->host)
         find_gatherers(r, mask);
     if (status == FANIN_OK)
-        status = take_regions_of_all(r, mask, error);
+        status = path_try(r, mask, take_rank, NULL, error);
     if (status == FANIN_OK)
         status = open_taken(r, mask, error);
-    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        if (mask[i])
-            status = settle_rank(r, i, error);
-    }
-    return status;
+    return status == FANIN_OK ? path_try(r, mask, settle_rank, NULL, error) : status;
 }
 
 fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error)

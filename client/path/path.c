@@ -290,6 +290,81 @@ fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
     return status;
 }
 
+fanin_status path_try(path_round *r, bool *mask, path_try_fn fn, void *cookie,
+                      fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        if (!mask[i] || fn(r, i, cookie, &why) == FANIN_OK)
+            continue;
+        mask[i] = false;
+        status = why.status == FANIN_ERR_TIMEOUT || why.status == FANIN_ERR_CANCELLED
+                     ? error_copy(error, &why)
+                     : path_give_up(r, i, why.message, error);
+    }
+    return status;
+}
+
+/* One rank is asked to open a path. */
+typedef struct opening {
+    path_round *round;
+    size_t peer, *left; /* left: who has not answered */
+    path_opened_fn opened;
+    void *cookie;
+    fanin_error why;
+} opening;
+
+static void on_opened(void *cookie, connection *c, message_type type, body *b)
+{
+    opening *o = cookie;
+    msg_open_path reply;
+    --*o->left;
+    if (type != MSG_OPEN_PATH_OK)
+        connection_reply_error(c, "connect", type, b, &o->why);
+    else if (decode_open_path(b, &reply) != FANIN_OK)
+        error_set(&o->why, FANIN_ERR_PROTOCOL, NULL, "a malformed answer");
+    else
+        (void)o->opened(o->round, o->peer, &reply, o->cookie, &o->why);
+}
+
+static fanin_status was_opened(path_round *r, size_t peer, void *cookie,
+                               fanin_error *why)
+{
+    const opening *all = cookie;
+    (void)r;
+    return error_copy(why, &all[peer].why);
+}
+
+fanin_status path_open(path_round *r, bool *mask, const msg_open_path *m,
+                       path_opened_fn opened, void *cookie, fanin_error *error)
+{
+    size_t left = 0, n = r->client->n_peers;
+    opening *all = calloc(n, sizeof *all);
+    if (!all)
+        return error_set_memory(error);
+    for (size_t i = 0; i < n; i++) {
+        connection *c = r->client->peers[i].control;
+        if (!mask[i])
+            continue;
+        all[i] = (opening){r, i, &left, opened, cookie, FANIN_ERROR_INIT};
+        uint64_t request = connection_next_request(c);
+        left++;
+        if (connection_get_state(c) == CONNECTION_READY)
+            encode_open_path(connection_out(c), request, MSG_OPEN_PATH, m);
+        connection_ask(c, request, on_opened, &all[i]);
+    }
+    fanin_status status = client_run(r->client, &left, r->at, "connect", error);
+    for (size_t i = 0; i < n; i++) {
+        if (mask[i])
+            connection_forget(r->client->peers[i].control, &all[i]);
+    }
+    if (status == FANIN_OK)
+        status = path_try(r, mask, was_opened, all, error);
+    free(all);
+    return status;
+}
+
 fanin_status path_regions(path_round *r, bool *mask, const path_reader *path,
                           fanin_error *error)
 {

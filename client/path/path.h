@@ -280,6 +280,20 @@ fanin_status path_give_up(path_round *r, size_t peer, const char *why,
 /** The same of those with mask[i]. */
 fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
                               fanin_error *error);
+/** What a path does with one rank. On an error, which says why, the rank is given up; only
+    FANIN_ERR_TIMEOUT and FANIN_ERR_CANCELLED end the pull. */
+typedef fanin_status (*path_try_fn)(path_round *r, size_t peer, void *cookie,
+                                    fanin_error *why);
+/** @p fn with each that has mask[i], which is cleared of those that are given up. */
+fanin_status path_try(path_round *r, bool *mask, path_try_fn fn, void *cookie,
+                      fanin_error *error);
+/** An answer to open_path; else as a path_try_fn. */
+typedef fanin_status (*path_opened_fn)(path_round *r, size_t peer,
+                                       const msg_open_path *reply, void *cookie,
+                                       fanin_error *why);
+/** Asks all with mask[i] at once to open a path to them; likewise. */
+fanin_status path_open(path_round *r, bool *mask, const msg_open_path *m,
+                       path_opened_fn opened, void *cookie, fanin_error *error);
 /** Region tables of peers with mask[i] with the keys of @p path (NULL: none); who refuses them is
     given up and its mask cleared. */
 fanin_status path_regions(path_round *r, bool *mask, const path_reader *path,

@@ -91,48 +91,29 @@ void ucx_end_free(fanin_client *client)
 /* Turns of UCX in which answers that have come are taken, and one more for each rank. */
 #define PROBE_TURNS 64
 
-/* As path_give_up(), and what was built so far goes. */
-static fanin_status give_up_rdma(path_round *r, size_t index, const char *why,
-                                 fanin_error *error)
+/* The rank is given up: what was built so far goes. */
+static void drop_tried(path_round *r, size_t index)
 {
     if (peer_ready(&r->client->peers[index]))
         (void)ucx_end_drop(r->client, index, ucx_end_drain_by());
-    return path_give_up(r, index, why, error);
 }
 
 /* -------------------------------------------------------------- open_path */
 
-typedef struct opening {
-    fanin_client *client; /* NULL: it was not asked */
-    size_t peer;
-    size_t *left;
-    bool ok;
-    fanin_error error;
-} opening;
-
-static void on_rdma_open(void *cookie, connection *c, message_type type, body *b)
+static fanin_status make_endpoint(path_round *r, size_t peer,
+                                  const msg_open_path *reply, void *cookie,
+                                  fanin_error *why)
 {
-    opening *o = cookie;
-    msg_open_path reply;
-    o->error = (fanin_error)FANIN_ERROR_INIT;
-    --*o->left;
-    if (type != MSG_OPEN_PATH_OK) {
-        connection_reply_error(c, "connect", type, b, &o->error);
-        return;
-    }
-    if (decode_open_path(b, &reply) != FANIN_OK) {
-        error_set(&o->error, FANIN_ERR_PROTOCOL, NULL, "malformed UCX address");
-        return;
-    }
-    ucx_end *end = o->client->one_sided;
+    ucx_end *end = r->client->one_sided;
     ucx_endpoint *e;
-    if (ucx_endpoint_create(end->client, reply.address.data, reply.address.size, &e,
-                            &o->error) != FANIN_OK)
-        return;
-    end->peers[o->peer] = (ucx_peer){.endpoint = e,
-                                     .generation = o->client->peers[o->peer].generation,
-                                     .serial = ++end->serials};
-    o->ok = true;
+    (void)cookie;
+    fanin_status status = ucx_endpoint_create(end->client, reply->address.data,
+                                              reply->address.size, &e, why);
+    if (status == FANIN_OK)
+        end->peers[peer] = (ucx_peer){.endpoint = e,
+                                      .generation = r->client->peers[peer].generation,
+                                      .serial = ++end->serials};
+    return status;
 }
 
 static fanin_status open_client(const path_round *r, fanin_error *error)
@@ -161,34 +142,19 @@ static fanin_status open_client(const path_round *r, fanin_error *error)
 static fanin_status open_endpoints(path_round *r, bool *want, fanin_error *error)
 {
     fanin_client *client = r->client;
-    opening *o = calloc(client->n_peers, sizeof *o);
-    if (!o)
+    bool *lacking = calloc(client->n_peers, sizeof *lacking);
+    if (!lacking)
         return error_set_memory(error);
-    size_t left = 0;
     msg_open_path m = {.path = FANIN_PATH_RDMA};
     m.address.data = ucx_client_address(client->one_sided->client, &m.address.size);
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!want[i] || ucx_end_to(client, i))
-            continue;
-        o[i] = (opening){.client = client, .peer = i, .left = &left};
-        left++;
-        connection *c = client->peers[i].control;
-        uint64_t request = connection_next_request(c);
-        if (connection_get_state(c) == CONNECTION_READY)
-            encode_open_path(connection_out(c), request, MSG_OPEN_PATH, &m);
-        connection_ask(c, request, on_rdma_open, &o[i]);
+        lacking[i] = want[i] && !ucx_end_to(client, i);
+        want[i] = want[i] && !lacking[i];
     }
-    fanin_status status = client_run(client, &left, r->at, "connect", error);
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (!want[i] || !o[i].client)
-            continue;
-        connection_forget(client->peers[i].control, &o[i]);
-        if (status == FANIN_OK && !o[i].ok) {
-            want[i] = false;
-            status = give_up_rdma(r, i, o[i].error.message, error);
-        }
-    }
-    free(o);
+    fanin_status status = path_open(r, lacking, &m, make_endpoint, NULL, error);
+    for (size_t i = 0; i < client->n_peers; i++)
+        want[i] = want[i] || lacking[i];
+    free(lacking);
     return status;
 }
 
@@ -258,25 +224,25 @@ static fanin_status unpack_keys(path_round *r, size_t peer, work_stop *stop,
     return status;
 }
 
+static fanin_status take_keys(path_round *r, size_t peer, void *cookie,
+                              fanin_error *why)
+{
+    work_stop *stop = cookie;
+    fanin_status status = unpack_keys(r, peer, stop, why);
+    if (status != FANIN_OK && !stop->stopped)
+        drop_tried(r, peer);
+    return status;
+}
+
 /* Regions and remote keys of peers with mask[i], whose endpoints are there. */
 static fanin_status get_remote_keys(path_round *r, bool *mask, fanin_error *error)
 {
-    fanin_client *client = r->client;
     client_work work;
-    client_work_start(&work, client, r->at);
+    client_work_start(&work, r->client, r->at);
     fanin_status status = path_regions(r, mask, &ucx_reader, error);
-    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
-        fanin_error why = FANIN_ERROR_INIT;
-        if (!mask[i] || unpack_keys(r, i, &work.stop, &why) == FANIN_OK)
-            continue;
-        if (work.stop.stopped) {
-            error_copy(error, &why);
-            return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
-        }
-        mask[i] = false;
-        status = give_up_rdma(r, i, why.message, error);
-    }
-    return status;
+    if (status == FANIN_OK)
+        status = path_try(r, mask, take_keys, &work.stop, error);
+    return client_work_end(&work, status, error);
 }
 
 /* ------------------------------------------------------------------ probe */
@@ -380,26 +346,20 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
     }
 }
 
-static fanin_status judge_probes(path_round *r, const bool *want, const probe *probes,
-                                 fanin_error *error)
+static fanin_status judge_probe(path_round *r, size_t peer, void *cookie,
+                                fanin_error *why)
 {
-    const ucx_end *end = r->client->one_sided;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        char reason[PATH_REASON];
-        if (!want[i])
-            continue;
-        if (probes[i].posted && probes[i].ucx_status != 0) {
-            const char *why = probes[i].why;
-            status =
-                give_up_rdma(r, i, why[0] ? why : "a probe read by rdma failed", error);
-        } else {
-            snprintf(reason, sizeof reason, "a probe read by rdma succeeded (%.60s)",
-                     ucx_endpoint_transport(end->peers[i].endpoint));
-            path_choose(r, i, &ucx_reader, reason);
-        }
+    const probe *p = (const probe *)cookie + peer;
+    char reason[PATH_REASON];
+    if (p->posted && p->ucx_status != 0) {
+        drop_tried(r, peer);
+        return error_set(why, FANIN_ERR_TRANSPORT, NULL, "%s",
+                         p->why[0] ? p->why : "a probe read by rdma failed");
     }
-    return status;
+    snprintf(reason, sizeof reason, "a probe read by rdma succeeded (%.60s)",
+             ucx_endpoint_transport(r->client->one_sided->peers[peer].endpoint));
+    path_choose(r, peer, &ucx_reader, reason);
+    return FANIN_OK;
 }
 
 /* UCX was closed for want of another way to recall a read: what it carried takes stream. */
@@ -434,8 +394,8 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_error *error)
         closed = true;
     }
     if (status == FANIN_OK)
-        status =
-            closed ? go_without(r, want, error) : judge_probes(r, want, probes, error);
+        status = closed ? go_without(r, want, error)
+                        : path_try(r, want, judge_probe, probes, error);
     if (!recalled)
         return status; /* what the reads may still write stays */
     free(landing);
@@ -445,51 +405,31 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_error *error)
 
 /* ------------------------------------------------------------------- whole */
 
-/* Whether UCX could be tried with a rank; if not, *why says why. */
-static bool may_do(const fanin_client *client, size_t peer, char why[PATH_REASON])
+/* Whether UCX could be tried with a rank. */
+static fanin_status find_objection(path_round *r, size_t peer, void *cookie,
+                                   fanin_error *why)
 {
-    const connection *c = client->peers[peer].control;
+    const connection *c = r->client->peers[peer].control;
     const msg_hello_ok *hello = connection_peer(c);
-    const ucx_end *end = client->one_sided;
+    const ucx_end *end = r->client->one_sided;
+    const char *plain = NULL;
+    (void)cookie;
     if (!end->ucx)
-        snprintf(why, PATH_REASON, "%.250s", end->missing);
-    else if (hello->ucx_version[0] == 0)
-        snprintf(why, PATH_REASON, "the rank has no UCX");
-    else if (!ucx_versions_match(ucx_version(end->ucx), hello->ucx_version))
-        snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
-                 ucx_version(end->ucx), hello->ucx_version);
-    else if (!connection_is_unix(c) && !connection_tls(c))
-        snprintf(why, PATH_REASON, "%s",
-                 path_not_offered(client, peer,
-                                  "nobody proves who is at the other end of this "
-                                  "connection: rdma needs the launch's secret, or "
-                                  "certificates"));
-    else if (!path_is_offered(client, peer, &ucx_reader))
-        snprintf(why, PATH_REASON, "%s",
-                 path_not_offered(client, peer,
-                                  "the rank does not offer rdma on this connection"));
-    else
-        return true;
-    return false;
-}
-
-/* Leaves those that are worth trying; *any: there are some. */
-static fanin_status drop_impossible(path_round *r, bool *open, bool *any,
-                                    fanin_error *error)
-{
-    *any = false;
-    r->lacks = !r->client->one_sided->ucx;
-    for (size_t i = 0; i < r->client->n_peers; i++) {
-        char why[PATH_REASON];
-        if (!open[i])
-            continue;
-        open[i] = may_do(r->client, i, why);
-        *any = *any || open[i];
-        fanin_status status = open[i] ? FANIN_OK : path_give_up(r, i, why, error);
-        if (status != FANIN_OK)
-            return status;
-    }
-    return FANIN_OK;
+        return error_set(why, FANIN_ERR_UNSUPPORTED, NULL, "%s", end->missing);
+    if (hello->ucx_version[0] == 0)
+        return error_set(why, FANIN_ERR_UNSUPPORTED, NULL, "the rank has no UCX");
+    if (!ucx_versions_match(ucx_version(end->ucx), hello->ucx_version))
+        return error_set(why, FANIN_ERR_UNSUPPORTED, NULL,
+                         "UCX %s here and %s there cannot talk to each other",
+                         ucx_version(end->ucx), hello->ucx_version);
+    if (!connection_is_unix(c) && !connection_tls(c))
+        plain = "nobody proves who is at the other end of this connection: rdma needs "
+                "the launch's secret, or certificates";
+    else if (!path_is_offered(r->client, peer, &ucx_reader))
+        plain = "the rank does not offer rdma on this connection";
+    return plain ? error_set(why, FANIN_ERR_UNSUPPORTED, NULL, "%s",
+                             path_not_offered(r->client, peer, plain))
+                 : FANIN_OK;
 }
 
 static fanin_status try_rdma(path_round *r, bool *fresh, fanin_error *error)
@@ -509,8 +449,11 @@ static fanin_status try_rdma(path_round *r, bool *fresh, fanin_error *error)
 
 fanin_status ucx_probe(path_round *r, bool *open, fanin_error *error)
 {
-    bool any;
-    fanin_status status = drop_impossible(r, open, &any, error);
+    bool any = false;
+    r->lacks = !r->client->one_sided->ucx;
+    fanin_status status = path_try(r, open, find_objection, NULL, error);
+    for (size_t i = 0; i < r->client->n_peers; i++)
+        any = any || open[i];
     if (status == FANIN_OK && any)
         status = try_rdma(r, open, error);
     for (size_t i = 0; i < r->client->n_peers; i++)
