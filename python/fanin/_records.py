@@ -6,13 +6,14 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from . import _ffi
 from ._library import text
 from .errors import status_name
 
+_Record = TypeVar("_Record")
 _DTYPE_NAMES = {code: name for name, code in _ffi.DTYPES.items()}
 
 
@@ -217,56 +218,41 @@ class PullProgress:
 _CHECKSUMS: tuple[bool | str, ...] = (False, True, "local")
 
 
+def _made(kind: type[_Record], info: ctypes.Structure, **own: Any) -> _Record:
+    """*kind* of the members that have its fields' names; own: fields that are made otherwise."""
+    members = {field[0] for field in info._fields_}
+    for name in (one.name for one in fields(kind)):  # type: ignore[arg-type]
+        if name in own:
+            continue
+        value = getattr(info, name if name in members else f"{name}_ns")
+        if name not in members:
+            value /= 1e9
+        elif isinstance(value, ctypes.Array):
+            value = bytes(value).hex()
+        elif value is None or isinstance(value, bytes):
+            value = text(value)
+        own[name] = value
+    return kind(**own)
+
+
 def pull_result(lib: ctypes.CDLL, result: ctypes.c_void_p) -> PullResult:
     info = _ffi.ResultInfo()
     info.struct_size = ctypes.sizeof(info)
     lib.fanin_result_get(result, ctypes.byref(info))
-    return PullResult(
-        step=info.step,
-        world_id=bytes(info.world_id).hex(),
-        bytes=info.bytes,
-        tensors=info.tensors,
-        reads=info.reads,
-        restarts=info.restarts,
-        stale=info.stale,
-        reused=info.reused,
+    return _made(
+        PullResult,
+        info,
         path=text(lib.fanin_path_name(info.path)),
-        path_reason=text(info.path_reason),
-        connect=info.connect_ns / 1e9,
-        catalog=info.catalog_ns / 1e9,
-        plan=info.plan_ns / 1e9,
-        wait=info.wait_ns / 1e9,
-        begin=info.begin_ns / 1e9,
-        read=info.read_ns / 1e9,
-        scatter=info.scatter_ns / 1e9,
-        end=info.end_ns / 1e9,
-        write=info.write_ns / 1e9,
-        total=info.total_ns / 1e9,
-        fixed=info.fixed_ns / 1e9,
-        map=info.map_ns / 1e9,
-        table=info.table_ns / 1e9,
-        verified=info.verified,
-        verify=info.verify_ns / 1e9,
         transport_checksums=_CHECKSUMS[info.transport_checksums],
         ranks=json.loads(text(info.ranks_json) or "[]"),
     )
 
 
 def rank_info(info: _ffi.RankInfo) -> RankInfo:
-    return RankInfo(
-        rank=info.rank if info.rank >= 0 else None,
-        world_size=info.world_size,
-        address=text(info.address),
-        server_name=text(info.server_name),
-        world_id=bytes(info.world_id).hex(),
-        incarnation=bytes(info.incarnation).hex(),
-        software=text(info.software),
-        ucx_version=text(info.ucx_version),
-        connected=info.status == _ffi.OK,
-        status="" if info.status == _ffi.OK else status_name(info.status),
-        message=text(info.message),
-        silent=info.silent,
-    )
+    well = info.status == _ffi.OK
+    status = "" if well else status_name(info.status)
+    rank = info.rank if info.rank >= 0 else None
+    return _made(RankInfo, info, rank=rank, connected=well, status=status)
 
 
 def _state(number: int) -> str:
@@ -274,20 +260,13 @@ def _state(number: int) -> str:
     return states[number] if 0 <= number < len(states) else f"state {number}"
 
 
+def _age(ms: int) -> float | None:
+    return ms / 1e3 if ms else None
+
+
 def publication_info(info: _ffi.PublicationInfo) -> PublicationInfo:
-    return PublicationInfo(
-        name=text(info.name),
-        rank=info.rank,
-        state=_state(info.state),
-        step=info.step,
-        epoch=info.epoch,
-        catalog_version=info.catalog_version,
-        tensors=info.tensors,
-        bytes=info.bytes,
-        key_digest=bytes(info.key_digest).hex(),
-        state_age=info.state_age_ms / 1e3 if info.state_age_ms else None,
-        commit_age=info.commit_age_ms / 1e3 if info.commit_age_ms else None,
-    )
+    ages = {"state_age": _age(info.state_age_ms), "commit_age": _age(info.commit_age_ms)}
+    return _made(PublicationInfo, info, state=_state(info.state), **ages)
 
 
 # struct_size, name, dtype, n_dims, shape, bytes, owners, n_owners
@@ -319,38 +298,20 @@ def _owner(owner: tuple[Any, ...], dims: int) -> Owner:
 
 
 def watch_event(event: _ffi.WatchEvent) -> WatchEvent:
-    return WatchEvent(
-        step=event.step,
-        step_newest=event.step_newest,
-        spread=event.spread_ns / 1e9,
-        slowest_rank=event.slowest_rank if event.slowest_rank >= 0 else None,
-    )
+    slowest = event.slowest_rank if event.slowest_rank >= 0 else None
+    return _made(WatchEvent, event, slowest_rank=slowest)
 
 
 def rank_state(state: _ffi.RankState) -> RankState:
-    return RankState(
-        rank=state.rank,
-        address=text(state.address),
-        state=_state(state.state),
-        step=state.step,
-        state_age=state.state_age_ms / 1e3 if state.state_age_ms else None,
-    )
+    age = _age(state.state_age_ms)
+    return _made(RankState, state, state=_state(state.state), state_age=age)
 
 
 def pull_progress(lib: ctypes.CDLL, progress: _ffi.PullProgress) -> PullProgress:
     def one(of: _ffi.RankProgress) -> RankProgress:
-        return RankProgress(
-            rank=of.rank,
-            address=text(of.address),
-            path=text(lib.fanin_path_name(of.path)),
-            bytes_done=of.bytes_done,
-            bytes_total=of.bytes_total,
-            quiet=of.quiet_ms / 1e3,
-        )
+        path = text(lib.fanin_path_name(of.path))
+        return _made(RankProgress, of, path=path, quiet=of.quiet_ms / 1e3)
 
-    return PullProgress(
-        bytes_done=progress.bytes_done,
-        bytes_total=progress.bytes_total,
-        ranks=tuple(one(progress.ranks[i].contents) for i in range(progress.n_ranks)),
-        slowest=one(progress.slowest.contents) if progress.slowest else None,
-    )
+    ranks = tuple(one(progress.ranks[i].contents) for i in range(progress.n_ranks))
+    slowest = one(progress.slowest.contents) if progress.slowest else None
+    return _made(PullProgress, progress, ranks=ranks, slowest=slowest)

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from fanin._http import checked_key
+from fanin._options import VARIABLES, Credentials, texts_of
 from fanin.errors import FaninError, RequestError
 from fanin.fleet.registry import Registry
 from fanin.fleet.service import Service
@@ -26,13 +27,6 @@ _THREE_WAYS = {
     " after an init, a restart, a sleep or a reload)",
 }
 
-# Of this process, for asking the trainer.
-_CREDENTIALS = {
-    "secret_file": "the launch's secret; FANIN_SECRET_FILE, else what nixl_info.json names",
-    "tls_cert": "instead of a secret: this reader's certificate; FANIN_TLS_CERT",
-    "tls_key": "its key; FANIN_TLS_KEY",
-    "tls_ca": "the authorities of the ranks' certificates; FANIN_TLS_CA",
-}
 # Keys, and the variables that have them.
 _KEYS = {
     "api-key": ("FANIN_SYNC_API_KEY", "what callers must send as bearer token"),
@@ -59,8 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, told in _THREE_WAYS.items():
         parser.add_argument(name, choices=list(_THREE), default="auto", help=told)
     parser.add_argument("--server-name", help="demand this job's ranks")
-    for name, told in _CREDENTIALS.items():
-        parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=told)
+    texts = texts_of(Credentials)
+    for name in VARIABLES:
+        parser.add_argument("--" + name.replace("_", "-"), metavar="FILE", help=texts.get(name))
     parser.add_argument(
         "--resync",
         action="store_true",
@@ -119,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             prefetch=_THREE[options.prefetch],
             verify_served=_THREE[options.verify_served],
             resync=options.resync,
-            **{name: getattr(options, name) for name in _CREDENTIALS},
+            **{name: getattr(options, name) for name in VARIABLES},
         )
         for url in options.engine:
             registry.add(url)

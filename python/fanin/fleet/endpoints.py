@@ -137,28 +137,23 @@ class EndpointResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for an HTTP answer."""
+
+        def rounded(seconds: float | None) -> float | None:
+            return None if seconds is None else round(seconds, 6)
+
+        same = ("phase", "code", "paused", "skipped", "initialised", "step", "bytes", "how")
         return {
             "url": self.endpoint.url,
             "kind": self.endpoint.kind,
             "group": self.endpoint.group,
             "success": self.ok,
-            "phase": self.phase,
             "message": self.error,
-            "code": self.code,
-            "paused": self.paused,
-            "skipped": self.skipped,
-            "initialised": self.initialised,
             "weight_version": self.version,
-            "seconds": {name: round(took, 6) for name, took in self.seconds.items()},
-            "step": self.step,
-            "stall_s": None if self.stall is None else round(self.stall, 6),
-            "bytes": self.bytes,
-            "read_s": None if self.read is None else round(self.read, 6),
+            "seconds": {name: rounded(took) for name, took in self.seconds.items()},
+            "stall_s": rounded(self.stall),
+            "read_s": rounded(self.read),
             "bytes_per_s": None if self.rate is None else round(self.rate),
-            "how": self.how,
-            "ahead": self.ahead,
-            "note": self.note,
-            "verified": self.verified,
+            **{name: getattr(self, name) for name in (*same, "ahead", "note", "verified")},
         }
 
 
