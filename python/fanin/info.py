@@ -205,19 +205,9 @@ class TrainerInfo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "addresses", _unique(map(_one_address, self.addresses)))
-        if self.run is not None:
-            object.__setattr__(self, "run", check_run(self.run))
-        if self.world_id is not None:
-            object.__setattr__(self, "world_id", _world_id(self.world_id))
-        if self.server_name is not None and not self.server_name:
-            raise RequestError.make("the server name is empty", "leave it out or give one")
-        if self.step is not None:
-            _step(self.step)
-        object.__setattr__(self, "publications", _publications(self.publications))
-        if self.secret_file is not None and not _is_absolute(self.secret_file):
-            raise RequestError.make(
-                f"secret_file {self.secret_file!r} is no absolute path", "give the whole path"
-            )
+        for name, check in _CHECKS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check(value))
 
     @property
     def world_size(self) -> int:
@@ -282,8 +272,16 @@ def _publications(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _is_absolute(path: Any) -> bool:
-    return isinstance(path, str) and path.startswith("/") and "\0" not in path
+def _server_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise RequestError.make(f"{_shown(name)} is no name", "leave it out or give one")
+    return name
+
+
+def _secret(path: Any) -> str:
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        raise RequestError.make(f"{_shown(path)} is no absolute path", "give the whole path")
+    return path
 
 
 def secret_here(server: Mapping[str, Any] | None = None) -> str | None:
@@ -341,8 +339,19 @@ def _world_id(text: Any) -> str:
 
 def _step(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_STEP:
-        raise RequestError.make(f"step {value!r} is not an integer from 0 to {MAX_STEP}")
+        raise RequestError.make(f"{_shown(value)} is not an integer from 0 to {MAX_STEP}")
     return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "world_id": _world_id,
+    "run": check_run,
+    "server_name": _server_name,
+    "step": _step,
+    "publications": _publications,
+    "secret_file": _secret,
+}
+"""Of the fields of TrainerInfo: each gives the value as it is kept."""
 
 
 # -------------------------------------------------------------------- reading
@@ -414,34 +423,19 @@ class _Reader:
                 following = rank + 1
         return [placed[rank] for rank in range(total)]
 
-    def run(self) -> str | None:
-        value = self.root.get("run_idx")
-        if value is None:
-            return None
+    def field(self, field: str, value: Any) -> Any:
+        """What TrainerInfo takes, of a field of the file; None: it is not there."""
+        name = "run" if field == "run_idx" else field
+        if field == "publications" and value is not None:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise self.bad(field, f"{_shown(value)} is no list of names")
+            value = [one for one in value if one.partition(":")[0] in _KINDS]
+        if field == "step" and isinstance(value, str) and value.isascii() and value.isdigit():
+            value = int(value[:21])
         try:
-            return check_run(value)
-        except FaninError:
-            raise self.bad("run_idx", f"{_shown(value)} is no run") from None
-
-    def publications(self) -> tuple[str, ...]:
-        value = self.root.get("publications")
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.bad("publications", f"{_shown(value)} is no list of names")
-        known = [one for one in value if one.partition(":")[0] in _KINDS]
-        try:
-            return _publications(known)
+            return None if value is None else _CHECKS[name](value)
         except FaninError as error:
-            raise self.bad("publications", error.message) from None
-
-    def step(self) -> int | None:
-        value = self.root.get("step")
-        if value is None:
-            return None
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
-            value = int(value)
-        return self.integer(value, "step", 0, MAX_STEP)
+            raise self.bad(field, error.message) from None
 
     def read(self) -> TrainerInfo:
         if not isinstance(self.root, dict):
@@ -453,27 +447,13 @@ class _Reader:
         if hosts is not None and not isinstance(hosts, list):
             raise self.bad("hosts", "is not a list")
         addresses = self.long(hosts, size) if hosts is not None else self.short(size)
-        name = self.root.get("server_name")
-        if name is not None and (not isinstance(name, str) or not name):
-            raise self.bad("server_name", f"{_shown(name)} is no name")
-        world = self.root.get("world_id")
+        names = ("world_id", "run_idx", "server_name", "step", "publications", "secret_file")
+        world, run, name, step, publications, secret = (
+            self.field(one, self.root.get(one)) for one in names
+        )
         try:
-            world = None if world is None else _world_id(world)
-        except FaninError as error:
-            raise self.bad("world_id", error.message) from None
-        secret = self.root.get("secret_file")
-        if secret is not None and not _is_absolute(secret):
-            raise self.bad("secret_file", f"{_shown(secret)} is no absolute path")
-        try:
-            return TrainerInfo(
-                tuple(addresses),
-                world,
-                self.run(),
-                name,
-                self.step(),
-                self.publications(),
-                secret,
-            )
+            more = (publications or (), secret)
+            return TrainerInfo(tuple(addresses), world, run, name, step, *more)
         except FaninError as error:
             if str(self.path) in error.message:
                 raise

@@ -50,6 +50,13 @@ _MODES = {
 }
 _INVALIDATION = ("auto", "flush", "none")
 _PLAIN = ("bf16", "bfloat16", "none")
+_WHATS = {
+    str: "a text",
+    bool: "true or false",
+    int: "an integer",
+    float: "seconds",
+    list: "a list of texts",
+}
 _ADD = {
     "host", "port", "url", "kind", "pool", "world_size", "worker_port", "sync_weights",
     "receiver_kv_cache_dtype", "api_key", *_UNNEEDED,
@@ -80,44 +87,26 @@ class _Body:
     def __contains__(self, name: str) -> bool:
         return self._body.get(name) is not None
 
-    def get(self, name: str, kind: type, what: str, default: Any = None) -> Any:
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
         value = self._body.get(name)
         if value is None:
             return default
-        right = isinstance(value, kind)
-        if kind is float:
-            right = isinstance(value, (int, float))
-        if isinstance(value, bool) and kind is not bool:
-            right = False
-        if not right:
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            what = _WHATS[kind]
             raise RequestError.make(f"{name} {value!r} is not {what}", f"send {what}", key=name)
         return value
 
-    def text(self, name: str, default: str | None = None) -> Any:
-        return self.get(name, str, "a text", default)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self.get(name, bool, "true or false", default))
-
-    def number(self, name: str) -> Any:
-        return self.get(name, int, "an integer")
+    def raw(self, name: str) -> Any:
+        return self._body.get(name)
 
     def one_of(self, name: str, choices: Mapping[str, str] | tuple[str, ...], default: str) -> str:
-        value: str = self.text(name, default)
+        value: str = self.get(name, str, default)
         if value not in choices:
             raise RequestError.make(
                 f"{name} {value!r} is unknown", "give one of " + ", ".join(choices), key=name
             )
         return value
-
-    def one_of_three(self, name: str) -> bool | str | None:
-        """True, False, "auto", or None: not said."""
-        value = self._body.get(name)
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        raise RequestError.make(
-            f"{name} {value!r} is unknown", 'send true, false or "auto"', key=name
-        )
 
     def notices(self) -> list[str]:
         """Of what is accepted and does nothing."""
@@ -128,7 +117,7 @@ class _Body:
 
     def url(self) -> str:
         """Of the engine: ``url``, or ``host`` and ``port``."""
-        url: str | None = self.text("url")
+        url: str | None = self.get("url", str)
         if url is not None:
             if "host" in self or "port" in self:
                 raise RequestError.make("url is given, and host or port too", "send one", key="url")
@@ -136,7 +125,7 @@ class _Body:
         for name in ("host", "port"):
             if name not in self:
                 raise RequestError.make(f"{name} is missing", "send host and port", key=name)
-        return f"http://{join_address(self.text('host'), self.number('port'))}"
+        return f"http://{join_address(self.get('host', str), self.get('port', int))}"
 
 
 class Service:
@@ -223,7 +212,7 @@ class Service:
     def _add(self, sent: Any) -> tuple[int, dict[str, Any]]:
         body = _Body(sent, _ADD)
         notices = body.notices()
-        cache = body.text("receiver_kv_cache_dtype", "auto")
+        cache = body.get("receiver_kv_cache_dtype", str, "auto")
         if cache != "auto":
             raise RequestError.make(
                 f"receiver_kv_cache_dtype {cache!r} cannot be checked here",
@@ -231,17 +220,17 @@ class Service:
                 key="receiver_kv_cache_dtype",
             )
         if "worker_port" in body:
-            body.number("worker_port")
+            body.get("worker_port", int)
             notices.append("worker_port is not needed: the engine itself is asked")
         url = body.url()
-        sync = body.flag("sync_weights")
+        sync = body.get("sync_weights", bool, False)
         known = {endpoint.url for endpoint in self.registry.endpoints()}
         endpoint = self.registry.add_well(
             url,
             kind=body.one_of("kind", KINDS, "auto"),
-            group=body.text("pool", "default"),
-            world_size=body.number("world_size"),
-            api_key=body.text("api_key"),
+            group=body.get("pool", str, "default"),
+            world_size=body.get("world_size", int),
+            api_key=body.get("api_key", str),
             use_key=self.guarded,
         )
         said = "was already registered" if endpoint.url in known else "was added"
@@ -293,25 +282,24 @@ class Service:
         self._check_model(body)
         cache = body.one_of("cache_invalidation_mode", _INVALIDATION, "auto")
         mode = _MODES[body.one_of("pause_mode", _MODES, "retract")]
-        keep = body.flag("keep_caches", mode == "keep" or cache == "none")
-        if not body.flag("flush_cache", True) and not keep:
+        keep = body.get("keep_caches", bool, mode == "keep" or cache == "none")
+        if not body.get("flush_cache", bool, True) and not keep:
             notices.append(
                 "flush_cache false is not followed: answers of the old weights would go on; "
                 "keep_caches true leaves them"
             )
-        pools = body.get("pools", list, "a list of texts")
         try:
             result = self.registry.sync(
-                body.number("step"),
-                pools,
-                version=body.text("weight_version"),
-                timeout=body.get("timeout", float, "seconds"),
+                body.get("step", int),
+                body.get("pools", list),
+                version=body.get("weight_version", str),
+                timeout=body.get("timeout", float),
                 pause_mode=mode,
                 keep_caches=keep,
-                skip_dead=body.flag("skip_dead"),
-                again=body.flag("again"),
-                prefetch=body.one_of_three("prefetch"),
-                verify_served=body.one_of_three("verify_served"),
+                skip_dead=body.get("skip_dead", bool, False),
+                again=body.get("again", bool, False),
+                prefetch=body.raw("prefetch"),
+                verify_served=body.raw("verify_served"),
             )
         except SyncError as error:
             timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"
@@ -322,7 +310,7 @@ class Service:
         return 200, _sync_body(result, told, cache, keep, notices)
 
     def _check_model(self, body: _Body) -> None:
-        model = body.text("model_id", self.registry.run)
+        model = body.get("model_id", str, self.registry.run)
         if model not in (self.registry.run, "default"):
             raise RequestError.make(
                 f"model_id {model!r} is not what is synced here, run {self.registry.run!r}",

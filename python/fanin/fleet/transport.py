@@ -32,10 +32,7 @@ from .registry import Registry
 
 __all__ = ["TransportBackend"]
 
-_SETTINGS = {
-    "run", "bind", "advertise", "base_port", "allow", "trusted_network", "use_ucx", "keep_on",
-    "timeout", "kind", "api_key", "pause_mode", "prefetch",
-}  # fmt: skip
+_SETTINGS = {"run", "advertise", "keep_on", "timeout", "kind", "api_key", "pause_mode", "prefetch"}
 # What the transport gives its fanin.Server itself.
 _OWN = ("world_id", "rank", "world_size", "name", "open")
 
@@ -46,20 +43,14 @@ class _Publication:
     def __init__(self, run: str, settings: dict[str, Any]) -> None:
         self.publication = "full:" + run
         self.settings = settings
-        address = settings.get("bind", "127.0.0.1")
-        reach = settings.get("advertise", address)
+        reach = settings.get("advertise") or settings.get("bind") or "127.0.0.1"
         self.server = Server(
             world_id=secrets.token_bytes(16),
             rank=0,
             world_size=1,
             name="transport",
-            bind=address,
-            base_port=settings.get("base_port", 0),
-            allow=settings.get("allow"),
             open=settings.get("allow") is not None,
-            trusted_network=settings.get("trusted_network", False),
-            use_ucx=settings.get("use_ucx", True),
-            **{name: value for name, value in settings.items() if name not in _SETTINGS},
+            **{name: settings[name] for name in settings.keys() & names_of(Server)},
         )
         self.registry = Registry(
             [join_address(reach, self.server.port)],
