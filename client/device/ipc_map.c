@@ -352,13 +352,3 @@ void ipc_map_abandon(ipc_map *map)
 {
     map->abandoned = true;
 }
-
-size_t ipc_map_count(ipc_map *map)
-{
-    size_t mapped = 0;
-    pthread_mutex_lock(&map->lock);
-    for (size_t i = 0; i < map->n; i++)
-        mapped += map->all[i]->base != NULL;
-    pthread_mutex_unlock(&map->lock);
-    return mapped;
-}

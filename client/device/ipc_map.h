@@ -58,7 +58,5 @@ void ipc_mapping_release(ipc_mapping **mapping);
 void ipc_map_sweep(ipc_map *map);
 /** Work that reads the mappings may never end: they stay for good. */
 void ipc_map_abandon(ipc_map *map);
-/** Allocations mapped now. */
-size_t ipc_map_count(ipc_map *map);
 
 #endif

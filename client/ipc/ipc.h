@@ -98,7 +98,7 @@ bool regions_needed(const regions_use *r, uint32_t region);
     FANIN_ERR_UNSUPPORTED: the device does not reach a GPU that holds some of it. */
 fanin_status regions_take(const regions_use *r, fanin_error *error);
 /** The path is given up: what was taken for the device is let go. */
-void regions_let_go(const regions_use *r);
+void regions_release(const regions_use *r);
 
 /* Other processes' memory is mapped beside what else a first pull does: the driver maps one
    allocation after the other, so a thread waits for it. It begins when ranks have announced a

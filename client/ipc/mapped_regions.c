@@ -190,7 +190,7 @@ static fanin_status take_needed(const regions_use *r, fanin_error *error)
     return status;
 }
 
-void regions_let_go(const regions_use *r)
+void regions_release(const regions_use *r)
 {
     ipc_regions *s = r->shard;
     ipc_view *view = regions_view(r);
@@ -295,7 +295,7 @@ static void take_announced_rank(map_ahead *a, size_t peer, int device)
                              .rank = rank,
                              .device = device};
     if (regions_take(&one, NULL) != FANIN_OK)
-        regions_let_go(&one);
+        regions_release(&one);
 }
 
 /* The regions of all ranks are here. */

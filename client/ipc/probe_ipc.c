@@ -114,7 +114,7 @@ static void drop_gatherer(path_round *r, size_t at)
             .round = r, .shard = regions_kept(r, i), .device = set->device[at]};
         const path_state *s = path_taken(r->publication, i);
         if (s->hold && s->hold->drop == ipc_regions_drop)
-            regions_let_go(&one);
+            regions_release(&one);
     }
     memmove(&set->device[at], &set->device[at + 1],
             (--set->n - at) * sizeof set->device[0]);
@@ -134,7 +134,7 @@ static fanin_status for_gatherers(regions_use *one,
         if (what(one, &local) == FANIN_OK) {
             i++;
         } else if (i == 0 || is_pull_over(&local)) {
-            regions_let_go(one);
+            regions_release(one);
             return error_copy(error, &local);
         } else {
             log_write(&r->client->log, FANIN_LOG_INFO, "gather-device",
@@ -162,7 +162,7 @@ static fanin_status for_devices(path_round *r, size_t index,
         one.device = r->devices.device[i];
         status = what(&one, error);
         if (status != FANIN_OK)
-            regions_let_go(&one);
+            regions_release(&one);
     }
     return status == FANIN_OK && r->host ? for_gatherers(&one, what, error) : status;
 }

@@ -117,19 +117,17 @@ static void nothing_is_mapped_twice(void **state)
     take_all(3);
     assert_ptr_equal(take(1), taken[1]);
     assert_int_equal(driver.opens, 0);
-    assert_int_equal(ipc_map_count(map), 0);
     assert_true(ipc_mapping_check(taken[0], &error) != FANIN_OK);
     open_wanted();
     open_wanted();
     assert_int_equal(driver.opens, 3);
-    assert_int_equal(ipc_map_count(map), 3);
     for (unsigned i = 0; i < 3; i++)
         expect_mapped(i);
     ipc_mapping_release(&taken[0]);
     ipc_mapping_release(&taken[1]); /* once of two */
     ipc_map_sweep(map);
     assert_int_equal(driver.closes, 1);
-    assert_int_equal(ipc_map_count(map), 2);
+    assert_false(driver.open[0]);
 }
 
 /* Older memory may be in the way: it is swept, and only what was refused is tried again. */
