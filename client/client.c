@@ -10,7 +10,7 @@
 #include "error_set.h"
 #include "log_choice.h"
 #include "net/connect.h"
-#include "pull/kept.h"
+#include "pull/plan_cache.h"
 #include "net/reading_threads.h"
 #include "net/spans.h"
 #include "pull/choose_path.h"

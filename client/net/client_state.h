@@ -46,7 +46,7 @@ struct fanin_client {
     struct {
         uint64_t since_ns;
         unsigned told, left_out;
-    } pulls_told; /**< pull/pull_log.c: lines of the current second */
+    } pulls_told; /**< pull/result.c: lines of the current second */
     uint64_t
         plan_seed; /**< which of several holders it reads what from, see plan/plan.h */
     /* what rooms above this one keep between calls, each its own; NULL: nothing */

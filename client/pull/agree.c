@@ -5,7 +5,7 @@
 #include "net/spans.h"
 #include "net/standing.h"
 #include "plan/plan.h"
-#include "pull/lease_round.h"
+#include "pull/lease.h"
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -3,11 +3,7 @@
 #ifndef AGREE_H
 #define AGREE_H
 
-#include "catalog/tables.h"
-#include "path/path.h"
-
-/** How long leases that came with announcements are kept for what is still missing. */
-#define EARLY_MS 2
+#include "pull/states.h"
 
 /** What the caller is going to read. */
 typedef struct agree_need {
@@ -17,15 +13,6 @@ typedef struct agree_need {
                             fanin_error *error);
     void *cookie;
 } agree_need;
-
-/** Leases that ranks are to grant together with their announcements, if they can announce at once.
-    */
-typedef struct early_begin {
-    const uint64_t
-        *versions;        /**< one a peer: the catalog that is at hand; 0: no lease */
-    reader_lease *leases; /**< one a peer, out */
-    uint64_t since_ns;    /**< out: when the first was granted; 0: none was */
-} early_begin;
 
 /**
  * Asks all READY ranks to announce a stable step by the options' rule and waits until all of

@@ -1,10 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What a caller says of the memory that a pull fills, and where that memory is. */
+/**
+ * @file
+ * What a caller says of the memory that a pull fills, and where that memory is. A destination that
+ * is described once knows nothing of clients, catalogs and plans: those are kept by what they were
+ * made from, of which it gives the digest. What it has derived itself is checked whenever it is
+ * used, so that nobody has to tell it anything.
+ */
 #ifndef DESCRIBED_H
 #define DESCRIBED_H
 
 #include "digest.h"
 #include "gpu_finder.h"
+#include <fanin/client.h>
 
 /** Tensors as a caller described them. */
 typedef struct described {
@@ -44,9 +51,15 @@ fanin_status described_refuse(const fanin_tensor *t, const char *remedy,
     case. FANIN_ERR_ARGUMENT: a box is elsewhere than its tensor says; FANIN_ERR_MEMORY. */
 fanin_status places_find(const described *d, gpu_finder *f, places *out,
                          fanin_error *error);
-/** Whether the allocations that they were found in are still there, so that finding them again
-    would find the same. */
-bool places_stand(const places *p, gpu *g);
 void places_clear(places *p);
+
+/**
+ * The tensors, and where they are now: found again, by @p f, if an allocation has changed. Valid
+ * until prepared_give(); several calls may have them at once. Thread: any. Errors of places_find().
+ */
+fanin_status prepared_take(fanin_destination *d, gpu_finder *f, const described **all,
+                           const places **where, fanin_error *error);
+/** @p where may be NULL. */
+void prepared_give(fanin_destination *d, const places *where);
 
 #endif

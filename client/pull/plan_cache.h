@@ -1,5 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The plan of a pull, kept for as long as nothing that it was made from changes. */
+/**
+ * @file
+ * The plan of a pull and what the paths read by, kept for as long as nothing that it was made from
+ * changes; and the publications of which a client keeps plans, catalogs and paths between calls:
+ * those that were used last. A worker may live for thousands of runs.
+ */
 #ifndef PLAN_CACHE_H
 #define PLAN_CACHE_H
 
@@ -41,8 +46,6 @@ typedef struct plan_cache {
 plan_cache *plan_cache_of(publication *p, const destination *d);
 /** Drops the publication's plans. */
 void plan_cache_drop(publication *p);
-/** The same; none is valid any more. */
-void plan_cache_free(publication *p);
 
 /** Makes the plan for the ranks with use[i] and the destination, unless it is there. Errors of
     plan_build(). */
@@ -65,5 +68,26 @@ fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,
                                fanin_error *error);
+
+/** The readers of the sources, by the paths that were taken last. */
+void plan_detail_readers(const path_plan *plan, const publication *p);
+/** Makes what the sources' paths read the part by, as far as it is not there. FANIN_ERR_TIMEOUT,
+    FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY, and errors of the paths. */
+fanin_status plan_detail_make(plan_part *part, fanin_client *client, publication *p,
+                              path_goal *goal, deadline at, fanin_error *error);
+/**
+ * The same of the sources of peers with mask[peer], which @p reader will probably read: while it
+ * finds out. What else comes of it than FANIN_OK says nothing about the pull, unless it is
+ * FANIN_ERR_CANCELLED.
+ */
+fanin_status plan_detail_ahead(plan_part *part, fanin_client *client, publication *p,
+                               path_goal *goal, const path_reader *reader,
+                               const bool *mask, deadline at, fanin_error *error);
+
+/** When a call begins, while no other runs and no session is open: what is kept of @p name, which
+    may be nothing yet. One that was used longer ago than many others goes. NULL: out of memory. */
+publication *kept_of(fanin_client *client, const char *name);
+/** Keeps nothing, at the end: before the paths' ends. */
+void kept_free(fanin_client *client);
 
 #endif

@@ -2,9 +2,9 @@
 #include "pull/pull_session.h"
 
 #include "error_set.h"
-#include "pull/lease_round.h"
+#include "pull/lease.h"
 #include "pull/pull.h"
-#include "pull/pull_log.h"
+#include "pull/result.h"
 #include <stdlib.h>
 #include <unistd.h>
 

@@ -5,7 +5,7 @@
 #include "device/device_sink.h"
 #include "error_set.h"
 #include "net/spans.h"
-#include "pull/pull_log.h"
+#include "pull/result.h"
 #include <inttypes.h>
 #include <stdlib.h>
 

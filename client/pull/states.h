@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A pull is a machine: it is in one state, pull_step() of pull.c runs that state's function, and
+ * A pull is a machine: it is in one state, step() of pull.c runs that state's function, and
  * the function moves it to the next one. One that fails leaves the state as it is, and pull.c
  * judges by the error; or it moves the pull to PULL_PAUSE or PULL_FAILED, where it knows better.
  *
@@ -11,9 +11,7 @@
 #ifndef STATES_H
 #define STATES_H
 
-#include "pull/agree.h"
 #include "pull/plan_cache.h"
-#include "pull/result.h"
 
 typedef enum pull_state {
     PULL_START, /**< an attempt begins */
@@ -23,13 +21,13 @@ typedef enum pull_state {
     PULL_AGREE,   /**< on a step that they announce */
     PULL_TABLES,  /**< of that step are brought here */
     PULL_PLAN,    /**< which bytes come from which rank */
-    /* prepare.c: all that is slow, before there are leases */
+    /* ready.c: all that is slow, before there are leases */
     PULL_SETTLE,  /**< the destination learns the step; it may be there already */
     PULL_RANGES,  /**< of memory that is filled */
     PULL_PATHS,   /**< that ranks are read by */
     PULL_ROOM,    /**< where the bytes land */
     PULL_DETAIL,  /**< what the paths read by */
-    PULL_STREAMS, /**< data connections (ready.c) */
+    PULL_STREAMS, /**< data connections */
     /* lease.c */
     PULL_BEGIN, /**< leases are taken */
     PULL_HELD,  /**< a session between two calls */
@@ -44,12 +42,33 @@ typedef enum pull_state {
     PULL_FAILED, /**< pull.why says why */
 } pull_state;
 
+/** What a pull did, gathered while it runs. */
+struct fanin_result {
+    fanin_result_info info;
+    char reason[PATH_REASON];
+    char *ranks_json;
+    served *served; /**< one a peer */
+    size_t n_peers;
+};
+
 /** How far an attempt is, over all its reads. */
 typedef struct read_progress {
     const path_plan *whole; /**< that the reads are parts of */
     uint64_t done, total;   /**< bytes; done: by the reads that have ended */
     uint64_t told_ns;       /**< when the caller was told last */
 } read_progress;
+
+/** How long leases that came with announcements are kept for what is still missing. */
+#define EARLY_MS 2
+
+/** Leases that ranks are to grant together with their announcements, if they can announce at once.
+    */
+typedef struct early_begin {
+    const uint64_t
+        *versions;        /**< one a peer: the catalog that is at hand; 0: no lease */
+    reader_lease *leases; /**< one a peer, out */
+    uint64_t since_ns;    /**< out: when the first was granted; 0: none was */
+} early_begin;
 
 typedef struct pull {
     pull_state state;

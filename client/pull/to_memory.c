@@ -3,7 +3,7 @@
 #include "convert.h"
 #include "dtype.h"
 #include "error_set.h"
-#include "pull/prepared.h"
+#include "pull/described.h"
 #include "pull/pull.h"
 #include "pull/pull_session.h"
 #include "text.h"

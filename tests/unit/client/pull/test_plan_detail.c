@@ -2,7 +2,7 @@
 /* What a plan's sources are read by, made by several threads: what one thread makes. */
 #include "plan/plan.h"
 #include "plan_world.h"
-#include "pull/plan_detail.h"
+#include "pull/plan_cache.h"
 #include "stream/stream_link.h"
 #include "testing.h"
 
