@@ -29,6 +29,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -470,11 +471,29 @@ def inference_config(
 # ------------------------------------------------------------------ together
 
 
-def _same(key: str, named: Mapping[str, object], remedy: str) -> None:
-    given = {who: value for who, value in named.items() if value is not None}
-    if len(set(given.values())) > 1:
-        told = ", ".join(f"{value!r} ({who})" for who, value in given.items())
-        raise ConfigError.make(f"{key} differs: {told}", remedy, key=key)
+_EQUAL = (
+    (
+        "server_name",
+        {"trainer": "server_name", "orchestrator": "server_name", "inference": "server_name"},
+        "give all parts of the job the trainer's server_name",
+    ),
+    (
+        "model.lora.alpha",
+        {"trainer": "lora_alpha", "orchestrator": "lora_alpha"},
+        "give the orchestrator the alpha that the trainer trains with",
+    ),
+    (
+        "adapters' name",
+        {"orchestrator": "lora_name", "inference": "prefix"},
+        "make orchestrator's model.lora.name and inference's prefix equal, or leave out the prefix",
+    ),
+    (
+        "what all show each other",
+        dict.fromkeys(("trainer", "orchestrator", "inference"), "credentials.kind"),
+        "give all parts of the job the launch's secret, or all of them certificates",
+    ),
+)
+"""What must be equal where it is said: what it is, the field of each part, the remedy."""
 
 
 def validate_together(
@@ -491,40 +510,13 @@ def validate_together(
             and another one a certificate. Or the engines are told an address that the trainer does
             not listen on. The error names the key, the values and the parts that have them.
     """
-    _same(
-        "server_name",
-        {
-            "trainer": trainer and trainer.server_name,
-            "orchestrator": orchestrator and orchestrator.server_name,
-            "inference": inference and inference.server_name,
-        },
-        "give all parts of the job the trainer's server_name",
-    )
-    _same(
-        "model.lora.alpha",
-        {
-            "trainer": trainer and trainer.lora_alpha,
-            "orchestrator": orchestrator and orchestrator.lora_alpha,
-        },
-        "give the orchestrator the alpha that the trainer trains with",
-    )
-    _same(
-        "adapters' name",
-        {
-            "orchestrator's model.lora.name": orchestrator and orchestrator.lora_name,
-            "inference's prefix": inference and inference.prefix,
-        },
-        "make them equal, or leave out the prefix",
-    )
-    _same(
-        "what all show each other",
-        {
-            "trainer": trainer and trainer.credentials.kind,
-            "orchestrator": orchestrator and orchestrator.credentials.kind,
-            "inference": inference and inference.credentials.kind,
-        },
-        "give all parts of the job the launch's secret, or all of them certificates",
-    )
+    parts = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
+    for key, fields, remedy in _EQUAL:
+        told = {who: attrgetter(fields[who])(parts[who]) for who in fields if parts[who]}
+        given = {who: value for who, value in told.items() if value is not None}
+        if len(set(given.values())) > 1:
+            values = ", ".join(f"{value!r} ({who})" for who, value in given.items())
+            raise ConfigError.make(f"{key} differs: {values}", remedy, key=key)
     _check_reach(trainer, inference)
 
 

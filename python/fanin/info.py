@@ -116,6 +116,13 @@ def is_path(text: str) -> bool:
     return "/" in text or text.endswith(".json") or ":" not in text
 
 
+def path_of(target: Target) -> str | None:
+    """The absolute path, if *target* is one; None: addresses. Does not block."""
+    if isinstance(target, os.PathLike) or (isinstance(target, str) and target and is_path(target)):
+        return os.path.abspath(target)
+    return None
+
+
 def addresses_of(target: Target) -> tuple[str, ...]:
     """The addresses of *target*, ``"host:port"`` or ``"[v6]:port"``, one a rank, rank by rank.
 
@@ -321,8 +328,8 @@ def client_arguments(trainer: Target, given: Mapping[str, Any]) -> dict[str, Any
     """
     if {"secret_file", "tls_cert"} & {name for name, value in given.items() if value is not None}:
         return dict(given)
-    if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
-        trainer = read_info(trainer)
+    if (path := path_of(trainer)) is not None:
+        trainer = read_info(path)
     named = trainer.secret_file if isinstance(trainer, TrainerInfo) else None
     return {**given, **secret_arguments(named)}
 

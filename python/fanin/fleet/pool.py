@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 import threading
 import time
@@ -29,7 +28,7 @@ from fanin.info import (
     Target,
     TrainerInfo,
     addresses_of,
-    is_path,
+    path_of,
     split_address,
     wait_stable,
 )
@@ -332,13 +331,9 @@ class EnginePool:
                 the engines read it at each pull. It must mean the same file on their hosts.
             timeout: seconds, None: the pool's. Retries as :meth:`update_weights`.
         """
-        body: dict[str, Any]
-        if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
-            body = {"trainer_addresses": os.path.abspath(trainer)}
-        else:
-            body = {"trainer_addresses": _pairs(addresses_of(trainer))}
-        if self.server_name is not None:
-            body["server_name"] = self.server_name
+        at = path_of(trainer) or _pairs(addresses_of(trainer))
+        name = {} if self.server_name is None else {"server_name": self.server_name}
+        body: dict[str, Any] = {"trainer_addresses": at, **name}
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         update = _Update(self, _Goal(INIT_PATH, body), deadline, threading.Event())
         update.run()
@@ -469,10 +464,9 @@ def _trainer(weight_dir: Target, timeout: float, stop: threading.Event) -> Train
 
     if isinstance(weight_dir, TrainerInfo):
         return weight_dir
-    if isinstance(weight_dir, os.PathLike) or (
-        isinstance(weight_dir, str) and weight_dir and is_path(weight_dir)
-    ):
-        return wait_stable(weight_dir, timeout, rest=rest)
+    path = path_of(weight_dir)
+    if path is not None:
+        return wait_stable(path, timeout, rest=rest)
     return TrainerInfo(addresses_of(weight_dir))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -20,7 +19,7 @@ from fanin._otel import carry, span
 from fanin.check import Ranks
 from fanin.check import trained as digests_of
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
-from fanin.info import Target, TrainerInfo, addresses_of, is_path
+from fanin.info import Target, addresses_of, path_of
 from fanin.names import check_run, check_step
 
 from .driver import Driver
@@ -137,7 +136,7 @@ class Registry:
         self.server_name = server_name
         self.ask_trainer = ask_trainer
         self._trainer = trainer
-        self._said = _said(trainer)
+        self._said = path_of(trainer) or addresses_of(trainer)
         self._api_key = checked_key(api_key)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
@@ -792,12 +791,3 @@ def _check_version(version: str | None) -> None:
             f"version {version!r} is what engines call the weights that they were started with",
             "leave it out: step-<s>",
         )
-
-
-def _said(trainer: Target) -> str | tuple[str, ...]:
-    """What engines are told of the trainer."""
-    if isinstance(trainer, TrainerInfo):
-        return trainer.addresses
-    if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
-        return os.path.abspath(trainer)
-    return addresses_of(trainer)
