@@ -102,6 +102,12 @@ class Reply:
         error = body.get("error") if isinstance(body, dict) else None
         return error if isinstance(error, dict) else {}
 
+    def told(self) -> dict[str, Any]:
+        """What :meth:`error` has of ``remedy``, ``rank``, ``address`` and ``key``."""
+        kinds = {"remedy": str, "rank": int, "address": str, "key": str}
+        error = self.error()
+        return {name: error[name] for name, kind in kinds.items() if type(error.get(name)) is kind}
+
     @property
     def code(self) -> str:
         """``"FANIN_ERR_..."`` if a fanin route answered with an error, else ``""``."""

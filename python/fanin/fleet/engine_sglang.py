@@ -157,7 +157,7 @@ class SGLang(Driver):
         self.wire.post("/continue_generation", {}, deadline)
 
     def _post(self, path: str, body: Mapping[str, Any], deadline: float) -> Reply:
-        reply = self.wire._ask("POST", path, body, deadline)
+        reply = self.wire.ask("POST", path, body, deadline)
         content = reply.json()
         said = content.get("success") if isinstance(content, dict) else None
         if reply.status == 200 and said is True:

@@ -175,7 +175,7 @@ class VLLM(Driver):
         self.wire.post("/resume", None, deadline)
 
     def _post(self, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
-        reply = self.wire._ask("POST", path, body, deadline)
+        reply = self.wire.ask("POST", path, body, deadline)
         if reply.status == 200:
             return reply
         remedy = self._DEV if reply.status == 404 else "look into the engine's log, then sync again"

@@ -183,21 +183,11 @@ def _bug(engine: str, error: BaseException) -> EngineFailure:
 
 
 def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
-    told = reply.error()
-    remedy, rank, address, key = (told.get(name) for name in ("remedy", "rank", "address", "key"))
-    if reply.status == 404 and not reply.code and not remedy:
-        remedy = "start the engine with fanin's plugin: VLLM_PLUGINS=fanin"
-    return EngineFailure(
-        engine,
-        reply.status,
-        reply.code,
-        reply.reason,
-        remedy if isinstance(remedy, str) else "",
-        attempts,
-        rank=rank if isinstance(rank, int) else None,
-        address=address if isinstance(address, str) else "",
-        key=key if isinstance(key, str) else "",
-    )
+    told = reply.told()
+    if reply.status == 404 and not reply.code and not told.get("remedy"):
+        told["remedy"] = "start the engine with fanin's plugin: VLLM_PLUGINS=fanin"
+    said = {"attempts": attempts, **told}
+    return EngineFailure(engine, reply.status, reply.code, reply.reason, **said)
 
 
 class EnginePool:

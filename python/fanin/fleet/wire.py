@@ -96,18 +96,17 @@ class Wire:
 
     def get(self, path: str, deadline: float) -> Reply:
         """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
-        return self._ask("GET", path, None, deadline)
+        return self.ask("GET", path, None, deadline)
 
     def post(self, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
         """The answer, if its status is 2xx. Raises what :meth:`refusal` makes otherwise."""
-        reply = self._ask("POST", path, body, deadline)
+        reply = self.ask("POST", path, body, deadline)
         if not 200 <= reply.status < 300:
             raise self.refusal(reply, path)
         return reply
 
-    def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float
-    ) -> Reply:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
+        """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
         try:
             return ask_json(method, self.url, path, body, deadline=deadline, api_key=self.api_key)
         except TimeoutError as error:
@@ -123,18 +122,16 @@ class Wire:
 
     def refusal(self, reply: Reply, path: str, remedy: str = "") -> FaninError:
         """The error that a reply means, with what it tells of code, rank and remedy."""
-        told = reply.error()
+        told = reply.told()
         code = CODES.get(reply.code)
-        advice = told.get("remedy")
         if reply.status in (401, 403):
             remedy = _WITHHELD if self.withheld else "give the engine's api_key"
         kind: type[FaninError] = RequestError if reply.status < 500 else ConnectionFailedError
-        rank = told.get("rank")
         return (kind if code is None else error_class(code)).make(
             f"{self.url}{_bare(path)}: HTTP {reply.status}: {reply.reason}",
-            advice if isinstance(advice, str) and advice else remedy,
+            told.get("remedy") or remedy,
             code=code,
-            rank=rank if isinstance(rank, int) else None,
+            rank=told.get("rank"),
         )
 
 
