@@ -500,8 +500,8 @@ class _Update:
                 if passed:
                     self.advance(passed[0])
         finally:
-            self.stop.set()
-            with self._changed:
+            with self._changed:  # what comes later changes no book
+                self.stop.set()
                 self._changed.notify_all()
 
     def advance(self, engine: str) -> None:
@@ -553,7 +553,7 @@ class _Update:
             except BaseException as error:  # a bug must not look like an engine that hangs
                 outcome = _Outcome(_bug(engine, error), time.monotonic())
             with self._changed:
-                if self.goal is goal:
+                if self.goal is goal and not self.stop.is_set():
                     self.done[engine] = outcome
                     self._changed.notify_all()
             left = max(self.deadline + _GRACE - time.monotonic(), 0)
