@@ -216,7 +216,7 @@ def test_a_misspelt_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
     assert [record.getMessage() for record in caplog.records] == [
         "environment: FANIN_OWN_SHARE has no effect any more: that limit is fixed",
         "environment: FANIN_KEEP_ADAPTER is unknown and has no effect;"
-        " did you mean FANIN_KEEP_ADAPTERS?"
+        " did you mean FANIN_KEEP_ADAPTERS?",
     ]
 
 
