@@ -3,10 +3,11 @@
 """docs/generate.py [--check]: writes the reference pages that the code tells.
 
 docs/reference/configuration.md is made of the options in fanin._options and fanin.config,
-metrics.md of the tables of counters in C and of vLLM's metrics, errors.md of the status codes and their Python classes.
-docs/README.md is docs/nav.yml as a page, for those who read the tree.
+metrics.md of the tables of counters in C and of vLLM's metrics, errors.md of the status codes and
+their Python classes. docs/README.md is docs/nav.yml as a page, for those who read the tree.
 Of common/counters/counters.h are made python/fanin/_counters.py and the rows of stats_ok in
-proto/PROTOCOL.md; counters that public structs and schemas do not have yet are written behind theirs.
+proto/PROTOCOL.md. Counters that public structs and schemas lack are written behind theirs. The
+other fields of PROTOCOL.md are compared with those in proto/fields.c.
 --check writes nothing, and fails if a page is not what the code says.
 """
 
@@ -281,6 +282,70 @@ def metrics():
     return text
 
 
+# ------------------------------------------------------------------------ the protocol
+
+HEADS = {  # the tables of PROTOCOL.md that are not called as those of proto/fields.c
+    "open_path": "both",
+    "list_entry": "entry",
+    "stats_entry": "entry",
+    "stats_holder": "holder",
+    "page": "reply",
+    "begin_verdict": "begin_ok",
+    "begin_granted": "begin_ok",
+    "begin_refused": "begin_ok",
+}
+
+
+def described():
+    """The tables of fields in PROTOCOL.md, in order: head, and by key the names and marks."""
+    text = (TREE / "proto/PROTOCOL.md").read_text()
+    for heads, body in re.findall(r"^\| key \| (.*?)\|\n[|-]+\n((?:\|.*\n)+)", text, re.M):
+        rows = {}
+        for line in body.splitlines():
+            keys, names, *marks = (one.strip() for one in line.strip("|").split("|"))
+            if keys.replace(", ", "").isdigit():
+                names = [re.sub(r" \(.*", "", name) for name in names.split(", ")]
+                rows |= dict(zip(map(int, keys.split(", ")), ((n, marks) for n in names)))
+        yield [one.strip() for one in heads.split("|")], rows
+
+
+def coded():
+    """The tables of proto/fields.c: by key the member, with " ?" behind it if it is optional."""
+    text = (TREE / "proto/fields.c").read_text().replace("KEY_CRITICAL", "64")
+    text = text.replace("FIRST_REGION", "OPTIONAL_NUMBER(64, FIELD_U32, m, first_region)")
+    row = r"(\w+\(|\{)(\d+), (?:(FIELD_\w+), )?(?:(true|false), )?(?:AT\()?\w+,\s+(\w+)"
+    for name, body in re.findall(r"^(?:CHECKED_)?TABLE\(\s*fields_(\w+),(.*?)\);", text, re.M | re.S):
+        yield name, {
+            int(key): member + (" ?" if "OPT" in kind or kind == "COUNT(" or must == "false" else "")
+            for kind, key, _, must, member in re.findall(row, body)
+        }
+
+
+def protocol_faults():
+    """Fields that PROTOCOL.md and proto/fields.c do not both name, and numbers of messages."""
+    document = (TREE / "proto/PROTOCOL.md").read_text()
+    header = (TREE / "proto/frame.h").read_text()
+    for name, number in re.findall(r"MSG_(\w+) = (\d+),(?! +/\* reserved)", header):
+        if f"\n| {number} | {name.lower()} |" not in document:
+            yield f"message {number} is not {name.lower()}"
+    tables, at = list(described()), 0
+    for name, fields in coded():
+        if name == "stats":
+            continue  # with_rows() writes it
+        head, places = HEADS.get(name, name), (*range(at, len(tables)), *range(at))
+        found = next((n for n in places if head in tables[n][0]), None)
+        if found is None:
+            yield f"fields_{name} is not described"
+            continue
+        at = found if head != "entry" else found + 1
+        heads, rows = tables[found]
+        column = heads.index(head) if len(heads) > 2 else 0
+        for key, field in fields.items():
+            said, marks = rows.get(key, ("nothing", []))
+            if said != field or (column and not marks[column - 1]):
+                yield f"key {key} of {name} is {field}, not {said}"
+
+
 # -------------------------------------------------------------------------- errors
 
 
@@ -365,9 +430,12 @@ def main():
             target.write_text(text)
         elif not target.exists() or target.read_text() != text:
             stale.append(target.relative_to(TREE))
+    faults = list(protocol_faults())
+    for fault in faults:
+        print(f"proto/PROTOCOL.md is not what proto/fields.c and frame.h say: {fault}")
     for name in stale:
         print(f"{name} is not what the code says: run docs/generate.py")
-    return 1 if stale else 0
+    return 1 if stale or faults else 0
 
 
 if __name__ == "__main__":
