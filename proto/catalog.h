@@ -9,10 +9,10 @@
 #define CATALOG_H
 
 #include "block.h"
-#include "buffer.h"
+#include "array.h"
 #include "digest.h"
 #include "key_set.h"
-#include "work_stop.h"
+#include "worker_pool.h"
 #include <fanin/types.h>
 
 /* ------------------------------------------------------------- key table */

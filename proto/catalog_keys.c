@@ -5,7 +5,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "pack.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 #ifndef KEY_SET_H
 #define KEY_SET_H
 
-#include "buffer.h"
+#include "array.h"
 #include "messages.h"
 
 /** Keys first .. first + count - 1; count > 0. */

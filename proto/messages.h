@@ -9,7 +9,7 @@
 #ifndef MESSAGES_H
 #define MESSAGES_H
 
-#include "buffer.h"
+#include "array.h"
 #include "counters.h"
 #include "frame.h"
 #include <fanin/types.h>

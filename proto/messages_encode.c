@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fields.h"
 #include "pack.h"
-#include "checksum.h"
-#include "utf8.h"
+#include "digest.h"
+#include "text.h"
 
 #include <string.h>
 

@@ -3,7 +3,7 @@
 #ifndef PACK_H
 #define PACK_H
 
-#include "buffer.h"
+#include "array.h"
 
 /* A failed allocation shows in b->failed. */
 void pack_uint(buffer *b, uint64_t value);

@@ -22,7 +22,6 @@
 #include "text.h"
 #include "thread.h"
 #include "trace.h"
-#include "utf8.h"
 #include "versioned.h"
 
 #include <inttypes.h>

@@ -2,7 +2,7 @@
 #include "adapter/adapter.h"
 
 #include "adapter/adapter_internal.h"
-#include "buffer.h"
+#include "array.h"
 #include "convert.h"
 #include "error_set.h"
 #include <errno.h>

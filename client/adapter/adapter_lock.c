@@ -5,7 +5,7 @@
 #include "adapter/adapter_internal.h"
 
 #include "adapter/adapter.h"
-#include "buffer.h"
+#include "array.h"
 #include "error_set.h"
 #include <errno.h>
 #include <fanin/client.h>

@@ -2,7 +2,7 @@
 #include "adapter/tensor_files.h"
 
 #include "error_set.h"
-#include "utf8.h"
+#include "text.h"
 #include <ctype.h>
 #include <inttypes.h>
 #include <jansson.h>

@@ -13,7 +13,7 @@
 
 #include "gpu.h"
 #include "ipc_key.h"
-#include "work_stop.h"
+#include "worker_pool.h"
 
 typedef struct ipc_map ipc_map;
 typedef struct ipc_mapping ipc_mapping;

@@ -8,7 +8,7 @@
 #include "log.h"
 #include "net/talk.h"
 #include "trace.h"
-#include "work_stop.h"
+#include "worker_pool.h"
 #include <fanin/client.h>
 #include <stdatomic.h>
 #include <sys/types.h>

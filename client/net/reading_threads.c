@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/reading_threads.h"
 
-#include "cpu_quota.h"
+#include "topology.h"
 #include "frame.h"
 #include "thread.h"
 #include "trace.h"

@@ -8,7 +8,7 @@
 #define PEFT_CONFIG_H
 
 #include "catalog.h"
-#include "work_stop.h"
+#include "worker_pool.h"
 
 /* Tensor names: from what a trainer's modules call a tensor to what PEFT calls it in a file.
    Pure. */

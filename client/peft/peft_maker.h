@@ -3,7 +3,7 @@
 #ifndef PEFT_MAKER_H
 #define PEFT_MAKER_H
 
-#include "buffer.h"
+#include "array.h"
 #include "peft/peft_config.h"
 #include "peft/peft_pattern.h"
 #include <jansson.h>

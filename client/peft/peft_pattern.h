@@ -7,8 +7,8 @@
 #ifndef PEFT_PATTERN_H
 #define PEFT_PATTERN_H
 
-#include "buffer.h"
-#include "work_stop.h"
+#include "array.h"
+#include "worker_pool.h"
 
 typedef enum pattern_result {
     PATTERN_NO,

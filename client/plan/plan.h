@@ -8,7 +8,7 @@
 
 #include "catalog.h"
 #include "messages.h"
-#include "work_stop.h"
+#include "worker_pool.h"
 
 /** A rank whose boxes may be read. */
 typedef struct plan_source {

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The digests (box_digest.h) of what is at a destination: made by a kernel where it lies on a
+ * The digests (digest.h) of what is at a destination: made by a kernel where it lies on a
  * device that has it, by the calling thread otherwise, for which memory of devices is read back.
  */
 #ifndef HELD_DIGEST_H
 #define HELD_DIGEST_H
 
 #include "block.h"
-#include "box_digest.h"
+#include "digest.h"
 #include "clock.h"
 #include "gpu.h"
 #include "array.h"

@@ -7,7 +7,7 @@
 #ifndef STREAM_LINK_H
 #define STREAM_LINK_H
 
-#include "checksum.h"
+#include "digest.h"
 #include "device/device_sink.h"
 #include "frame.h"
 #include "net/loop.h"

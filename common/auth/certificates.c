@@ -2,7 +2,7 @@
 #include "certificates.h"
 #include "clock.h"
 #include "error_set.h"
-#include "library_table.h"
+#include "load_lock.h"
 #include "own_file.h"
 #include "pem.h"
 #include "thread.h"

@@ -9,7 +9,7 @@
 #ifndef CERTIFICATES_H
 #define CERTIFICATES_H
 
-#include "identity.h"
+#include "pem.h"
 #include "openssl.h"
 
 typedef struct certificate_files {

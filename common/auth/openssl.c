@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "openssl.h"
 #include "error_set.h"
-#include "library_table.h"
 #include "load_lock.h"
 
 #include <dlfcn.h>

@@ -3,6 +3,7 @@
 #ifndef SECRET_FILE_H
 #define SECRET_FILE_H
 
+#include "openssl.h"
 #include <fanin/error.h>
 
 #define SECRET_SIZE 32
@@ -25,5 +26,33 @@ fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
 
 /** From 64 hexadecimal digits, whatever follows them. False: they are not that many. */
 bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE]);
+
+/*
+ * Keys out of a launch's secret, by HKDF with SHA-256 (RFC 5869; PROTOCOL.md, "Secured
+ * connections"). Who has a derived key learns nothing of the secret, nor of another key.
+ */
+
+#define KEY_SIZE 32
+/** The TLS identity of whoever reads. */
+#define IDENTITY_READER "fanin/1/reader"
+#define IDENTITY_MOST 64
+
+/** HMAC-SHA256. False: OpenSSL fails. */
+bool hmac_sha256(const openssl *o, const uint8_t *key, size_t key_size,
+                 const void *data, size_t size, uint8_t out[KEY_SIZE]);
+/** HKDF's two halves; @p size is at most 255 * 32. */
+bool hkdf_extract(const openssl *o, const void *salt, size_t salt_size,
+                  const uint8_t *secret, size_t size, uint8_t out[KEY_SIZE]);
+bool hkdf_expand(const openssl *o, const uint8_t root[KEY_SIZE], const void *info,
+                 size_t info_size, uint8_t *out, size_t size);
+
+/** What all of a launch's keys are derived from. */
+bool launch_root(const openssl *o, const uint8_t secret[SECRET_SIZE],
+                 uint8_t out[KEY_SIZE]);
+/** "fanin/1/rank/<world id in hex>/<rank>" */
+void rank_identity(const uint8_t world_id[16], uint32_t rank, char out[IDENTITY_MOST]);
+/** The key of an identity. */
+bool launch_key(const openssl *o, const uint8_t root[KEY_SIZE], const char *identity,
+                uint8_t out[KEY_SIZE]);
 
 #endif

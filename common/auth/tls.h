@@ -11,7 +11,7 @@
 #define TLS_H
 
 #include "certificates.h"
-#include "launch_keys.h"
+#include "secret_file.h"
 #include <sys/types.h>
 #include <sys/uio.h>
 

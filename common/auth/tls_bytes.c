@@ -5,9 +5,52 @@
 
 #include <errno.h>
 #include <linux/tls.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+
+/* ---------------------------------------------------------------------- tls hello */
+
+#define RECORD_HEADER 5
+#define RECORD_HANDSHAKE 22
+#define CLIENT_HELLO 1
+#define MESSAGE_HEADER 4
+
+static size_t tls_hello_number(const uint8_t *at, unsigned bytes)
+{
+    size_t value = 0;
+    while (bytes-- > 0)
+        value = value << 8 | *at++;
+    return value;
+}
+
+static bool is_short_hello(const uint8_t *message, size_t record)
+{
+    return message[0] == CLIENT_HELLO && record <= TLS_HELLO_MOST &&
+           record == MESSAGE_HEADER + tls_hello_number(message + 1, 3);
+}
+
+/* How many of the @p size bytes that have come next may go on to OpenSSL; 0: not before more have
+    come; -1: never. Whoever passes them on takes them from g->left. */
+static ssize_t hello_guard_pass(hello_guard *g, const uint8_t *data, size_t size)
+{
+    if (g->left == 0) {
+        if (size < RECORD_HEADER)
+            return 0;
+        size_t record = tls_hello_number(data + 3, 2);
+        if (data[0] == RECORD_HANDSHAKE) {
+            if (size < RECORD_HEADER + MESSAGE_HEADER)
+                return 0;
+            if (!is_short_hello(data + RECORD_HEADER, record))
+                return -1;
+        }
+        g->left = RECORD_HEADER + record;
+    }
+    return (ssize_t)(size < g->left ? size : g->left);
+}
+
+/* ---------------------------------------------------------------------- tls bytes */
 
 #define FIRST                                                                          \
     ((size_t)4 << 10) /* received at once at first; grows while that is full */

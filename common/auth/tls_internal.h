@@ -4,9 +4,25 @@
 #define TLS_INTERNAL_H
 
 #include "tls.h"
-#include "tls_hello.h"
-
 #include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/*
+ * How long a hello may be. OpenSSL makes room for as many bytes as the beginning of a message says
+ * that it has, and takes hellos of 128 KiB; whoever says one has proven nothing. A hello that is
+ * taken here is short, and one whole record.
+ */
+
+#define TLS_HELLO_MOST ((size_t)8 << 10)
+/** As tls_why() says it. */
+#define TLS_HELLO_ODD "its hello is in parts, or longer than 8 KiB"
+
+/** Of a connection to a rank. Zeroed: nothing has come. */
+typedef struct hello_guard {
+    size_t left; /**< bytes of the record that has begun */
+} hello_guard;
 
 struct tls_end {
     const openssl *o;
@@ -73,9 +89,5 @@ static inline int tls_lack_memory(tls *t)
     errno = ENOMEM;
     return -1;
 }
-/** By what OpenSSL says of its failure just now. The other hears its alert. */
-void tls_give_up(tls *t);
-/** Whether bytes have come that nobody has taken, a whole record or not. */
-bool tls_has_bytes(const tls *t);
 
 #endif

@@ -7,6 +7,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* A growable byte string; a failed allocation is remembered and tested once. */
+
+typedef struct buffer {
+    uint8_t *data;
+    size_t size, capacity;
+    /** an allocation failed; the content is not to be used until it is cleared */
+    bool failed;
+    bool sealed; /**< the frames that proto appends get checksums (frame.h) */
+} buffer;
+
+void buffer_append(buffer *b, const void *data, size_t size);
+bool buffer_reserve(buffer *b, size_t more); /**< capacity for size + more */
+void buffer_clear(buffer *b);                /**< empty and good; keeps the memory */
+void buffer_free(buffer *b);                 /**< and zeroes it */
+
 /** Memory for @p count elements, like malloc()'s and for free(). From a huge page on it lies on
     whole huge pages, where the kernel has some for who asks (madvise(2), MADV_HUGEPAGE): touching
     ordinary ones for the first time costs more than most of what is done with them. NULL: no

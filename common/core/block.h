@@ -3,7 +3,7 @@
 #ifndef BLOCK_H
 #define BLOCK_H
 
-#include "work_stop.h"
+#include "worker_pool.h"
 #include <fanin/types.h>
 
 /** A block of a tensor, in elements. n_dims 0: the one element of a scalar. */

@@ -1,10 +1,57 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "digest.h"
-#include "digest_library.h"
+#include "convert.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <xxhash.h>
+#ifdef FANIN_XXHASH_DISPATCH
+#include <xxh_x86dispatch.h> /* the widest instructions that the CPU has */
+#endif
+
+/* ----------------------------------------------------------------------- checksum */
+
+uint64_t checksum_of(const void *data, size_t size)
+{
+    return XXH3_64bits(data, size);
+}
+
+checksum *checksum_create(void)
+{
+    XXH3_state_t *state = XXH3_createState();
+    if (state)
+        XXH3_64bits_reset(state);
+    return (checksum *)state;
+}
+
+void checksum_free(checksum *c)
+{
+    XXH3_freeState((XXH3_state_t *)c);
+}
+
+void checksum_reset(checksum *c)
+{
+    XXH3_64bits_reset((XXH3_state_t *)c);
+}
+
+void checksum_copy(checksum *to, const checksum *from)
+{
+    XXH3_copyState((XXH3_state_t *)to, (const XXH3_state_t *)from);
+}
+
+void checksum_add(checksum *c, const void *data, size_t size)
+{
+    (void)XXH3_64bits_update((XXH3_state_t *)c, data, size);
+}
+
+uint64_t checksum_get(const checksum *c)
+{
+    return XXH3_64bits_digest((const XXH3_state_t *)c);
+}
+
+/* ------------------------------------------------------------------------- digest */
 
 static digest canonical(XXH128_hash_t hash)
 {
@@ -53,4 +100,132 @@ bool random_bytes(void *out, size_t size)
         size -= (size_t)got;
     }
     return true;
+}
+
+/* --------------------------------------------------------------------- box digest */
+
+struct box_digest {
+    XXH3_state_t *pieces;
+    uint64_t length;
+    size_t filled; /* of piece */
+    uint8_t piece[BOX_DIGEST_PIECE];
+    size_t begun; /* bytes of an element that came in parts */
+    uint8_t element[4];
+};
+
+box_digest *box_digest_create(void)
+{
+    box_digest *d = calloc(1, sizeof *d);
+    if (!d)
+        return NULL;
+    d->pieces = XXH3_createState();
+    if (!d->pieces) {
+        free(d);
+        return NULL;
+    }
+    XXH3_128bits_reset(d->pieces);
+    return d;
+}
+
+void box_digest_free(box_digest *d)
+{
+    if (d)
+        XXH3_freeState(d->pieces);
+    free(d);
+}
+
+static void box_digest_put_number(uint8_t *to, uint64_t number)
+{
+    for (int i = 0; i < 8; i++)
+        to[i] = (uint8_t)(number >> (8 * i));
+}
+
+static void add_number(box_digest *d, uint64_t number)
+{
+    uint8_t bytes[8];
+    box_digest_put_number(bytes, number);
+    (void)XXH3_128bits_update(d->pieces, bytes, sizeof bytes);
+}
+
+static void add_plain(box_digest *d, const uint8_t *data, size_t size)
+{
+    d->length += size;
+    while (size > 0) {
+        size_t step = sizeof d->piece - d->filled;
+        if (d->filled == 0 && size >= step) {
+            add_number(d, XXH3_64bits(data, step));
+        } else {
+            step = size < step ? size : step;
+            memcpy(d->piece + d->filled, data, step);
+            d->filled += step;
+        }
+        if (d->filled == sizeof d->piece) {
+            add_number(d, XXH3_64bits(d->piece, sizeof d->piece));
+            d->filled = 0;
+        }
+        data += step;
+        size -= step;
+    }
+}
+
+static void add_element(box_digest *d, const uint8_t *from, uint32_t convert)
+{
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    uint16_t half =
+        convert == CONVERT_F32_BF16 ? convert_to_bf16(bits) : convert_to_f16(bits);
+    add_plain(d, (const uint8_t *)&half, sizeof half);
+}
+
+void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t convert)
+{
+    const uint8_t *from = data;
+    if (convert == CONVERT_NONE) {
+        add_plain(d, from, size);
+        return;
+    }
+    for (; d->begun > 0 && size > 0; from++, size--) {
+        d->element[d->begun++] = *from;
+        if (d->begun < sizeof d->element)
+            continue;
+        add_element(d, d->element, convert);
+        d->begun = 0;
+    }
+    for (; size >= sizeof d->element;
+         from += sizeof d->element, size -= sizeof d->element)
+        add_element(d, from, convert);
+    if (size > 0)
+        memcpy(d->element, from, size);
+    d->begun += size;
+}
+
+void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t length)
+{
+    uint64_t left = box_digest_pieces(length);
+    d->length += length;
+    while (left > 0) { /* by way of d->piece, which is empty */
+        size_t n = left < BOX_DIGEST_PIECE / 8 ? (size_t)left : BOX_DIGEST_PIECE / 8;
+        for (size_t i = 0; i < n; i++)
+            box_digest_put_number(d->piece + 8 * i, pieces[i]);
+        (void)XXH3_128bits_update(d->pieces, d->piece, 8 * n);
+        pieces += n;
+        left -= n;
+    }
+}
+
+digest box_digest_take(box_digest *d)
+{
+    if (d->filled > 0) {
+        memset(d->piece + d->filled, 0, sizeof d->piece - d->filled);
+        add_number(d, XXH3_64bits(d->piece, sizeof d->piece));
+    }
+    add_number(d, d->length);
+    XXH128_canonical_t canonical;
+    digest out;
+    XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(d->pieces));
+    memcpy(out.bytes, canonical.digest, sizeof out.bytes);
+    XXH3_128bits_reset(d->pieces);
+    d->length = 0;
+    d->filled = d->begun = 0;
+    return out;
 }

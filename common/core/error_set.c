@@ -2,7 +2,7 @@
 /* Apart from the public functions of error.c: a program that links this file beside the shared
    library takes those from the shared library. */
 #include "error_set.h"
-#include "utf8.h"
+#include "text.h"
 #include "versioned.h"
 
 #include <errno.h>

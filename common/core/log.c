@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "log.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -2,7 +2,7 @@
 #include "error_set.h"
 #include "log.h"
 #include "thread.h"
-#include "utf8.h"
+#include "text.h"
 #include "versioned.h"
 
 #include <fanin/log.h>

@@ -1,10 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "worker_pool.h"
+#include "error_set.h"
 #include "thread.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
+
+/* ---------------------------------------------------------------------- work stop */
+
+fanin_status work_broken_off(const work_stop *stop, const char *phase,
+                             const char *doing, fanin_error *error)
+{
+    error_place place = {.phase = phase, .remedy = "allow more time"};
+    if (!stop || !stop->stopped)
+        return error_set_memory(error);
+    return error_set(error, FANIN_ERR_TIMEOUT, &place, "the deadline passed while %s",
+                     doing);
+}
+
+/* -------------------------------------------------------------------- worker pool */
 
 typedef struct queue {
     worker_job *first, **end;

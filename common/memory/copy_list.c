@@ -1,9 +1,160 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "copy_list.h"
-
 #include "array.h"
+
 #include <stdlib.h>
 #include <string.h>
+
+/* -------------------------------------------------------------------- digest list */
+
+digest_list digest_list_in(void *memory, size_t size, uint32_t pieces)
+{
+    size_t entries_at = pieces * (sizeof(uint64_t) + sizeof(digest_piece));
+    digest_list list = {.digests = memory, .most_pieces = pieces};
+    entries_at = (entries_at + 15) / 16 * 16;
+    list.pieces = (digest_piece *)(list.digests + pieces);
+    list.entries = (copy_entry *)(void *)((uint8_t *)memory + entries_at);
+    list.most_entries = (uint32_t)((size - entries_at) / sizeof(copy_entry));
+    return list;
+}
+
+void digest_list_clear(digest_list *list)
+{
+    list->n_pieces = list->n_entries = list->filled = 0;
+}
+
+void digest_list_cut(digest_list *list)
+{
+    list->filled = 0;
+}
+
+/** Of an entry that several pieces share: whole pieces, and few enough for 32 bits. */
+#define LONGEST_RUN (UINT32_C(1) << 30)
+
+static bool begin_piece(digest_list *list, uint32_t entry, uint32_t skip)
+{
+    if (list->n_pieces == list->most_pieces)
+        return false;
+    list->pieces[list->n_pieces++] = (digest_piece){.first = entry, .skip = skip};
+    return true;
+}
+
+static bool digest_list_append(digest_list *list, const copy_entry *e)
+{
+    if (list->n_entries == list->most_entries)
+        return false;
+    list->entries[list->n_entries++] = *e;
+    return true;
+}
+
+/* Into the last piece, which has room for it. */
+static bool digest_list_add_entry(digest_list *list, copy_entry e)
+{
+    digest_piece *piece = &list->pieces[list->n_pieces - 1];
+    copy_entry *last = piece->count > 0 ? &list->entries[list->n_entries - 1] : NULL;
+    uint32_t bytes = (uint32_t)convert_bytes(e.convert, (uint64_t)e.run * e.runs);
+    e.to = list->filled;
+    list->filled = (list->filled + bytes) % DIGEST_KERNEL_PIECE;
+    if (last && last->runs == 1 && e.runs == 1 && last->convert == e.convert &&
+        last->from + last->run == e.from) {
+        last->run += e.run;
+        return true;
+    }
+    piece->count++;
+    return digest_list_append(list, &e);
+}
+
+/* Whole pieces of one run, which share an entry. Returns the bytes they take of it, 0: no room. */
+static uint64_t add_whole(digest_list *list, uint64_t from, uint64_t run,
+                          uint32_t convert)
+{
+    uint32_t each = DIGEST_KERNEL_RUN(convert);
+    copy_entry e = {.from = from,
+                    .run =
+                        (uint32_t)(run < LONGEST_RUN ? run / each * each : LONGEST_RUN),
+                    .runs = 1,
+                    .convert = convert};
+    if (!digest_list_append(list, &e))
+        return 0;
+    for (uint32_t skip = 0; skip < e.run; skip += each) {
+        if (!begin_piece(list, list->n_entries - 1, skip))
+            return 0;
+        list->pieces[list->n_pieces - 1].count = 1;
+    }
+    return e.run;
+}
+
+/* Whole runs, as many as the piece has room for. Returns how many, 0: no room for entries. */
+static uint64_t digest_list_add_runs(digest_list *list, uint64_t from, uint64_t run,
+                                     uint64_t runs, int64_t step, uint64_t room,
+                                     uint32_t convert)
+{
+    uint64_t whole = room / run < runs ? room / run : runs;
+    const copy_entry e = {.from = from,
+                          .from_step = whole > 1 ? step : 0,
+                          .run = (uint32_t)run,
+                          .runs = (uint32_t)whole,
+                          .convert = convert};
+    return digest_list_add_entry(list, e) ? whole : 0;
+}
+
+/* The next bytes of one run; how many, 0: no room. */
+static uint64_t digest_list_add_part(digest_list *list, uint64_t from, uint64_t left,
+                                     uint64_t room, uint32_t convert)
+{
+    const copy_entry e = {.from = from,
+                          .run = (uint32_t)(left < room ? left : room),
+                          .runs = 1,
+                          .convert = convert};
+    return digest_list_add_entry(list, e) ? e.run : 0;
+}
+
+/* One run that is longer than the piece has room for. */
+static bool add_run(digest_list *list, uint64_t from, uint64_t run, uint32_t convert)
+{
+    uint64_t each = DIGEST_KERNEL_RUN(convert), done = 0, n;
+    for (; done < run; done += n) {
+        uint64_t left = run - done;
+        uint64_t filled = list->filled * (each / DIGEST_KERNEL_PIECE);
+        if (filled == 0 && left >= each) {
+            n = add_whole(list, from + done, left, convert);
+        } else {
+            if (filled == 0 && !begin_piece(list, list->n_entries, 0))
+                return false;
+            n = digest_list_add_part(list, from + done, left, each - filled, convert);
+        }
+        if (n == 0)
+            return false;
+    }
+    return true;
+}
+
+bool digest_list_add(digest_list *list, uint64_t from, uint64_t run, uint64_t runs,
+                     int64_t step, uint32_t convert)
+{
+    uint64_t each = DIGEST_KERNEL_RUN(convert), n;
+    if (runs > 1 && step == (int64_t)run) {
+        run *= runs;
+        runs = 1;
+    }
+    for (; runs > 0 && run > 0; runs -= n, from += n * (uint64_t)step) {
+        uint64_t room = each - list->filled * (each / DIGEST_KERNEL_PIECE);
+        n = 1;
+        if (runs == 1 || run > room) {
+            if (!add_run(list, from, run, convert))
+                return false;
+            continue;
+        }
+        if (list->filled == 0 && !begin_piece(list, list->n_entries, 0))
+            return false;
+        n = digest_list_add_runs(list, from, run, runs, step, room, convert);
+        if (n == 0)
+            return false;
+    }
+    return true;
+}
+
+/* ---------------------------------------------------------------------- copy list */
 
 /** A multiple of all elements' sizes and of what a vector instruction moves. */
 #define LONGEST_RUN (UINT32_C(1) << 30)

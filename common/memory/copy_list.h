@@ -5,8 +5,34 @@
 
 #include "block.h"
 #include "copy_entry.h"
+#include "digest_kernel.h"
 #include <stdbool.h>
 #include <stddef.h>
+
+/* What the digest kernel is told to read: from strided runs to pieces of 4 KiB. Pure. */
+
+/** Digests, pieces and entries in one stretch of memory. Zeroed: no room for any. */
+typedef struct digest_list {
+    uint64_t *digests; /**< of the pieces, by whoever carries the list out */
+    digest_piece *pieces;
+    copy_entry *entries;
+    uint32_t n_pieces, n_entries;
+    uint32_t most_pieces, most_entries;
+    uint32_t filled; /**< bytes of the last piece; 0: the next byte begins one */
+} digest_list;
+
+/** An empty list in @p size bytes at @p memory, aligned to 16, with room for @p pieces and as many
+    entries as fit behind them. */
+digest_list digest_list_in(void *memory, size_t size, uint32_t pieces);
+/** Forgets everything but the room. */
+void digest_list_clear(digest_list *list);
+/** The next byte begins a new piece: what is digested by itself begins. */
+void digest_list_cut(digest_list *list);
+/** @p runs of @p run bytes each, @p step from one to the next, the first at @p from; converted,
+    and packed behind what is there. Conversions take whole elements, and all between two cuts or
+    nothing. False: no room; the list is good for nothing then until it is cleared. */
+bool digest_list_add(digest_list *list, uint64_t from, uint64_t run, uint64_t runs,
+                     int64_t step, uint32_t convert);
 
 /** A growing list. Zeroed: empty. */
 typedef struct copy_list {

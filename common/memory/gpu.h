@@ -19,7 +19,7 @@
 
 #include "clock.h"
 #include "copy_entry.h"
-#include "digest_list.h"
+#include "copy_list.h"
 #include "log.h"
 #include <fanin/types.h>
 

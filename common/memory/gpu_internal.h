@@ -110,8 +110,6 @@ void gpu_restore_capture(const gpu *g);
 
 /** The slot, NULL with FANIN_ERR_ARGUMENT in @p error: there is no such device. */
 gpu_slot *gpu_slot_of(gpu *g, int device, fanin_error *error);
-/** A device whose primary context exists already, if there is one; for what needs some context. */
-int gpu_some_device(gpu *g);
 
 /** The context must be current. @p parameters->count and parts must not be 0. */
 fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,

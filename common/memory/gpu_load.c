@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gpu_internal.h"
-#include "library_table.h"
 #include "load_lock.h"
 
 #include <ctype.h>

@@ -5,6 +5,165 @@
 #include <stdlib.h>
 #include <time.h>
 
+/* ---------------------------------------------------------------------- gpu order */
+
+/* Order between streams, and being told when a stream gets somewhere. */
+
+static bool is_default_stream(const fanin_stream *callers)
+{
+    return (CUstream)callers->handle == CU_STREAM_LEGACY ||
+           (CUstream)callers->handle == CU_STREAM_PER_THREAD;
+}
+
+/* Makes the context of the caller's stream current: as a rule its device's primary one, but it
+   may be one that the caller made. gpu_context_leave() ends it. */
+static fanin_status enter_callers(gpu *g, const fanin_stream *callers,
+                                  fanin_error *error)
+{
+    CUcontext context = NULL;
+    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    fanin_status status = gpu_context_enter(g, callers->device, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!is_default_stream(callers) &&
+        g->cuStreamGetCtx(callers->handle, &context) == CUDA_SUCCESS &&
+        context != atomic_load(&g->slots[callers->device].context)) {
+        CUcontext primary;
+        (void)g->cuCtxPopCurrent(&primary);
+        CUresult result = g->cuCtxPushCurrent(context);
+        if (result != CUDA_SUCCESS) {
+            gpu_restore_capture(g);
+            return gpu_error(g, error, result, "the caller's stream cannot be used");
+        }
+    }
+    /* A capturing stream would make our work a part of the graph that is being made. */
+    CUresult result = g->cuStreamIsCapturing(callers->handle, &capture);
+    if (result == CUDA_SUCCESS && capture == CU_STREAM_CAPTURE_STATUS_NONE)
+        return FANIN_OK;
+    gpu_context_leave(g);
+    if (result == CUDA_SUCCESS)
+        return error_set(error, FANIN_ERR_STATE, NULL,
+                         "the caller's stream is being captured into a CUDA graph");
+    return gpu_error(g, error, result,
+                     "the caller's stream on device %d cannot be used",
+                     callers->device);
+}
+
+/* An event behind what is on @p stream, whose context is current. The driver keeps it alive while
+   something waits for it, so it may be destroyed at once after that. */
+static CUresult gpu_order_mark(gpu *g, CUstream stream, CUevent *out)
+{
+    CUresult result = g->cuEventCreate(out, CU_EVENT_DISABLE_TIMING);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = g->cuEventRecord(*out, stream);
+    if (result != CUDA_SUCCESS)
+        (void)g->cuEventDestroy(*out);
+    return result;
+}
+
+/* Of @p stream and the caller's, one goes on after what is on the other now. */
+static fanin_status order(gpu_stream *stream, const fanin_stream *callers,
+                          bool callers_first, fanin_error *error)
+{
+    gpu *g = stream->g;
+    CUevent event;
+    if (!callers->handle)
+        return FANIN_OK;
+    fanin_status status = enter_callers(g, callers, error);
+    if (status != FANIN_OK)
+        return status;
+    /* Within the caller's context, for its default streams are what is current. */
+    if (!callers_first)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status == FANIN_OK) {
+        CUresult result =
+            gpu_order_mark(g, callers_first ? callers->handle : stream->handle, &event);
+        if (!callers_first)
+            gpu_context_leave(g);
+        if (result == CUDA_SUCCESS) {
+            result = g->cuStreamWaitEvent(
+                callers_first ? stream->handle : callers->handle, event, 0);
+            (void)g->cuEventDestroy(event);
+        }
+        if (result != CUDA_SUCCESS)
+            status = gpu_error(g, error, result, "putting streams in order");
+    }
+    gpu_context_leave(g);
+    return status;
+}
+
+fanin_status gpu_stream_after(gpu_stream *stream, const fanin_stream *callers,
+                              fanin_error *error)
+{
+    return order(stream, callers, true, error);
+}
+
+fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
+                               fanin_error *error)
+{
+    return order(stream, callers, false, error);
+}
+
+/* --------------------------------------------------------------- notification */
+
+typedef struct notice {
+    gpu_reached_fn fn;
+    void *cookie;
+} notice;
+
+static void CUDA_CB gpu_order_on_reached(CUstream stream, CUresult result,
+                                         void *argument)
+{
+    (void)stream;
+    const notice n = *(notice *)argument;
+    free(argument);
+    n.fn(n.cookie, result != CUDA_SUCCESS);
+}
+
+/* With cuStreamAddCallback(), the older of two functions: it calls back when the device has failed
+   as well, and says so; cuLaunchHostFunc() then drops its function without a word, and whoever
+   waits for it would wait forever. The context must be current. */
+static fanin_status gpu_order_notify(gpu *g, CUstream stream, gpu_reached_fn fn,
+                                     void *cookie, fanin_error *error)
+{
+    notice *n = malloc(sizeof *n);
+    if (!n)
+        return error_set_memory(error);
+    *n = (notice){fn, cookie};
+    const sigset_t signals = signals_block();
+    CUresult result = g->cuStreamAddCallback(stream, gpu_order_on_reached, n, 0);
+    signals_restore(&signals);
+    if (result == CUDA_SUCCESS)
+        return FANIN_OK;
+    free(n);
+    return gpu_error(g, error, result, "asking a stream to call back");
+}
+
+fanin_status gpu_stream_notify(gpu_stream *stream, gpu_reached_fn fn, void *cookie,
+                               fanin_error *error)
+{
+    fanin_status status = gpu_context_enter(stream->g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = gpu_order_notify(stream->g, stream->handle, fn, cookie, error);
+    gpu_context_leave(stream->g);
+    return status;
+}
+
+fanin_status gpu_notify(gpu *g, const fanin_stream *callers, gpu_reached_fn fn,
+                        void *cookie, fanin_error *error)
+{
+    fanin_status status = enter_callers(g, callers, error);
+    if (status != FANIN_OK)
+        return status;
+    status = gpu_order_notify(g, callers->handle, fn, cookie, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+/* --------------------------------------------------------------------- gpu stream */
+
 /** How long a wait keeps its core: pulls of small worlds end within. */
 #define SPIN_NS UINT64_C(1000000)
 /** After that it sleeps this fraction of the time it has waited, so that what is added to any wait

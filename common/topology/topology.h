@@ -9,6 +9,24 @@
 
 #include <fanin/types.h>
 
+/* Access Control Services of PCIe bridges: whether traffic between devices is sent up. */
+
+typedef enum acs_state {
+    ACS_UNKNOWN, /**< configuration space cannot be read whole (needs root) */
+    ACS_OFF,
+    ACS_REDIRECTS, /**< requests or completions between devices go through the root */
+} acs_state;
+
+/** The bridge at @p pci below @p sysfs ("/sys"). PCI Express Base Specification, "ACS Extended
+    Capability". */
+acs_state acs_of_bridge(const char *sysfs, const char *pci);
+
+/* The CPU time that a container or a service is given. */
+
+/** How many CPUs' time this process may take by cpu.max of its control group (version 2) and of
+    those around it, rounded up; UINT_MAX: no limit is known. @p proc, @p sys: "/proc", "/sys". */
+unsigned cpu_quota(const char *proc, const char *sys);
+
 #define TOPOLOGY_NAME 32
 #define TOPOLOGY_PATH 320
 #define TOPOLOGY_PORTS 4 /**< of one device */

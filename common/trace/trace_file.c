@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trace_file.h"
-
 #include "clock.h"
 #include "error_set.h"
-#include "utf8.h"
+#include "text.h"
+
 #include <errno.h>
 #include <fanin/types.h>
 #include <fcntl.h>
@@ -11,10 +11,72 @@
 #include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+static void trace_file_text(trace_file *f, const char *text);
+
+/* --------------------------------------------------------------------- trace rows */
+
+#define LEAST 64u
+
+static trace_row *trace_rows_place_of(const trace_rows *rows, uint32_t thread,
+                                      int32_t rank)
+{
+    size_t at = (thread * 31u + (uint32_t)(rank + 1)) * UINT32_C(2654435761) >> 8;
+    for (;; at++) {
+        trace_row *row = &rows->table[at & (rows->size - 1)];
+        if (row->thread == 0 || (row->thread == thread && row->rank == rank))
+            return row;
+    }
+}
+
+/* Half of it is always free. */
+static bool grow(trace_rows *rows)
+{
+    trace_rows larger = {.size = rows->size ? 2 * rows->size : LEAST,
+                         .used = rows->used};
+    larger.table = calloc(larger.size, sizeof *larger.table);
+    if (!larger.table)
+        return false;
+    for (size_t i = 0; i < rows->size; i++) {
+        const trace_row *row = &rows->table[i];
+        if (row->thread != 0)
+            *trace_rows_place_of(&larger, row->thread, row->rank) = *row;
+    }
+    free(rows->table);
+    *rows = larger;
+    return true;
+}
+
+/* The row of @p thread (not 0; no other thread of the trace has it, also once that has ended) and
+    @p rank; valid until the next call. @p is_new: this call has made it. NULL: no memory. */
+static const trace_row *trace_rows_find(trace_rows *rows, uint32_t thread, int32_t rank,
+                                        bool *is_new)
+{
+    trace_row *row = rows->size ? trace_rows_place_of(rows, thread, rank) : NULL;
+    *is_new = !row || row->thread == 0;
+    if (!*is_new)
+        return row;
+    if (2 * (size_t)rows->used >= rows->size) {
+        if (!grow(rows))
+            return NULL;
+        row = trace_rows_place_of(rows, thread, rank);
+    }
+    *row = (trace_row){thread, rank, rows->used++};
+    return row;
+}
+
+void trace_rows_free(trace_rows *rows)
+{
+    free(rows->table);
+    *rows = (trace_rows){0};
+}
+
+/* --------------------------------------------------------------------- trace file */
 
 #define LIMIT_BYTES (UINT64_C(64) << 20)
 /* Every write ends with it, and the next one begins over it. */
@@ -22,7 +84,8 @@
 /* The longest object that is added. */
 #define LONGEST 1024
 
-void trace_escape(char *out, size_t size, const char *from)
+/* Writes @p from as JSON has it in quotation marks, cut at @p size. */
+static void trace_escape(char *out, size_t size, const char *from)
 {
     char clean[256];
     size_t used = 0;
@@ -74,7 +137,9 @@ void trace_file_flush(trace_file *f)
     f->used = 0;
 }
 
-void trace_file_begin(trace_file *f)
+/* The same, put together of pieces, of which none may be longer than is left of 1 KiB: formats
+    cost more than all else that a span does. */
+static void trace_file_begin(trace_file *f)
 {
     if (f->used + LONGEST + sizeof CLOSING > sizeof f->text)
         trace_file_flush(f);
@@ -82,7 +147,7 @@ void trace_file_begin(trace_file *f)
     trace_file_text(f, ",\n");
 }
 
-void trace_file_text(trace_file *f, const char *text)
+static void trace_file_text(trace_file *f, const char *text)
 {
     size_t size = strlen(text);
     if (f->used + size + sizeof CLOSING > sizeof f->text)
@@ -104,19 +169,24 @@ static void add_digits(trace_file *f, uint64_t number, size_t least)
     trace_file_text(f, digits + at);
 }
 
-void trace_file_number(trace_file *f, uint64_t number)
+static void trace_file_number(trace_file *f, uint64_t number)
 {
     add_digits(f, number, 1);
 }
 
-void trace_file_micros(trace_file *f, uint64_t ns)
+/* Nanoseconds as microseconds with three digits behind the point. */
+static void trace_file_micros(trace_file *f, uint64_t ns)
 {
     add_digits(f, ns / 1000, 1);
     trace_file_text(f, ".");
     add_digits(f, ns % 1000, 3);
 }
 
-void trace_file_add(trace_file *f, const char *format, ...)
+/* Appends an object to the list of events. */
+static void trace_file_add(trace_file *f, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+static void trace_file_add(trace_file *f, const char *format, ...)
 {
     char text[LONGEST];
     va_list arguments;
@@ -248,4 +318,107 @@ fanin_status trace_file_make_in(trace_file *f, const char *folder, fanin_error *
     memcpy(bare, folder, size);
     bare[size] = '\0';
     return make_in(f, bare, error);
+}
+
+/* --------------------------------------------------------------------- trace text */
+
+/* Above every number that a kernel gives a thread. */
+#define FIRST_ROW (UINT32_C(1) << 23)
+
+static void tell_row(trace_file *f, pid_t pid, const trace_thread *t,
+                     const trace_row *row, uint32_t shown, const char *about)
+{
+    char thread[40], address[2 * TRACE_ABOUT], who[2 * TRACE_ABOUT + 16];
+    trace_escape(thread, sizeof thread, t->name);
+    trace_escape(address, sizeof address, about);
+    if (row->rank == -1)
+        snprintf(who, sizeof who, "%s %u", thread, t->tid);
+    else if (row->rank < 0)
+        snprintf(who, sizeof who, "rank ? at %s", address);
+    else if (t->tid == (uint32_t)pid)
+        snprintf(who, sizeof who, "rank %d", (int)row->rank);
+    else
+        snprintf(who, sizeof who, "rank %d, thread %u", (int)row->rank, t->tid);
+    trace_file_add(
+        f,
+        "{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":%u,\"ts\":0,"
+        "\"args\":{\"name\":\"%s\"}}",
+        (int)pid, shown, who);
+}
+
+static void put_member(trace_file *f, const char *name, uint64_t value)
+{
+    trace_file_text(f, name);
+    trace_file_number(f, value);
+}
+
+/* What the viewer shows beside the span: only what there is. */
+static void put_arguments(trace_file *f, const trace_span *s)
+{
+    char about[2 * TRACE_ABOUT];
+    trace_file_text(f, "\"args\":{\"outcome\":\"");
+    trace_file_text(f, fanin_status_name(s->outcome));
+    trace_file_text(f, "\"");
+    if (s->place.pull > 0) {
+        put_member(f, ",\"pull\":", s->place.pull);
+        put_member(f, ",\"attempt\":", s->place.attempt);
+    }
+    if (s->rank >= 0)
+        put_member(f, ",\"rank\":", (uint64_t)s->rank);
+    else if (s->rank < -1)
+        trace_file_text(f, ",\"rank\":null");
+    if (s->step > 0)
+        put_member(f, ",\"step\":", s->step);
+    if (s->bytes > 0)
+        put_member(f, ",\"bytes\":", s->bytes);
+    if (s->scatter_ns > 0)
+        put_member(f, ",\"scatter_ns\":", s->scatter_ns);
+    if (s->about[0]) {
+        trace_escape(about, sizeof about, s->about);
+        trace_file_text(f, ",\"about\":\"");
+        trace_file_text(f, about);
+        trace_file_text(f, "\"");
+    }
+    trace_file_text(f, "}}");
+}
+
+static const char *color_of(const trace_span *s)
+{
+    if (s->outcome == FANIN_ERR_STALE)
+        return ",\"cname\":\"bad\",";
+    return s->outcome == FANIN_OK ? "," : ",\"cname\":\"terrible\",";
+}
+
+bool trace_text_span(trace_file *f, trace_rows *rows, pid_t pid,
+                     const trace_thread *thread, const trace_span *s)
+{
+    bool is_new;
+    const trace_row *row = trace_rows_find(rows, thread->number, s->rank, &is_new);
+    if (!row)
+        return false;
+    uint32_t shown = s->rank == -1 ? thread->tid : FIRST_ROW + row->number;
+    if (is_new)
+        tell_row(f, pid, thread, row, shown, s->about);
+    trace_file_begin(f);
+    trace_file_text(f, "{\"ph\":\"X\",\"name\":\"");
+    trace_file_text(f, trace_name_text(s->name));
+    trace_file_text(f, s->name >= TRACE_BEGIN_UPDATE ? "\",\"cat\":\"trainer\""
+                                                     : "\",\"cat\":\"pull\"");
+    put_member(f, ",\"pid\":", (uint64_t)pid);
+    put_member(f, ",\"tid\":", shown);
+    trace_file_text(f, ",\"ts\":");
+    trace_file_micros(f, s->began_ns);
+    trace_file_text(f, ",\"dur\":");
+    trace_file_micros(f, s->ended_ns > s->began_ns ? s->ended_ns - s->began_ns : 0);
+    trace_file_text(f, color_of(s));
+    put_arguments(f, s);
+    return true;
+}
+
+void trace_text_lost(trace_file *f, pid_t pid, uint64_t at_ns, uint64_t spans)
+{
+    trace_file_add(f,
+                   "{\"ph\":\"i\",\"s\":\"p\",\"name\":\"lost\",\"pid\":%d,\"tid\":%d,"
+                   "\"ts\":%" PRIu64 ".%03u,\"args\":{\"spans\":%" PRIu64 "}}",
+                   (int)pid, (int)pid, at_ns / 1000, (unsigned)(at_ns % 1000), spans);
 }

@@ -3,8 +3,29 @@
 #ifndef TRACE_FILE_H
 #define TRACE_FILE_H
 
+#include "trace.h"
 #include <fanin/error.h>
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
+
+/* The rows of a trace's picture: a thread, or a rank that a thread pulls from. As many as
+    there are in the file, of whose size that is a small part. Used by one thread at a time. */
+
+typedef struct trace_row {
+    uint32_t thread; /**< 0: free */
+    int32_t rank;    /**< -1: the thread's own */
+    uint32_t number; /**< from 0, in the order in which they were first seen */
+} trace_row;
+
+typedef struct trace_rows {
+    trace_row *table;
+    size_t size; /**< 0, or a power of 2 */
+    uint32_t used;
+} trace_rows;
+
+void trace_rows_free(trace_rows *rows);
 
 typedef struct trace_file {
     int fd;        /* -1: none */
@@ -19,20 +40,22 @@ fanin_status trace_file_make(trace_file *f, const char *path, fanin_error *error
 /** Makes a file of this process in @p folder. FANIN_ERR_IO, FANIN_ERR_AUTH: the folder is another
     user's. */
 fanin_status trace_file_make_in(trace_file *f, const char *folder, fanin_error *error);
-/** Appends an object to the list of events. */
-void trace_file_add(trace_file *f, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-/** The same, put together of pieces, of which none may be longer than is left of 1 KiB: formats
-    cost more than all else that a span does. */
-void trace_file_begin(trace_file *f);
-void trace_file_text(trace_file *f, const char *text);
-void trace_file_number(trace_file *f, uint64_t number);
-/** Nanoseconds as microseconds with three digits behind the point. */
-void trace_file_micros(trace_file *f, uint64_t ns);
 /** Writes what was added. */
 void trace_file_flush(trace_file *f);
 
-/** Writes @p from as JSON has it in quotation marks, cut at @p size. */
-void trace_escape(char *out, size_t size, const char *from);
+/* Spans as the file has them. */
+
+/** A thread as the trace knows it. */
+typedef struct trace_thread {
+    uint32_t number; /**< from 1, no other's of this trace */
+    uint32_t tid;    /**< the kernel's, which it may give to another one later */
+    char name[16];
+} trace_thread;
+
+/** Adds @p s, and its row where it is a new one. False: no memory. */
+bool trace_text_span(trace_file *f, trace_rows *rows, pid_t pid,
+                     const trace_thread *thread, const trace_span *s);
+/** Adds how many spans found no room. */
+void trace_text_lost(trace_file *f, pid_t pid, uint64_t at_ns, uint64_t spans);
 
 #endif

@@ -2,7 +2,7 @@
 #include "lookup.h"
 
 #include "error_set.h"
-#include "library_table.h"
+#include "load_lock.h"
 #include "thread.h"
 #include <errno.h>
 #include <netdb.h>

@@ -3,7 +3,7 @@
 #ifndef OUTGOING_H
 #define OUTGOING_H
 
-#include "buffer.h"
+#include "array.h"
 #include "tls.h"
 
 typedef struct outgoing {

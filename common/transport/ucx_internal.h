@@ -4,10 +4,22 @@
 #define UCX_INTERNAL_H
 
 #include "error_set.h"
+#include "log.h"
 #include "ucx.h"
 #include <signal.h>
 #include <stdarg.h>
 #include <ucp/api/ucp.h>
+
+/* Shared memory that UCX left behind in processes that were killed. */
+
+/**
+ * Removes from @p directory ("/dev/shm") the files that have the name of UCX's segments
+ * ("ucx_shm_posix_<hex>"), belong to this process's user alone (mode 0600, one link), and
+ * that no process of this machine, of whatever namespace, has open or mapped. UCX takes the name
+ * away as soon as it has filled a segment, so only a process that was killed just then leaves one.
+ * Thread: any. What cannot be removed is left.
+ */
+void ucx_leftovers_remove(const char *directory, const logger *log);
 
 /* UCX's header for these is not usable in ISO C. The same from 1.16 to 1.22. */
 enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
@@ -76,8 +88,6 @@ typedef struct ucx_scope {
 } ucx_scope;
 ucx_scope ucx_scope_enter(const logger *log, bool threads);
 void ucx_scope_leave(const ucx_scope *scope);
-/** Routes the messages of @p u; once a process. */
-void ucx_log_install(const ucx *u);
 
 /** What a context is for. */
 typedef enum ucx_role {

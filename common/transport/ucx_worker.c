@@ -2,12 +2,206 @@
 #include "text.h"
 #include "ucx_address.h"
 #include "ucx_internal.h"
-#include "ucx_leftovers.h"
+
+#include <dirent.h>
+#include <fcntl.h>
 #include <inttypes.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* ------------------------------------------------------------------ ucx leftovers */
+
+#define PREFIX "ucx_shm_posix_"
+
+static bool has_their_name(const char *name)
+{
+    size_t prefix = strlen(PREFIX);
+    return strncmp(name, PREFIX, prefix) == 0 && name[prefix] != '\0' &&
+           strspn(name + prefix, "0123456789abcdef") == strlen(name + prefix);
+}
+
+static bool is_ours_alone(int fd)
+{
+    struct stat info;
+    return fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_nlink == 1 &&
+           info.st_uid == geteuid() && (info.st_mode & 07777) == 0600;
+}
+
+/* The kernel grants a write lease only on a file that nobody else has open for writing; whoever
+   maps it, as UCX does, has it open. Should somebody open it just now, the signal is one that
+   nobody minds. */
+static bool is_in_nobodys_use(int fd)
+{
+    return fcntl(fd, F_SETSIG, SIGURG) == 0 && fcntl(fd, F_SETLEASE, F_WRLCK) == 0;
+}
+
+static bool is_leftover(int fd)
+{
+    return is_ours_alone(fd) && is_in_nobodys_use(fd);
+}
+
+static unsigned ucx_leftovers_remove_all(int directory, DIR *entries)
+{
+    unsigned removed = 0;
+    const struct dirent *entry;
+    while ((entry = readdir(entries))) {
+        if (!has_their_name(entry->d_name))
+            continue;
+        int fd = openat(directory, entry->d_name,
+                        O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        if (fd < 0)
+            continue;
+        if (is_leftover(fd))
+            removed += unlinkat(directory, entry->d_name, 0) == 0;
+        close(fd); /* ends the lease as well */
+    }
+    return removed;
+}
+
+void ucx_leftovers_remove(const char *directory, const logger *log)
+{
+    DIR *entries = opendir(directory);
+    if (!entries)
+        return;
+    unsigned removed = ucx_leftovers_remove_all(dirfd(entries), entries);
+    closedir(entries);
+    if (removed > 0)
+        log_write(log, FANIN_LOG_INFO, "ucx-leftovers",
+                  "removed %u segments of shared memory from %s that killed processes "
+                  "had left",
+                  removed, directory);
+}
+
+/* --------------------------------------------------------------------- ucx server */
+
+#define PROGRESS_AT_ONCE 64
+#define DESTROY_MS 5000
+
+struct ucx_server {
+    ucx_worker w;
+};
+
+struct ucx_region {
+    ucx_server *server;
+    ucx_mapping mapping;
+    void *rkey;
+    size_t rkey_size;
+};
+
+fanin_status ucx_server_create(ucx *u, ucx_path path, const logger *log,
+                               ucx_server **out, fanin_error *error)
+{
+    ucx_server *s = calloc(1, sizeof *s);
+    if (!s)
+        return error_set_memory(error);
+    /* Some feature is needed for lanes to answer RDMA connections with. STREAM is the one
+       that installs no handler which takes an address from the peer. */
+    const fanin_status status = ucx_worker_open(
+        &s->w, u, path == UCX_PATH_HOST ? UCX_ROLE_SERVER_HOST : UCX_ROLE_SERVER_RDMA,
+        UCP_FEATURE_STREAM | UCP_FEATURE_WAKEUP, NULL, log, error);
+    if (status != FANIN_OK) {
+        free(s);
+        return status;
+    }
+    *out = s;
+    return FANIN_OK;
+}
+
+void ucx_server_destroy(ucx_server **server)
+{
+    ucx_server *s = server ? *server : NULL;
+    if (!s)
+        return;
+    *server = NULL;
+    /* Destroying a worker while UCX still discards an endpoint may abort the process: rather
+       leak one that does not finish. */
+    const deadline at = deadline_in_ms(DESTROY_MS);
+    while (!ucx_server_progress(s))
+        if (deadline_passed(at))
+            return;
+    ucx_worker_close(&s->w);
+    free(s);
+}
+
+const uint8_t *ucx_server_address(const ucx_server *s, size_t *size_out)
+{
+    *size_out = s->w.address_size;
+    return (const uint8_t *)s->w.address;
+}
+
+int ucx_server_fd(const ucx_server *s)
+{
+    return s->w.fd;
+}
+
+bool ucx_server_progress(ucx_server *s)
+{
+    bool asleep = false;
+    const ucx_scope scope = ucx_scope_enter(&s->w.log, false);
+    for (int i = 0; i < PROGRESS_AT_ONCE && !asleep; i++)
+        asleep = s->w.u->ucp_worker_progress(s->w.worker) == 0 &&
+                 s->w.u->ucp_worker_arm(s->w.worker) == UCS_OK;
+    ucx_scope_leave(&scope);
+    return asleep;
+}
+
+fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
+                               fanin_memory memory, ucx_region **out,
+                               fanin_error *error)
+{
+    ucx_region *r = calloc(1, sizeof *r);
+    if (!r)
+        return error_set_memory(error);
+    r->server = s;
+    fanin_status status =
+        ucx_mapping_open(&s->w, base, length, memory, true, &r->mapping, error);
+    if (status == FANIN_OK) {
+        const ucx_scope scope = ucx_scope_enter(&s->w.log, false);
+        const ucs_status_t ucs = s->w.u->ucp_rkey_pack(s->w.context, r->mapping.handle,
+                                                       &r->rkey, &r->rkey_size);
+        ucx_scope_leave(&scope);
+        if (ucs != UCS_OK) {
+            r->rkey = NULL;
+            status = ucx_error(s->w.u, error, FANIN_ERR_TRANSPORT, ucs, NULL,
+                               "no remote key could be made");
+        } else if (r->rkey_size > UCX_BLOB_MAX) {
+            status = error_set(error, FANIN_ERR_LIMIT, NULL,
+                               "a remote key has %zu bytes, more than %zu",
+                               r->rkey_size, UCX_BLOB_MAX);
+        }
+    }
+    if (status != FANIN_OK)
+        ucx_region_destroy(&r);
+    else
+        *out = r;
+    return status;
+}
+
+const uint8_t *ucx_region_rkey(const ucx_region *r, size_t *size_out)
+{
+    *size_out = r->rkey_size;
+    return r->rkey;
+}
+
+void ucx_region_destroy(ucx_region **region)
+{
+    ucx_region *r = region ? *region : NULL;
+    if (!r)
+        return;
+    *region = NULL;
+    if (r->rkey)
+        r->server->w.u->ucp_rkey_buffer_release(r->rkey);
+    ucx_mapping_close(&r->server->w, &r->mapping);
+    free(r);
+}
+
+/* --------------------------------------------------------------------- ucx worker */
 
 static fanin_status open_context(ucx_worker *w, ucx_role role, uint64_t features,
                                  const char *gpu, fanin_error *error)

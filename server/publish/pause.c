@@ -3,7 +3,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "shards/registration.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <string.h>
 

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
 #include "array.h"
-#include "buffer.h"
 #include "error_set.h"
 #include "publish/commit.h"
 #include "shards/registration.h"
 #include "shards/shard_memory.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -11,7 +11,7 @@
 #ifndef REGISTRATION_H
 #define REGISTRATION_H
 
-#include "buffer.h"
+#include "array.h"
 #include "shards/region.h"
 
 /** Gives the regions back; those that nobody uses any more are deregistered. */

@@ -5,7 +5,7 @@
 #include "error_set.h"
 #include "frame.h"
 #include "shards/shard_memory.h"
-#include "utf8.h"
+#include "text.h"
 #include "versioned.h"
 
 #include <stdio.h>

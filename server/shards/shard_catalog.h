@@ -7,7 +7,7 @@
 #ifndef SHARD_CATALOG_H
 #define SHARD_CATALOG_H
 
-#include "buffer.h"
+#include "array.h"
 #include "catalog.h"
 #include "shards/region.h"
 #include "shards/shard.h"

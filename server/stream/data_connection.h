@@ -3,7 +3,7 @@
 #ifndef DATA_CONNECTION_H
 #define DATA_CONNECTION_H
 
-#include "checksum.h"
+#include "digest.h"
 #include "core/peer_turns.h"
 #include "stream/stage.h"
 #include "stream/stream.h"

@@ -21,7 +21,7 @@
 #ifndef STAGE_H
 #define STAGE_H
 
-#include "box_digest.h"
+#include "digest.h"
 #include "core/peer_turns.h"
 #include "stream/read_job.h"
 

@@ -3,7 +3,7 @@
 #ifndef STREAM_H
 #define STREAM_H
 
-#include "buffer.h"
+#include "array.h"
 #include "core/server_state.h"
 #include "framing.h"
 #include "outgoing.h"

@@ -3,7 +3,7 @@
 #ifndef STREAM_DIGEST_H
 #define STREAM_DIGEST_H
 
-#include "box_digest.h"
+#include "digest.h"
 #include "stream/read_job.h"
 
 typedef struct digester {

@@ -8,7 +8,7 @@
 #ifndef STREAM_SUM_H
 #define STREAM_SUM_H
 
-#include "checksum.h"
+#include "digest.h"
 #include "stream/read_job.h"
 
 typedef struct side_sum side_sum;

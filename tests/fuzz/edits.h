@@ -13,7 +13,7 @@
 #ifndef EDITS_H
 #define EDITS_H
 
-#include "buffer.h"
+#include "array.h"
 #include "frame.h"
 
 enum { TO_RANK, TO_READER };

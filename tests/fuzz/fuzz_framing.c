@@ -2,7 +2,7 @@
 /* Frames of a hostile peer: those that come in pieces are those that come at once. First byte: bit
    0: sealed, bit 1: no bytes behind a frame are received with it; the others: size of the pieces.
    */
-#include "checksum.h"
+#include "digest.h"
 #include "framing.h"
 #include "fuzz.h"
 #include <string.h>

@@ -7,7 +7,7 @@
 #include "adapter/adapter.h"
 #include "fuzz.h"
 #include "peft/peft_config.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <jansson.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the scan lets through, msgpack-c must read as one object of the same size. */
 #include "fuzz.h"
-#include "scan.h"
+#include "cursor.h"
 #include <msgpack.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

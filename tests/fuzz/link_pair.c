@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "link_pair.h"
 
-#include "checksum.h"
+#include "digest.h"
 #include "fuzz.h"
 #include "messages.h"
 #include <errno.h>

@@ -3,7 +3,7 @@
  * reads or writes has to be in memory that its device can reach. */
 #include "fake_cuda_internal.h"
 
-#include "box_digest.h"
+#include "digest.h"
 #include "copy_kernel.h"
 #include "trainer/device_pattern.h"
 #include "digest_kernel.h"

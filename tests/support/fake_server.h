@@ -7,7 +7,7 @@
 #ifndef FAKE_SERVER_H
 #define FAKE_SERVER_H
 
-#include "buffer.h"
+#include "array.h"
 #include "digest.h"
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "rank_proxy.h"
 
-#include "buffer.h"
+#include "array.h"
 #include "messages.h"
-#include "checksum.h"
+#include "digest.h"
 #include "socket.h"
 #include "testing.h"
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "samples.h"
 #include "ipc_key.h"
-#include "checksum.h"
+#include "digest.h"
 
 #include <stdlib.h>
 

@@ -2,7 +2,7 @@
 #include "stub_ranks.h"
 
 #include "host.h"
-#include "checksum.h"
+#include "digest.h"
 #include "testing.h"
 #include <errno.h>
 #include <poll.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "doctor/doctor.h"
 
-#include "acs.h"
+#include "topology.h"
 #include "fetch/output.h"
 #include "gpu.h"
 #include "ucx.h"

@@ -3,7 +3,7 @@
 #include "pack.h"
 #include "recode.h"
 #include "samples.h"
-#include "scan.h"
+#include "cursor.h"
 #include "testing.h"
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Threads that read: how many, who reads what, and that they work, rest and end. */
 #include "clock.h"
-#include "cpu_quota.h"
+#include "topology.h"
 #include "frame.h"
 #include "net/reading_threads.h"
 #include "testing.h"

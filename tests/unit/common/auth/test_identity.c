@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "identity.h"
+#include "pem.h"
 #include "testing.h"
 
 static bool parse(const char *text, identity *out)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* HKDF by the vectors of RFC 5869, and a launch's keys by those of PROTOCOL.md. */
-#include "launch_keys.h"
+#include "secret_file.h"
 #include "testing.h"
 #include <stdio.h>
 

@@ -3,7 +3,7 @@
 #include "secrets.h"
 #include "testing.h"
 #include "tls.h"
-#include "tls_hello.h"
+#include "tls_internal.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>

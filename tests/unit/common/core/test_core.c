@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The small modules of common/core: log, clock, buffer, array, text, dtype, digest, utf8. */
 #include "array.h"
-#include "box_digest.h"
-#include "buffer.h"
 #include "clock.h"
 #include "convert.h"
 #include "digest.h"
@@ -11,7 +9,6 @@
 #include "testing.h"
 #include "text.h"
 #include "thread.h"
-#include "utf8.h"
 #include "worker_pool.h"
 #include <limits.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 /* The ring of log messages: order, full, level, cut texts, close, time-out, threads. */
 #include "clock.h"
 #include "testing.h"
-#include "utf8.h"
+#include "text.h"
 
 #include <fanin/log.h>
 

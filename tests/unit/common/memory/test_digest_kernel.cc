@@ -9,7 +9,7 @@
 #include <xxhash.h>
 
 extern "C" {
-#include "digest_list.h"
+#include "copy_list.h"
 }
 
 __extension__ typedef unsigned __int128 uint128;

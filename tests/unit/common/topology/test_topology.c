@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Devices and distances of machines that are not there. */
-#include "acs.h"
-#include "cpu_quota.h"
 #include "sysfs_tree.h"
 #include "testing.h"
 #include "topology.h"

@@ -2,7 +2,7 @@
 /* A log whose reader has stopped: nobody who logs waits for it, and what is missing is told when it
    goes on. */
 #include "clock.h"
-#include "log_sink.h"
+#include "log_choice.h"
 #include "testing.h"
 #include <errno.h>
 #include <fcntl.h>

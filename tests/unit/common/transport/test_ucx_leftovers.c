@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Segments of killed processes go; whatever is, or may be, somebody's stays. */
 #include "testing.h"
-#include "ucx_leftovers.h"
+#include "ucx_internal.h"
 
 #include <fcntl.h>
 #include <signal.h>

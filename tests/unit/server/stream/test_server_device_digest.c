@@ -4,7 +4,7 @@
  * whoever makes them. Device 0 has the digest kernel, device 1 cannot load it. The driver is a
  * stand-in.
  */
-#include "box_digest.h"
+#include "digest.h"
 #include "convert.h"
 #include "log_catcher.h"
 #include "server_device.h"
