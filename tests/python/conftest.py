@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import fanin
 import pytest
@@ -61,3 +62,12 @@ def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
 @pytest.fixture
 def target(ranks: list[fanin.Server]) -> str:
     return ",".join(addresses(ranks))
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    """What answers as a vLLM does."""
+    from fleet import FakeVLLM
+
+    with FakeVLLM() as made:
+        yield made

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import fanin
-import numpy as np
 from fanin._served import Held, Layout, digests_of, publication_for
-from fanin.info import TrainerInfo, addresses_of
-from http_engine import OK, Answer, Engine, Request
+from fanin.info import addresses_of
+from fanin.sync import Registry
+from http_engine import OK, Answer, Engine, Request, Trainer
 
 Hook = Callable[[Request], Answer | None]
 
@@ -333,37 +333,23 @@ class FakeSGLang(FakeEngine):
         return 200, {"success": True, "message": self.told or "Success"}
 
 
-class WholeTrainer:
-    """Real fanin servers of one launch: *size* ranks that hold one matrix, split by rows."""
+class WholeTrainer(Trainer):
+    """The same of a whole model, which is one matrix."""
 
-    def __init__(self, size: int = 2, run: str = "0", world: bytes = bytes(range(1, 17))) -> None:
-        self.publication = f"full:{run}"
-        self.weights = [np.zeros((4, 8), np.float32) for _ in range(size)]
-        self.servers = []
-        for rank in range(size):
-            server = fanin.Server(
-                world_id=world, rank=rank, world_size=size, name="job", use_ucx=False
-            )
-            self.servers.append(server)
-            shard = fanin.shard_of(
-                "w", self.weights[rank], shape=(4 * size, 8), offset=(4 * rank, 0)
-            )
-            server.put(self.publication, [shard])
-            _LAUNCHES[f"127.0.0.1:{server.port}"] = world.hex()
-        self.info = TrainerInfo(
-            tuple(f"127.0.0.1:{server.port}" for server in self.servers), world.hex(), run, "job"
-        )
+    kind = "full"
 
-    def commit(
+    def put(self, server: fanin.Server, metadata: dict[str, str]) -> None:
+        server.put(self.publication, [self.rows(server.rank, "w")])
+        _LAUNCHES[f"127.0.0.1:{server.port}"] = self.world.hex()
+
+    def commit(  # type: ignore[override]
         self, step: int, ranks: Iterable[int] | None = None, *, digests: bool = False
     ) -> None:
         """These ranks, or all, are at *step*, with digests of it or without."""
-        for rank in range(len(self.servers)) if ranks is None else ranks:
-            self.servers[rank].begin_update(self.publication)
-            self.weights[rank][:] = step
-            self.servers[rank].commit(self.publication, step)
-            if digests:
-                self.digest(step, rank)
+        ranks = range(len(self.servers)) if ranks is None else list(ranks)
+        super().commit(step, ranks)
+        for rank in ranks if digests else ():
+            self.digest(step, rank)
 
     def digest(self, step: int, rank: int) -> None:
         """What fanin.torch makes of the weights, with numbers of the tests."""
@@ -379,9 +365,22 @@ class WholeTrainer:
         told_by.put(name, shards, replace=True)
         told_by.commit(name, step)
 
-    def __enter__(self) -> WholeTrainer:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for server in self.servers:
-            server.close(drain=0)
+TRAINER = "10.0.0.1:6000,10.0.0.2:6000"
+
+
+def registry_of(*engines: Any, trainer: Any = None, **more: Any) -> Registry:
+    """Of these engines or URLs, and of this trainer; None: of one that nobody asks. Nothing is read
+    ahead unless the test says so."""
+    given = {"timeout": 30.0, "ask_trainer": trainer is not None, "prefetch": False, **more}
+    registry = Registry(TRAINER if trainer is None else trainer, **given)
+    for engine in engines:
+        registry.add(getattr(engine, "url", engine))
+    return registry
+
+
+def failure(caught: Any, engine: FakeEngine) -> Any:
+    """What a SyncError says of this engine."""
+    result = caught.value.result.results[engine.url]
+    assert not result.ok and engine.url in result.error
+    return result

@@ -111,35 +111,34 @@ SUPERSEDED = refusal(404, "FANIN_ERR_SUPERSEDED", "the step has passed")
 
 
 class Trainer:
-    """Real fanin servers: *size* ranks that hold one LoRA layer, split by rows."""
+    """Real fanin servers of one launch: *size* ranks that hold one LoRA layer, split by rows."""
+
+    kind = "lora"
 
     def __init__(
-        self, size: int = 2, run: str = "0", world: bytes | None = None, **metadata: str
+        self, size: int = 2, run: str = "0", world: bytes = bytes(range(1, 17)), **metadata: str
     ) -> None:
-        self.publication = f"lora:{run}"
-        self.world = world or bytes(range(1, 17))
-        self.run = run
+        self.publication, self.world, self.run = f"{self.kind}:{run}", world, run
         self.weights = [np.zeros((4, 8), np.float32) for _ in range(size)]
-        self.b = np.zeros((8, 4 * size), np.float32)
-        self.servers = []
-        pairs = {"base_model_name_or_path": "base", "lora_alpha": "16", **metadata}
+        self.servers = [
+            fanin.Server(world_id=world, rank=rank, world_size=size, name="job", use_ucx=False)
+            for rank in range(size)
+        ]
+        for server in self.servers:
+            self.put(server, metadata)
+
+    def rows(self, rank: int, name: str) -> fanin.Shard:
+        """What this rank holds of the matrix."""
+        shape = 4 * len(self.servers), 8
+        return fanin.shard_of(name, self.weights[rank], shape=shape, offset=(4 * rank, 0))
+
+    def put(self, server: fanin.Server, metadata: dict[str, str]) -> None:
         prefix = "model.layers.0.self_attn.q_proj"
-        for rank in range(size):
-            server = fanin.Server(
-                world_id=self.world, rank=rank, world_size=size, name="job", use_ucx=False
-            )
-            self.servers.append(server)
-            shards = [
-                fanin.shard_of(
-                    f"{prefix}.lora_A.weight",
-                    self.weights[rank],
-                    shape=(4 * size, 8),
-                    offset=(4 * rank, 0),
-                ),
-                fanin.shard_of(f"{prefix}.lora_B.weight", self.b),
-            ]
-            server.put(self.publication, shards)
-            server.set_metadata(self.publication, pairs)
+        b = np.zeros((8, 4 * len(self.servers)), np.float32)
+        shards = [self.rows(server.rank, f"{prefix}.lora_A.weight")]
+        server.put(self.publication, [*shards, fanin.shard_of(f"{prefix}.lora_B.weight", b)])
+        pairs = {"base_model_name_or_path": "base", "lora_alpha": "16", **metadata}
+        server.set_metadata(self.publication, pairs)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -158,7 +157,7 @@ class Trainer:
             self.weights[rank][:] = step if value is None else value
             self.servers[rank].commit(self.publication, step)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:

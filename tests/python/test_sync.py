@@ -29,10 +29,18 @@ from fanin.fleet.steps import look
 from fanin.fleet.wire import Wire
 from fanin.info import write_info
 from fanin.sync import EndpointResult, Registry, SyncError
-from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
+from fleet import (
+    HANG_UP,
+    TRAINER,
+    FakeEngine,
+    FakeSGLang,
+    FakeVLLM,
+    WholeTrainer,
+    failure,
+    registry_of,
+)
 from local_world import until
 
-TRAINER = "10.0.0.1:6000,10.0.0.2:6000"
 WAY = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 INIT = "/init_weight_transfer_engine"
 SGLANG_WAY = [
@@ -50,24 +58,8 @@ def fleet(stack: ExitStack, count: int = 2) -> list[FakeVLLM]:
     return [stack.enter_context(FakeVLLM()) for _ in range(count)]
 
 
-def registry_of(*engines: FakeEngine, **more: Any) -> Registry:
-    more.setdefault("ask_trainer", False)
-    more.setdefault("timeout", 30.0)
-    more.setdefault("prefetch", False)  # test_sync_ahead.py has the other way
-    registry = Registry(TRAINER, **more)
-    for engine in engines:
-        registry.add(engine.url)
-    return registry
-
-
 def way_of(engine: FakeEngine, way: list[str]) -> list[str]:
     return [path for path in engine.paths if path in way]
-
-
-def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeEngine) -> EndpointResult:
-    result = caught.value.result.results[engine.url]
-    assert not result.ok and engine.url in result.error
-    return result
 
 
 # ------------------------------------------------------------------ the way of it
@@ -335,7 +327,7 @@ def test_one_hangs_in_each_phase(stack: ExitStack) -> None:
     for engine, path in zip(bad, PLACES, strict=True):
         engine.hang(path)
     with pytest.raises(SyncError) as caught:
-        registry.sync(4, timeout=5)
+        registry.sync(4, timeout=8)
     assert list(caught.value.result.failed) == [engine.url for engine in bad]
     for engine, path in zip(bad, PLACES, strict=True):
         told = failure(caught, engine)

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fanin.fleet.engine_sync as engine_sync
+import fleet
 import pytest
 from fanin.engine.weights_state import fanin_weights_state, require_host_room
 from fanin.errors import HostError, RequestError
-from fanin.sync import EndpointResult, Registry, Service, SyncClient, SyncError, SyncServer
-from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, internal
+from fanin.sync import Registry, Service, SyncClient, SyncError, SyncServer
+from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, failure, internal
 from http_engine import Answer, Request
 
 START, UPDATE, STATE = "/start_weight_update", "/update_weights", "/collective_rpc"
@@ -32,25 +33,11 @@ def failed(why: str, code: str = "FANIN_ERR_UNREACHABLE") -> dict[str, Any]:
     return {"state": "failed", "bytes": 10, "total": 50, "why": why, "code": code}
 
 
-@pytest.fixture
-def engine() -> Iterator[FakeVLLM]:
-    with FakeVLLM() as result:
-        yield result
-
-
-def registry_of(*engines: FakeEngine, **more: Any) -> Registry:
-    registry = Registry("10.0.0.1:6000", **{"timeout": 30.0, "ask_trainer": False, **more})
-    for engine in engines:
-        registry.add(engine.url)
-    return registry
+registry_of = functools.partial(fleet.registry_of, prefetch="auto")
 
 
 def way_of(engine: FakeEngine) -> list[str]:
     return [path for path in engine.paths if path in WAY]
-
-
-def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeEngine) -> EndpointResult:
-    return caught.value.result.results[engine.url]
 
 
 def test_it_is_paused_when_all_of_it_is_there(engine: FakeVLLM) -> None:
@@ -202,7 +189,7 @@ def test_it_hangs_while_it_reads(engine: FakeVLLM) -> None:
         registry = registry_of(engine, good)
         engine.reads = [reading(10)]
         with pytest.raises(SyncError) as caught:
-            registry.sync(7, timeout=2)
+            registry.sync(7, timeout=5)
         told = failure(caught, engine)
         assert told.phase == "ahead" and told.code == "FANIN_ERR_TIMEOUT" and not engine.paused
         assert good.version == "step-7"

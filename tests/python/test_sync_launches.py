@@ -8,17 +8,12 @@ import logging
 from contextlib import ExitStack
 from typing import Any
 
+import fleet
 import pytest
 from fanin.sync import EndpointResult, Registry, SyncError
 from fleet import FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
 
 UPDATE, STATE = "/update_weights", "/collective_rpc"
-
-
-@pytest.fixture
-def engine(stack: ExitStack) -> FakeVLLM:
-    result: FakeVLLM = stack.enter_context(FakeVLLM())
-    return result
 
 
 @pytest.fixture
@@ -29,10 +24,7 @@ def trainer(stack: ExitStack) -> WholeTrainer:
 
 
 def registry_of(trainer: Any, *engines: FakeEngine, **more: Any) -> Registry:
-    registry = Registry(trainer, **{"timeout": 30.0, "prefetch": False, **more})
-    for engine in engines:
-        registry.add(engine.url)
-    return registry
+    return fleet.registry_of(*engines, trainer=trainer, **more)
 
 
 def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeEngine) -> EndpointResult:

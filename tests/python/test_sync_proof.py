@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import fanin.fleet.registry as registry_module
+import fleet
 import pytest
 from fanin.check import trained as digests_of
 from fanin.errors import NotFoundError, RequestError, StateError
@@ -23,16 +24,8 @@ def trainer(stack: ExitStack) -> WholeTrainer:
     return stack.enter_context(WholeTrainer())
 
 
-@pytest.fixture
-def engine(stack: ExitStack) -> FakeVLLM:
-    return stack.enter_context(FakeVLLM())
-
-
 def registry_of(trainer: WholeTrainer, *engines: Any, **more: Any) -> Registry:
-    registry = Registry(trainer.info, **{"timeout": 60.0, "prefetch": False, **more})
-    for one in engines:
-        registry.add(one.url)
-    return registry
+    return fleet.registry_of(*engines, trainer=trainer.info, **{"timeout": 60.0, **more})
 
 
 def of(result: Any, engine: Any) -> EndpointResult:

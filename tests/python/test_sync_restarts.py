@@ -7,25 +7,15 @@ import gc
 import threading
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import fanin.fleet.registry as registry_module
 import pytest
 from fanin.fleet.restarts import Restarts
 from fanin.sync import Registry
-from fleet import FakeSGLang, FakeVLLM, WholeTrainer
+from fleet import FakeSGLang, FakeVLLM, WholeTrainer, registry_of
 from local_world import until
 
-TRAINER = "10.0.0.1:6000"
 UPDATE = "/update_weights"
-
-
-def registry_of(*engines: Any, **more: Any) -> Registry:
-    more = {"ask_trainer": False, "timeout": 20.0, "prefetch": False, **more}
-    registry = Registry(more.pop("trainer", TRAINER), **more)
-    for engine in engines:
-        registry.add(engine.url)
-    return registry
 
 
 def look(registry: Registry) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fanin.fleet.registry as registry_module
@@ -27,6 +28,7 @@ from fanin.errors import (
 )
 from fanin.fleet.wire import Wire
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
+from fanin.sync.__main__ import main
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 from http_engine import Answer, Engine, Request
 
@@ -34,12 +36,6 @@ from http_engine import Answer, Engine, Request
 def place(url: str) -> dict[str, Any]:
     host, _, port = url.removeprefix("http://").rpartition(":")
     return {"host": host, "port": int(port)}
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeVLLM]:
-    with FakeVLLM() as result:
-        yield result
 
 
 @pytest.fixture
@@ -516,6 +512,15 @@ def test_keys_from_files(engine: FakeVLLM, tmp_path: Path) -> None:
     assert keys_sent(engine) == {"Bearer theirs"}
 
 
+def command(*arguments: str) -> SimpleNamespace:
+    """The program, in this process: how it ends, and what it says."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        sys.exit(main(list(arguments)))
+    code = ended.value.code
+    return SimpleNamespace(returncode=code or 0, stdout=out.getvalue(), stderr=err.getvalue())
+
+
 @pytest.mark.parametrize("option", ["--api-key", "--engine-api-key"])
 @pytest.mark.parametrize(
     ("content", "says"),
@@ -532,25 +537,14 @@ def test_a_file_that_has_no_key(
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "fanin.sync", "h:1", f"{option}-file", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = command("h:1", f"{option}-file", str(path))
     assert done.returncode == 2 and "hidden" not in done.stderr
     assert f"argument {option}-file: {says.format(path=path)}" in done.stderr
 
 
 def test_a_key_by_both_ways(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("k")
-    both = ["--api-key", "k", "--api-key-file", str(tmp_path / "key")]
-    done = subprocess.run(
-        [sys.executable, "-m", "fanin.sync", "h:1", *both],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = command("h:1", "--api-key", "k", "--api-key-file", str(tmp_path / "key"))
     assert done.returncode == 2 and "not allowed with argument --api-key" in done.stderr
 
 
@@ -596,49 +590,37 @@ def test_a_caller_whose_key_is_no_ascii() -> None:
     assert service.answer("GET", "/health", b"", "Bearer sesame")[0] == 200
 
 
+OPEN = ["h:1", "--bind", "0.0.0.0", "--port", "0"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "says"),
     [
-        ([], "trainer"),
-        (["h:1", "--port", "x"], "invalid int"),
-        (["h:1", "--prefetch", "x"], "invalid choice"),
-        (["h:1", "--api-key", ""], "argument --api-key: the api_key is empty"),
-        (["h:1", "--engine-api-key", ""], "argument --engine-api-key: the api_key is empty"),
-        (["h:1", "--speed", "9", "http://h:1"], "unrecognized arguments: --speed"),
+        ([], 2, "trainer"),
+        (["h:1", "--port", "x"], 2, "invalid int"),
+        (["h:1", "--prefetch", "x"], 2, "invalid choice"),
+        (["h:1", "--api-key", ""], 2, "argument --api-key: the api_key is empty"),
+        (["h:1", "--engine-api-key", ""], 2, "argument --engine-api-key: the api_key is empty"),
+        (["h:1", "--speed", "9", "http://h:1"], 2, "unrecognized arguments: --speed"),
+        (OPEN, 1, "give an api_key"),
+        (["h:x"], 1, "no HOST:PORT"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], says: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fanin.sync", *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2 and says in done.stderr
+def test_wrong_arguments(arguments: list[str], code: int, says: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == code and says in done.stderr
 
 
 def test_help() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fanin.sync", "--help"], capture_output=True, text=True, timeout=60
-    )
+    done = command("--help")
     assert done.returncode == 0
     for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--verify-served"):
         assert option in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(["h:1", "--bind", "0.0.0.0", "--port", "0"], "give an api_key"), (["h:x"], "no HOST:PORT")],
-)
-def test_a_server_that_cannot_start(arguments: list[str], says: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fanin.sync", *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1 and says in done.stderr
-
-
-def test_a_variable_that_is_empty_is_no_key() -> None:
+def test_a_variable_that_is_empty_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """With which a service would look guarded, and let everybody in."""
-    command = [sys.executable, "-m", "fanin.sync", "h:1", "--bind", "0.0.0.0", "--port", "0"]
-    empty = {"FANIN_SYNC_API_KEY": "", "FANIN_ENGINE_API_KEY": ""}
-    done = subprocess.run(
-        command, env={**os.environ, **empty}, capture_output=True, text=True, timeout=60
-    )
+    monkeypatch.setenv("FANIN_SYNC_API_KEY", "")
+    monkeypatch.setenv("FANIN_ENGINE_API_KEY", "")
+    done = command(*OPEN)
     assert done.returncode == 1 and "can be reached by others" in done.stderr

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import fleet
 import pytest
 from fanin.sync import Registry, SyncError
 from fleet import FakeEngine, FakeSGLang, FakeVLLM
@@ -19,11 +21,7 @@ SOON = 20.0
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-def registry_of(*urls: str, **more: Any) -> Registry:
-    registry = Registry("10.0.0.1:6000", **{"timeout": 30.0, "ask_trainer": False, **more})
-    for url in urls:
-        registry.add(url)
-    return registry
+registry_of = functools.partial(fleet.registry_of, prefetch="auto")
 
 
 class Raw:
