@@ -53,6 +53,12 @@ silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
 """
 
 
+def done(body: str, *arguments: str) -> None:
+    """The script comes to its end, and its client is as good as new."""
+    ended = run_script(SET_UP + body + END, *arguments)
+    assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -71,8 +77,7 @@ def test_blocking_calls(body: str, tmp_path: object) -> None:
     if "catalog" in body:
         # A run that was never committed: what the call waits for does not come.
         body = "server.put('lora:unknown', [fanin.shard_of('x', into['x'])])\n" + body
-    done = run_script(SET_UP + body + END, str(tmp_path))
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(body, str(tmp_path))
 
 
 def test_connecting() -> None:
@@ -90,8 +95,7 @@ except KeyboardInterrupt:
 else:
     raise AssertionError("not interrupted")
 """
-    done = run_script(SET_UP + SILENT + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(SILENT + body)
 
 
 def test_an_interrupt_in_a_pull_that_is_ending() -> None:
@@ -112,16 +116,15 @@ for round in range(30):
         pass
     assert client.pull_into(0, into, timeout=20).step == 1
 """
-    done = run_script(SET_UP + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(body)
 
 
 def test_the_default_ends_the_program_as_usual() -> None:
-    done = run_script(
+    ended = run_script(
         SET_UP + "interrupt_when(lambda: client._uses)\nclient.pull_into(0, into, step=99)\n"
     )
-    assert done.returncode == -2, done.stderr
-    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert ended.returncode == -2, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_signal_handler_may_cancel() -> None:
@@ -134,8 +137,7 @@ try:
 except fanin.CancelledError:
     pass
 """
-    done = run_script(SET_UP + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(body)
 
 
 # What is raised again and again. HELD pulls while a callback holds the pull until the main thread
@@ -224,8 +226,7 @@ try:
 except SystemExit as error:
     assert error.code == 143
 """
-    done = run_script(SET_UP + HELD + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(HELD + body)
 
 
 def test_an_interrupted_call_keeps_nothing() -> None:
@@ -242,8 +243,8 @@ def tried():
 
 print(tried()())
 """
-    done = run_script(SET_UP + body + END)
-    assert (done.stdout, done.returncode) == ("None\ndone\n", 0), done.stderr
+    ended = run_script(SET_UP + body + END)
+    assert (ended.stdout, ended.returncode) == ("None\ndone\n", 0), ended.stderr
 
 
 def test_what_is_raised_at_any_step_of_the_clean_up_waits_for_the_end() -> None:
@@ -268,8 +269,7 @@ for step in itertools.count():
     assert client.pull_into(0, into, timeout=20).step == 1
 assert step > 5
 """
-    done = run_script(SET_UP + HELD + STRIKE + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(HELD + STRIKE + body)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,7 @@ for step in range(100_000):
         break
 assert 50 < step < 99_999
 """
-    done = run_script(SET_UP + STRIKE + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(STRIKE + body)
 
 
 def test_close_may_be_interrupted_at_any_step() -> None:
@@ -311,8 +310,7 @@ for step in range(100_000):
         break
 assert 20 < step < 99_999
 """
-    done = run_script(SET_UP + STRIKE + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(STRIKE + body)
 
 
 def test_a_call_that_the_main_thread_has_left_is_still_one() -> None:
@@ -358,5 +356,4 @@ gc.collect()
 assert memory() is None
 client = fanin.Client([address], use_ucx=False, path="stream")
 """
-    done = run_script(SET_UP + body + END)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    done(body)

@@ -28,7 +28,9 @@ def test_the_wait_for_another_threads_operation_is_in_the_timeout(
 ) -> None:
     with ParameterServer("turns", 0) as server:
         server.put("k", np.ones(4, np.float32))
-        with ParameterClient("c", "turns", "127.0.0.1", server.port, timeout=5.0) as client:
+        with ParameterClient(
+            "c", "turns", "127.0.0.1", server.port, timeout=local_world.PATIENCE
+        ) as client:
             client.timeout = 0.01
             busy, go_on = threading.Event(), threading.Event()
             pull = client._client.pull_into

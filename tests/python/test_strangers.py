@@ -37,8 +37,11 @@ LIMITED = {
 }
 
 
+CALM: dict[float, Any] = {}  # what is told of so many seconds without an attack
+
+
 def observe(name: str, seconds: float) -> tuple[Any, Any]:
-    """What is told of as many seconds without the attack, and with it."""
+    """What is told of as many seconds without an attack, and with this one."""
     options = argparse.Namespace(
         rounds=1,
         seconds=seconds,
@@ -46,8 +49,10 @@ def observe(name: str, seconds: float) -> tuple[Any, Any]:
         stranger_cpu=STRANGER_CPU,
         stranger_share=SHARE,
     )
-    rounds = attacks.observe(options, name)
-    return rounds[False][0], rounds[True][0]
+    rounds = attacks.observe(options, name, calm=seconds not in CALM)
+    for calm in rounds[False]:
+        CALM[seconds] = calm
+    return CALM[seconds], rounds[True][0]
 
 
 def harm(calm: Any, attacked: Any) -> str:

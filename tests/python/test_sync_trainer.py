@@ -15,7 +15,7 @@ from fanin.info import write_info
 from fanin.sync import Registry, wait_for_step
 from fleet import FakeVLLM, WholeTrainer
 
-SOON = 10.0
+SOON = 60.0
 """Seconds within which what needs two is over on a busy machine; timeouts here are far longer."""
 
 

@@ -187,11 +187,11 @@ def test_a_rank_that_does_not_come(monkeypatch, absent):
     for error in world.publish(1, came):
         assert isinstance(error, StateError)
         assert str(error).startswith(f"rank {absent} did not come"), str(error)
-    monkeypatch.setattr(_replicas, "_WAIT", 30.0)
+    monkeypatch.setattr(_replicas, "_WAIT", 300.0)
     began = time.monotonic()
     (late,) = world.publish(1, [absent])  # need not wait for those that have given up
     assert isinstance(late, StateError) and "does not publish step 1" in str(late)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
     assert world.publish(2) == [None] * 3
     assert world.store.held == {}
 
@@ -203,7 +203,7 @@ def test_a_rank_that_fails_is_not_waited_for(failed):
     world.replicas[failed].fail("ValueError: NaN", (1, 0))
     began = time.monotonic()
     (error,) = world.publish(1, [1 - failed])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
     assert f"rank {failed} does not publish step 1 of full:0: ValueError: NaN" in str(error)
     assert world.publish(1, tried=1) == [None] * 2
     assert world.store.held == {}
@@ -241,7 +241,7 @@ def test_a_rank_that_is_called_with_a_step_of_before_is_not_waited_for(monkeypat
     for error in world.publish(5, [one for one in world.ranks if one != rank]):
         assert "does not publish step 5 of full:0: RequestError: step 0 is" in str(error)
         assert error.rank == rank
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     assert world.publish(6) == [None] * 3
     assert world.store.held == {}
 

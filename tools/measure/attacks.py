@@ -124,15 +124,16 @@ def stretch(trainer: subprocess.Popen[str], client: fanin.Client, seconds: float
     return talk.told(trainer) | {"slowest": slowest, "pulls": pulls / seconds}
 
 
-def observe(options: argparse.Namespace, name: str) -> dict[bool, list[Any]]:
-    """What stretches without and with the attack tell."""
+def observe(options: argparse.Namespace, name: str, calm: bool = True) -> dict[bool, list[Any]]:
+    """What stretches without (if calm) and with the attack tell."""
     trainer = start(options, "--be", "rank")
     rounds: dict[bool, list[Any]] = {False: [], True: []}
     try:
         port = talk.told(trainer)
         with fanin.Client([f"127.0.0.1:{port}"], path="stream", use_ucx=False) as client:
             for _ in range(options.rounds):
-                rounds[False].append(stretch(trainer, client, options.seconds))
+                if calm:
+                    rounds[False].append(stretch(trainer, client, options.seconds))
                 attacker = start(options, "--be", name, "--port", str(port))
                 try:
                     rounds[True].append(stretch(trainer, client, options.seconds))
