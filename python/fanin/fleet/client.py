@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fanin._http import FAILURES, ask_json, base_url, checked_key
+from fanin._options import handed_on
 from fanin.errors import (
     ConnectionFailedError,
     PeerError,
@@ -17,6 +18,7 @@ from fanin.errors import (
 )
 
 from .endpoints import check_seconds
+from .registry import Registry
 from .wire import CODES
 
 __all__ = ["SyncClient"]
@@ -91,11 +93,8 @@ class SyncClient:
         *,
         pools: Sequence[str] | None = None,
         weight_version: str | None = None,
-        pause_mode: str = "retract",
-        keep_caches: bool | None = None,
         timeout: float | None = None,
-        prefetch: bool | str | None = None,
-        verify_served: bool | str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Brings a step to all engines, or to those of the pools.
 
@@ -105,30 +104,24 @@ class SyncClient:
             step: None: the newest.
             pools: the groups; None: all engines.
             weight_version: as the *version* of :meth:`Registry.sync`.
-            pause_mode: as :meth:`Registry.sync` takes it.
-            keep_caches, prefetch, verify_served: as :meth:`Registry.sync` takes them; None: as that
-                server was told.
             timeout: seconds; None: the client's.
+            options: what else :meth:`Registry.sync` takes: pause_mode, keep_caches, skip_dead,
+                again, prefetch, verify_served. None: as that server was told.
 
         Returns:
             The reply's object.
 
         Raises:
             RequestError: *timeout* is no number of seconds above 0.
+            TypeError: an option that :meth:`Registry.sync` does not take.
             FaninError: as :meth:`call`, with the sentence that names every engine that failed.
         """
+        more = handed_on("sync_weights", Registry.sync, options, "urls", "version", "timeout")
         seconds = self.timeout if timeout is None else check_seconds(timeout, "timeout")
-        body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}
-        given = {
-            "step": step,
-            "pools": None if pools is None else [*pools],
-            "weight_version": weight_version,
-            "keep_caches": keep_caches,
-            "prefetch": prefetch,
-            "verify_served": verify_served,
-        }
-        body.update({name: value for name, value in given.items() if value is not None})
-        return self.call("sync_inference_weights", body, seconds + _EXTRA)
+        groups = None if pools is None else [*pools]
+        given = {"step": step, "pools": groups, "weight_version": weight_version, **more}
+        body = {name: value for name, value in given.items() if value is not None}
+        return self.call("sync_inference_weights", {**body, "timeout": seconds}, seconds + _EXTRA)
 
     def call(self, route: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Posts to a route. Blocks at most *timeout* seconds.
