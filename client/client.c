@@ -9,19 +9,20 @@
 #include "digest.h"
 #include "error_set.h"
 #include "log_choice.h"
+#include "lookup.h"
 #include "net/connect.h"
-#include "pull/plan_cache.h"
 #include "net/reading_threads.h"
 #include "net/spans.h"
 #include "pull/choose_path.h"
+#include "pull/plan_cache.h"
 #include "pull/pull_session.h"
 #include "standard_descriptors.h"
 #include "stream/stream_link.h"
 #include "text.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
-#include <inttypes.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,7 +47,8 @@ void fanin_client_config_init(fanin_client_config *config, size_t size)
 
 /* -------------------------------------------------------------- life cycle */
 
-static fanin_status check_config(const fanin_client_config *config, fanin_error *error)
+static fanin_status check_client_config(const fanin_client_config *config,
+                                        fanin_error *error)
 {
     if (!fanin_path_name(config->path))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "unknown path %d",
@@ -65,7 +67,7 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
     return FANIN_OK;
 }
 
-static fanin_status take_credentials(fanin_client *client, fanin_error *error)
+static fanin_status take_client_credentials(fanin_client *client, fanin_error *error)
 {
     fanin_client_config *c = &client->config;
     const credentials given = {.secret = c->secret_file,
@@ -86,7 +88,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
                          "config is NULL, or its struct_size is not set");
     client->config.trust_containers |= text_switched_on("FANIN_TRUST_CONTAINERS");
     client->config.trust_other_users |= text_switched_on("FANIN_TRUST_OTHER_USERS");
-    fanin_status status = check_config(&client->config, error);
+    fanin_status status = check_client_config(&client->config, error);
     client->forced = path_of_number(client->config.path);
     if (status == FANIN_OK)
         status = log_choose(&client->config.log, &client->config.log_cookie, error);
@@ -118,7 +120,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };
-    status = take_credentials(client, error);
+    status = take_client_credentials(client, error);
     if (status != FANIN_OK)
         return status;
     if (!random_bytes(client->shared.client_id, sizeof client->shared.client_id))
@@ -202,6 +204,122 @@ void fanin_client_cancel(fanin_client *client)
     ssize_t n = write(client->cancel.fd, &one, sizeof one);
     (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
     errno = saved;
+}
+
+/* -------------------------------------------------------------------- names */
+
+/* A name that is asked for. */
+typedef struct question {
+    loop_source source; /* first: the loop hands it back */
+    lookup *lookup;
+    loop *loop;
+    size_t *left;
+    char host[SOCKET_HOST];
+} question;
+
+/* An address whose name is not known yet. */
+typedef struct unknown {
+    question *question; /* NULL: it is known */
+    uint16_t port;
+} unknown;
+
+static void on_name(loop_source *source, uint32_t events)
+{
+    question *q = (question *)source;
+    (void)events;
+    loop_remove(q->loop, source);
+    --*q->left;
+}
+
+static question *find_question(question *questions, size_t n, const char *host)
+{
+    for (size_t i = 0; i < n; i++)
+        if (strcmp(questions[i].host, host) == 0)
+            return &questions[i];
+    return NULL;
+}
+
+static fanin_status ask_name(fanin_client *client, question *q, const char *host,
+                             size_t *left, fanin_error *error)
+{
+    fanin_status status = lookup_start(host, &q->lookup, error);
+    if (status != FANIN_OK)
+        return status;
+    memcpy(q->host, host, strlen(host) + 1);
+    q->loop = &client->loop;
+    q->left = left;
+    q->source =
+        (loop_source){.fd = lookup_fd(q->lookup), .events = EPOLLIN, .ready = on_name};
+    status = loop_add(&client->loop, &q->source, error);
+    *left += status == FANIN_OK;
+    return status;
+}
+
+/* What needs no lookup is final; the rest is asked for. */
+static fanin_status begin_lookup(fanin_client *client, const char *const *addresses,
+                                 size_t count, socket_address *out, unknown *unknowns,
+                                 question *questions, size_t *n, size_t *left,
+                                 fanin_error *error)
+{
+    for (size_t i = 0; i < count; i++) {
+        char host[SOCKET_HOST];
+        fanin_status status = socket_resolve(addresses[i], &out[i], error);
+        if (status == FANIN_OK)
+            continue;
+        if (status != FANIN_ERR_NOT_FOUND ||
+            !socket_split(addresses[i], host, &unknowns[i].port))
+            return status;
+        question *q = find_question(questions, *n, host);
+        unknowns[i].question = q ? q : &questions[(*n)++];
+        if (!q)
+            status = ask_name(client, unknowns[i].question, host, left, error);
+        if (!q && status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status take_answers(const unknown *unknowns, size_t count,
+                                 socket_address *out, fanin_error *error)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (!unknowns[i].question)
+            continue;
+        fanin_status status =
+            lookup_result(unknowns[i].question->lookup, &out[i], error);
+        if (status != FANIN_OK)
+            return status;
+        socket_set_port(&out[i], unknowns[i].port);
+    }
+    return FANIN_OK;
+}
+
+/* "host:port", "[v6]:port"; names are looked up side by side, each once. Fills @p out, as many.
+   FANIN_ERR_ARGUMENT (an address of another form), FANIN_ERR_UNREACHABLE (no such name),
+   FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_LIMIT, FANIN_ERR_MEMORY. */
+static fanin_status resolve_all(fanin_client *client, const char *const *addresses,
+                                size_t count, deadline at, socket_address *out,
+                                fanin_error *error)
+{
+    size_t n = 0, left = 0;
+    unknown *unknowns = calloc(count, sizeof *unknowns);
+    question *questions = calloc(count, sizeof *questions);
+    fanin_status status = unknowns && questions
+                              ? begin_lookup(client, addresses, count, out, unknowns,
+                                             questions, &n, &left, error)
+                              : error_set_memory(error);
+    if (status == FANIN_OK)
+        status = client_run(client, &left, at, "connect", error);
+    if (status == FANIN_OK || status == FANIN_ERR_TIMEOUT)
+        status = take_answers(unknowns, count, out, error);
+    for (size_t i = 0; i < n; i++) {
+        if (questions[i].source.fd >= 0 && questions[i].lookup)
+            loop_remove(&client->loop, &questions[i].source);
+        lookup_drop(&questions[i].lookup);
+    }
+    free(unknowns);
+    free(questions);
+    return status;
 }
 
 /* ----------------------------------------------------------------- connect */

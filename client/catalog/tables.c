@@ -346,9 +346,9 @@ static fanin_status take_table(shard_table *s, fetch *f, box_table *boxes,
     return status;
 }
 
-/* The tables of the ranks that were asked, each decoded by its part of a crew while others come. */
+/* The tables of the ranks that were asked, each decoded by a worker thread while others come. */
 typedef struct box_fetches {
-    crew *decoders;
+    workers *decoders;
     const key_table *keys;
     fetch *fetches;
     box_table **boxes; /* one a fetch; NULL: not decoded, or taken */
@@ -367,7 +367,7 @@ static fanin_status decode_boxes(void *cookie, size_t part, work_stop *stop,
 static void decode_fetched(void *cookie, fetch *f)
 {
     const box_fetches *b = cookie;
-    crew_begin(b->decoders, (size_t)(f - b->fetches));
+    workers_begin(b->decoders, (size_t)(f - b->fetches));
 }
 
 /* Those that could be decoded. */
@@ -403,7 +403,7 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
 {
     size_t failed = 0;
     bool worth = b->n > 1 && (uint64_t)key_set_count(&p->wanted) * b->n >= THREADS_FROM;
-    b->decoders = crew_open(client, at, b->n, worth, decode_boxes, b);
+    b->decoders = workers_open(client, at, b->n, worth, decode_boxes, b);
     if (!b->decoders)
         return error_set_memory(error);
     for (size_t i = 0; i < b->n; i++) {
@@ -414,7 +414,7 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
     if (status == FANIN_OK && p->need && p->need->meanwhile)
         p->need->meanwhile(p->need->cookie, p->keys);
     if (status == FANIN_OK) {
-        status = crew_finish(b->decoders, &failed, error);
+        status = workers_finish(b->decoders, &failed, error);
         if (status != FANIN_OK)
             status = add_announced_rank(&client->peers[b->fetches[failed].peer], status,
                                         error);
@@ -422,7 +422,7 @@ static fanin_status fetch_boxes(fanin_client *client, publication *p,
             take_boxes(client, p, announced, b, status == FANIN_OK ? error : NULL);
         status = status == FANIN_OK ? taken : status;
     }
-    crew_close(&b->decoders); /* before anything goes that its threads may look at */
+    workers_close(&b->decoders); /* before anything goes that its threads may look at */
     return status;
 }
 

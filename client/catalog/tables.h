@@ -9,7 +9,7 @@
 
 #include "catalog.h"
 #include "net/client_state.h"
-#include "net/crew.h"
+#include "net/workers.h"
 
 /** What a rank announced for a publication (reply to a wait). */
 typedef struct announcement {

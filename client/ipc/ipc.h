@@ -11,7 +11,7 @@
 
 #include "device/ipc_map.h"
 #include "ipc/device_plan.h"
-#include "net/crew.h"
+#include "net/workers.h"
 #include "path/path.h"
 #include "plan/plan.h"
 
@@ -108,7 +108,7 @@ void regions_release(const regions_use *r);
 typedef struct map_opener {
     const fanin_client *client;
     ipc_map *map;
-    crew *thread;
+    workers *thread;
     uint64_t before_ns; /**< spent by openers before it */
 } map_opener;
 

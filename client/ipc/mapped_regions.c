@@ -231,16 +231,16 @@ bool map_opener_start(map_opener *o, fanin_client *client, deadline at, bool thr
 {
     *o = (map_opener){.client = client, .map = client->devices->map};
     o->before_ns = ipc_map_spent_ns(o->map);
-    o->thread = crew_open(client, at, 1, threads, open_map, o);
+    o->thread = workers_open(client, at, 1, threads, open_map, o);
     if (o->thread)
-        crew_begin(o->thread, 0);
+        workers_begin(o->thread, 0);
     return o->thread != NULL;
 }
 
 fanin_status map_opener_finish(map_opener *o, uint64_t *spent_ns, fanin_error *error)
 {
     ipc_map_expect(o->map, false);
-    fanin_status status = crew_finish(o->thread, NULL, error);
+    fanin_status status = workers_finish(o->thread, NULL, error);
     *spent_ns += ipc_map_spent_ns(o->map) - o->before_ns;
     return status;
 }
@@ -250,7 +250,7 @@ void map_opener_close(map_opener *o)
     if (!o->thread)
         return;
     ipc_map_expect(o->map, false);
-    crew_close(&o->thread);
+    workers_close(&o->thread);
 }
 
 /* -------------------------------------------------------------------- ahead */

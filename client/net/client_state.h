@@ -129,15 +129,6 @@ fanin_status client_compare(fanin_client *client, fanin_error *error);
 bool peer_ready(const peer *p);
 
 /**
- * @p addresses: "host:port", "[v6]:port"; names are looked up side by side, each once. Fills @p
- * out, as many. FANIN_ERR_ARGUMENT (an address of another form), FANIN_ERR_UNREACHABLE (no such
- * name), FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_LIMIT, FANIN_ERR_MEMORY.
- */
-fanin_status resolve_all(fanin_client *client, const char *const *addresses,
-                         size_t count, deadline at, socket_address *out,
-                         fanin_error *error);
-
-/**
  * Writes "rank 3 at host:port", or "ranks 0-2, 7", of the peers with @p mask; those that never said
  * who they are by address. What does not fit is counted ("and 12 more"), never cut.
  */

@@ -19,7 +19,7 @@ static bool start_on(connection *c, const socket_address *address, fanin_error *
     c->source.fd = fd;
     c->source.events = EPOLLOUT;
     if (loop_add(c->shared->loop, &c->source, fault) != FANIN_OK) {
-        connection_close(c);
+        connection_shut(c);
         return false;
     }
     c->state = CONNECTION_CONNECTING;
@@ -42,7 +42,7 @@ static bool start_unix(connection *c)
         c->is_unix = true;
         return true;
     }
-    connection_close(c);
+    connection_shut(c);
     return false;
 }
 
@@ -154,7 +154,7 @@ static void take_greeting(connection *c, message_type type, body *b)
         return;
     }
     if (!trust_name(c, &peer)) {
-        connection_close(c);
+        connection_shut(c);
         start_tcp(c);
         return;
     }

@@ -53,7 +53,7 @@ void loop_remove(loop *l, loop_source *source)
     }
 }
 
-static void dispatch(loop *l, struct epoll_event *batch, int n)
+static void dispatch_events(loop *l, struct epoll_event *batch, int n)
 {
     l->batch = batch;
     l->batch_size = n > 0 ? n : 0;
@@ -69,5 +69,5 @@ static void dispatch(loop *l, struct epoll_event *batch, int n)
 void loop_step(loop *l, deadline at)
 {
     struct epoll_event batch[BATCH];
-    dispatch(l, batch, epoll_wait(l->epoll, batch, BATCH, deadline_poll_ms(at)));
+    dispatch_events(l, batch, epoll_wait(l->epoll, batch, BATCH, deadline_poll_ms(at)));
 }

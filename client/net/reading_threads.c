@@ -87,7 +87,7 @@ static void *work(void *cookie)
     return NULL;
 }
 
-static bool add(reading_threads *all)
+static bool add_reading_thread(reading_threads *all)
 {
     reading_thread *t = &all->threads[all->n];
     *t = (reading_thread){
@@ -161,7 +161,7 @@ void reading_threads_destroy(reading_threads **threads)
 unsigned reading_threads_have(reading_threads *t, unsigned wanted)
 {
     wanted = wanted < READING_THREADS_MOST ? wanted : READING_THREADS_MOST;
-    while (t->n < wanted && add(t))
+    while (t->n < wanted && add_reading_thread(t))
         ;
     return t->n;
 }

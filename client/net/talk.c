@@ -27,7 +27,7 @@ const char *connection_name(const connection *c, char name[CONNECTION_NAME])
     return name;
 }
 
-void connection_close(connection *c)
+void connection_shut(connection *c)
 {
     c->state = CONNECTION_DOWN;
     if (c->source.fd < 0)
@@ -44,7 +44,7 @@ void connection_fail(connection *c, const fanin_error *fault)
     if (was_up && c->state != CONNECTION_READY)
         span_of_connection(c, c->shared->place, TRACE_CONNECT, c->started_ns,
                            fault->status);
-    connection_close(c);
+    connection_shut(c);
     c->pinged = false;
     if (was_up || !c->known)
         error_copy(&c->fault, fault);
@@ -84,7 +84,7 @@ void connection_fail_for_memory(connection *c)
 
 /* --------------------------------------------------------------- replies */
 
-static void dispatch(connection *c, const frame *f, body *b)
+static void dispatch_frame(connection *c, const frame *f, body *b)
 {
     if (c->state == CONNECTION_HELLO) {
         c->on_greeting(c, f->type, b);
@@ -143,7 +143,7 @@ static bool take_frames(connection *c)
     while ((result = framing_take(&c->in, &got)) == FRAMING_WHOLE) {
         c->out.bytes.sealed = c->in.sealed;
         uint64_t generation = c->generation;
-        dispatch(c, &got.head, &got.body);
+        dispatch_frame(c, &got.head, &got.body);
         if (c->state <= CONNECTION_CONNECTING || c->source.fd < 0 ||
             (generation != c->generation && c->state != CONNECTION_READY))
             return false;

@@ -54,7 +54,7 @@ void connection_fail_for(connection *c, fanin_status status, int sys_errno,
 /** Nobody else's fault. */
 void connection_fail_for_memory(connection *c);
 /** No handler runs. */
-void connection_close(connection *c);
+void connection_shut(connection *c);
 /** What it has to write. */
 void connection_flush(connection *c);
 /** What has come, to handlers. */

@@ -163,7 +163,7 @@ static fanin_status check_against(const fanin_client *client, size_t first, size
     return FANIN_OK;
 }
 
-static fanin_status identify(fanin_client *client, fanin_error *error)
+static fanin_status identify_peer(fanin_client *client, fanin_error *error)
 {
     static const uint8_t any[FANIN_WORLD_ID_SIZE];
     size_t first = client->n_peers;
@@ -231,7 +231,7 @@ static size_t count_awaited(const fanin_client *client, bool patient, bool *enou
 }
 
 /* Those that are there take part from now on. */
-static void admit(fanin_client *client)
+static void admit_peer(fanin_client *client)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
@@ -267,7 +267,7 @@ static fanin_status await_peers(fanin_client *client, eagerness whom, deadline a
     return FANIN_OK;
 }
 
-static void start(fanin_client *client)
+static void start_peers(fanin_client *client)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
@@ -297,7 +297,7 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
                                   fanin_error *error)
 {
     const uint64_t began = clock_ns();
-    start(client);
+    start_peers(client);
     fanin_status status;
     do
         status = await_peers(client, whom, at, error);
@@ -310,7 +310,7 @@ static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline
             span_of_rank(client, i, TRACE_CONNECT, began, clock_ns(), 0,
                          FANIN_ERR_TIMEOUT);
     }
-    admit(client);
+    admit_peer(client);
     return FANIN_OK;
 }
 
@@ -322,7 +322,7 @@ typedef struct question {
     bool asked, answered;
 } question;
 
-static void on_answer(void *cookie, connection *c, message_type type, body *b)
+static void on_life_sign(void *cookie, connection *c, message_type type, body *b)
 {
     question *q = cookie;
     (void)c;
@@ -350,7 +350,7 @@ static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
         left++;
         uint64_t request = connection_next_request(c);
         encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, on_answer, &questions[i]);
+        connection_ask(c, request, on_life_sign, &questions[i]);
     }
     fanin_status status = client_run(client, &left, by, "connect", error);
     if (status == FANIN_ERR_TIMEOUT)
@@ -383,7 +383,7 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
             return status;
         if (client->connected && !CLIENT_RULE(CLIENT_RULE_WORLD_AGAIN))
             return FANIN_OK;
-        status = identify(client, error);
+        status = identify_peer(client, error);
         if (status != FANIN_ERR_WORLD || asked || !CLIENT_RULE(CLIENT_RULE_WORLD_ASK))
             return status;
         fanin_error why = FANIN_ERROR_INIT;
@@ -397,12 +397,12 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
 
 fanin_status client_compare(fanin_client *client, fanin_error *error)
 {
-    admit(client);
-    return identify(client, error);
+    admit_peer(client);
+    return identify_peer(client, error);
 }
 
 fanin_status client_connect_first(fanin_client *client, deadline at, fanin_error *error)
 {
     fanin_status status = connect_peers(client, ONE, at, error);
-    return status == FANIN_OK ? identify(client, error) : status;
+    return status == FANIN_OK ? identify_peer(client, error) : status;
 }

@@ -3,7 +3,7 @@
 
 #include "error_set.h"
 #include "net/spans.h"
-#include "net/standing.h"
+#include "net/rank_status.h"
 #include "plan/plan.h"
 #include "pull/lease.h"
 #include <inttypes.h>
@@ -47,8 +47,8 @@ typedef struct agreement {
     announcement *announced;
     bool *use;
     asker *askers;
-    standing
-        *standings;  /* asked for when ranks are lost, and when time is nearly over */
+    rank_status
+        *statuses;   /* asked for when ranks are lost, and when time is nearly over */
     bool time_is_up; /* a rank has said so */
     uint64_t target; /* the furthest step that a rank announces which is there */
     deadline grace;  /* when a sufficient set is enough; UINT64_MAX: not yet running */
@@ -86,7 +86,7 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
 }
 
 /* What it had asked has an end. */
-static void asked_until_now(const asker *a, const connection *c, fanin_status outcome)
+static void wait_ended(const asker *a, const connection *c, fanin_status outcome)
 {
     span_of_connection(c, &a->agreement->client->place, TRACE_WAIT, a->asked_ns,
                        outcome);
@@ -99,7 +99,7 @@ static void stop_asking(agreement *g, size_t peer)
     connection *c = g->client->peers[peer].control;
     connection_forget(c, a);
     if (a->waiting)
-        asked_until_now(a, c, FANIN_ERR_TIMEOUT);
+        wait_ended(a, c, FANIN_ERR_TIMEOUT);
     if (a->waiting && a->begins && peer_ready(&g->client->peers[peer]))
         lease_refuse_begun(c, a->request);
     a->waiting = false;
@@ -194,7 +194,7 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
 {
     asker *a = cookie;
     take_announcement(a, c, type, b);
-    asked_until_now(a, c, a->lost ? FANIN_ERR_CLOSED : a->error.status);
+    wait_ended(a, c, a->lost ? FANIN_ERR_CLOSED : a->error.status);
 }
 
 /* The least step that does now. */
@@ -216,7 +216,7 @@ static void give_time(asker *a)
     a->given_ms = left < GIVEN_MOST_MS ? (uint32_t)left : GIVEN_MOST_MS;
 }
 
-static void ask(asker *a)
+static void ask_rank(asker *a)
 {
     agreement *g = a->agreement;
     connection *c = g->client->peers[a->peer].control;
@@ -252,7 +252,7 @@ static void ask_those_behind(agreement *g)
         if (g->early)
             lease_give_back(g->client, i, &g->early->leases[i]);
         g->announced[i].valid = false;
-        ask(a);
+        ask_rank(a);
     }
 }
 
@@ -312,7 +312,7 @@ static const asker *find_paused(const agreement *g)
 }
 
 /* Marks the ranks that announced the target; how many they are. */
-static size_t mark(agreement *g)
+static size_t mark_target(agreement *g)
 {
     size_t marked = 0;
     for (size_t i = 0; i < g->client->n_peers; i++) {
@@ -432,7 +432,7 @@ static fanin_status decide_without(agreement *g, const asker *paused, size_t mar
 static bool take_catalogs(const agreement *g, announcement *now, bool *use)
 {
     for (size_t i = 0; i < g->client->n_peers; i++) {
-        const standing *s = &g->standings[i];
+        const rank_status *s = &g->statuses[i];
         use[i] = peer_ready(&g->client->peers[i]);
         if (use[i] && s->version == 0)
             return false;
@@ -453,9 +453,9 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
     bool *use = calloc(client->n_peers, sizeof *use);
     bool vain = false;
     fanin_status status =
-        now && use ? standing_ask(client, g->publication->name,
-                                  deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),
-                                  g->standings, &why)
+        now && use ? rank_status_ask(client, g->publication->name,
+                                     deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),
+                                     g->statuses, &why)
                    : error_set_memory(&why);
     *known = status == FANIN_OK && take_catalogs(g, now, use);
     if (*known)
@@ -498,7 +498,7 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
     find_target(g);
     if (g->options->rule == FANIN_STEP_EXACT && g->target > g->options->step)
         return superseded(g, error);
-    size_t marked = mark(g);
+    size_t marked = mark_target(g);
     *agreed = marked == g->client->n_peers;
     const asker *paused = find_paused(g);
     if (paused)
@@ -534,9 +534,9 @@ static fanin_status look_around(agreement *g, fanin_error *error)
     if (!up || g->time_is_up)
         return FANIN_OK;
     g->time_is_up = true;
-    return standing_ask(g->client, g->publication->name,
-                        clock_ns() + deadline_left_ns(g->at) / 4 * 3, g->standings,
-                        error);
+    return rank_status_ask(g->client, g->publication->name,
+                           clock_ns() + deadline_left_ns(g->at) / 4 * 3, g->statuses,
+                           error);
 }
 
 static fanin_status explain_timeout(const agreement *g, fanin_error *error)
@@ -547,15 +547,14 @@ static fanin_status explain_timeout(const agreement *g, fanin_error *error)
     bool committed = true;
     for (size_t i = 0; i < client->n_peers; i++) {
         if (g->announced[i].valid &&
-            (!g->standings[i].answered || g->announced[i].step > g->standings[i].step))
-            g->standings[i] = (standing){.answered = true,
-                                         .present = true,
-                                         .state = FANIN_PUBLICATION_STABLE,
-                                         .step = g->announced[i].step};
-        committed =
-            committed && g->standings[i].present && g->standings[i].step >= step;
+            (!g->statuses[i].answered || g->announced[i].step > g->statuses[i].step))
+            g->statuses[i] = (rank_status){.answered = true,
+                                           .present = true,
+                                           .state = FANIN_PUBLICATION_STABLE,
+                                           .step = g->announced[i].step};
+        committed = committed && g->statuses[i].present && g->statuses[i].step >= step;
     }
-    size_t culprit = standing_text(client, g->standings, step, who, sizeof who);
+    size_t culprit = rank_status_text(client, g->statuses, step, who, sizeof who);
     error_place place = {.phase = "wait"};
     if (culprit < client->n_peers)
         place = connection_place(client->peers[culprit].control, "wait");
@@ -595,7 +594,7 @@ static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
         ask_those_behind(g); /* the target may have changed */
         status = look_around(g, error);
         if (status == FANIN_OK && g->changes != changes)
-            continue; /* ranks have answered while tables or standings were asked for */
+            continue; /* ranks have answered while tables or statuses were asked for */
         if (status == FANIN_OK && nobody_waits(g))
             return explain_silence(g, error);
         deadline wake = deadline_passed(g->grace) ? UINT64_MAX : g->grace;
@@ -626,10 +625,10 @@ fanin_status agree(fanin_client *client, publication *p,
                    .grace = UINT64_MAX,
                    .look = UINT64_MAX};
     g.askers = calloc(client->n_peers, sizeof *g.askers);
-    g.standings = calloc(client->n_peers, sizeof *g.standings);
-    if (!g.askers || !g.standings) {
+    g.statuses = calloc(client->n_peers, sizeof *g.statuses);
+    if (!g.askers || !g.statuses) {
         free(g.askers);
-        free(g.standings);
+        free(g.statuses);
         return error_set_memory(error);
     }
     for (size_t i = 0; i < client->n_peers; i++) {
@@ -642,6 +641,6 @@ fanin_status agree(fanin_client *client, publication *p,
         stop_asking(&g, i);
     keep_used(&g, status == FANIN_OK);
     free(g.askers);
-    free(g.standings);
+    free(g.statuses);
     return status;
 }

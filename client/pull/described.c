@@ -18,7 +18,7 @@ const fanin_tensor *described_at(const described *d, size_t index)
 }
 
 /* Those of an older caller's end before this version's do. */
-static bool widen(described *d)
+static bool widen_elements(described *d)
 {
     if (d->tensors->struct_size >= sizeof(fanin_tensor))
         return true;
@@ -50,8 +50,8 @@ fanin_status described_refuse(const fanin_tensor *t, const char *remedy,
     return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
 }
 
-static fanin_status check_tensor(const fanin_tensor *t, size_t index,
-                                 fanin_error *error)
+static fanin_status check_described(const fanin_tensor *t, size_t index,
+                                    fanin_error *error)
 {
     if (!t->name || t->n_dims > FANIN_MAX_DIMS || !fanin_dtype_name(t->dtype) ||
         (t->n_boxes > 0 && !t->boxes))
@@ -77,10 +77,10 @@ fanin_status described_open(described *d, const fanin_tensor *tensors, size_t co
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "too many tensors are wanted");
     *d = (described){.tensors = tensors, .count = count};
-    if (!widen(d))
+    if (!widen_elements(d))
         return error_set_memory(error);
     for (size_t i = 0; i < count && status == FANIN_OK; i++)
-        status = check_tensor(described_at(d, i), i, error);
+        status = check_described(described_at(d, i), i, error);
     return status;
 }
 
@@ -341,8 +341,8 @@ struct fanin_destination {
 
 /* ------------------------------------------------------------------ copying */
 
-static fanin_status allocate(fanin_destination *d, const described *from,
-                             fanin_error *error)
+static fanin_status allocate_descriptions(fanin_destination *d, const described *from,
+                                          fanin_error *error)
 {
     size_t boxes = 0, names = 0;
     for (size_t i = 0; i < from->count; i++) {
@@ -358,7 +358,7 @@ static fanin_status allocate(fanin_destination *d, const described *from,
     return FANIN_OK;
 }
 
-static void copy(fanin_destination *d, const described *from)
+static void copy_descriptions(fanin_destination *d, const described *from)
 {
     fanin_box *box = d->boxes;
     char *name = d->names;
@@ -381,7 +381,7 @@ static void copy(fanin_destination *d, const described *from)
 /* ------------------------------------------------------------------- places */
 
 /* Lock held. */
-static void let_go(places *p)
+static void release_places(places *p)
 {
     if (!p || --p->users > 0)
         return;
@@ -390,7 +390,8 @@ static void let_go(places *p)
 }
 
 /* Lock held. */
-static fanin_status find_again(fanin_destination *d, gpu_finder *f, fanin_error *error)
+static fanin_status find_places_again(fanin_destination *d, gpu_finder *f,
+                                      fanin_error *error)
 {
     places *found = calloc(1, sizeof *found);
     if (!found)
@@ -398,10 +399,10 @@ static fanin_status find_again(fanin_destination *d, gpu_finder *f, fanin_error 
     found->users = 1;
     fanin_status status = places_find(&d->all, f, found, error);
     if (status != FANIN_OK) {
-        let_go(found);
+        release_places(found);
         return status;
     }
-    let_go(d->now);
+    release_places(d->now);
     d->now = found;
     return FANIN_OK;
 }
@@ -413,7 +414,7 @@ fanin_status prepared_take(fanin_destination *d, gpu_finder *f, const described 
     *where = NULL;
     pthread_mutex_lock(&d->lock);
     if (!places_stand(d->now, f->g))
-        status = find_again(d, f, error);
+        status = find_places_again(d, f, error);
     if (status == FANIN_OK) {
         d->now->users++;
         *where = d->now;
@@ -426,24 +427,24 @@ fanin_status prepared_take(fanin_destination *d, gpu_finder *f, const described 
 void prepared_give(fanin_destination *d, const places *where)
 {
     pthread_mutex_lock(&d->lock);
-    let_go((places *)where);
+    release_places((places *)where);
     pthread_mutex_unlock(&d->lock);
 }
 
 /* -------------------------------------------------------------------- whole */
 
-static fanin_status create(const described *from, fanin_destination **out,
-                           fanin_error *error)
+static fanin_status create_described(const described *from, fanin_destination **out,
+                                     fanin_error *error)
 {
     gpu_finder finder = {.g = gpu_present()};
     fanin_destination *d = calloc(1, sizeof *d);
     if (!d)
         return error_set_memory(error);
     pthread_mutex_init(&d->lock, NULL);
-    fanin_status status = allocate(d, from, error);
+    fanin_status status = allocate_descriptions(d, from, error);
     if (status == FANIN_OK) {
-        copy(d, from);
-        status = find_again(d, &finder, error);
+        copy_descriptions(d, from);
+        status = find_places_again(d, &finder, error);
     }
     gpu_finder_free(&finder);
     if (status != FANIN_OK)
@@ -462,7 +463,7 @@ fanin_status fanin_destination_create(const fanin_tensor *tensors, size_t count,
     *destination_out = NULL;
     fanin_status status = described_open(&from, tensors, count, error);
     if (status == FANIN_OK)
-        status = create(&from, destination_out, error);
+        status = create_described(&from, destination_out, error);
     described_close(&from);
     return status;
 }
@@ -473,7 +474,7 @@ void fanin_destination_free(fanin_destination **destination)
         return;
     fanin_destination *d = *destination;
     *destination = NULL;
-    let_go(d->now);
+    release_places(d->now);
     pthread_mutex_destroy(&d->lock);
     free(d->tensors);
     free(d->boxes);

@@ -282,8 +282,8 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
 
 /* Some may have agreed because the others are gone: then these must suffice, as a pull's plan would
    tell. */
-static fanin_status prove(waiter *w, const announcement *announced, const bool *use,
-                          fanin_error *error)
+static fanin_status prove_step(waiter *w, const announcement *announced,
+                               const bool *use, fanin_error *error)
 {
     const fanin_client *client = w->client;
     bool all = true, vain = false;
@@ -297,8 +297,8 @@ static fanin_status prove(waiter *w, const announcement *announced, const bool *
 }
 
 /* Patient: ranks that have not answered yet are waited for first. */
-static fanin_status look(waiter *w, const fanin_pull_options *options, bool patient,
-                         uint64_t *step, fanin_error *error)
+static fanin_status look_for_step(waiter *w, const fanin_pull_options *options,
+                                  bool patient, uint64_t *step, fanin_error *error)
 {
     fanin_client *client = w->client;
     const agree_need need = {.without = all_without, .cookie = w};
@@ -313,7 +313,7 @@ static fanin_status look(waiter *w, const fanin_pull_options *options, bool pati
     else
         status = error_set_memory(error);
     if (status == FANIN_OK)
-        status = prove(w, announced, use, error);
+        status = prove_step(w, announced, use, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         if (use[i])
             *step = announced[i].step;
@@ -337,12 +337,12 @@ fanin_status fanin_client_wait(fanin_client *client, const fanin_pull_options *i
         return error_set_memory(error);
     step = step ? step : &unasked;
     fanin_error first = FANIN_ERROR_INIT;
-    status = look(&w, &options, false, step, &first);
+    status = look_for_step(&w, &options, false, step, &first);
     /* Maybe of the connection before that of a rank which is still to come. */
     bool of_ranks = status <= FANIN_ERR_UNREACHABLE && status >= FANIN_ERR_MISMATCH;
     if (!of_ranks || !client_expects_more(client)) {
         error_copy(error, &first);
         return status;
     }
-    return look(&w, &options, true, step, error);
+    return look_for_step(&w, &options, true, step, error);
 }

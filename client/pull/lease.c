@@ -55,8 +55,8 @@ void lease_give_back(fanin_client *client, size_t peer, reader_lease *lease)
 }
 
 /* The rank has answered, or is not waited for any longer. */
-static void asked_until_now(turn *t, const connection *c, trace_name name,
-                            fanin_status outcome)
+static void turn_ended(turn *t, const connection *c, trace_name name,
+                       fanin_status outcome)
 {
     span_of_connection(c, &t->client->place, name, t->asked_ns, outcome);
     t->asked_ns = 0;
@@ -64,8 +64,8 @@ static void asked_until_now(turn *t, const connection *c, trace_name name,
 
 /* Frees the turns. A lease that nobody waits for any longer is given back before it is there: the
    rank's next update must not wait for it, and this client may never be called again. */
-static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
-                        trace_name name, fanin_error *error)
+static fanin_status run_round(fanin_client *client, turn *turns, size_t *left,
+                              deadline at, trace_name name, fanin_error *error)
 {
     fanin_status status = client_run(client, left, at, trace_name_text(name), error);
     for (size_t i = 0; i < client->n_peers; i++) {
@@ -74,7 +74,7 @@ static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadlin
         connection *c = client->peers[i].control;
         connection_forget(c, &turns[i]);
         if (turns[i].asked_ns > 0)
-            asked_until_now(&turns[i], c, name, status);
+            turn_ended(&turns[i], c, name, status);
         if (turns[i].begin && peer_ready(&client->peers[i]))
             lease_refuse_begun(c, turns[i].begin);
         if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
@@ -115,7 +115,7 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     --*t->left;
     t->begin = 0;
     take_begun(t, c, type, b);
-    asked_until_now(t, c, TRACE_BEGIN, t->error.status);
+    turn_ended(t, c, TRACE_BEGIN, t->error.status);
 }
 
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
@@ -146,7 +146,7 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    return run(client, turns, &left, at, TRACE_BEGIN, error);
+    return run_round(client, turns, &left, at, TRACE_BEGIN, error);
 }
 
 /* --------------------------------------------------------------------- end */
@@ -175,12 +175,12 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
                   " stands, and is at step %" PRIu64,
                   connection_peer(c)->rank, connection_text(c), t->step, m.step);
     }
-    asked_until_now(t, c, TRACE_END, t->error.status);
+    turn_ended(t, c, TRACE_END, t->error.status);
 }
 
 /* A rank sees nothing of one-sided reads unless it is told. */
-static msg_end end_of(const publication *p, size_t peer, const reader_lease *lease,
-                      const served *served)
+static msg_end end_message(const publication *p, size_t peer, const reader_lease *lease,
+                           const served *served)
 {
     const path_reader *path = path_taken(p, peer)->path;
     msg_end m = {0};
@@ -202,7 +202,7 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         connection *c = client->peers[i].control;
         if (!leases[i].held)
             continue;
-        msg_end m = end_of(p, i, &leases[i], &served[i]);
+        msg_end m = end_message(p, i, &leases[i], &served[i]);
         turns[i] = (turn){.left = &left,
                           .lease = &leases[i],
                           .step = announced[i].step,
@@ -212,7 +212,7 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         left++;
         send_end(c, &m, on_ended, &turns[i]);
     }
-    return run(client, turns, &left, at, TRACE_END, error);
+    return run_round(client, turns, &left, at, TRACE_END, error);
 }
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)

@@ -3,7 +3,7 @@
 
 #include "array.h"
 #include "error_set.h"
-#include "net/crew.h"
+#include "net/workers.h"
 #include "path/path.h"
 #include <stdlib.h>
 #include <string.h>
@@ -65,7 +65,7 @@ static void drop_parts(plan_cache *cache)
     cache->part_pieces = 0;
 }
 
-static void clear(plan_cache *cache)
+static void clear_cache(plan_cache *cache)
 {
     drop_parts(cache);
     free(cache->parts);
@@ -81,7 +81,7 @@ static void drop_large(plan_cache *plans, const plan_cache *but)
 {
     for (plan_cache *c = plans; c < plans + MEMORY; c++)
         if (c != but && c->valid && c->whole.plan.plan->bytes > LARGE)
-            clear(c);
+            clear_cache(c);
 }
 
 plan_cache *plan_cache_of(publication *p, const destination *d)
@@ -99,7 +99,7 @@ plan_cache *plan_cache_of(publication *p, const destination *d)
 void plan_cache_drop(publication *p)
 {
     for (unsigned i = 0; p->plans && i < SLOTS; i++)
-        clear(&p->plans[i]);
+        clear_cache(&p->plans[i]);
 }
 
 /* The same; none is valid any more. */
@@ -153,9 +153,9 @@ static fanin_status list_sources(const fanin_client *client, const publication *
     return FANIN_OK;
 }
 
-static fanin_status make(path_plan *plan, fanin_client *client, const publication *p,
-                         const bool *use, const destination *d, deadline at,
-                         fanin_error *error)
+static fanin_status build_whole(path_plan *plan, fanin_client *client,
+                                const publication *p, const bool *use,
+                                const destination *d, deadline at, fanin_error *error)
 {
     const plan_target *targets = NULL;
     const uint64_t *to_of_key = NULL;
@@ -195,10 +195,10 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
         return status;
     if (cache->valid && digest_equal(&cache->made_from, &from))
         return FANIN_OK;
-    clear(cache);
-    status = make(&cache->whole.plan, client, p, use, d, at, error);
+    clear_cache(cache);
+    status = build_whole(&cache->whole.plan, client, p, use, d, at, error);
     if (status != FANIN_OK) {
-        clear(cache);
+        clear_cache(cache);
         return status;
     }
     cache->made_from = cache->whole.plan.id = from;
@@ -218,7 +218,8 @@ static int compare_part(const void *key, const void *element)
 }
 
 /* Makes @p r, of which nothing is wanted yet if it has no length, hold [start, end) too. */
-static void widen(memory_range *r, const memory_range *in, uint8_t *start, uint8_t *end)
+static void widen_range(memory_range *r, const memory_range *in, uint8_t *start,
+                        uint8_t *end)
 {
     uint8_t *low = r->length > 0 && r->base < start ? r->base : start;
     uint8_t *high =
@@ -245,8 +246,8 @@ static fanin_status clip_ranges(const plan_part *whole, plan_part *part,
             if (work_stopped(stop))
                 return work_broken_off(stop, "plan", "a part was cut", error);
             if (in)
-                widen(&clipped[in - whole->ranges], in, start,
-                      (uint8_t *)(uintptr_t)high);
+                widen_range(&clipped[in - whole->ranges], in, start,
+                            (uint8_t *)(uintptr_t)high);
         }
     }
     for (size_t i = 0; i < whole->n_ranges; i++) {
@@ -387,16 +388,16 @@ static fanin_status detail_sources(detailing *d, deadline at, fanin_error *error
     }
     if (lacking == 0)
         return FANIN_OK;
-    crew *c = crew_open(d->how->client, at, p->n_sources,
-                        lacking > 1 && pieces >= THREADS_FROM, detail_source, d);
+    workers *c = workers_open(d->how->client, at, p->n_sources,
+                              lacking > 1 && pieces >= THREADS_FROM, detail_source, d);
     if (!c)
         return error_set_memory(error);
     for (size_t i = 0; i < p->n_sources; i++) {
         if (p->reader_of[i] == d->reader && !d->details[i])
-            crew_begin(c, i);
+            workers_begin(c, i);
     }
-    fanin_status status = crew_finish(c, NULL, error);
-    crew_close(&c);
+    fanin_status status = workers_finish(c, NULL, error);
+    workers_close(&c);
     return status;
 }
 
@@ -468,7 +469,7 @@ fanin_status plan_detail_ahead(plan_part *part, fanin_client *client, publicatio
 /* An adapter's are a megabyte or so, over eight ranks. */
 #define KEPT_MOST 64
 
-static void drop(fanin_client *client, publication **at)
+static void drop_publication(fanin_client *client, publication **at)
 {
     plan_cache_free(*at);
     path_states_free(client, *at);
@@ -482,7 +483,7 @@ publication *kept_of(fanin_client *client, const char *name)
         at = &(*at)->next;
     while (*at) {
         path_unmap(client, *at);
-        drop(client, at);
+        drop_publication(client, at);
     }
     return p;
 }
@@ -490,6 +491,6 @@ publication *kept_of(fanin_client *client, const char *name)
 void kept_free(fanin_client *client)
 {
     while (client->publications)
-        drop(client, &client->publications);
+        drop_publication(client, &client->publications);
     path_states_close(client);
 }

@@ -236,7 +236,7 @@ static bool is_of_lost(const pull *p)
 }
 
 /* The last word on why the pull failed in the state @p at. */
-static void explain(pull *p, pull_state at)
+static void pull_explain(pull *p, pull_state at)
 {
     fanin_error why = FANIN_ERROR_INIT;
     bool timeout = p->why.status == FANIN_ERR_TIMEOUT;
@@ -252,7 +252,7 @@ static void explain(pull *p, pull_state at)
 }
 
 /* The function of the state @p at failed, and may have chosen what follows. */
-static void fail(pull *p, pull_state at)
+static void pull_fail(pull *p, pull_state at)
 {
     bool is_over =
         holds_leases(p, at) || p->destination->leak || p->state == PULL_FAILED;
@@ -267,7 +267,7 @@ static void fail(pull *p, pull_state at)
     if (again)
         begin_again(p, at);
     else
-        explain(p, at);
+        pull_explain(p, at);
 }
 
 /* ------------------------------------------------------------------- stepping */
@@ -348,7 +348,7 @@ static void end_attempt(pull *p, pull_state at, fanin_status status)
                  status == FANIN_OK ? NULL : p->why.message);
 }
 
-static void step(pull *p)
+static void pull_step(pull *p)
 {
     const pull_state at = p->state;
     const uint64_t began = clock_ns();
@@ -358,13 +358,13 @@ static void step(pull *p)
         (status != FANIN_OK || p->state == PULL_HELD || p->state == PULL_PUBLISH))
         end_attempt(p, at, status);
     if (status != FANIN_OK)
-        fail(p, at);
+        pull_fail(p, at);
 }
 
 fanin_status pull_go(pull *p, pull_state until, fanin_error *error)
 {
     while (p->state != until && p->state != PULL_FAILED)
-        step(p);
+        pull_step(p);
     return p->state == until ? FANIN_OK : error_copy(error, &p->why);
 }
 

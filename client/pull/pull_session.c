@@ -77,7 +77,7 @@ void pull_session_orphan(fanin_client *client)
                   "the session's client was disconnected");
 }
 
-static fanin_status check(const fanin_session *s, fanin_error *error)
+static fanin_status check_session(const fanin_session *s, fanin_error *error)
 {
     error_place place = {.remedy = "begin a session of its own in the child"};
     if (!s)
@@ -126,7 +126,7 @@ static fanin_status find_part(fanin_session *s, size_t first, size_t count,
 }
 
 /* The session goes on, or has failed. */
-static fanin_status read_part(fanin_session *s, size_t first, size_t count)
+static fanin_status read_session_part(fanin_session *s, size_t first, size_t count)
 {
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = look_at_ranks(s, &why);
@@ -141,7 +141,7 @@ static fanin_status read_part(fanin_session *s, size_t first, size_t count)
 fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
                                 fanin_error *error)
 {
-    fanin_status status = check(session, error);
+    fanin_status status = check_session(session, error);
     if (status != FANIN_OK)
         return status;
     if (session->failed.status != FANIN_OK)
@@ -151,7 +151,7 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
                          "there are no %zu tensors from number %zu on: the session has "
                          "%zu",
                          count, first, session->count);
-    if (read_part(session, first, count) == FANIN_OK)
+    if (read_session_part(session, first, count) == FANIN_OK)
         return FANIN_OK;
     lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
@@ -180,7 +180,7 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
                                fanin_error *error)
 {
     fanin_session *s = session ? *session : NULL;
-    fanin_status status = check(s, error);
+    fanin_status status = check_session(s, error);
     if (status == FANIN_ERR_FORKED)
         *session = NULL;
     if (status != FANIN_OK)

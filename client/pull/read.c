@@ -87,7 +87,8 @@ static void watch(rank_watch *w, void *const *readings, uint64_t now)
 }
 
 /* What the whole's source has brought; NULL: nothing is read from it. */
-static const fanin_rank_progress *describe(rank_watch *w, size_t source, uint64_t now)
+static const fanin_rank_progress *describe_progress(rank_watch *w, size_t source,
+                                                    uint64_t now)
 {
     const path_plan *whole = w->progress->whole;
     size_t peer = whole->peer_of[source];
@@ -110,7 +111,7 @@ static const fanin_rank_progress *describe(rank_watch *w, size_t source, uint64_
 }
 
 /* The rank that has brought nothing for longest, and long enough to say so. */
-static fanin_pull_progress gather(rank_watch *w, uint64_t now)
+static fanin_pull_progress gather_progress(rank_watch *w, uint64_t now)
 {
     const read_progress *all = w->progress;
     fanin_pull_progress p = {.struct_size = sizeof p,
@@ -122,7 +123,7 @@ static fanin_pull_progress gather(rank_watch *w, uint64_t now)
     if (p.bytes_done > p.bytes_total)
         p.bytes_done = p.bytes_total;
     for (size_t i = 0; i < all->whole->n_sources; i++) {
-        const fanin_rank_progress *r = describe(w, i, now);
+        const fanin_rank_progress *r = describe_progress(w, i, now);
         if (!r)
             continue;
         w->list[p.n_ranks++] = r;
@@ -159,7 +160,7 @@ static void rank_watch_look(rank_watch *w, void *const *readings, deadline *wake
     uint64_t now = clock_ns();
     if (now >= w->look_ns) {
         watch(w, readings, now);
-        const fanin_pull_progress p = gather(w, now);
+        const fanin_pull_progress p = gather_progress(w, now);
         tell_log(w, &p, now);
         if (o->progress)
             o->progress(o->progress_cookie, p.bytes_done, p.bytes_total);
@@ -196,7 +197,7 @@ static fanin_status make_sink(phase *w, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status start(phase *w, fanin_error *error)
+static fanin_status start_reading(phase *w, fanin_error *error)
 {
     path_reading *r = &w->reading;
     const plan_part *part = pull_part(w->of);
@@ -237,7 +238,7 @@ static void *reading_of(const phase *w, size_t source)
 }
 
 /* A lost connection tells of a dead rank long before a fabric would. */
-static fanin_status check(const phase *w, bool *all, fanin_error *error)
+static fanin_status check_sources(const phase *w, bool *all, fanin_error *error)
 {
     const path_reading *r = &w->reading;
     *all = true;
@@ -261,13 +262,13 @@ static fanin_status check(const phase *w, bool *all, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status run(phase *w, deadline at, fanin_error *error)
+static fanin_status run_reading(phase *w, deadline at, fanin_error *error)
 {
     for (;;) {
         bool all, busy = false;
         for (size_t i = 0; i < PATH_READERS; i++)
             busy = (w->readings[i] && path_readers[i]->step(w->readings[i])) || busy;
-        fanin_status status = check(w, &all, error);
+        fanin_status status = check_sources(w, &all, error);
         if (status != FANIN_OK || all)
             return status;
         deadline wake = UINT64_MAX;
@@ -283,7 +284,7 @@ static fanin_status run(phase *w, deadline at, fanin_error *error)
 
 /* -------------------------------------------------------------------- ending */
 
-static void account(const phase *w)
+static void account_read(const phase *w)
 {
     const path_reading *r = &w->reading;
     fanin_result *result = w->of->result;
@@ -350,7 +351,7 @@ static void avoid_failed(const phase *w)
     }
 }
 
-static void finish(phase *w, fanin_status status)
+static void end_reading(phase *w, fanin_status status)
 {
     path_reading *r = &w->reading;
     destination *d = w->of->destination;
@@ -391,21 +392,21 @@ static path_reading reading_for(const pull *p)
     return r;
 }
 
-static fanin_status read_part(phase *w, fanin_error *error)
+static fanin_status read_from_ranks(phase *w, fanin_error *error)
 {
     pull *p = w->of;
     uint64_t scattered = p->result->info.scatter_ns;
     w->first_ns = clock_ns();
-    fanin_status status = start(w, error);
+    fanin_status status = start_reading(w, error);
     if (status == FANIN_OK) {
         set_owing(w);
-        status = run(w, p->at, error);
+        status = run_reading(w, p->at, error);
     }
     w->last_ns = clock_ns();
     if (status == FANIN_OK)
-        account(w);
+        account_read(w);
     trace_read(w, scattered, status);
-    finish(w, status);
+    end_reading(w, status);
     return status;
 }
 
@@ -421,7 +422,7 @@ fanin_status pull_read(pull *p, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
     phase w = {.of = p, .reading = reading_for(p)};
-    fanin_status status = read_part(&w, error);
+    fanin_status status = read_from_ranks(&w, error);
     uint64_t took = w.last_ns - w.first_ns;
     info->read_ns += took;
     info->fixed_ns += took;

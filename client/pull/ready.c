@@ -12,7 +12,8 @@
 #include <string.h>
 
 /* Why the connection is not there, and that nobody else holds @p key ("": not known). */
-static fanin_status blame(const connection *c, const char *key, fanin_error *error)
+static fanin_status blame_connection(const connection *c, const char *key,
+                                     fanin_error *error)
 {
     const fanin_error *fault = connection_fault(c);
     error_place place = connection_place(c, "connect");
@@ -83,7 +84,7 @@ static fanin_status blame_silent(pull *p, fanin_error *error)
     size_t silent = agree_culprit(client, p->publication, p->use, p->at);
     if (silent == client->n_peers)
         return FANIN_OK;
-    return blame(client->peers[silent].control, p->lost.key, error);
+    return blame_connection(client->peers[silent].control, p->lost.key, error);
 }
 
 /* Digests come by them as well. */
@@ -162,7 +163,7 @@ static fanin_status make_plan(pull *p, const bool *use, bool *lacks, fanin_error
     if (!*lacks)
         return status;
     error_copy(&hole, error);
-    return blame(p->client->peers[culprit].control, hole.key, error);
+    return blame_connection(p->client->peers[culprit].control, hole.key, error);
 }
 
 typedef struct lacking {
@@ -268,7 +269,7 @@ static fanin_dtype arriving_dtype(const key_table *keys, fanin_dtype dtype)
     return 0;
 }
 
-static void identify(pull *p)
+static void identify_content(pull *p)
 {
     for (size_t i = 0; i < p->client->n_peers; i++) {
         if (!p->use[i])
@@ -298,7 +299,7 @@ fanin_status pull_settle(pull *p, fanin_error *error)
     destination *d = p->destination;
     const plan *whole = p->cache->whole.plan.plan;
     bool skip = false;
-    identify(p);
+    identify_content(p);
     start_counting(p);
     p->base = NULL;
     fanin_status status = d->agreed(d->cookie, p->publication->keys, &p->identity,

@@ -61,7 +61,7 @@ fanin_checksums result_guard(const fanin_result *r, const fanin_client *client,
     return any ? FANIN_CHECKSUMS_ALL : FANIN_CHECKSUMS_LOCAL;
 }
 
-static json_t *describe(const peer *p, const path_state *taken, const served *s)
+static json_t *describe_rank(const peer *p, const path_state *taken, const served *s)
 {
     return json_pack(
         "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i,s:o}", "rank",
@@ -88,7 +88,8 @@ fanin_status result_finish(fanin_result *r, const fanin_client *client,
             r->info.path = taken->path->number;
             snprintf(r->reason, sizeof r->reason, "%s", taken->reason);
         }
-        if (json_array_append_new(list, describe(&client->peers[i], taken, s)) != 0) {
+        if (json_array_append_new(list, describe_rank(&client->peers[i], taken, s)) !=
+            0) {
             json_decref(list);
             list = NULL;
         }

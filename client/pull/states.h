@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A pull is a machine: it is in one state, step() of pull.c runs that state's function, and
+ * A pull is a machine: it is in one state, pull_step() of pull.c runs that state's function, and
  * the function moves it to the next one. One that fails leaves the state as it is, and pull.c
  * judges by the error; or it moves the pull to PULL_PAUSE or PULL_FAILED, where it knows better.
  *

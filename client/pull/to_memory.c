@@ -77,8 +77,8 @@ static fanin_status shape_error(const key_entry *e, const fanin_tensor *t,
                      "the tensor is published with another global shape: as %s", both);
 }
 
-static fanin_status match(const memory_destination *m, size_t index,
-                          const key_table *keys, fanin_error *error)
+static fanin_status match_tensor(const memory_destination *m, size_t index,
+                                 const key_table *keys, fanin_error *error)
 {
     const fanin_tensor *t = described_at(m->all, index);
     int64_t key = m->keys[index];
@@ -105,8 +105,8 @@ static fanin_status match(const memory_destination *m, size_t index,
 }
 
 /* A box's bytes, unless it is empty. */
-static fanin_status range_of(const fanin_tensor *t, const fanin_box *box,
-                             memory_range *out, fanin_error *error)
+static fanin_status box_range(const fanin_tensor *t, const fanin_box *box,
+                              memory_range *out, fanin_error *error)
 {
     dtype_unit unit = dtype_get_unit(t->dtype);
     uint64_t extent[FANIN_MAX_DIMS] = {0}, low, high;
@@ -148,7 +148,7 @@ static fanin_status add_targets(memory_destination *m, size_t index, fanin_error
         if (!box->address)
             return described_refuse(t, NULL, error,
                                     "box %zu is not empty and has no address", i);
-        fanin_status status = range_of(t, box, &lies, error);
+        fanin_status status = box_range(t, box, &lies, error);
         if (status != FANIN_OK)
             return status;
         m->n_targets++;
@@ -169,7 +169,7 @@ static fanin_status make_targets(memory_destination *m, const key_table *keys,
     if (!m->targets || !find_keys(m, keys))
         return error_set_memory(error);
     for (size_t i = 0; i < m->all->count; i++) {
-        fanin_status status = match(m, i, keys, error);
+        fanin_status status = match_tensor(m, i, keys, error);
         if (status == FANIN_OK)
             status = add_targets(m, i, error);
         if (status != FANIN_OK)
@@ -234,12 +234,12 @@ typedef struct stretch {
     gpu_range in;
 } stretch;
 
-static fanin_status stretch_of(memory_destination *m, size_t index,
-                               const fanin_box *box, stretch *out, fanin_error *error)
+static fanin_status box_stretch(memory_destination *m, size_t index,
+                                const fanin_box *box, stretch *out, fanin_error *error)
 {
     const fanin_tensor *t = described_at(m->all, index);
     *out = (stretch){.in.memory = {FANIN_MEMORY_HOST, -1}};
-    fanin_status status = range_of(t, box, &out->range, error);
+    fanin_status status = box_range(t, box, &out->range, error);
     out->range.device = m->places->device[index];
     if (status != FANIN_OK || out->range.device < 0)
         return status;
@@ -260,7 +260,7 @@ static int by_base(const void *a, const void *b)
     return x->range.base < y->range.base ? -1 : x->range.base > y->range.base;
 }
 
-static size_t merge(stretch *all, size_t n)
+static size_t merge_stretches(stretch *all, size_t n)
 {
     size_t last = 0, sorted = 1;
     while (sorted < n && by_base(&all[sorted - 1], &all[sorted]) <= 0)
@@ -281,8 +281,8 @@ static size_t merge(stretch *all, size_t n)
     return n ? last + 1 : 0;
 }
 
-static fanin_status collect(memory_destination *m, stretch *all, size_t *n_out,
-                            fanin_error *error)
+static fanin_status collect_stretches(memory_destination *m, stretch *all,
+                                      size_t *n_out, fanin_error *error)
 {
     size_t n = 0;
     for (size_t i = 0; i < m->all->count; i++) {
@@ -290,12 +290,12 @@ static fanin_status collect(memory_destination *m, stretch *all, size_t *n_out,
         for (size_t j = 0; j < t->n_boxes; j++) {
             if (described_box_is_empty(t, &t->boxes[j]))
                 continue;
-            fanin_status status = stretch_of(m, i, &t->boxes[j], &all[n++], error);
+            fanin_status status = box_stretch(m, i, &t->boxes[j], &all[n++], error);
             if (status != FANIN_OK)
                 return status;
         }
     }
-    *n_out = merge(all, n);
+    *n_out = merge_stretches(all, n);
     return FANIN_OK;
 }
 
@@ -305,7 +305,8 @@ static fanin_status find_ranges(memory_destination *m, fanin_error *error)
     for (size_t i = 0; i < m->all->count; i++)
         boxes += described_at(m->all, i)->n_boxes;
     stretch *all = array_large(boxes + 1, sizeof *all);
-    fanin_status status = all ? collect(m, all, &n, error) : error_set_memory(error);
+    fanin_status status =
+        all ? collect_stretches(m, all, &n, error) : error_set_memory(error);
     memory_range *found = NULL;
     if (status == FANIN_OK && !(found = malloc((n + 1) * sizeof *found)))
         status = error_set_memory(error);
@@ -373,7 +374,7 @@ typedef struct use {
     uint64_t started_ns;
 } use;
 
-static fanin_status run(const use *u, memory_destination *m, fanin_error *error)
+static fanin_status fill_memory(const use *u, memory_destination *m, fanin_error *error)
 {
     destination d = as_destination(m, u->started_ns);
     if (u->session_out)
@@ -396,7 +397,7 @@ static fanin_status run_described(const use *u, const fanin_tensor *tensors,
     if (status == FANIN_OK)
         status = places_find(&all, &m.finder, &found, error);
     if (status == FANIN_OK)
-        status = run(u, &m, error);
+        status = fill_memory(u, &m, error);
     close_memory(&m);
     places_clear(&found);
     described_close(&all);
@@ -411,7 +412,7 @@ static fanin_status run_prepared(const use *u, fanin_destination *prepared,
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the destination is NULL");
     fanin_status status = prepared_take(prepared, &m.finder, &m.all, &m.places, error);
     if (status == FANIN_OK)
-        status = run(u, &m, error);
+        status = fill_memory(u, &m, error);
     close_memory(&m);
     prepared_give(prepared, m.places);
     return status;

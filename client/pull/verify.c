@@ -51,23 +51,24 @@ static const strided *view_of(const verifier *v, const piece *p)
     return p->view ? &v->plan->plan->views[p->view - 1] : NULL;
 }
 
-static uint32_t convert_of(const verifier *v, const piece *p)
+static uint32_t conversion_of(const verifier *v, const piece *p)
 {
     const strided *view = view_of(v, p);
     return view ? view->convert : CONVERT_NONE;
 }
 
-static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length)
+static bool ask_for_unit(inquiry *q, const piece *p, unit u, uint64_t from,
+                         uint64_t length)
 {
     read_list *list = &q->list;
     verifier *v = q->verifier;
     read_request *last =
         list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
     /* A request is converted as a whole. */
-    bool fits =
-        last && last->bytes + length <= REQUEST_BYTES &&
-        last->n_entries < LIMIT_READ_ENTRIES &&
-        convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert_of(v, p);
+    bool fits = last && last->bytes + length <= REQUEST_BYTES &&
+                last->n_entries < LIMIT_READ_ENTRIES &&
+                conversion_of(v, &q->work.pieces->pieces[last->first_piece]) ==
+                    conversion_of(v, p);
     uint64_t capacity = q->unit_capacity;
     if (work_stopped(&v->work.stop) ||
         !array_reserve(&q->units, &q->unit_capacity, q->n_units + 1,
@@ -106,16 +107,16 @@ static bool is_dense(const strided *view, uint64_t length, work_stop *stop)
 }
 
 /* False: out of memory, or stopped. */
-static bool add_piece(inquiry *q, uint64_t index)
+static bool ask_for_piece(inquiry *q, uint64_t index)
 {
     const piece *p = &q->work.pieces->pieces[index];
     const strided *view = view_of(q->verifier, p);
     if (!view || is_dense(view, p->length, &q->verifier->work.stop))
-        return add_unit(q, p, (unit){index, WHOLE}, 0, p->length);
+        return ask_for_unit(q, p, (unit){index, WHOLE}, 0, p->length);
     for (uint64_t i = 0; i < strided_runs(view); i++) {
         int64_t from;
         strided_run(view, i, &from, NULL);
-        if (!add_unit(q, p, (unit){index, i}, (uint64_t)from, view->run))
+        if (!ask_for_unit(q, p, (unit){index, i}, (uint64_t)from, view->run))
             return false;
     }
     return true;
@@ -123,7 +124,7 @@ static bool add_piece(inquiry *q, uint64_t index)
 
 /* --------------------------------------------------------- what is held here */
 
-static held_part part_of(void *cookie, uint64_t index)
+static held_part held_unit(void *cookie, uint64_t index)
 {
     const inquiry *q = cookie;
     const verifier *v = q->verifier;
@@ -147,7 +148,7 @@ static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
     fanin_status status = FANIN_OK;
     while (q->n_held < end && status == FANIN_OK) {
         uint64_t n;
-        status = held_digest(v->held, part_of, q, q->n_held, q->n_units, v->p->at,
+        status = held_digest(v->held, held_unit, q, q->n_held, q->n_units, v->p->at,
                              &q->digests[q->n_held], &n, error);
         q->n_held += n;
     }
@@ -175,7 +176,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
 }
 
 /* The digests of one request. */
-static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
+static bool compare_digests(void *cookie, uint64_t request, const uint8_t *digests)
 {
     inquiry *q = cookie;
     verifier *v = q->verifier;
@@ -207,14 +208,14 @@ static fanin_status cannot(const connection *c, fanin_error *error)
                      connection_peer(c)->rank, connection_text(c));
 }
 
-static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
+static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
 {
     pull *p = v->p;
     q->work = (stream_work){.plan = v->plan->plan,
                             .pieces = &v->plan->plan->ranks[q->source],
                             .list = &q->list,
                             .base = p->base,
-                            .digested = compare,
+                            .digested = compare_digests,
                             .digested_cookie = q,
                             .dtype = (uint32_t)p->destination->dtype,
                             .error = FANIN_ERROR_INIT};
@@ -225,7 +226,7 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
         return cannot(q->control, error);
     }
     for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
-        if (!add_piece(q, i))
+        if (!ask_for_piece(q, i))
             return work_broken_off(&v->work.stop, "verify",
                                    "what is to be verified was listed", error);
     }
@@ -241,8 +242,8 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status look(const verifier *v, bool *done, deadline *wake,
-                         fanin_error *error)
+static fanin_status look_at_inquiries(const verifier *v, bool *done, deadline *wake,
+                                      fanin_error *error)
 {
     *done = true;
     for (size_t i = 0; i < v->plan->n_sources; i++) {
@@ -261,12 +262,12 @@ static fanin_status look(const verifier *v, bool *done, deadline *wake,
     return FANIN_OK;
 }
 
-static fanin_status run(verifier *v, fanin_error *error)
+static fanin_status await_digests(verifier *v, fanin_error *error)
 {
     for (;;) {
         bool done;
         deadline wake = UINT64_MAX;
-        fanin_status status = look(v, &done, &wake, error);
+        fanin_status status = look_at_inquiries(v, &done, &wake, error);
         if (status == FANIN_OK && !done)
             status = client_step(v->p->client, v->p->at, wake, "verify", error);
         if (status != FANIN_OK || done)
@@ -274,7 +275,7 @@ static fanin_status run(verifier *v, fanin_error *error)
     }
 }
 
-static void finish(verifier *v)
+static void end_inquiries(verifier *v)
 {
     for (size_t i = 0; v->inquiries && i < v->plan->n_sources; i++) {
         inquiry *q = &v->inquiries[i];
@@ -314,12 +315,12 @@ static fanin_status verify_part(pull *p, fanin_error *error)
                                    .source = i,
                                    .peer = peer,
                                    .control = p->client->peers[peer].control};
-        status = start(&v, &v.inquiries[i], error);
+        status = start_inquiry(&v, &v.inquiries[i], error);
     }
     status = client_work_end(&v.work, status, error);
     if (status == FANIN_OK)
-        status = run(&v, error);
-    finish(&v);
+        status = await_digests(&v, error);
+    end_inquiries(&v);
     return status;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Parts of a call's work in several threads: each once, whatever else happens. */
-#include "net/crew.h"
+#include "net/workers.h"
 #include "error_set.h"
 #include "testing.h"
 #include "thread.h"
@@ -13,7 +13,7 @@
 
 static struct {
     fanin_client *client;
-    crew *crew;
+    workers *workers;
     fanin_error error;
     atomic_uint runs[PARTS];
     atomic_uint started;
@@ -35,7 +35,7 @@ static int set_up(void **state)
 static int tear_down(void **state)
 {
     (void)state;
-    crew_close(&s.crew);
+    workers_close(&s.workers);
     fanin_client_destroy(&s.client);
     return 0;
 }
@@ -65,16 +65,16 @@ static fanin_status turn(void *cookie, size_t part, work_stop *stop, fanin_error
     return work_broken_off(stop, "plan", "it turned", error);
 }
 
-static void open_crew(deadline at, bool worth, crew_fn fn)
+static void open_crew(deadline at, bool worth, workers_fn fn)
 {
-    s.crew = crew_open(s.client, at, PARTS, worth, fn, &s);
-    assert_non_null(s.crew);
+    s.workers = workers_open(s.client, at, PARTS, worth, fn, &s);
+    assert_non_null(s.workers);
 }
 
 static void begin(size_t first, size_t end)
 {
     for (size_t i = first; i < end; i++)
-        crew_begin(s.crew, i);
+        workers_begin(s.workers, i);
 }
 
 /* ------------------------------------------------------------------- tests */
@@ -85,15 +85,15 @@ static void each_part_runs_once(void **state)
     for (int threads = 0; threads < 2; threads++) {
         open_crew(UINT64_MAX, threads, count);
         begin(0, PARTS / 2);
-        assert_ok(crew_finish(s.crew, NULL, &s.error), s.error);
+        assert_ok(workers_finish(s.workers, NULL, &s.error), s.error);
         begin(PARTS / 2, PARTS - 1);
-        assert_ok(crew_finish(s.crew, NULL, &s.error), s.error);
-        crew_close(&s.crew);
-        assert_null(s.crew);
+        assert_ok(workers_finish(s.workers, NULL, &s.error), s.error);
+        workers_close(&s.workers);
+        assert_null(s.workers);
         for (size_t i = 0; i < PARTS; i++)
             assert_int_equal(s.runs[i], (i < PARTS - 1) * (1 + threads));
     }
-    crew_close(&s.crew);
+    workers_close(&s.workers);
 }
 
 static void the_first_by_number_that_failed_decides(void **state)
@@ -103,17 +103,17 @@ static void the_first_by_number_that_failed_decides(void **state)
     s.fails[PARTS - 1] = s.fails[5] = s.fails[40] = true;
     open_crew(UINT64_MAX, true, count);
     for (size_t i = PARTS; i-- > 0;)
-        crew_begin(s.crew, i);
-    assert_int_equal(crew_finish(s.crew, &failed, &s.error), FANIN_ERR_PROTOCOL);
+        workers_begin(s.workers, i);
+    assert_int_equal(workers_finish(s.workers, &failed, &s.error), FANIN_ERR_PROTOCOL);
     assert_int_equal(failed, 5);
     assert_int_equal(s.error.rank, 5);
     assert_string_equal(s.error.message, "part 5");
     for (size_t i = 0; i < PARTS; i++)
         assert_int_equal(s.runs[i], 1);
-    crew_close(&s.crew);
+    workers_close(&s.workers);
     open_crew(UINT64_MAX, true, count);
-    crew_begin(s.crew, 40); /* no other one was begun */
-    assert_int_equal(crew_finish(s.crew, &failed, NULL), FANIN_ERR_PROTOCOL);
+    workers_begin(s.workers, 40); /* no other one was begun */
+    assert_int_equal(workers_finish(s.workers, &failed, NULL), FANIN_ERR_PROTOCOL);
     assert_int_equal(failed, 40);
 }
 
@@ -122,7 +122,7 @@ static void the_deadline_stops_all(void **state)
     (void)state;
     open_crew(deadline_in_ms(20), true, turn);
     begin(0, PARTS);
-    assert_int_equal(crew_finish(s.crew, NULL, &s.error), FANIN_ERR_TIMEOUT);
+    assert_int_equal(workers_finish(s.workers, NULL, &s.error), FANIN_ERR_TIMEOUT);
     assert_string_equal(s.error.phase, "plan");
 }
 
@@ -142,7 +142,7 @@ static void cancel_stops_all(void **state)
     open_crew(deadline_in_ms(20000), true, turn);
     begin(0, 4);
     assert_int_equal(pthread_create(&thread, NULL, cancel_when_started, NULL), 0);
-    assert_int_equal(crew_finish(s.crew, NULL, &s.error), FANIN_ERR_CANCELLED);
+    assert_int_equal(workers_finish(s.workers, NULL, &s.error), FANIN_ERR_CANCELLED);
     assert_int_equal(pthread_join(thread, NULL), 0);
     assert_false(atomic_load(&s.client->cancelled)); /* it was this call's */
 }
@@ -155,7 +155,7 @@ static void closing_waits_for_no_deadline(void **state)
     begin(0, PARTS);
     while (usable_cpus() > 1 && atomic_load(&s.started) == 0)
         sched_yield();
-    crew_close(&s.crew);
+    workers_close(&s.workers);
     for (size_t i = 0; i < PARTS; i++)
         assert_true(s.runs[i] <= 1);
 }
@@ -171,5 +171,5 @@ int main(void)
         SCENE(cancel_stops_all),
         SCENE(closing_waits_for_no_deadline),
     };
-    return cmocka_run_group_tests_name("crew", tests, NULL, NULL);
+    return cmocka_run_group_tests_name("workers", tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/standing.h"
+#include "net/rank_status.h"
 
 #include "error_set.h"
 #include "net/client_state.h"
@@ -16,7 +16,7 @@
 
 typedef struct question {
     size_t *left;
-    standing *of;
+    rank_status *of;
 } question;
 
 static void on_listed(void *cookie, connection *c, message_type type, body *b)
@@ -28,7 +28,7 @@ static void on_listed(void *cookie, connection *c, message_type type, body *b)
     --*q->left;
     if (type != MSG_LIST_OK || decode_list_ok(b, &entries, &count) != FANIN_OK)
         return;
-    *q->of = (standing){.answered = true};
+    *q->of = (rank_status){.answered = true};
     if (count > 0) {
         q->of->present = true;
         q->of->state = entries[0].state;
@@ -40,8 +40,8 @@ static void on_listed(void *cookie, connection *c, message_type type, body *b)
     free(entries);
 }
 
-fanin_status standing_ask(fanin_client *client, const char *publication, deadline at,
-                          standing *out, fanin_error *error)
+fanin_status rank_status_ask(fanin_client *client, const char *publication, deadline at,
+                             rank_status *out, fanin_error *error)
 {
     size_t left = 0;
     question *questions = calloc(client->n_peers, sizeof *questions);
@@ -49,7 +49,7 @@ fanin_status standing_ask(fanin_client *client, const char *publication, deadlin
         return error_set_memory(error);
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
-        out[i] = (standing){0};
+        out[i] = (rank_status){0};
         if (!peer_ready(&client->peers[i]))
             continue;
         questions[i] = (question){.left = &left, .of = &out[i]};
@@ -79,7 +79,7 @@ typedef struct blame {
     size_t peer;
 } blame;
 
-static int compare(const void *a, const void *b)
+static int compare_statuses(const void *a, const void *b)
 {
     const blame *x = a, *y = b;
     if (x->what != y->what)
@@ -99,14 +99,14 @@ static bool alike(const blame *x, const blame *y)
 }
 
 /* Whether it can be read at that step or a later one. */
-static bool reaches(const standing *of, uint64_t step)
+static bool reaches(const rank_status *of, uint64_t step)
 {
     return of->answered && of->present && of->state == FANIN_PUBLICATION_STABLE &&
            of->step >= step && of->step > 0;
 }
 
-static size_t find_blame(const fanin_client *client, const standing *all, uint64_t step,
-                         blame *out)
+static size_t find_blame(const fanin_client *client, const rank_status *all,
+                         uint64_t step, blame *out)
 {
     size_t n = 0;
     bool answered = false, gone = false;
@@ -115,7 +115,7 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
         gone = gone || !peer_ready(&client->peers[i]);
     }
     for (size_t i = 0; i < client->n_peers; i++) {
-        const standing *s = &all[i];
+        const rank_status *s = &all[i];
         bool ready = peer_ready(&client->peers[i]);
         if (ready && gone && !answered)
             continue; /* there was no time to answer: who is gone used it up */
@@ -129,11 +129,11 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
                            .age_ms = s->age_ms,
                            .peer = i};
     }
-    qsort(out, n, sizeof *out, compare);
+    qsort(out, n, sizeof *out, compare_statuses);
     return n;
 }
 
-static const char *state_name(int32_t state)
+static const char *status_word(int32_t state)
 {
     static const char *const names[] = {"unpublished", "stable", "draining", "writing",
                                         "paused"};
@@ -161,17 +161,17 @@ static void tell_group(const fanin_client *client, const blame *first,
         snprintf(text, size, "%s %s not publish it", ranks, many ? "do" : "does");
     else if (first->step == 0)
         snprintf(text, size, "%s %s not committed it yet (%s)", ranks, has,
-                 state_name(first->state));
+                 status_word(first->state));
     else if (first->state == FANIN_PUBLICATION_STABLE || first->age_ms == 0)
         snprintf(text, size, "%s %s at step %" PRIu64 " (%s)", ranks, is, first->step,
-                 state_name(first->state));
+                 status_word(first->state));
     else
         snprintf(text, size, "%s %s at step %" PRIu64 " (%s for %.1f s)", ranks, is,
-                 first->step, state_name(first->state), (double)first->age_ms / 1e3);
+                 first->step, status_word(first->state), (double)first->age_ms / 1e3);
 }
 
-static void tell(const fanin_client *client, const blame *blames, size_t n, bool *mask,
-                 char *out, size_t size)
+static void tell_status(const fanin_client *client, const blame *blames, size_t n,
+                        bool *mask, char *out, size_t size)
 {
     size_t told = 0;
     text t = text_in(out, size);
@@ -190,8 +190,8 @@ static void tell(const fanin_client *client, const blame *blames, size_t n, bool
         text_add(&t, "; and %zu more ranks", n - told);
 }
 
-size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,
-                     char *text, size_t size)
+size_t rank_status_text(const fanin_client *client, const rank_status *all,
+                        uint64_t step, char *text, size_t size)
 {
     blame *blames = calloc(client->n_peers, sizeof *blames);
     bool *mask = calloc(client->n_peers, sizeof *mask);
@@ -200,7 +200,7 @@ size_t standing_text(const fanin_client *client, const standing *all, uint64_t s
     if (blames && mask) {
         size_t n = find_blame(client, all, step, blames);
         first = n > 0 ? blames[0].peer : first;
-        tell(client, blames, n, mask, text, size);
+        tell_status(client, blames, n, mask, text, size);
     }
     free(blames);
     free(mask);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/crew.h"
+#include "net/workers.h"
 
 #include "error_set.h"
 #include "worker_pool.h"
@@ -7,41 +7,41 @@
 
 #define MOST_THREADS 15
 
-typedef struct crew_part {
+typedef struct workers_part {
     worker_job job;
-    crew *of;
+    workers *of;
     client_work work;
     bool begun;
     fanin_status status;
     fanin_error error;
-} crew_part;
+} workers_part;
 
-struct crew {
+struct workers {
     worker_pool *pool;
     atomic_bool closing;
-    crew_fn fn;
+    workers_fn fn;
     void *cookie;
     size_t n, n_begun, n_ended;
-    crew_part parts[];
+    workers_part parts[];
 };
 
 static bool wants_no_more(void *cookie)
 {
-    const crew_part *p = cookie;
+    const workers_part *p = cookie;
     return atomic_load(&p->of->closing) || client_work_over(&p->work);
 }
 
 static void run_part(worker_job *job)
 {
-    crew_part *p = (crew_part *)job; /* its first member */
+    workers_part *p = (workers_part *)job; /* its first member */
     p->status =
         p->of->fn(p->of->cookie, (size_t)(p - p->of->parts), &p->work.stop, &p->error);
 }
 
-crew *crew_open(fanin_client *client, deadline at, size_t n, bool worth, crew_fn fn,
-                void *cookie)
+workers *workers_open(fanin_client *client, deadline at, size_t n, bool worth,
+                      workers_fn fn, void *cookie)
 {
-    crew *c = calloc(1, sizeof *c + n * sizeof c->parts[0]);
+    workers *c = calloc(1, sizeof *c + n * sizeof c->parts[0]);
     if (!c)
         return NULL;
     unsigned most = n < MOST_THREADS ? (unsigned)n : MOST_THREADS;
@@ -55,7 +55,7 @@ crew *crew_open(fanin_client *client, deadline at, size_t n, bool worth, crew_fn
     c->n = n;
     for (size_t i = 0; i < n; i++) {
         c->parts[i] =
-            (crew_part){.job.run = run_part, .of = c, .error = FANIN_ERROR_INIT};
+            (workers_part){.job.run = run_part, .of = c, .error = FANIN_ERROR_INIT};
         client_work_start(&c->parts[i].work, client, at);
         c->parts[i].work.stop.fn = wants_no_more;
         c->parts[i].work.stop.cookie = &c->parts[i];
@@ -63,14 +63,14 @@ crew *crew_open(fanin_client *client, deadline at, size_t n, bool worth, crew_fn
     return c;
 }
 
-void crew_begin(crew *c, size_t part)
+void workers_begin(workers *c, size_t part)
 {
     c->parts[part].begun = true;
     c->n_begun++;
     worker_pool_submit(c->pool, &c->parts[part].job);
 }
 
-fanin_status crew_finish(crew *c, size_t *failed, fanin_error *error)
+fanin_status workers_finish(workers *c, size_t *failed, fanin_error *error)
 {
     while (c->n_ended < c->n_begun) {
         if (worker_pool_collect(c->pool))
@@ -79,7 +79,7 @@ fanin_status crew_finish(crew *c, size_t *failed, fanin_error *error)
             worker_pool_wait(c->pool);
     }
     for (size_t i = 0; i < c->n; i++) {
-        const crew_part *p = &c->parts[i];
+        const workers_part *p = &c->parts[i];
         if (!p->begun || p->status == FANIN_OK)
             continue;
         if (failed)
@@ -90,7 +90,7 @@ fanin_status crew_finish(crew *c, size_t *failed, fanin_error *error)
     return FANIN_OK;
 }
 
-void crew_close(crew **c)
+void workers_close(workers **c)
 {
     if (!*c)
         return;
