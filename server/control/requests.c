@@ -5,6 +5,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/garbage.h"
+#include "shards/arena.h"
 #include "shards/catalog_part.h"
 #include "shards/registration.h"
 

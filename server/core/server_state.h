@@ -5,7 +5,7 @@
  *
  * Threads: the trainer's threads (public functions), the control thread (listeners,
  * control sessions, UCX) and the data threads (data connections). Locks, in the order in
- * which they are taken: a publication's `writer`, then `lock`, then that of commit_token.c. The
+ * which they are taken: a publication's `writer`, then `lock`, then the commit hub's. The
  * registrar's lock is taken under `writer` or alone, never together with `lock`. Under
  * `lock` no function of the GPU is called and no catalog is freed (catalog_discard()).
  */
@@ -27,6 +27,7 @@
 typedef struct publication publication;
 typedef struct reader reader;
 typedef struct commit commit;
+typedef struct commit_hub commit_hub;
 typedef struct peer_share peer_share;
 
 /** What is to be logged of updates that readers held up. Guarded by the server's lock. */
@@ -96,7 +97,7 @@ struct fanin_server {
     unsigned n_leases;
     bucket strangers_held_up; /**< what all strangers have had of their shares */
     held_up_note held_up;
-    struct commit_hub *hub; /**< does not change */
+    commit_hub *hub; /**< does not change */
     commit *commits;        /**< pending, or withdrawn with a stream still to come */
     commit *untold;         /**< withdrawn or failed, to be logged by commit_tidy() */
     struct shard_catalog

@@ -7,7 +7,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/drain.h"
-#include "publish/spans.h"
+#include "shards/arena.h"
 #include "versioned.h"
 
 #include <inttypes.h>
@@ -15,7 +15,7 @@
 
 /** What the caller wants. */
 typedef struct request {
-    commit terms;
+    commit_terms terms;
     bool wait;
     const fanin_stream *stream; /**< NULL: none */
     gpu *gpu;                   /**< of the stream */
@@ -99,7 +99,7 @@ static fanin_status check_time(const publication *p, fanin_error *error)
 }
 
 /* Whether it goes with the commits before. Lock held. */
-static fanin_status check_terms(const publication *p, const commit *terms,
+static fanin_status check_terms(const publication *p, const commit_terms *terms,
                                 fanin_error *error)
 {
     error_place place = {.phase = "commit"};
@@ -128,28 +128,6 @@ static fanin_status check_terms(const publication *p, const commit *terms,
 
 /* ----------------------------------------------------------------- pending */
 
-/* Makes the publication's pending commit, with a reference for the caller. Lock held, nothing
-   pending. */
-static fanin_status make_pending(fanin_server *s, publication *p, const commit *terms,
-                                 commit **out, fanin_error *error)
-{
-    commit *c = malloc(sizeof *c);
-    if (!c)
-        return error_set_memory(error);
-    *c = *terms;
-    commit_token_init(&c->token, s->hub, 3); /* the caller's, p->pending, s->commits */
-    c->of = p;
-    c->closing = p->epoch;
-    c->was_open = p->update_open;
-    c->was_aborted = p->aborted;
-    c->next = s->commits;
-    s->commits = c;
-    p->pending = c;
-    p->update_open = p->aborted = false;
-    *out = c;
-    return FANIN_OK;
-}
-
 /* Checks and begins; with the writer lock if that is so. */
 static fanin_status begin(fanin_server *s, publication *p, const request *q,
                           commit **out, fanin_error *error)
@@ -161,7 +139,7 @@ static fanin_status begin(fanin_server *s, publication *p, const request *q,
     if (status == FANIN_OK)
         status = check_terms(p, &q->terms, error);
     if (status == FANIN_OK)
-        status = make_pending(s, p, &q->terms, out, error);
+        status = commit_make(s, p, &q->terms, out, error);
     pthread_mutex_unlock(&s->lock);
     if (status != FANIN_OK)
         pthread_mutex_unlock(&p->writer);
@@ -174,7 +152,7 @@ static fanin_status overtaken(const commit *c, fanin_error *error)
     return error_set(error, FANIN_ERR_STATE, &place,
                      "another update of %s began before step %" PRIu64
                      " was committed, or it was aborted or removed",
-                     c->of->name, c->step);
+                     c->of->name, c->terms.step);
 }
 
 static fanin_status device_failed(const commit *c, fanin_error *error)
@@ -182,14 +160,14 @@ static fanin_status device_failed(const commit *c, fanin_error *error)
     error_place place = {.phase = "commit",
                          .remedy = "the trainer's log says what has failed"};
     return error_set(error, FANIN_ERR_TRANSPORT, &place,
-                     "step %" PRIu64 " of %s: a CUDA device has failed", c->step,
+                     "step %" PRIu64 " of %s: a CUDA device has failed", c->terms.step,
                      c->of->name);
 }
 
 static fanin_status give_catalog(fanin_server *s, commit *c, fanin_error *error)
 {
     shard_catalog *made = NULL;
-    fanin_status status = make_catalog(s, c->of, c, &made, error);
+    fanin_status status = make_catalog(s, c->of, &c->terms, &made, error);
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&s->lock);
@@ -220,6 +198,20 @@ static void wait_for_holders(fanin_server *s, publication *p, const commit *c,
     (void)drain_end(s, p, &d);
 }
 
+/* The arena to fill gets a generation that nobody has leases of. Waits for sends, the lock given up
+   meanwhile. */
+static void advance_arena(fanin_server *s, publication *p, commit *c, bool published)
+{
+    c->generation = next_even(s);
+    if (!RULE(RULE_ARENA_RAISE))
+        return;
+    p->previous = 0;
+    if (published)
+        p->epoch = c->closing = c->generation;
+    lease_void_outdated(s, p);
+    publication_wait_for_reads(s, p);
+}
+
 /* Chooses the arena to fill, and makes sure that nobody reads it any more. */
 static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
                                fanin_error *error)
@@ -234,7 +226,7 @@ static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
     wait_for_holders(s, p, c, published);
     bool over = p->pending != c;
     if (!over)
-        publication_advance_arena(s, p, c, published);
+        advance_arena(s, p, c, published);
     pthread_mutex_unlock(&s->lock);
     return over ? overtaken(c, error) : FANIN_OK;
 }
@@ -257,13 +249,13 @@ static fanin_status queue_copies(const request *q, commit *c, const arena_plan *
         /* Before our thread is told: the caller's work need not wait for that. */
         if (q->stream)
             status = gpu_stream_before(stream, q->stream, error);
-        commit_token_expect(&c->token);
-        fanin_status told = gpu_stream_notify(stream, commit_token_arrive, &c->token,
+        commit_expect(c);
+        fanin_status told = gpu_stream_notify(stream, commit_arrive, c,
                                               status == FANIN_OK ? error : NULL);
         if (told != FANIN_OK) {
             /* Nobody will tell us when the shards are not read any more. */
             (void)gpu_stream_wait(stream, deadline_in_ms(COMMIT_WAIT_MS), NULL);
-            commit_token_arrive(&c->token, false);
+            commit_arrive(c, false);
         }
         status = status == FANIN_OK ? told : status;
     }
@@ -272,11 +264,11 @@ static fanin_status queue_copies(const request *q, commit *c, const arena_plan *
 
 static fanin_status expect_caller(const request *q, commit *c, fanin_error *error)
 {
-    commit_token_expect(&c->token);
+    commit_expect(c);
     fanin_status status =
-        gpu_notify(q->gpu, q->stream, commit_token_arrive, &c->token, error);
+        gpu_notify(q->gpu, q->stream, commit_arrive, c, error);
     if (status != FANIN_OK)
-        commit_token_arrive(&c->token, false);
+        commit_arrive(c, false);
     return status;
 }
 
@@ -284,21 +276,20 @@ static fanin_status expect_caller(const request *q, commit *c, fanin_error *erro
 static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *error)
 {
     fanin_status status =
-        commit_token_await(&c->token, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
+        commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for"};
     if (status != FANIN_OK)
         return error_set(error, status, &place,
                          "the stream of step %" PRIu64
                          " of %s has had unfinished work for %d s",
-                         c->step, c->of->name, COMMIT_WAIT_MS / 1000);
+                         c->terms.step, c->of->name, COMMIT_WAIT_MS / 1000);
     pthread_mutex_lock(&s->lock);
-    bool over = c->of->pending != c, failed;
+    bool over = c->of->pending != c;
     pthread_mutex_unlock(&s->lock);
     if (over)
         return overtaken(c, error);
-    (void)commit_token_is_due(&c->token, &failed);
-    return failed ? device_failed(c, error) : FANIN_OK;
+    return commit_has_failed(c) ? device_failed(c, error) : FANIN_OK;
 }
 
 static fanin_status copy_host(const fanin_server *s, const commit *c,
@@ -310,7 +301,7 @@ static fanin_status copy_host(const fanin_server *s, const commit *c,
         return FANIN_OK;
     shard_unreadable(shard_set_holder(&c->of->shards, bad), s->rank, error);
     log_write(&s->log, FANIN_LOG_ERROR, "read-failed", "step %" PRIu64 " of %s: %s",
-              c->step, c->of->name, error->message);
+              c->terms.step, c->of->name, error->message);
     return FANIN_ERR_TRANSPORT;
 }
 
@@ -340,19 +331,19 @@ static fanin_status carry_out(fanin_server *s, const request *q, commit *c,
                               fanin_error *error)
 {
     fanin_status status = give_catalog(s, c, error);
-    if (status == FANIN_OK && c->mode == MODE_SNAPSHOT) {
+    if (status == FANIN_OK && c->terms.mode == MODE_SNAPSHOT) {
         status = take_arena(s, c->of, c, error);
         return status == FANIN_OK ? copy(s, q, c, error) : status;
     }
     return status == FANIN_OK && q->stream ? expect_caller(q, c, error) : status;
 }
 
-/* Lets it take effect if it can; the error if it never will. */
-static fanin_status settle(fanin_server *s, commit *c, fanin_error *error)
+/* What became of it; it takes effect now if it can. */
+static fanin_status outcome_of(fanin_server *s, commit *c, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
     if (c->of->pending == c)
-        publication_settle(s, c->of);
+        commit_settle(s, c->of);
     commit_outcome outcome = c->outcome;
     pthread_mutex_unlock(&s->lock);
     if (outcome == COMMIT_WITHDRAWN)
@@ -366,24 +357,24 @@ static fanin_status end_call(fanin_server *s, commit *c, fanin_status status,
 {
     if (status != FANIN_OK) {
         pthread_mutex_lock(&s->lock);
-        publication_fail(c);
+        commit_fail(c);
         pthread_mutex_unlock(&s->lock);
     }
-    commit_token_arrive(&c->token, false);
-    return status == FANIN_OK ? settle(s, c, error) : status;
+    commit_arrive(c, false);
+    return status == FANIN_OK ? outcome_of(s, c, error) : status;
 }
 
 static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *error)
 {
     fanin_status status =
-        commit_token_await(&c->token, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
+        commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
     if (status == FANIN_OK)
-        return settle(s, c, error);
+        return outcome_of(s, c, error);
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for; the commit "
                                    "takes effect when that work is done"};
     return error_set(error, status, &place,
-                     "step %" PRIu64 " of %s has not taken effect for %d s", c->step,
+                     "step %" PRIu64 " of %s has not taken effect for %d s", c->terms.step,
                      c->of->name, COMMIT_WAIT_MS / 1000);
 }
 
@@ -399,7 +390,7 @@ static fanin_status run(fanin_server *s, publication *p, const request *q,
     pthread_mutex_unlock(&p->writer);
     if (status == FANIN_OK && q->wait)
         status = wait_for_effect(s, c, error);
-    commit_token_release(&c->token);
+    commit_release(c);
     return status;
 }
 
@@ -429,7 +420,6 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
     status = check_stream(server, &q, error);
     if (status == FANIN_OK)
         status = run(server, p, &q, error);
-    span_of_update(server, TRACE_COMMIT, began, name, step, status);
-    commit_tidy(server);
+    publication_span(server, TRACE_COMMIT, began, name, step, status);
     return status;
 }

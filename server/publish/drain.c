@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/drain.h"
 #include "core/peer.h"
+#include "core/wake.h"
 #include "thread.h"
 
 #include <inttypes.h>
@@ -177,8 +178,10 @@ static void note(fanin_server *s, const publication *p, const drain *d)
         memcpy(n->by, d->by, sizeof n->by);
         memcpy(n->publication, p->name, sizeof n->publication);
     }
-    if (deadline_passed(n->next))
-        atomic_store(&n->due, true);
+    if (!deadline_passed(n->next))
+        return;
+    atomic_store(&n->due, true);
+    wake_up(s->wake);
 }
 
 bool drain_end(fanin_server *s, publication *p, drain *d)

@@ -69,7 +69,7 @@ static void prepare_devices(fanin_server *s, const publication *p,
     }
 }
 
-fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
+fanin_status make_catalog(fanin_server *s, publication *p, const commit_terms *terms,
                           shard_catalog **out, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
@@ -86,8 +86,8 @@ fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
     if (current)
         return FANIN_OK;
     fanin_status status =
-        c && c->mode == MODE_SNAPSHOT
-            ? build_copied(s, p, what, c->cast, out, error)
+        terms && terms->mode == MODE_SNAPSHOT
+            ? build_copied(s, p, what, terms->cast, out, error)
             : shard_catalog_build(&s->registrar, &what, p->catalog, out, error);
     if (status != FANIN_OK)
         return status;

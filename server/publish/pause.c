@@ -84,7 +84,6 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
     }
     if (status == FANIN_OK)
         log_write(&server->log, FANIN_LOG_INFO, "paused", "%s: %s", name, text);
-    commit_tidy(server);
     return status;
 }
 
@@ -133,6 +132,5 @@ fanin_status fanin_server_resume(fanin_server *server, const char *name,
     pthread_mutex_unlock(&p->writer);
     if (status == FANIN_OK)
         log_write(&server->log, FANIN_LOG_INFO, "resumed", "%s", name);
-    commit_tidy(server);
     return status;
 }

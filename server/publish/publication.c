@@ -11,10 +11,9 @@
 #include "core/rules.h"
 #include "core/wake.h"
 #include "error_set.h"
-#include "publish/garbage.h"
+#include "publish/commit.h"
 #include "publish/drain.h"
-
-#include <time.h>
+#include "publish/garbage.h"
 
 /* ------------------------------------------------------------------ states */
 
@@ -28,6 +27,8 @@ const char *state_name(publication_state state)
 /* Sets the state, remembers the change and wakes the control thread. */
 static void enter(fanin_server *s, publication *p, publication_state state)
 {
+    if (p->state == STATE_STABLE)
+        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->entered_at;
     p->state = state;
     p->entered_at = clock_ns();
     p->history[p->changes % HISTORY] = (state_change){p->step, state};
@@ -36,12 +37,6 @@ static void enter(fanin_server *s, publication *p, publication_state state)
         return;
     s->is_woken = true;
     wake_up(s->wake);
-}
-
-static void count_stable(publication *p)
-{
-    if (p->state == STATE_STABLE)
-        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->entered_at;
 }
 
 uint64_t publication_stable_ns(const publication *p)
@@ -56,7 +51,7 @@ uint64_t publication_stable_ns(const publication *p)
 bool publication_has_copies(const publication *p)
 {
     return (p->mode == MODE_SNAPSHOT && p->state == STATE_STABLE) ||
-           (p->pending && p->pending->mode == MODE_SNAPSHOT);
+           (p->pending && p->pending->terms.mode == MODE_SNAPSHOT);
 }
 
 bool publication_is_away(const publication *p)
@@ -143,107 +138,6 @@ void publication_take_effect(fanin_server *s, publication *p, shard_catalog *cat
     enter(s, p, STATE_STABLE);
 }
 
-/* The commit is not the publication's pending one any more. */
-static void conclude(commit *c, commit_outcome outcome)
-{
-    c->outcome = outcome;
-    c->of->pending = NULL;
-    c->of->filling = NULL;
-    commit_token_conclude(&c->token);
-}
-
-static uint64_t time_of_day_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-/* Readers of the copy that was published until now may finish. */
-static void commit_effect(fanin_server *s, publication *p, commit *c)
-{
-    bool copy = c->mode == MODE_SNAPSHOT;
-    uint64_t epoch = copy && RULE(RULE_ARENA_RAISE) ? c->generation : next_even(s);
-    if (copy) {
-        count_stable(p);
-        p->previous = p->state == STATE_STABLE ? p->epoch : 0;
-        p->arena = c->arena;
-    }
-    p->mode = c->mode;
-    p->cast = c->cast;
-    p->has_step = true;
-    p->step = c->step;
-    p->committed_at = clock_ns();
-    p->committed_unix_ns = time_of_day_ns();
-    s->stats.commits++;
-    publication_take_effect(s, p, c->catalog, epoch);
-    if (copy)
-        lease_void_outdated(s, p);
-    conclude(c, COMMIT_EFFECTIVE);
-}
-
-/* -------------------------------------------------------------- withdrawal */
-
-static void reopen(publication *p, const commit *c)
-{
-    p->update_open = p->update_open || c->was_open;
-    p->aborted = p->aborted || c->was_aborted;
-}
-
-/* For commit_tidy() to log, in this order. */
-static void remember(fanin_server *s, commit *c)
-{
-    commit **last = &s->untold;
-    while (*last)
-        last = &(*last)->untold;
-    commit_token_retain(&c->token);
-    *last = c;
-    wake_up(s->wake);
-}
-
-static void withdraw(fanin_server *s, commit *c, const char *why)
-{
-    c->why = why;
-    reopen(c->of, c);
-    if (c->on_stream) {
-        s->stats.commits_withdrawn++;
-        remember(s, c);
-    }
-    conclude(c, COMMIT_WITHDRAWN);
-}
-
-void publication_fail(commit *c)
-{
-    if (c->of->pending != c)
-        return;
-    reopen(c->of, c);
-    conclude(c, COMMIT_FAILED);
-}
-
-void publication_settle(fanin_server *s, publication *p)
-{
-    commit *c = p->pending;
-    bool failed;
-    if (!c || !commit_token_is_due(&c->token, &failed))
-        return;
-    bool stands = p->present && (p->epoch == c->closing || !RULE(RULE_LATE_EFFECT));
-    if (failed) {
-        remember(s, c);
-        publication_fail(c);
-    } else if (stands) {
-        commit_effect(s, p, c);
-    } else {
-        withdraw(s, c, "another update began before its stream was done");
-    }
-}
-
-void publication_withdraw(fanin_server *s, publication *p, const char *why)
-{
-    publication_settle(s, p);
-    if (p->pending)
-        withdraw(s, p->pending, why);
-}
-
 /* ----------------------------------------------------------------- advance */
 
 /* Waits until no lease is left that is to be waited for. */
@@ -279,7 +173,6 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
 {
     uint64_t began = clock_ns();
     bool gently = to != STATE_UNPUBLISHED;
-    count_stable(p);
     if (gently && p->state == STATE_STABLE)
         drain_readers(s, p);
     p->epoch = next_odd(s);
@@ -293,17 +186,4 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
     s->stats.updates += to == STATE_WRITING;
     if (gently)
         count_wait(s, clock_ns() - began);
-}
-
-void publication_advance_arena(fanin_server *s, publication *p, commit *c,
-                               bool published)
-{
-    c->generation = next_even(s);
-    if (!RULE(RULE_ARENA_RAISE))
-        return;
-    p->previous = 0;
-    if (published)
-        p->epoch = c->closing = c->generation;
-    lease_void_outdated(s, p);
-    publication_wait_for_reads(s, p);
 }

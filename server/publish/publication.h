@@ -3,15 +3,14 @@
  * @file
  * A publication: shards under a name, and what readers get of them.
  *
- * What readers get changes in three ways only:
+ * What readers get changes in two ways only:
  *
  *   - publication_take_effect(): a catalog is readable from now on, under a new even epoch;
- *   - publication_withdraw(): a commit that has not taken effect never will;
  *   - publication_advance(): what was readable is not any more, and what was read under the
- *     epoch before is worth nothing; publication_advance_arena(): the same of the copy that is
- *     not published any more.
+ *     epoch before is worth nothing. A commit that fills an arena does the same to the copy
+ *     that is not published any more.
  *
- * publication_settle() decides between the first two when a commit's streams have got there.
+ * commit_settle() (commit.h) decides whether a commit whose streams have got there takes effect.
  */
 #ifndef PUBLICATION_H
 #define PUBLICATION_H
@@ -19,9 +18,8 @@
 #include "clock.h"
 #include "core/server_state.h"
 #include "messages.h"
-#include "publish/commit_token.h"
-#include "shards/arena.h"
 #include "shards/shard_catalog.h"
+#include "trace.h"
 
 #define HISTORY 32 /**< state changes that a watcher may lag behind */
 #define STABLE_SAMPLES 8
@@ -53,36 +51,6 @@ typedef struct reading {
     uint64_t epoch;
     unsigned count; /**< 0: this slot is free */
 } reading;
-
-typedef enum commit_outcome {
-    COMMIT_PENDING,
-    COMMIT_EFFECTIVE,
-    COMMIT_WITHDRAWN,
-    COMMIT_FAILED, /**< a device has failed, or the call itself */
-} commit_outcome;
-
-/** One commit, from the call until it has taken effect or never will. It is kept, with the catalog
-    and so the arenas that it uses, until the last of its streams has got there, also when it was
-    withdrawn; its own memory even after the server. */
-struct commit {
-    commit_token token;
-
-    /* Fixed once it is the pending one. */
-    publication *of;
-    uint64_t step, closing; /**< closing: the publication's epoch when it was made */
-    publication_mode mode;
-    fanin_dtype cast;
-    bool on_stream, was_open, was_aborted;
-
-    /* Guarded by the server's lock. */
-    commit_outcome outcome;
-    shard_catalog
-        *catalog; /**< that takes effect, with a reference; NULL: not built yet */
-    uint64_t generation;
-    unsigned arena;
-    const char *why;       /**< it was withdrawn */
-    commit *next, *untold; /**< of the server's lists */
-};
 
 /** Never freed before the server: its name's last step outlives a removal. */
 struct publication {
@@ -158,30 +126,22 @@ fanin_status publication_lock_present(fanin_server *s, const char *name,
 /** Lock held. Writes names of publications, comma-separated, cut to @p size. */
 void publication_names(const fanin_server *s, char *out, size_t size);
 void publications_free(fanin_server *s);
+/** What a call of the publication @p about, from @p began until now, tells the trace (trace.h);
+    nothing where there is none. @p step: 0, not told. */
+void publication_span(const fanin_server *s, trace_name name, uint64_t began,
+                      const char *about, uint64_t step, fanin_status outcome);
 
 /* ------------------------------- what readers get; all with the lock held */
 
 /** Its epoch is @p epoch from now on, and the catalog what readers get. */
 void publication_take_effect(fanin_server *s, publication *p, shard_catalog *catalog,
                              uint64_t epoch);
-/** The pending commit, unless it can take effect now, never will. @p why completes
-    "was not published: ..."; static. */
-void publication_withdraw(fanin_server *s, publication *p, const char *why);
-/** The commit's call has failed: it is over, and the update open again. */
-void publication_fail(commit *c);
-/** Lets the pending commit take effect if its streams have got there. */
-void publication_settle(fanin_server *s, publication *p);
 /**
  * From any state but draining to an odd epoch and the state @p to: voids the leases, waits for
  * sends (the lock is given up meanwhile). On the way to STATE_WRITING and STATE_PAUSED readers
  * have the lease time to finish; not to STATE_UNPUBLISHED.
  */
 void publication_advance(fanin_server *s, publication *p, publication_state to);
-/** The arena that @p c is to fill, the published one if @p published, gets a generation that
-    nobody has leases of. Waits for sends, the lock given up meanwhile. */
-void publication_advance_arena(fanin_server *s, publication *p, commit *c,
-                               bool published);
-
 /** Whether the trainer may write the shards while readers go on, or wait for, a copy of them. */
 bool publication_has_copies(const publication *p);
 /** Whether bytes may still be read under a lease of that epoch. */

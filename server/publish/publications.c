@@ -142,3 +142,16 @@ void publications_free(fanin_server *s)
     s->publications = NULL;
     s->n_publications = s->publications_capacity = 0;
 }
+
+/* ------------------------------------------------------------------- trace */
+
+void publication_span(const fanin_server *s, trace_name name, uint64_t began,
+                      const char *about, uint64_t step, fanin_status outcome)
+{
+    if (!trace_on())
+        return;
+    trace_span span = trace_span_of(name, began, outcome, about);
+    span.rank = (int32_t)s->rank;
+    span.step = step;
+    trace_add(&span);
+}

@@ -45,7 +45,7 @@ static fanin_status fault(const publication *p, const char *name, fanin_status c
    while waiting. */
 static void end_readers(fanin_server *s, publication *p, const char *why)
 {
-    publication_withdraw(s, p, why);
+    commit_withdraw(s, p, why);
     if (p->state == STATE_STABLE)
         publication_advance(s, p, STATE_WRITING);
     else
@@ -61,7 +61,6 @@ static void make_unreadable(fanin_server *s, publication *p)
     /* Nobody reads the shards of a paused one, and no commit is due to resume. */
     if (!p->paused) {
         publication_wait_for_drain(s, p);
-        publication_settle(s, p);
         if (publication_has_copies(p))
             p->update_open = true;
         else
@@ -208,7 +207,6 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
     if (status == FANIN_OK) {
         status = put(server, p, &fresh, replace, error);
         pthread_mutex_unlock(&p->writer);
-        commit_tidy(server);
     }
     shard_set_free(&fresh);
     return status;
@@ -265,7 +263,7 @@ static shard_catalog *close_publication(fanin_server *s, publication *p)
 static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
-    publication_withdraw(s, p, removed);
+    commit_withdraw(s, p, removed);
     pthread_mutex_unlock(&s->lock);
     fanin_status status = commit_wait_for_copies(s, p, error);
     if (status != FANIN_OK)
@@ -297,7 +295,6 @@ fanin_status fanin_server_remove(fanin_server *server, const char *publication_n
         return status;
     status = name ? remove_shard(server, p, name, error) : remove_all(server, p, error);
     pthread_mutex_unlock(&p->writer);
-    commit_tidy(server);
     return status;
 }
 

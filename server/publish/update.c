@@ -3,7 +3,6 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/commit.h"
-#include "publish/spans.h"
 
 /* ------------------------------------------------------------------- begin */
 
@@ -17,7 +16,6 @@ static fanin_status open_update(fanin_server *s, publication *p, fanin_error *er
     if (p->state == STATE_DRAINING)
         return error_set(error, FANIN_ERR_STATE, &place,
                          "another thread is in begin_update of %s", p->name);
-    publication_settle(s, p);
     p->update_at = clock_ns();
     if (publication_has_copies(p)) {
         /* A copy that is still to be made comes before what is written now. */
@@ -26,7 +24,7 @@ static fanin_status open_update(fanin_server *s, publication *p, fanin_error *er
         return FANIN_OK;
     }
     if (RULE(RULE_LATE_EFFECT))
-        publication_withdraw(s, p, "begin_update came before its stream was done");
+        commit_withdraw(s, p, "begin_update came before its stream was done");
     publication_advance(s, p, STATE_WRITING);
     return FANIN_OK;
 }
@@ -46,14 +44,13 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
     if (status == FANIN_OK)
         status = open_update(server, p, error);
     pthread_mutex_unlock(&server->lock);
-    span_of_update(server, TRACE_BEGIN_UPDATE, began, name, 0, status);
-    commit_tidy(server);
+    publication_span(server, TRACE_BEGIN_UPDATE, began, name, 0, status);
     return status;
 }
 
 /* --------------------------------------------------------- abort, withdraw */
 
-/* Ends what the publication is at. Lock held. FANIN_ERR_STATE: it is at nothing of the kind. */
+/* Ends what the publication is at, settled before. Lock held. FANIN_ERR_STATE: it is at nothing of the kind. */
 typedef fanin_status (*end_fn)(fanin_server *s, publication *p, fanin_error *error);
 
 static fanin_status end_update(fanin_server *server, const char *name,
@@ -64,10 +61,11 @@ static fanin_status end_update(fanin_server *server, const char *name,
         return status;
     pthread_mutex_lock(&server->lock);
     publication *p = publication_find(server, name);
+    if (p)
+        commit_settle(server, p);
     status = p && p->present ? end(server, p, error)
                              : publication_absent(phase, name, error);
     pthread_mutex_unlock(&server->lock);
-    commit_tidy(server);
     return status;
 }
 
@@ -81,13 +79,12 @@ static fanin_status abort_update(fanin_server *s, publication *p, fanin_error *e
         s->stats.aborts++;
         return FANIN_OK;
     }
-    publication_settle(s, p);
     if (p->state == STATE_DRAINING || !(p->update_open || p->pending))
         return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
                          p->name);
     /* A copy that is being made belongs to the update before the open one. */
     if (!p->update_open || !publication_has_copies(p))
-        publication_withdraw(s, p, "its update was aborted");
+        commit_withdraw(s, p, "its update was aborted");
     p->update_open = false;
     if (publication_has_copies(p))
         p->aborted = true;
@@ -104,15 +101,14 @@ fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
 }
 
 /* While readers may read the shards themselves, now or when a pending commit takes effect. */
-static fanin_status withdraw(fanin_server *s, publication *p, fanin_error *error)
+static fanin_status withdraw_shards(fanin_server *s, publication *p, fanin_error *error)
 {
     error_place place = {.phase = "withdraw"};
-    publication_settle(s, p);
     if ((p->state != STATE_STABLE && !p->pending) || p->paused ||
         publication_has_copies(p))
         return error_set(error, FANIN_ERR_STATE, &place,
                          "no shards of %s are readable by reference", p->name);
-    publication_withdraw(s, p, "its bytes were written outside of an update");
+    commit_withdraw(s, p, "its bytes were written outside of an update");
     publication_advance(s, p, STATE_UNPUBLISHED);
     return FANIN_OK;
 }
@@ -120,5 +116,5 @@ static fanin_status withdraw(fanin_server *s, publication *p, fanin_error *error
 fanin_status fanin_server_withdraw(fanin_server *server, const char *name,
                                    fanin_error *error)
 {
-    return end_update(server, name, "withdraw", withdraw, error);
+    return end_update(server, name, "withdraw", withdraw_shards, error);
 }
