@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A server's life: configuration, creation, the end. */
 #include "control/control.h"
-#include "core/admission.h"
-#include "core/descriptor_limit.h"
-#include "core/openness.h"
-#include "core/peer_log.h"
+#include "guests/admission.h"
+#include "guests/descriptor_limit.h"
+#include "guests/peer_log.h"
 #include "core/wake.h"
 #include "core/witness.h"
 #include "core/yielding.h"
@@ -150,6 +149,80 @@ static fanin_status check_bind(const fanin_server_config *c, socket_address *out
     return FANIN_OK;
 }
 
+/* ---------------------------------------------------------------- openness */
+
+#define INSECURE                                                                       \
+    "say that it may be so: FANIN_SERVER_INSECURE, insecure=True, --insecure, "        \
+    "FANIN_INSECURE=1"
+
+#define READ_BY_ALL                                                                    \
+    "everybody in the networks allowed can read the weights, and anyone on the way "   \
+    "can alter them"
+
+/* The widest private networks are 10.0.0.0/8 and fc00::/7. */
+static bool is_wider_than_private(const network *n)
+{
+    return n->prefix < (n->family == AF_INET ? 8 : 7);
+}
+
+/* The first of those allowed; NULL: none is. */
+static const network *too_wide(const fanin_server *s)
+{
+    const network *n = s->allow, *end = s->allow + s->n_allow;
+    while (n < end && !is_wider_than_private(n))
+        n++;
+    return n < end ? n : NULL;
+}
+
+static bool is_open(const fanin_server *s)
+{
+    return (s->flags & FANIN_SERVER_OPEN) && !socket_is_loopback(&s->address);
+}
+
+/* Whether the server, whose secret is known, may listen where it is to, for the networks that it
+   allows. Weights that anybody may read or alter are published by intent only. */
+static fanin_status check_openness(const fanin_server *s, fanin_error *error)
+{
+    error_place place = {.phase = "create"};
+    if (!is_open(s) || (s->flags & FANIN_SERVER_INSECURE))
+        return FANIN_OK;
+    if (!s->tls) {
+        place.remedy =
+            "give all ranks and workers one secret (nixl-fetch secret; "
+            "secret_file, --secret-file, FANIN_SECRET_FILE) or "
+            "certificates (tls_cert, --tls-cert, FANIN_TLS_CERT), or " INSECURE;
+        return error_set(
+            error, FANIN_ERR_ARGUMENT, &place,
+            "an open server without the launch's secret or certificates: " READ_BY_ALL);
+    }
+    const network *wide = too_wide(s);
+    place.remedy = "allow the networks that the workers are in, or " INSECURE;
+    return wide
+               ? error_set(error, FANIN_ERR_ARGUMENT, &place,
+                           "the allow-list has a network of prefix /%u, which is wider "
+                           "than any private one",
+                           wide->prefix)
+               : FANIN_OK;
+}
+
+/* Tells the log what check_openness() would not have let pass without FANIN_SERVER_INSECURE. */
+static void tell_openness(const fanin_server *s)
+{
+    const network *wide = too_wide(s);
+    if (!is_open(s))
+        return;
+    if (!s->tls)
+        log_write(&s->log, FANIN_LOG_WARNING, "insecure",
+                  "rank %u is open on %s without the launch's secret or "
+                  "certificates: " READ_BY_ALL,
+                  (unsigned)s->rank, s->address.text);
+    if (wide)
+        log_write(&s->log, FANIN_LOG_WARNING, "insecure",
+                  "rank %u is open on %s to a network of prefix /%u, which is wider "
+                  "than any private one",
+                  (unsigned)s->rank, s->address.text, wide->prefix);
+}
+
 /* ---------------------------------------------------------------- creation */
 
 static void load_ucx(fanin_server *s)
@@ -232,7 +305,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     fanin_status status = take_credentials(s, c, error);
     if (status == FANIN_OK && c->allow && *c->allow)
         status = networks_parse(c->allow, &s->allow, &s->n_allow, error);
-    return status == FANIN_OK ? openness_check(s, error) : status;
+    return status == FANIN_OK ? check_openness(s, error) : status;
 }
 
 /* A Unix socket beside the TCP port, for clients of the same user on this host. */
@@ -282,7 +355,7 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     log_write(&s->log, FANIN_LOG_INFO, "server-start",
               "%s_%u, rank %u of %u, listens on port %u", s->name, (unsigned)s->rank,
               (unsigned)s->rank, (unsigned)s->world_size, (unsigned)s->port);
-    openness_tell(s);
+    tell_openness(s);
     return FANIN_OK;
 }
 

@@ -3,8 +3,8 @@
 #include "control/evict.h"
 #include "control/open_path.h"
 #include "control/secure.h"
-#include "core/admission.h"
-#include "core/peer_log.h"
+#include "guests/admission.h"
+#include "guests/peer_log.h"
 #include "error_set.h"
 
 #include <stdio.h>

@@ -2,8 +2,8 @@
 #include "control/listeners.h"
 #include "control/dispatch.h"
 #include "control/evict.h"
-#include "core/peer_log.h"
-#include "core/peer_work.h"
+#include "guests/peer_log.h"
+#include "guests/peer_work.h"
 #include "error_set.h"
 #include "neighbour.h"
 

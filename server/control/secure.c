@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/secure.h"
 #include "control/reply.h"
-#include "core/peer_log.h"
+#include "guests/peer_log.h"
 #include "error_set.h"
 
 #include <errno.h>

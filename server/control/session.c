@@ -3,7 +3,7 @@
 #include "control/session.h"
 #include "control/reply.h"
 #include "control/rest.h"
-#include "core/peer_log.h"
+#include "guests/peer_log.h"
 #include "error_set.h"
 #include "neighbour.h"
 #include "shards/registration.h"

@@ -4,9 +4,9 @@
 #define SESSION_H
 
 #include "control/changes.h"
-#include "core/admission.h"
+#include "guests/admission.h"
 #include "core/bucket.h"
-#include "core/peer_turns.h"
+#include "guests/peer_turns.h"
 #include "framing.h"
 #include "outgoing.h"
 #include "tls.h"

@@ -3,7 +3,7 @@
    holds leases of them. */
 #include "control/reply.h"
 #include "control/requests.h"
-#include "core/peer_work.h"
+#include "guests/peer_work.h"
 #include "stream/stream.h"
 
 #include <stdlib.h>

@@ -47,7 +47,7 @@ struct fanin_server {
     uint8_t *
         witness; /**< incarnation, where no forked child has it (core/witness.h); NULL: no cma */
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
-    uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (core/peer_work.h) */
+    uint32_t peer_cpu; /**< thousandths of a CPU, 0: no limit (guests/peer_work.h) */
     uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */
     uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/drain.h) */
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
@@ -73,13 +73,13 @@ struct fanin_server {
     struct stream *stream;
     registrar registrar;
 
-    atomic_uint_fast64_t memory;          /**< of all connections */
-    atomic_uint_fast64_t parts;           /**< of that: shards/catalog_part.h */
-    atomic_uint_fast64_t network_memory;  /**< of that: all but the own user's */
-    bucket lines[2];                      /**< of all peers together: core/peer_log.h */
-    atomic_uint_fast64_t unsaid, tell_at; /**< lines left out, and when to tell */
-    bucket strangers_work, strangers_sent; /**< core/peer_work.h */
-    atomic_uint_fast64_t rests;            /**< core/peer_work.h */
+    atomic_uint_fast64_t memory;         /**< of all connections */
+    atomic_uint_fast64_t parts;          /**< of that: shards/catalog_part.h */
+    atomic_uint_fast64_t network_memory; /**< of that: all but the own user's */
+    bucket lines[2]; /**< of all peers together: guests/peer_log.h */
+    atomic_uint_fast64_t unsaid, tell_at;  /**< lines left out, and when to tell */
+    bucket strangers_work, strangers_sent; /**< guests/peer_work.h */
+    atomic_uint_fast64_t rests;            /**< guests/peer_work.h */
 
     pthread_mutex_t lock; /* guards what follows */
     pthread_cond_t freed; /**< a lease or a send ended, or a drain; CLOCK_MONOTONIC */
@@ -87,7 +87,7 @@ struct fanin_server {
     publication **publications; /**< ascending by name */
     size_t n_publications, publications_capacity;
     reader *readers;
-    peer_share **peers; /**< ascending by key (core/peer.h) */
+    peer_share **peers; /**< ascending by key (guests/peer.h) */
     size_t n_peers, peers_capacity;
     uint64_t unsaid_forgotten;    /**< of peers that are not remembered any more */
     unsigned network_connections; /**< not of the own user */
@@ -98,8 +98,8 @@ struct fanin_server {
     bucket strangers_held_up; /**< what all strangers have had of their shares */
     held_up_note held_up;
     commit_hub *hub; /**< does not change */
-    commit *commits;        /**< pending, or withdrawn with a stream still to come */
-    commit *untold;         /**< withdrawn or failed, to be logged by commit_tidy() */
+    commit *commits; /**< pending, or withdrawn with a stream still to come */
+    commit *untold;  /**< withdrawn or failed, to be logged by commit_tidy() */
     struct shard_catalog
         *garbage;  /**< without references, to be freed by garbage_collect() */
     bool stopping; /**< no begins any more */

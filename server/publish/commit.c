@@ -265,8 +265,7 @@ static fanin_status queue_copies(const request *q, commit *c, const arena_plan *
 static fanin_status expect_caller(const request *q, commit *c, fanin_error *error)
 {
     commit_expect(c);
-    fanin_status status =
-        gpu_notify(q->gpu, q->stream, commit_arrive, c, error);
+    fanin_status status = gpu_notify(q->gpu, q->stream, commit_arrive, c, error);
     if (status != FANIN_OK)
         commit_arrive(c, false);
     return status;
@@ -275,8 +274,7 @@ static fanin_status expect_caller(const request *q, commit *c, fanin_error *erro
 /* Until all streams that were asked have got there. */
 static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *error)
 {
-    fanin_status status =
-        commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
+    fanin_status status = commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for"};
     if (status != FANIN_OK)
@@ -366,16 +364,15 @@ static fanin_status end_call(fanin_server *s, commit *c, fanin_status status,
 
 static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *error)
 {
-    fanin_status status =
-        commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
+    fanin_status status = commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
     if (status == FANIN_OK)
         return outcome_of(s, c, error);
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for; the commit "
                                    "takes effect when that work is done"};
     return error_set(error, status, &place,
-                     "step %" PRIu64 " of %s has not taken effect for %d s", c->terms.step,
-                     c->of->name, COMMIT_WAIT_MS / 1000);
+                     "step %" PRIu64 " of %s has not taken effect for %d s",
+                     c->terms.step, c->of->name, COMMIT_WAIT_MS / 1000);
 }
 
 static fanin_status run(fanin_server *s, publication *p, const request *q,

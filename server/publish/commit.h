@@ -37,7 +37,8 @@ struct commit {
 
     /* Guarded by the hub's lock. */
     unsigned references; /**< freed with the last */
-    unsigned awaited; /**< streams that have not got there, and 1 for the call itself; each
+    unsigned
+        awaited; /**< streams that have not got there, and 1 for the call itself; each
                          has a reference */
     bool device_failed;
     bool concluded; /**< what is awaited makes no difference any more */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/drain.h"
-#include "core/peer.h"
+#include "guests/peer.h"
 #include "core/wake.h"
 #include "thread.h"
 

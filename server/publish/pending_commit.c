@@ -295,8 +295,7 @@ fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
 static commit *find_copy(const fanin_server *s, const publication *p)
 {
     commit *c = s->commits;
-    while (c && (c->of != p || c->terms.mode != MODE_SNAPSHOT ||
-                 is_due(c)))
+    while (c && (c->of != p || c->terms.mode != MODE_SNAPSHOT || is_due(c)))
         c = c->next;
     if (c)
         retain(c);
@@ -331,8 +330,8 @@ static void tell(const fanin_server *s, const commit *c)
     bool failed = c->outcome == COMMIT_FAILED;
     log_write(&s->log, failed ? FANIN_LOG_ERROR : FANIN_LOG_WARNING,
               failed ? "commit-failed" : "commit-withdrawn",
-              "step %" PRIu64 " of %s was not published: %s", c->terms.step, c->of->name,
-              failed ? "the device of its stream has failed" : c->why);
+              "step %" PRIu64 " of %s was not published: %s", c->terms.step,
+              c->of->name, failed ? "the device of its stream has failed" : c->why);
 }
 
 /* Lock held. Takes what no stream is awaited for off the list. */

@@ -50,7 +50,8 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
 
 /* --------------------------------------------------------- abort, withdraw */
 
-/* Ends what the publication is at, settled before. Lock held. FANIN_ERR_STATE: it is at nothing of the kind. */
+/* Ends what the publication, which is settled, is at. Lock held. FANIN_ERR_STATE: it is at nothing
+   of the kind. */
 typedef fanin_status (*end_fn)(fanin_server *s, publication *p, fanin_error *error);
 
 static fanin_status end_update(fanin_server *server, const char *name,

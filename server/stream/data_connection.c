@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/data_connection.h"
-#include "core/peer_log.h"
-#include "core/peer_work.h"
+#include "guests/peer_log.h"
+#include "guests/peer_work.h"
 #include "core/rules.h"
 #include "error_set.h"
 

@@ -2,8 +2,8 @@
 /* A data thread. Sockets are watched edge-triggered; connections that can do something are
    in a queue and take turns of at most one frame or one sendmsg each. */
 #include "stream/data_thread.h"
-#include "core/peer_log.h"
-#include "core/peer_work.h"
+#include "guests/peer_log.h"
+#include "guests/peer_work.h"
 #include "core/wake.h"
 #include "core/yielding.h"
 #include "error_set.h"

@@ -3,7 +3,7 @@
 #ifndef READ_JOB_H
 #define READ_JOB_H
 
-#include "core/admission.h"
+#include "guests/admission.h"
 #include "guarded.h"
 #include "publish/lease.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections that a rank cannot take for want of descriptors or memory: its log says so, once a
    second. */
-#include "core/admission.h"
+#include "guests/admission.h"
 #include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"

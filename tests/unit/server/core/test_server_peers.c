@@ -4,8 +4,8 @@
  * when there is none, and requests that never end.
  */
 #include "control/rest.h"
-#include "core/admission.h"
-#include "core/peer_work.h"
+#include "guests/admission.h"
+#include "guests/peer_work.h"
 #include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How long leases hold updates up, on whose account, and who is told. */
 #include "call.h"
-#include "core/peer.h"
+#include "guests/peer.h"
 #include "log_catcher.h"
 #include "publish/drain.h"
 #include "server_peer.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/peer_work.h"
+#include "guests/peer_work.h"
 
 #include <time.h>
 

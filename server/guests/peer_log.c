@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/peer_log.h"
+#include "guests/peer_log.h"
 #include "core/wake.h"
 #include "frame.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/peer.h"
+#include "guests/peer.h"
 #include "array.h"
 
 #include <arpa/inet.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/peer_turns.h"
+#include "guests/peer_turns.h"
 
 static void add_peer(peer_turns *q, peer_turn *first)
 {

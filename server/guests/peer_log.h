@@ -7,7 +7,7 @@
 #ifndef PEER_LOG_H
 #define PEER_LOG_H
 
-#include "core/peer.h"
+#include "guests/peer.h"
 #include "tls.h"
 
 /** Logs a line that @p from is the cause of, or counts it. Lock not held. */

@@ -8,7 +8,7 @@
 #ifndef PEER_TURNS_H
 #define PEER_TURNS_H
 
-#include "core/peer.h"
+#include "guests/peer.h"
 
 /** A connection's place in a queue. Zeroed: it has none. */
 typedef struct peer_turn {

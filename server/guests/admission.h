@@ -3,7 +3,7 @@
 #ifndef ADMISSION_H
 #define ADMISSION_H
 
-#include "core/peer.h"
+#include "guests/peer.h"
 
 #define STALL_MS 10000   /**< a peer that owes room for bytes so long is dropped */
 #define LINGER_MS 1000   /**< a refused peer gets so long to read why */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Who may connect, how many, and how much memory all of them may take. */
-#include "core/admission.h"
+#include "guests/admission.h"
 #include "error_set.h"
 #include "neighbour.h"
 

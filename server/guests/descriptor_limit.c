@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/descriptor_limit.h"
-#include "core/admission.h"
+#include "guests/descriptor_limit.h"
+#include "guests/admission.h"
 #include "error_set.h"
 
 #include <inttypes.h>

@@ -9,7 +9,7 @@
 #ifndef PEER_WORK_H
 #define PEER_WORK_H
 
-#include "core/peer.h"
+#include "guests/peer.h"
 
 /** What was not taken for so long may be taken at once: with 50 of 1000 a whole second of a CPU,
     the first pulls of hundreds of workers behind one address. */
