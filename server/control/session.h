@@ -3,7 +3,6 @@
 #ifndef SESSION_H
 #define SESSION_H
 
-#include "control/changes.h"
 #include "guests/admission.h"
 #include "core/bucket.h"
 #include "guests/peer_turns.h"
@@ -16,6 +15,27 @@
 #define SESSION_WAITS 16
 #define SESSION_WATCHES 16
 #define SESSION_DATA 16
+
+#define CHANGES_MOST 32 /**< publications that are looked at in one go */
+
+/** A publication at a moment. */
+typedef struct publication_view {
+    char name[PUBLICATION_NAME_SIZE];
+    bool is_stable, is_away; /**< ready to be read; paused */
+    uint64_t step, catalog_version, stable_ns;
+    uint8_t key_digest[DIGEST_SIZE];
+    char reason[REASON_SIZE];
+    uint64_t changes;
+    state_change history[HISTORY];
+} publication_view;
+
+/** What has become of publications, copied out under the lock in one go, so that the parked waits
+    and watches of however many sessions are answered without it: the trainer's calls take the same
+    lock. */
+typedef struct changes {
+    unsigned n;
+    publication_view views[CHANGES_MOST];
+} changes;
 
 #define HELLO_MS 2000          /**< from accept to hello */
 #define OUTPUT_PAUSE (2 << 20) /**< queued bytes beyond which no request is taken */

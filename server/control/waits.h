@@ -5,6 +5,14 @@
 
 #include "control/session.h"
 
+/* ----------------------------------------------------------------- changes */
+
+/** Those that have changed since the last call, which only the control thread makes. Takes the
+    lock. True: there are more. */
+bool changes_take(fanin_server *s, changes *out);
+
+/* ------------------------------------------------------- waits and watches */
+
 /* As other requests: not FANIN_OK if the body is refused. */
 fanin_status handle_wait(session *s, uint64_t request, body *in);
 fanin_status handle_watch(session *s, uint64_t request, body *in);

@@ -74,7 +74,7 @@ struct fanin_server {
     registrar registrar;
 
     atomic_uint_fast64_t memory;         /**< of all connections */
-    atomic_uint_fast64_t parts;          /**< of that: shards/catalog_part.h */
+    atomic_uint_fast64_t parts;          /**< of that: shards/shard_catalog.h */
     atomic_uint_fast64_t network_memory; /**< of that: all but the own user's */
     bucket lines[2]; /**< of all peers together: guests/peer_log.h */
     atomic_uint_fast64_t unsaid, tell_at;  /**< lines left out, and when to tell */

@@ -4,7 +4,6 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "shards/registration.h"
-#include "shards/shard_memory.h"
 #include "text.h"
 
 #include <inttypes.h>

@@ -5,6 +5,8 @@
 
 #include "block.h"
 #include "gpu.h"
+#include "gpu_finder.h"
+#include "log.h"
 #include <fanin/types.h>
 #include <stddef.h>
 
@@ -46,13 +48,19 @@ typedef struct shard_set {
 /** "lora:<run>" or "full:<run>" with run = [A-Za-z0-9._-]{1,64}, not "." or "..". */
 fanin_status publication_name_check(const char *name, fanin_error *error);
 
-struct memory_probe;
+/** What one call of put knows already. Zeroed but for the log; ends with gpu_finder_free(). */
+typedef struct memory_probe {
+    const logger *log;
+    bool asked;        /**< whether the finder's driver is what it is for good */
+    bool found_device; /**< some shard is in CUDA memory */
+    gpu_finder finder; /**< without a driver: no pointer can be device memory */
+} memory_probe;
 
 /**
  * Checks @p count descriptions, finds out where their memory is and makes a set of them. Errors
  * are those of fanin_server_put(), with the key. *out is to be freed also on failure.
  */
-fanin_status shard_set_build(struct memory_probe *probe, const char *publication,
+fanin_status shard_set_build(memory_probe *probe, const char *publication,
                              const fanin_tensor *tensors, size_t count, shard_set *out,
                              fanin_error *error);
 
@@ -61,6 +69,10 @@ fanin_status shard_set_build(struct memory_probe *probe, const char *publication
 void shard_box_view(const shard *s, const shard_box *b, strided *out);
 
 void shard_set_free(shard_set *set);
+
+/** Tells, once a call, of the shards in @p set whose memory has no IPC handle. */
+void shard_set_log_origins(const shard_set *set, const char *publication,
+                           const logger *log);
 
 /** The name of one that has a box around @p address, "a tensor" if none has. */
 const char *shard_set_holder(const shard_set *set, uint64_t address);

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A data thread. Sockets are watched edge-triggered; connections that can do something are
-   in a queue and take turns of at most one frame or one sendmsg each. */
-#include "stream/data_thread.h"
+/* The data threads: which of them gets a connection, and what it does with it. A connection stays
+   with its thread until it is closed. Sockets are watched edge-triggered; connections that can do
+   something are in a queue and take turns of at most one frame or one sendmsg each. */
 #include "guests/peer_log.h"
-#include "guests/peer_work.h"
 #include "core/wake.h"
 #include "core/yielding.h"
 #include "error_set.h"
+#include "guests/peer_work.h"
 #include "stream/data_connection.h"
 #include "thread.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -27,7 +28,7 @@ typedef struct queue {
     connection *first, *last;
 } queue;
 
-struct data_thread {
+typedef struct data_thread {
     stream_tools tools;
     pthread_t thread;
     int epoll, wake;
@@ -38,7 +39,7 @@ struct data_thread {
     peer_turns resting;
     pthread_mutex_t lock;
     connection *arriving; /**< guarded by lock */
-};
+} data_thread;
 
 /* ----------------------------------------------------------- connections */
 
@@ -98,7 +99,7 @@ static void connection_close(data_thread *t, connection *c)
     connection_free(&t->tools, c);
 }
 
-bool data_thread_adopt(data_thread *t, const handover *h)
+static bool data_thread_adopt(data_thread *t, const handover *h)
 {
     connection *c = connection_make(h);
     if (!c)
@@ -112,17 +113,17 @@ bool data_thread_adopt(data_thread *t, const handover *h)
     return true;
 }
 
-unsigned data_thread_load(const data_thread *t)
+static unsigned data_thread_load(const data_thread *t)
 {
     return atomic_load(&t->load);
 }
 
-uint64_t data_thread_cpu_ns(const data_thread *t)
+static uint64_t data_thread_cpu_ns(const data_thread *t)
 {
     return thread_cpu_ns_of(t->thread);
 }
 
-void data_thread_look(data_thread *t)
+static void data_thread_look(data_thread *t)
 {
     if (data_thread_load(t) > 0)
         wake_up(t->wake);
@@ -351,7 +352,8 @@ static void free_all(data_thread *t)
     free(t);
 }
 
-fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *error)
+static fanin_status data_thread_start(fanin_server *s, data_thread **out,
+                                      fanin_error *error)
 {
     data_thread *t = calloc(1, sizeof *t);
     if (!t)
@@ -382,13 +384,13 @@ fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *
     return FANIN_OK;
 }
 
-void data_thread_stop(data_thread *t)
+static void data_thread_stop(data_thread *t)
 {
     atomic_store(&t->quit, true);
     wake_up(t->wake);
 }
 
-void data_thread_end(data_thread **thread)
+static void data_thread_end(data_thread **thread)
 {
     data_thread *t = *thread;
     *thread = NULL;
@@ -399,4 +401,78 @@ void data_thread_end(data_thread **thread)
     stage_destroy(&t->tools.stage);
     side_sum_destroy(&t->tools.sums);
     free_all(t);
+}
+
+/* ------------------------------------------------------- all of a server's */
+
+#define CPUS_A_THREAD 4
+#define AUTOMATIC_MOST 4
+
+struct stream {
+    atomic_uint n; /* the control thread adds to it, any thread looks */
+    data_thread *threads[];
+};
+
+unsigned stream_threads_for(unsigned cpus, uint64_t max_memory)
+{
+    uint64_t n = cpus / CPUS_A_THREAD, room = max_memory / DATA_THREAD_MEMORY;
+    n = n < room ? n : room;
+    n = n < AUTOMATIC_MOST ? n : AUTOMATIC_MOST;
+    return n > 0 ? (unsigned)n : 1;
+}
+
+static fanin_status add(fanin_server *s, fanin_error *error)
+{
+    struct stream *t = s->stream;
+    unsigned n = t->n;
+    fanin_status status = data_thread_start(s, &t->threads[n], error);
+    if (status == FANIN_OK)
+        t->n = n + 1; /* from here on others may look at it */
+    return status;
+}
+
+bool stream_adopt(fanin_server *s, const handover *h)
+{
+    const struct stream *t = s->stream;
+    data_thread *least = t->threads[0];
+    for (unsigned i = 1; i < t->n; i++)
+        if (data_thread_load(t->threads[i]) < data_thread_load(least))
+            least = t->threads[i];
+    if (data_thread_load(least) > 0 && t->n < s->data_threads &&
+        add(s, NULL) == FANIN_OK)
+        least = t->threads[t->n - 1];
+    return data_thread_adopt(least, h);
+}
+
+void stream_wake(fanin_server *s)
+{
+    for (unsigned i = 0; i < s->stream->n; i++)
+        data_thread_look(s->stream->threads[i]);
+}
+
+uint64_t stream_cpu_ns(const fanin_server *s)
+{
+    uint64_t all = 0;
+    for (unsigned i = 0; i < s->stream->n; i++)
+        all += data_thread_cpu_ns(s->stream->threads[i]);
+    return all;
+}
+
+fanin_status stream_create(fanin_server *s, fanin_error *error)
+{
+    s->stream = calloc(1, sizeof *s->stream + s->data_threads * sizeof(data_thread *));
+    return s->stream ? add(s, error) : error_set_memory(error);
+}
+
+void stream_destroy(fanin_server *s)
+{
+    struct stream *t = s->stream;
+    if (!t)
+        return;
+    for (unsigned i = 0; i < t->n; i++)
+        data_thread_stop(t->threads[i]);
+    for (unsigned i = 0; i < t->n; i++)
+        data_thread_end(&t->threads[i]);
+    free(t);
+    s->stream = NULL;
 }
