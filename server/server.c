@@ -14,7 +14,7 @@
 #include "log_choice.h"
 #include "neighbour.h"
 #include "publish/commit.h"
-#include "publish/drain.h"
+#include "publish/lease.h"
 #include "shards/registration.h"
 #include "standard_descriptors.h"
 #include "stream/stream.h"

@@ -2,7 +2,7 @@
 /* Counters as a struct and as Prometheus text. */
 #include "control/control.h"
 #include "counters.h"
-#include "publish/drain.h"
+#include "publish/lease.h"
 #include "stream/stream.h"
 #include "text.h"
 #include "versioned.h"

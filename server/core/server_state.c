@@ -22,15 +22,3 @@ fanin_status server_check(const fanin_server *s, fanin_error *error)
     }
     return FANIN_OK;
 }
-
-uint64_t next_odd(fanin_server *s)
-{
-    s->counter += 1 + s->counter % 2;
-    return s->counter;
-}
-
-uint64_t next_even(fanin_server *s)
-{
-    s->counter += 2 - s->counter % 2;
-    return s->counter;
-}

@@ -49,7 +49,7 @@ struct fanin_server {
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
     uint32_t peer_cpu; /**< thousandths of a CPU, 0: no limit (guests/peer_work.h) */
     uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */
-    uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/drain.h) */
+    uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/lease.h) */
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
     int nice;
     bool sessions_limited; /**< ... by the limit of open files */
@@ -109,7 +109,15 @@ struct fanin_server {
 /** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */
 fanin_status server_check(const fanin_server *s, fanin_error *error);
 /** Lock held. The next number of the server's one counter. */
-uint64_t next_odd(fanin_server *s);
-uint64_t next_even(fanin_server *s);
+static inline uint64_t next_odd(fanin_server *s)
+{
+    s->counter += 1 + s->counter % 2;
+    return s->counter;
+}
+static inline uint64_t next_even(fanin_server *s)
+{
+    s->counter += 2 - s->counter % 2;
+    return s->counter;
+}
 
 #endif

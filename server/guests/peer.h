@@ -29,7 +29,7 @@ struct peer_share {
         control thread's. */
     deadline evict_again[2];
     atomic_uint_fast64_t memory; /**< bytes of its connections */
-    bucket held_up;              /**< what it has had of its share (publish/drain.h) */
+    bucket held_up;              /**< what it has had of its share (publish/lease.h) */
     uint64_t
         held_up_ns; /**< for which its leases held updates up; guarded by the server's lock */
     unsigned connections, sessions; /**< now; guarded by the server's lock */

@@ -59,7 +59,7 @@ struct commit {
     commit *next, *untold; /**< of the server's lists */
 };
 
-/* ------------------------------------------------------ make_catalog.c */
+/* ------------------------------------------------------ commit.c */
 
 /**
  * The publication's catalog as @p terms will have it, NULL: by reference; its last one if nothing

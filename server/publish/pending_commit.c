@@ -5,7 +5,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
-#include "publish/drain.h"
+#include "publish/lease.h"
 #include "publish/garbage.h"
 #include "shards/arena.h"
 #include "thread.h"

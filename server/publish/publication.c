@@ -12,7 +12,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
-#include "publish/drain.h"
+#include "publish/lease.h"
 #include "publish/garbage.h"
 
 /* ------------------------------------------------------------------ states */

@@ -3,7 +3,7 @@
 #include "call.h"
 #include "guests/peer.h"
 #include "log_catcher.h"
-#include "publish/drain.h"
+#include "publish/lease.h"
 #include "server_peer.h"
 #include "testing.h"
 #include "thread.h"
