@@ -7,7 +7,7 @@
  * - BOTH(key, name, metric, label, help): a member of fanin_server_stats, and of fanin_rank_stats,
  *   which has it from the key of stats_ok.
  * - OWN(name, metric, label, help): of fanin_server_stats alone.
- * - TOLD(key, name, metric, label, help): of stats_ok and fanin_rank_stats alone; tell_stats.c
+ * - TOLD(key, name, metric, label, help): of stats_ok and fanin_rank_stats alone; requests.c
  *   works it out.
  *
  * A metric that ends in _total is a counter, any other a gauge. One with _seconds is counted in

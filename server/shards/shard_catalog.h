@@ -37,8 +37,8 @@ typedef struct shard_catalog {
     strided *views;    /**< from: memory, to: packed */
     buffer keys_blob, boxes_blob;
     struct catalog_parts
-        *parts; /**< of the control thread, catalog_part.h; NULL: none yet */
-    /** likewise, by whether the own user asks: PARTS_... of catalog_part.c, as the pages of one
+        *parts; /**< of the control thread, shard_catalog.c; NULL: none yet */
+    /** likewise, by whether the own user asks: PARTS_... of shard_catalog.c, as the pages of one
         answer have to fit together */
     uint8_t parts_for[2];
     region_set regions;
