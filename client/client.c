@@ -3,7 +3,6 @@
 
 #include "adapter/adapter.h"
 #include "adapter/spare_file.h"
-#include "cma/cma.h"
 #include "credentials.h"
 #include "device/devices.h"
 #include "digest.h"
@@ -19,7 +18,6 @@
 #include "standard_descriptors.h"
 #include "stream/stream_link.h"
 #include "text.h"
-#include "ucx/ucx_end.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -130,7 +128,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     for (size_t i = 0; i < sizeof id.bytes; i++)
         snprintf(client->shared.trace_id + 2 * i, 3, "%02x", id.bytes[i]);
     status = devices_create(client, error);
-    return status == FANIN_OK ? ucx_end_create(client, error) : status;
+    return status == FANIN_OK ? paths_create(client, error) : status;
 }
 
 fanin_status fanin_client_create(const fanin_client_config *config,
@@ -160,10 +158,8 @@ void fanin_client_disconnect(fanin_client *client)
     spare_file_drop(&client->spare);
     adapter_layout_free(&client->layout);
     kept_free(client);
-    stream_disconnect(client);
-    cma_disconnect(client);
+    paths_disconnect(client);
     reading_threads_destroy(&client->readers);
-    (void)ucx_end_close(client);
     devices_disconnect(client);
     for (size_t i = 0; i < client->n_peers; i++)
         connection_destroy(&client->peers[i].control);
@@ -184,7 +180,7 @@ void fanin_client_destroy(fanin_client **client)
     fanin_client_disconnect(c);
     trace_flush();
     devices_free(c);
-    ucx_end_free(c);
+    paths_destroy(c);
     if (c->cancel.fd >= 0)
         close(c->cancel.fd);
     loop_finish(&c->loop);

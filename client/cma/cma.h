@@ -133,7 +133,4 @@ void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *
 
 extern const path_reader cma_reader;
 
-/** Frees what the client keeps between pulls; no read is under way. */
-void cma_disconnect(fanin_client *client);
-
 #endif

@@ -433,7 +433,8 @@ static bool finish(void *reading)
     return true;
 }
 
-void cma_disconnect(fanin_client *client)
+/* Frees what the client keeps between pulls; no read is under way. */
+static void cma_disconnect(fanin_client *client)
 {
     size_t n = client->cma ? sizeof client->cma->copiers / sizeof(cma_copier *) : 0;
     for (size_t i = 0; i < n; i++) {
@@ -448,6 +449,7 @@ void cma_disconnect(fanin_client *client)
 const path_reader cma_reader = {
     .name = "cma",
     .number = FANIN_PATH_CMA,
+    .disconnect = cma_disconnect,
     .told_at = offsetof(msg_end, bytes_cma),
     .uses_sink = true,
     .probe = cma_probe,

@@ -220,6 +220,10 @@ struct path_reader {
                      */
     bool asks; /**< asks for destination memory part by part, not for all at once */
     bool uses_sink; /**< brings to devices by way of a device_sink */
+    /* What it keeps of a client between pulls; each may be NULL. */
+    fanin_status (*create)(fanin_client *client, fanin_error *error);
+    void (*disconnect)(fanin_client *client); /**< no read is under way */
+    void (*destroy)(fanin_client *client);    /**< after that */
     /** Begins what takes its time and needs no plan, and goes on beside all that is done until
         probe(). It fails silently: then probe() has more to do. NULL: nothing is begun. */
     void *(*begin_ahead)(fanin_client *client, publication *p,

@@ -48,6 +48,32 @@ static const path_reader *find_fallback(void)
     return path_readers[i];
 }
 
+fanin_status paths_create(fanin_client *client, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++) {
+        if (path_readers[i]->create)
+            status = path_readers[i]->create(client, error);
+    }
+    return status;
+}
+
+void paths_disconnect(fanin_client *client)
+{
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        if (path_readers[i]->disconnect)
+            path_readers[i]->disconnect(client);
+    }
+}
+
+void paths_destroy(fanin_client *client)
+{
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        if (path_readers[i]->destroy)
+            path_readers[i]->destroy(client);
+    }
+}
+
 /* There is one that maps. */
 static const path_reader *reader_ahead(void)
 {

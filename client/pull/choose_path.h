@@ -11,6 +11,11 @@ extern const path_reader *const path_readers[PATH_READERS];
 /** NULL: FANIN_PATH_AUTO, or there is none of that number. */
 const path_reader *path_of_number(fanin_path number);
 
+/** What paths keep of a client: when it is made, loses its ranks, ends. */
+fanin_status paths_create(fanin_client *client, fanin_error *error);
+void paths_disconnect(fanin_client *client);
+void paths_destroy(fanin_client *client);
+
 /** Begins what can be begun before there is a plan, if some rank's tables are not here; goal->ahead
     is to be ended, after path_prepare() or instead of it. @p known is to outlive that. */
 void path_begin_ahead(fanin_client *client, publication *p, const path_foresight *known,

@@ -65,7 +65,8 @@ void stream_end_work(fanin_client *client, size_t peer)
         stream_link_destroy(link);
 }
 
-void stream_disconnect(fanin_client *client)
+/* Closes those of all peers. */
+static void stream_disconnect(fanin_client *client)
 {
     for (size_t i = 0; client->streams && i < client->n_peers; i++)
         stream_link_destroy(&client->streams[i].link);
@@ -593,6 +594,7 @@ const path_reader stream_reader = {
     .number = FANIN_PATH_STREAM,
     .is_fallback = true,
     .is_linked = true,
+    .disconnect = stream_disconnect,
     .guard = guard,
     .asks = true,
     .uses_sink = true,

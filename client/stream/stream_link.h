@@ -146,7 +146,5 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
                             fanin_error *error);
 /** The reading over them has ended: drops them if replies are still on their way. */
 void stream_end_work(fanin_client *client, size_t peer);
-/** Closes those of all peers. */
-void stream_disconnect(fanin_client *client);
 
 #endif

@@ -672,9 +672,17 @@ static fanin_checksums guard(const connection *c)
     return connection_is_unix(c) ? FANIN_CHECKSUMS_LOCAL : FANIN_CHECKSUMS_NONE;
 }
 
+static void ucx_disconnect(fanin_client *client)
+{
+    (void)ucx_end_close(client);
+}
+
 const path_reader ucx_reader = {
     .name = "rdma",
     .number = FANIN_PATH_RDMA,
+    .create = ucx_end_create,
+    .disconnect = ucx_disconnect,
+    .destroy = ucx_end_free,
     .guard = guard,
     .told_at = offsetof(msg_end, bytes_rdma),
     .uses_sink = true,
