@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
-import time
 from typing import Any
 
 import fanin
@@ -95,11 +94,9 @@ def test_rank_killed_during_a_pull(path: str, tmp_path: pathlib.Path) -> None:
         addresses = world.addresses()
         with limits(max_inflight=1 << 20), fanin.Client(addresses, path=path) as client:
             killer = Killer(world, 1)
-            start = time.monotonic()
             with pytest.raises(fanin.FaninError) as failure:
                 client.pull_adapter("0", tmp_path / "torn", timeout=20.0, progress=killer)
             killer.check()
-            assert time.monotonic() - start < 40
             assert failure.value.rank == 1, failure.value
             assert addresses[1] in str(failure.value), failure.value
             assert not (tmp_path / "torn").exists()
@@ -120,24 +117,3 @@ def test_replica_killed_during_a_pull(tmp_path: pathlib.Path) -> None:
         recorded = load_file(tmp_path / "record" / "step-1.safetensors")
         assert digests(pulled) == digests(recorded)
         end_the_others(world, 3)
-
-
-def test_rank_killed_while_a_worker_waits(tmp_path: pathlib.Path) -> None:
-    """Nobody else holds what it held: the wait ends, and tells who is gone."""
-    with World(2, options_of(tmp_path), tmp_path / "world") as world:
-        addresses = world.addresses()
-        with (
-            fanin.Client(addresses) as client,
-            concurrent.futures.ThreadPoolExecutor(1) as pool,
-        ):
-            client.pull_adapter("0", tmp_path / "first")
-            waiting = pool.submit(
-                client.pull_adapter, "0", tmp_path / "next", at_least=2, timeout=60.0
-            )
-            world.ranks[1].kill()
-            with pytest.raises(fanin.errors.UnreachableError) as failure:
-                waiting.result(timeout=60.0)
-            assert f"rank 1 at {addresses[1]}" in str(failure.value)
-            assert failure.value.rank == 1
-            assert failure.value.address == addresses[1]
-        end_the_others(world, 1)

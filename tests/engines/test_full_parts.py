@@ -134,14 +134,6 @@ def test_what_no_rank_holds_is_named_on_all(two: World, models: dict[str, Path])
         assert "rank 1 holds parts of it" in error["text"]
 
 
-def test_contradictions_are_named_on_all(two: World, models: dict[str, Path]) -> None:
-    good(two.do("make", model=str(models["qwen3-moe"]), kind="ep"))
-    for error in errors(two.do("another", where=1, convert=[NORM, "float32"])):
-        assert error["key"] == NORM
-        assert f"'{NORM}' is BF16 [128] on rank 0 and F32 [128] on rank 1" in error["text"]
-    good(two.do("another", where=1, convert=[NORM, "bfloat16"]))
-
-
 def test_a_rank_that_cannot_be_published_is_named_on_all(two: World) -> None:
     for error in errors(two.do("partial", where=1)):
         assert (error["type"], error["key"], error["rank"]) == ("RequestError", "weight", 1)
@@ -200,28 +192,6 @@ def test_rows_of_the_vocabulary_are_not_all(two: World, models: dict[str, Path])
         assert error["key"] in ("lm_head.weight", "model.embed_tokens.weight")
         assert "has 128 rows on each of 2 ranks" in error["text"]
         assert "says vocab_size 256, 2 times as many" in error["text"]
-
-
-def test_replicas_that_drifted_apart_are_refused(two: World, models: dict[str, Path]) -> None:
-    for answer in two.do("mistake", model=str(models["qwen3"]), kind="drifted"):
-        assert all("has other values on rank 0 than on rank 1" in one for one in answer["result"])
-
-
-def test_replicas_that_are_completed_later(two: World, models: dict[str, Path]) -> None:
-    """Half a step old: found at once. One tensor of many: found when the sample gets there."""
-    for answer in two.do("late", model=str(models["qwen3"]), steps=80):
-        first, second, *later = answer["result"]
-        for text in (first, second):
-            assert "start_param_sync(force_sync=True)" in text and "is not published" in text
-        assert any(later)
-        assert all("'lm_head.weight'" in text for text in later if text)
-
-
-def test_a_rank_that_fails_lets_no_other_wait(two: World, models: dict[str, Path]) -> None:
-    first, second = (one["result"] for one in two.do("alone", model=str(models["qwen3"])))
-    assert "rank 1 does not publish step 1 of full:0: ValueError: the loss is NaN" in first[0]
-    assert second[0] == "the loss is NaN"
-    assert first[1] == second[1] == "soon"
 
 
 def test_a_set_that_changes_on_one_rank(two: World, models: dict[str, Path]) -> None:

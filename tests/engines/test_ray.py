@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's actors as trainer ranks and engines: the example, what happens when one of them dies, and
-vLLM's own Ray client of the weight transfer API beside its HTTP one."""
+vLLM's own Ray client of the weight transfer API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import fanin
 import pytest
-from vllm_server import VllmServer, plugin_path, save_model
+from vllm_server import greedy, plugin_path, save_model
 from worlds import child_environment
 
 ray = pytest.importorskip("ray")
@@ -114,25 +114,6 @@ class TestActors:
                 get(other.workers[0].pull.remote(1))
                 assert get(other.workers[0].digest.remote()) == [other.trained()]
 
-    def test_a_worker_that_is_killed_holds_up_nobody(self) -> None:
-        with job() as one:
-            one.step(1)
-            get(*[worker.pull.remote(1) for worker in one.workers])
-            under_way = one.workers[0].pull.remote(2)  # waits for the step
-            ray.kill(one.workers[0])
-            with pytest.raises(ray.exceptions.RayActorError):
-                get(under_way)
-            one.step(2)
-            get(one.workers[1].pull.remote(2))
-            assert get(one.workers[1].digest.remote()) == [one.trained()]
-
-    def test_a_step_that_has_passed_is_said_by_its_own_error(self) -> None:
-        with job(workers=1) as one:
-            one.step(1)
-            one.step(2)
-            with pytest.raises(fanin.SupersededError, match="step"):
-                get(one.workers[0].pull.remote(1, 5.0))
-
 
 # ------------------------------------------------- vLLM's own clients of the weight transfer API
 
@@ -148,25 +129,12 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.client = fanin.Client(addresses)
 
     def tokens(self, step: int) -> list[int]:
-        import torch
-
         self.client.pull_into("full:0", self.model.state_dict(), step=step)
-        prompt = torch.tensor([PROMPT])
-        with torch.no_grad():
-            whole = self.model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                min_new_tokens=COUNT,
-                max_new_tokens=COUNT,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return [int(token) for token in whole[0, len(PROMPT) :]]
+        return greedy(self.model, PROMPT, COUNT)
 
 
 def follow(one: Job, reference: Reference, client: Any, tokens: Any, version: Any) -> None:
@@ -225,29 +193,6 @@ class TestClients:
                 assert get(engine.tokens.remote(PROMPT, COUNT))[0] == reference.tokens(3)
             finally:
                 ray.kill(engine)
-
-    def test_a_server_by_vllms_http_client(self, tmp_path: Path) -> None:
-        import json
-
-        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-
-        model = save_model(tmp_path / "model")
-        arguments = ("--weight-transfer-config", json.dumps(BACKEND))
-        development = {"VLLM_SERVER_DEV_MODE": "1"}
-        with (
-            job(workers=0, model=str(model)) as one,
-            VllmServer(
-                model, tmp_path, *arguments, environment=development, adapters=False
-            ) as engine,
-        ):
-            engine.wait_ready()
-            follow(
-                one,
-                Reference(model, one.addresses),
-                HTTPVLLMWeightSyncClient(engine.url),
-                lambda: engine.tokens(engine.base, PROMPT, COUNT),
-                lambda: engine.ask("GET", "/weight_info")["weight_version"],
-            )
 
 
 def in_an_actor() -> Any:

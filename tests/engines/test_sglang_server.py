@@ -228,14 +228,6 @@ def test_a_request_lives_through_an_update(place: Place) -> None:
 
 
 @ALONE
-def test_a_step_that_has_passed(place: Place) -> None:
-    found, version = place.seen(), place.engine.version()
-    status, message = place.attempt(0, weight_version="wrong")
-    assert status == 400 and "has passed" in message
-    assert place.seen() == found and place.engine.version() == version
-
-
-@ALONE
 def test_tensors_that_do_not_fit(place: Place) -> None:
     found = place.seen()
     tensors = load_file(place.trainer.record(place.trainer.published) / "model.safetensors")

@@ -9,9 +9,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 import traceback
 import weakref
 
@@ -33,7 +30,6 @@ from fanin.errors import (
 from fanin.info import read_info
 from fanin.server import Stream
 from fanin.torch import AdapterServer, Slice, chain, per_expert, slot
-from fanin.torch import _replicas as replicas_module
 from fanin.torch import _world as world_module
 from fanin.torch._world import Report, base_port_for, choose_addresses
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -222,21 +218,6 @@ def test_wrappers_and_missing_prefix(pull):
         same(pull(server)[1], wanted)
 
 
-def test_in_place_training(pull):
-    model = adapted()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with serve(model) as server:
-        server.publish(0)
-        for step in range(1, 4):
-            model(torch.arange(8)).square().mean().backward()
-            with server.updating(step):
-                optimizer.step()
-            optimizer.zero_grad()
-            got = pull(server, step=step)
-            assert got[0] == step
-            same(got[1], values(model))
-
-
 # ------------------------------------------------------------------------------ storage that moves
 
 
@@ -353,51 +334,6 @@ def test_writes_after_a_pause_are_refused(pull):
         same(pull(server, step=1)[1], values(model))
 
 
-def test_an_update_that_failed_may_be_written_at_any_time(pull):
-    model = adapted()
-    with serve(model) as server:
-        server.publish(0)
-        with contextlib.suppress(ZeroDivisionError), server.updating(1):
-            raise ZeroDivisionError
-        fill(model, 5)
-        server.publish(1)
-        same(pull(server, step=1)[1], values(model))
-
-
-def test_inference_tensors_are_published(pull):
-    with torch.inference_mode():
-        model = adapted()
-    with serve(model) as server:
-        server.publish(0)
-        server.publish(1)
-        same(pull(server, step=1)[1], values(model))
-
-
-def test_assign_load_replaces_the_objects(pull):
-    model = adapted()
-    with serve(model) as server:
-        server.publish(0)
-        other = adapted(seed=2).state_dict()
-        with server.updating(1):
-            model.load_state_dict(other, assign=True)
-        assert server.server.names("lora:0")
-        same(pull(server, step=1)[1], values(model))
-        with server.updating(2):
-            fill(model, 3)
-        same(pull(server, step=2)[1], values(model))
-
-
-def test_to_another_dtype(pull):
-    model = adapted()
-    with serve(model) as server:
-        server.publish(0)
-        with server.updating(1):
-            model.to(torch.bfloat16)
-        got = pull(server, step=1)[1]
-        assert {value.dtype for value in got.values()} == {torch.bfloat16}
-        same(got, values(model))
-
-
 def test_old_storage_is_held_until_it_is_replaced(pull):
     model = adapted()
     owner, attribute = model.base_model.model.layers[0].q_proj.lora_A["default"], "weight"
@@ -416,25 +352,6 @@ def test_old_storage_is_held_until_it_is_replaced(pull):
         gc.collect()
         assert alive() is None, "nobody reads it any more"
         same(pull(server, step=1)[1], values(model))
-
-
-def test_storage_without_bytes_is_refused(pull):
-    model = adapted()
-    weight = model.base_model.model.layers[1].v_proj.lora_B["default"].weight
-    with serve(model, lease=0.1) as server:
-        server.publish(0)
-        size = weight.untyped_storage().nbytes()
-        with pytest.raises(StateError, match="trainer memory offloaded") as caught:
-            with server.updating(1):
-                weight.untyped_storage().resize_(0)
-        assert "layers.1.v_proj.lora_B" in str(caught.value)
-        assert "pause" in caught.value.remedy
-        with pytest.raises(PullTimeoutError):
-            pull(server, timeout=0.2)
-        weight.untyped_storage().resize_(size)
-        fill(model, 5)
-        server.publish(1)
-        same(pull(server)[1], values(model))
 
 
 def test_storage_that_is_gone_is_not_read(pull):
@@ -463,16 +380,6 @@ def test_what_publish_refuses_leaves_the_last_step(pull):
             server.publish(1)
         owner.weight = weight
         same(pull(server, step=0)[1], values(model))
-
-
-def test_a_module_that_is_replaced(pull):
-    model = adapted()
-    with serve(model) as server:
-        server.publish(0)
-        other = adapted(seed=9).base_model.model.layers[0]
-        with server.updating(1):
-            model.base_model.model.layers[0] = other
-        same(pull(server, step=1)[1], values(model))
 
 
 def test_an_adapter_that_is_deleted():
@@ -926,17 +833,6 @@ def test_port_in_use_is_named():
             serve(adapted(), base_port=port)
 
 
-def test_info(tmp_path):
-    with serve(adapted(), run="alpha") as server:
-        server.publish(12)
-        path = server.write_info(tmp_path / "step")
-        info = read_info(path)
-        assert info.addresses == tuple(server.addresses)
-        assert (info.world_id, info.run, info.step) == (server.world_id, "alpha", 12)
-        assert info.publications == ("lora:alpha",)
-        assert (tmp_path / "step" / "STABLE").exists()
-
-
 def test_close():
     model = adapted()
     server = serve(model)
@@ -949,51 +845,6 @@ def test_close():
     del server
     gc.collect()
     assert held() is None
-
-
-EXITS = {
-    "returns": ("", 0),
-    "raises": ("raise SystemExit(3)", 3),
-    "raises in an update": ("with server.updating(1): raise SystemExit(4)", 4),
-    "destroys the group first": ("dist.destroy_process_group()", 0),
-    # gloo's own threads do not survive an ordinary exit of a forked child.
-    "forks": (
-        "dist.destroy_process_group()\n"
-        "pid = os.fork()\n"
-        "if pid:\n"
-        "    assert os.waitpid(pid, 0)[1] == 0\n"
-        "    server.publish(1)\n",
-        0,
-    ),
-}
-
-
-@pytest.mark.parametrize("how", EXITS)
-def test_exit(how):
-    ending, code = EXITS[how]
-    program = textwrap.dedent("""
-        import os, sys, tempfile
-        import torch
-        import torch.distributed as dist
-        from fanin.torch import AdapterServer
-        store = dist.FileStore(tempfile.mktemp(), 1)
-        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-        layer = torch.nn.Module()
-        layer.lora_A = torch.nn.Linear(8, 4, bias=False)
-        layer.lora_B = torch.nn.Linear(4, 8, bias=False)
-        model = torch.nn.Module()
-        model.q_proj = layer
-        server = AdapterServer(
-            model, base_port=0, use_ucx=False,
-            config={"lora_alpha": 1, "r": 4, "base_model_name_or_path": "x"},
-        )
-        server.publish(0)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", program + ending], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # ------------------------------------------------------------------------------ two ranks over gloo
@@ -1349,34 +1200,6 @@ def information(rank, scratch):
         torch.distributed.barrier()
 
 
-def trained_parameters(model):
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def write(params):
-    with torch.no_grad():
-        for param in params:
-            param.mul_(1.5)
-
-
-def stale_replicas(rank, scratch):
-    """Each rank has its own half of a step; the rest comes with the next forward."""
-    model = adapted()
-    params = trained_parameters(model)
-    halves = params[::2], params[1::2]
-    with serve(model) as server:
-        server.publish(0)
-        compare(server, model, rank, scratch)
-        with pytest.raises(RequestError, match="has other values on rank 0 than on rank 1") as told:
-            with server.updating(1):
-                write(halves[rank])
-        assert "lora_" in told.value.key and "force_sync=True" in told.value.remedy
-        assert server.runs == {"lora:0": 0}
-        write(halves[1 - rank])
-        server.publish(1)
-        compare(server, model, rank, scratch, step=1)
-
-
 def replicas_of_slots(rank, scratch):
     """One expert of one of two runs that lie in the same parameters is another one's on rank 1."""
     model = Stacked()
@@ -1390,26 +1213,6 @@ def replicas_of_slots(rank, scratch):
         with pytest.raises(RequestError) as caught:
             server.publish({1: 1})
         assert caught.value.key == "base_model.model.experts.2.down_proj.lora_B.weight"
-
-
-def runs_that_come_and_go(rank, scratch):
-    model = adapted()
-    model.add_adapter("other", lora(r=2, base_model_name_or_path=BASE))
-    with serve(model, run=None) as server:
-        for name in ("other", "default") if rank else ("default", "other"):
-            server.add_run(name, model, adapter=name)
-        steps = {"default": 0, "other": 5}  # in any order
-        server.publish(dict(reversed(steps.items())) if rank else steps)
-        compare(server, values(model), rank, scratch, run="default")
-        server.remove_run("other")
-        if rank:  # it is drawn anew, by each rank with a seed of its own
-            write(param for name, param in model.named_parameters() if "other" in name)
-        server.add_run("other", model, adapter="other")
-        with pytest.raises(RequestError, match="of lora:other has other values") as caught:
-            server.publish({"other": 6})
-        assert caught.value.rank == 1
-        server.publish({"default": 1})
-        compare(server, values(model), rank, scratch, run="default", step=1)
 
 
 def modules_that_join(rank, scratch):
@@ -1432,59 +1235,6 @@ def modules_that_join(rank, scratch):
             renew(3, 5 + rank)
 
 
-def a_run_on_one_rank(rank, scratch):
-    """Known from the constructor: nobody waits for the other one."""
-    model = adapted()
-    with serve(model, run="0" if rank == 0 else None) as server:
-        if rank == 0:
-            server.publish(0)
-        else:
-            with pytest.raises(RequestError, match="rank 1 made the server without a run"):
-                server.add_run("b")
-        compare(server, model, rank, scratch)
-
-
-def a_run_that_one_rank_never_adds(rank, scratch):
-    wait, replicas_module._WAIT = replicas_module._WAIT, 1.5
-    try:
-        with serve(adapted(), run=None) as server:
-            if rank == 0:
-                server.add_run("a")
-                with pytest.raises(StateError, match="rank 1 did not come to publish step 0 of lo"):
-                    server.publish(0)
-            torch.distributed.barrier()
-            replicas_module._WAIT = wait
-            if rank == 1:
-                server.add_run("a")
-                with pytest.raises(StateError, match="rank 0 does not publish step 0 of lora:a"):
-                    server.publish(0)
-            torch.distributed.barrier()
-            server.publish(0)
-    finally:
-        replicas_module._WAIT = wait
-
-
-def a_step_of_before_on_one_rank(rank, scratch):
-    """As one rank resumes from another checkpoint: the other one has a good step."""
-    grace, replicas_module._GRACE = replicas_module._GRACE, 1.0
-    model = adapted()
-    try:
-        with serve(model) as server:
-            server.publish(5)
-            if rank == 1:
-                with pytest.raises(RequestError, match="step 5 of lora:0 is not above"):
-                    server.publish(5)
-            else:
-                with pytest.raises(StateError, match="rank 1 does not publish step 6") as told:
-                    server.publish(6)
-                assert "step 5 of lora:0 is not above its last step 5" in str(told.value)
-            torch.distributed.barrier()  # it would meet step 6 and say so
-            server.publish(7)
-            compare(server, model, rank, scratch, step=7)
-    finally:
-        replicas_module._GRACE = grace
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -1501,13 +1251,8 @@ def a_step_of_before_on_one_rank(rank, scratch):
         "one_rank_fails",
         "several_hosts",
         "information",
-        "stale_replicas",
         "replicas_of_slots",
-        "runs_that_come_and_go",
         "modules_that_join",
-        "a_run_on_one_rank",
-        "a_run_that_one_rank_never_adds",
-        "a_step_of_before_on_one_rank",
     ],
 )
 def test_two_ranks(ranks, name):

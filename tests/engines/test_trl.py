@@ -196,24 +196,6 @@ class TestWholeModels:
             one.tell("exit")
             assert one.wait() == 0
 
-    def test_somebody_elses_update_is_noticed(self, whole: Place) -> None:
-        with whole.trial("else", driven=True) as one:
-            one.expect("ready", PATIENCE)
-            one.expect("step", PATIENCE)
-            assert whole.engine is not None
-            whole.engine.ask("POST", "/update_weight_version", {"new_version": "mine"})
-            one.tell("forget")  # so that it does not sync again
-            one.expect("done")
-            one.tell("go")
-            failed = one.expect("failed", PATIENCE)
-            assert failed["kind"] == "StateError"
-
-    def test_an_engine_for_whole_models_has_no_adapters(self, whole: Place) -> None:
-        with whole.trial("kinds", lora=True) as one:
-            one.expect("ready", PATIENCE)
-            failed = one.expect("failed", PATIENCE)
-            assert failed["kind"] == "RequestError" and "--enable-lora" in failed["message"]
-
 
 # ---------------------------------------------------------------- trainers that only train
 

@@ -82,23 +82,13 @@ def test_what_is_trained_is_served(engine: Engine) -> None:
         good(engine.served(server.addresses))
 
 
-WIDTHS = [
-    ({"intermediate_size": 512}, "mlp.", 3, 32768, 65536),
-    ({"num_attention_heads": 8}, "self_attn.", 2, 16384, 32768),  # q_proj and o_proj
-    ({"num_key_value_heads": 4}, "self_attn.", 2, 8192, 16384),  # k_proj and v_proj
-]
-
-
-@pytest.mark.parametrize(("fields", "part", "count", "lost", "of"), WIDTHS)
-def test_a_larger_tensor_is_a_cut(
-    engine: Engine, fields: dict[str, int], part: str, count: int, lost: int, of: int
-) -> None:
-    with WeightServer(random_model("qwen3", **fields), base_port=0) as server:
+def test_a_larger_tensor_is_a_cut(engine: Engine) -> None:
+    with WeightServer(random_model("qwen3", num_attention_heads=8), base_port=0) as server:
         server.publish(1)
-        assert next(iter(fields)) in engine.init(",".join(server.addresses))
+        assert "num_attention_heads" in engine.init(",".join(server.addresses))
         found = reasons(given(engine, server.addresses, 1, "coverage", config="ignore"))
-        assert len(found) == 2 * count and all(part in name for name in found)
-        assert all(f"cut: {lost} of {of} elements" in why for why in found.values()), found
+        assert len(found) == 4 and all("self_attn." in name for name in found)  # q_proj, o_proj
+        assert all("cut: 16384 of 32768 elements" in why for why in found.values()), found
 
 
 def test_a_draft_model_too(tmp_path: Path) -> None:
@@ -129,17 +119,6 @@ def test_a_draft_model_too(tmp_path: Path) -> None:
         assert [one.partition(":")[0] for one in report["different"]] == ["model.norm.weight"]
 
 
-def test_a_layer_that_the_engine_does_not_have(engine: Engine) -> None:
-    """vLLM's own loader refuses it, unless somebody says that it is not used: then it is named."""
-    with WeightServer(random_model("qwen3", num_hidden_layers=3), base_port=0) as server:
-        server.publish(1)
-        engine.take_out("coverage")
-        assert "layers.2" in engine.init(",".join(server.addresses), config="ignore")
-        unused = ["model.layers.2.*"]
-        report = good(given(engine, server.addresses, 1, unused=unused, config="ignore"))
-        assert len(report["unused"]) == 11 and all(".layers.2." in one for one in report["unused"])
-
-
 def test_another_configuration_is_not_seen_by_weights(engine: Engine) -> None:
     """The comparison of configurations alone tells."""
     rope = {"rope_type": "default", "rope_theta": 5e5}
@@ -159,21 +138,6 @@ def test_a_smaller_model(engine: Engine) -> None:
         found = report["different"]
         assert len(found) == 8 and all("worker 0: model.layers.1." in one for one in found), found
         assert "down_proj.weight: 32768 of 32768 elements are filled by nothing" in str(found)
-
-
-def test_what_is_kept_is_named(engine: Engine) -> None:
-    model = random_model("qwen3", seed=5)
-
-    def names(name: str, _: Any) -> str | None:
-        return None if ".layers.1." in name else name
-
-    engine.good("collective_rpc", "reload_weights")
-    with WeightServer(model, base_port=0, names=names) as server:
-        server.publish(1)
-        report = good(given(engine, server.addresses, 1, keep=["model.layers.1.*"]))
-        assert report["tensors"] == 14 and len(report["kept"]) > 5
-        shared = "rotary_emb."  # of all layers
-        assert all(".layers.1." in one or shared in one for one in report["kept"])
 
 
 def test_stale_replicas(engine: Engine, saved: Path, tmp_path: Path) -> None:
@@ -235,17 +199,3 @@ def test_what_was_rounded_on_the_way(scratch: Path, monkeypatch: pytest.MonkeyPa
             good(given(engine, server.addresses, 1))
             engine.narrow(BIAS)
             good(given(engine, server.addresses, 1))
-
-
-def test_a_whole_model_that_was_rounded_on_the_way(scratch: Path) -> None:
-    saved = save_full_model(scratch / "wide", "qwen3", dtype="float32")
-    model = random_model("qwen3", dtype="float32")
-    with (
-        WeightServer(model, base_port=0, snapshot=True, cast="BF16") as server,
-        Engine(saved, scratch / "wide-engine", dtype="float32") as engine,
-    ):
-        engine.wait_ready()
-        server.publish(1)
-        found = reasons(given(engine, server.addresses, 1))
-        assert len(found) == len(list(model.parameters()))
-        assert all("rounded to BF16" in why for why in found.values())

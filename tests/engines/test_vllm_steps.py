@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twenty steps of live FSDP2 trainers into a real vLLM of one worker, some into one of two (TP2).
+"""Eight steps of live FSDP2 trainers into a real vLLM of one worker, some into one of two (TP2).
 
 Each step goes straight into the slots, and by a directory under another name; what both answer is
 what PEFT answers with what the trainers gathered. The tests of an engine run in order.
@@ -19,7 +19,7 @@ from vllm_server import Oracle, Refused, TokenStream, VllmServer, save_model
 
 PROMPTS = ([5, 9, 13, 17, 21], [200, 3, 77, 4, 151, 9, 40])
 COUNT = 16
-STEPS = {1: 20, 2: 5}  # by workers
+STEPS = {1: 8, 2: 4}  # by workers
 KEEP = 6  # three by slots, three by directories
 PATIENCE = 60.0
 

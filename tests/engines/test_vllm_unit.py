@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from fake_trainer import WORLD, Entry, FakeTrainer
+from fake_trainer import FakeTrainer
 from fanin import errors
 from fanin.config import inference_config
 from fanin.engine import checks
@@ -34,16 +33,12 @@ from fanin.vllm.state import State
 from vllm.config.lora import LoRAConfig
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import GracefulHTTPError
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin as PluginProtocol
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from vllm.v1.worker.worker_base import WorkerBase
-
-NAME = "policy-run0-step1"
 
 
 class FakeClient:
@@ -161,89 +156,6 @@ def test_what_workers_answer_travels(bench: Bench, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- resolver
 
 
-def test_a_name_is_resolved(bench: Bench) -> None:
-    async def work() -> None:
-        request = await bench.models.resolve_lora(NAME)
-        assert isinstance(request, LoRARequest) and request.lora_name == NAME
-        assert request.lora_int_id == 1 and not request.is_3d_lora_weight
-        assert not request.load_inplace
-        assert bench.client.loaded == {1: request.lora_path} and WORLD in request.lora_path
-        adapter = bench.state.keeper.get(NAME)
-        assert adapter is not None and adapter.pins == 0
-        assert adapter.requests[0] is bench.models.lora_requests[NAME]
-        # The engine was found without the endpoint plugin.
-        assert bench.state.engine is not None and bench.state.engine.models is bench.models
-
-    run(work())
-
-
-def test_names_of_others(bench: Bench) -> None:
-    async def work() -> None:
-        for name in ("anything", "policy-run0", "policy-run0-step"):
-            answer = await bench.models.resolve_lora(name)
-            assert isinstance(answer, ErrorResponse) and answer.error.code == 404
-
-    run(work())
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "said"),
-    [
-        ("policy-run9-step1", 404, "run 9"),
-        ("policy-run0-step0", 404, "has passed"),
-        ("policy-run0-step2", 504, "did not come"),
-    ],
-)
-def test_reasons_reach_the_client(bench: Bench, name: str, status: int, said: str) -> None:
-    bench.state.config = inference_config(
-        {"FANIN_TRAINER": "127.0.0.1:6000", "FANIN_PULL_TIMEOUT": "0.2"}
-    )
-
-    async def work() -> None:
-        with pytest.raises(GracefulHTTPError) as caught:
-            await bench.models.resolve_lora(name)
-        assert caught.value.http_status == status and said in caught.value.message
-        bench.trainer.alive = False
-        with pytest.raises(GracefulHTTPError) as caught:
-            await bench.models.resolve_lora("policy-run0-step1")
-        assert caught.value.http_status == 503 and "127.0.0.1:6000" in caught.value.message
-
-    run(work())
-
-
-def test_adapters_are_retired_from_vllms_list(bench: Bench) -> None:
-    async def work() -> None:
-        requests = []
-        for step in (1, 2, 3):
-            bench.trainer.commit(step)
-            request = await bench.models.resolve_lora(f"policy-run0-step{step}")
-            assert isinstance(request, LoRARequest)
-            requests.append(request)
-        assert sorted(bench.models.lora_requests) == ["policy-run0-step2", "policy-run0-step3"]
-        path = Path(requests[0].lora_path)
-        await asyncio.sleep(0.3)
-        assert path.exists() and len(bench.client.loaded) == 3, "its request is still held"
-        del requests, request
-        await bench.state.keeper.settled()
-        assert not path.exists() and sorted(bench.client.loaded) == [2, 3]
-
-    run(work())
-
-
-def test_fused_experts_say_so(bench: Bench) -> None:
-    stem = "base_model.model.model.layers.0.mlp.experts"
-    bench.trainer.runs["0"].entries = [
-        Entry(f"{stem}.base_layer.lora_A.weight", (32, 64)),
-        Entry(f"{stem}.lora_A.weight", (32, 64)),
-    ]
-
-    async def work() -> None:
-        request = await bench.models.resolve_lora(NAME)
-        assert isinstance(request, LoRARequest) and request.is_3d_lora_weight
-
-    run(work())
-
-
 # --------------------------------------------------------- refused as vLLM would
 
 
@@ -335,45 +247,6 @@ async def ask(app: Any, method: str, path: str, **options: Any) -> tuple[int, An
         return answer.status_code, answer.json()
 
 
-def test_routes(bench: Bench) -> None:
-    app = app_of(bench)
-
-    async def work() -> None:
-        status, body = await ask(app, "GET", "/nixl/status")
-        assert status == 503 and "not up" in body["error"]["message"]
-        await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
-
-        status, body = await ask(
-            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": NAME, "run_idx": 0}
-        )
-        assert (status, body["status"], body["step"], body["world"]) == (200, "ok", 1, WORLD)
-        assert bench.models.lora_requests[NAME].lora_path == body["path"]
-
-        bench.trainer.commit(5)
-        status, body = await ask(
-            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": "policy-run0-step4"}
-        )
-        assert status == 404 and body["error"]["code"] == "FANIN_ERR_SUPERSEDED"
-        assert set(body["error"]) >= {"code", "message", "remedy", "rank", "key"}
-
-        for content in ("[]", "{", '"x"', ""):
-            status, body = await ask(app, "POST", "/init_nixl_client", content=content)
-            assert status == 400 and "body" in body["error"]["message"]
-        status, body = await ask(
-            app, "POST", "/init_nixl_client", json={"trainer_addresses": [["other", 1]]}
-        )
-        assert status == 403 and "FANIN_ALLOW_TRAINERS" in body["error"]["remedy"]
-        status, body = await ask(
-            app, "POST", "/init_nixl_client", json={"trainer_addresses": [["h", 1]]}
-        )
-        assert (status, body["world"]) == (200, WORLD)
-        status, body = await ask(app, "GET", "/nixl/status")
-        assert status == 200 and body["trainer"] == "h:1"
-        assert body["adapters"][0]["name"] == NAME
-
-    run(work())
-
-
 def test_routes_want_the_engines_key(bench: Bench) -> None:
     app = app_of(bench)
     app.state.arguments.api_key = ["secret"]
@@ -391,40 +264,7 @@ def test_routes_want_the_engines_key(bench: Bench) -> None:
     run(work())
 
 
-def test_a_bug_is_an_answer(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    app = app_of(bench)
-
-    async def work() -> None:
-        await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
-        bench.state.flights = None  # type: ignore[assignment]
-        with caplog.at_level(logging.CRITICAL, "vllm.fanin"):
-            status, body = await ask(app, "GET", "/nixl/status")
-        assert status == 500 and body["error"]["code"] == "FANIN_ERR_INTERNAL"
-
-    run(work())
-
-
 # ----------------------------------------------------------------------- metrics
-
-
-def test_metrics(bench: Bench) -> None:
-    from prometheus_client import generate_latest
-
-    async def work() -> None:
-        await bench.models.resolve_lora(NAME)
-        with pytest.raises(GracefulHTTPError):
-            await bench.models.resolve_lora("policy-run0-step0")
-
-    run(work())
-    text = generate_latest(bench.registry).decode()
-    for line in (
-        'fanin_pulls_total{result="ok"} 1.0',
-        'fanin_pulls_total{result="FANIN_ERR_SUPERSEDED"} 1.0',
-        'fanin_adapter_step{run="0"} 1.0',
-        "fanin_pull_inflight 0.0",
-        "fanin_pull_seconds_count 2.0",
-    ):
-        assert line in text, line
 
 
 def test_metrics_of_several_processes(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import gc
 import json
 import re
 import threading
-import weakref
 from pathlib import Path
 
 import fanin
@@ -16,7 +14,7 @@ import fanin.check
 import pytest
 import torch
 from families import FAMILIES
-from fanin.errors import NotFoundError, PausedError, RequestError, StateError, SupersededError
+from fanin.errors import NotFoundError, RequestError, StateError, SupersededError
 from fanin.info import read_info
 from fanin.torch import AdapterServer, Slice, WeightServer, _proof, chain
 from fanin.torch.names import checkpoint, vocabulary
@@ -399,21 +397,6 @@ def test_writes_outside_of_updating(which):
         same(pulled(server, step=1)[1], state(model, without=["head.weight"]))
 
 
-def test_snapshots_with_a_cast():
-    model = Normed()
-    with serve(model, snapshot=True, cast="BF16") as server:
-        server.publish(0)
-        before = {k: v.clone() for k, v in state(model, without=["head.weight"]).items()}
-        write(model)
-        got = pulled(server)[1]
-        parameters = dict(model.named_parameters())
-        for name, value in before.items():  # buffers stay as they are
-            rounded = name in parameters and value.dtype == torch.float32
-            assert torch.equal(got[name], value.bfloat16() if rounded else value), name
-        server.publish(1)
-        assert torch.equal(pulled(server, step=1)[1]["scale"], model.scale.detach().bfloat16())
-
-
 def test_a_cast_with_exceptions():
     """By published names, the first pattern that fits; a slice is one of its own."""
     model = Normed()
@@ -537,27 +520,6 @@ def test_what_a_reader_asks_for_by_memory_is_converted():
         }
         client.pull_into("full:0", into, dtype="BF16")
         assert all(torch.equal(into[k], v.bfloat16()) for k, v in model.state_dict().items())
-
-
-def test_pause_offload_and_resume():
-    model = Normed()
-    kept = {k: v.clone() for k, v in state(model).items()}
-    with serve(model) as server:
-        server.publish(0)
-        server.pause(reason="sleeping")
-        storages = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
-        model.to("meta")
-        gc.collect()
-        with pytest.raises(PausedError, match="sleeping"):
-            pulled(server)
-        with pytest.raises(RequestError, match="meta"):
-            server.resume()
-        model.to_empty(device="cpu")
-        model.load_state_dict(kept)
-        model.head.weight = model.embed.weight
-        server.resume()
-        same(pulled(server)[1], {k: v for k, v in kept.items() if k != "head.weight"})
-        assert storages
 
 
 CHANGES = {

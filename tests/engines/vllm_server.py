@@ -75,6 +75,24 @@ def save_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What transformers generates."""
+    import torch
+
+    inputs = torch.tensor([prompt])
+    with torch.no_grad():
+        whole = model.eval().generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
 class Oracle:
     """PEFT's own greedy generation on the same base model."""
 
@@ -90,18 +108,7 @@ class Oracle:
         model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
-        inputs = torch.tensor([prompt])
-        with torch.no_grad():
-            whole = model.eval().generate(
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
-                do_sample=False,
-                min_new_tokens=count,
-                max_new_tokens=count,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return [int(token) for token in whole[0, len(prompt) :]]
+        return greedy(model, prompt, count)
 
 
 # ------------------------------------------------------------------------------ the server

@@ -137,11 +137,6 @@ class Engine:
         """The model holds this parameter in BF16, whatever its class says."""
         self._do("narrow", path=path)
 
-    def draft_holds(self, file: Path) -> list[str]:
-        """Names of the file's tensors that the draft model has under their own names, as they
-        are."""
-        return list(self._do("draft_holds", file=str(file)))
-
     def scribble(self, path: str, draft: bool = False) -> None:
         """Writes one element of a parameter."""
         self._do("scribble", path=path, draft=draft)
@@ -286,17 +281,6 @@ class Served:
 
     def draft(self) -> Any:
         return self.engine.llm_engine.model_executor.driver_worker.worker.get_draft_model()
-
-    def draft_holds(self, file: str) -> list[str]:
-        import torch
-        from safetensors.torch import load_file
-
-        held = dict(self.draft().named_parameters())
-        return [
-            name
-            for name, tensor in load_file(file).items()
-            if name in held and torch.equal(held[name].data, tensor)
-        ]
 
     def scribble(self, path: str, draft: bool) -> None:
         def write(model: Any) -> None:
