@@ -24,7 +24,7 @@ from test_compact import local, objects, same_now, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from worlds import Control
+from worlds import Control, join_world
 
 ARENA = 64 << 10
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -184,9 +184,7 @@ def refused(layout: str) -> None:
 
 def main() -> None:
     control = Control()
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=options["rendezvous"], rank=RANK, world_size=SIZE)
+    join_world(json.loads(sys.argv[1]))
     control.say("ready")
     while (command := control.hear())["event"] != "exit":
         try:

@@ -8,21 +8,19 @@ command is a method below; its answer is 'done' with what it returned, or with t
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import pathlib
 import sys
 from typing import Any
 
-import fanin
 import torch
 import torch.distributed as dist
 from fanin.torch import AdapterServer
 from fsdp_models import adapted, logits, sharded, trainable
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from worlds import Control, saved_name
+from worlds import Control, join_world, saved_name
 
 
 class Planned(Exception):
@@ -85,74 +83,11 @@ class Trainer:
             self.optimizer.zero_grad()
             self.save(step)
 
-    def fail(self, step: int) -> None:
-        """An exception between the writes of an update."""
-        self.backward(step)
-        with self.server.updating(step):
-            self.optimizer.step()
-            raise Planned("the update does not come to its end")
-
-    def commit_between(self, step: int) -> None:
-        """A commit where the root's parameters are the temporary whole ones."""
-        tokens = torch.arange(16).reshape(1, 16)
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        try:
-            self.server.publish(step)
-        finally:
-            loss.backward()
-            self.optimizer.zero_grad()
-
     def evaluate(self) -> None:
         """The trainer's own logits, of a forward without gradients."""
         found = whole(logits(self.model))
         if self.rank == 0:
             torch.save(found, self.record / "logits.pt")
-
-    def reshard(self) -> None:
-        for module in self.model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-
-    def assign(self) -> None:
-        """New parameter objects over new storage, with other values."""
-        state = {name: value.detach() * 1.5 for name, value in trainable(self.model).items()}
-        self.model.load_state_dict(state, strict=False, assign=True)
-        self.new_optimizer()
-
-    def load_checkpoint(self) -> None:
-        """Values copied into the same parameters."""
-        state = {name: value.detach() * -2 for name, value in trainable(self.model).items()}
-        self.model.load_state_dict(state, strict=False)
-
-    def convert(self, dtype: str) -> None:
-        """Another dtype: the same objects over new storage."""
-        self.model.to(getattr(torch, dtype))
-        self.new_optimizer()
-
-    def shrink(self) -> None:
-        """What offloading does: the storage stays an object and gives its memory back."""
-        self.kept = {}
-        for name, value in trainable(self.model).items():
-            local = value.to_local().detach()
-            self.kept[name] = (local.clone(), local.untyped_storage().nbytes())
-            local.untyped_storage().resize_(0)
-
-    def grow(self) -> None:
-        for name, value in trainable(self.model).items():
-            local = value.to_local().detach()
-            copy, size = self.kept[name]
-            local.untyped_storage().resize_(size)
-            local.copy_(copy)
-
-    def pause(self) -> None:
-        self.server.pause()
-
-    def resume(self, step: int) -> None:
-        self.server.resume(step=step)
-        self.save(step)
-
-    def addresses(self) -> list[str]:
-        return list(self.server.addresses)
 
     def end(self, how: str) -> None:
         """The end of the process: `how` is one of those of test_fsdp_exits.py."""
@@ -179,38 +114,15 @@ class Trainer:
             raise ValueError(how)
 
 
-def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
-    """What the command came to, for the test."""
-    name = command.pop("event")
-    try:
-        return {"result": getattr(trainer, name)(**command), "error": None}
-    except fanin.FaninError as error:
-        kind = type(error).__name__
-        return {"result": None, "error": {"type": kind, "text": str(error), "name": error.name}}
-    except Planned as error:
-        return {"result": None, "error": {"type": "Planned", "text": str(error)}}
-
-
 def main() -> None:
     control = Control()
     options = json.loads(sys.argv[1])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=options["rendezvous"],
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=120),
-    )
+    join_world(options)
     trainer = Trainer(options, control)
     trainer.publish(1)
-    control.say("ready", addresses=trainer.addresses(), world=str(trainer.server.world_id))
-    while True:
-        command = control.hear()
-        if command["event"] == "end":
-            trainer.end(command["how"])
-            return
-        control.say("done", **answer(trainer, command))
+    server = trainer.server
+    control.say("ready", addresses=list(server.addresses), world=str(server.world_id))
+    trainer.end(control.obey(trainer, "end")["how"])
 
 
 if __name__ == "__main__":

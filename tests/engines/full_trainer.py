@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from live_trainer import LiveTrainer
-from worlds import Control
+from worlds import Control, join_world
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -127,22 +127,16 @@ class Trainer:
 
     def __init__(self, options: dict[str, Any], control: Control) -> None:
         import torch
-        import torch.distributed as dist
         from fanin.torch import WeightServer
 
-        torch.set_num_threads(1)
         self.options, self.control = options, control
-        self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device(options.get("device", "cpu"))
+        backend = "gloo"
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            backend = "cpu:gloo,cuda:nccl"
+            self.device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=options["rendezvous"],
-            rank=self.rank,
-            world_size=size,
-        )
+        self.rank, size = join_world(options, backend)
         self.layout = options.get("layout", "fsdp")
         self.model = self.make(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
@@ -322,8 +316,7 @@ def main() -> None:
     dist.barrier()
     server = trainer.server
     control.say("ready", addresses=list(server.addresses), world=server.world_id)
-    while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":
-        control.say("done", **(getattr(trainer, what)(**command) or {}))
+    control.obey(trainer)
     server.close()
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worlds import Control, World
+from worlds import Control, World, join_world
 
 
 class LiveTrainer:
@@ -109,7 +109,6 @@ class Trainer:
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
-        import torch.distributed as dist
         from fanin.torch import AdapterServer
         from peft import LoraConfig, get_peft_model
         from torch.distributed.fsdp import fully_shard
@@ -117,12 +116,7 @@ class Trainer:
         from transformers import AutoModelForCausalLM
         from vllm_server import ALPHA, MODULES, RANK
 
-        torch.set_num_threads(1)
-        self.rank = int(os.environ["RANK"])
-        world_size = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            "gloo", init_method=options["rendezvous"], rank=self.rank, world_size=world_size
-        )
+        self.rank, _ = join_world(options)
         base = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
         self.config = LoraConfig(
             r=RANK, lora_alpha=ALPHA, target_modules=MODULES, task_type="CAUSAL_LM"
@@ -152,16 +146,11 @@ class Trainer:
         self.gather(self.scratch / f"step-{self.number}")
         self.server.write_info(self.scratch, run=self.run, step=self.number)
 
-    def obey(self, command: dict[str, Any]) -> dict[str, Any]:
-        if command["event"] == "step":
-            return self.step(command["count"], command["record"])
-        if command["event"] == "gather":
-            return self.gather(Path(command["directory"]))
-        if command["event"] == "pause":
-            self.server.pause(self.run)
-        else:
-            self.server.resume(self.run)
-        return {}
+    def pause(self) -> None:
+        self.server.pause(self.run)
+
+    def resume(self) -> None:
+        self.server.resume(self.run)
 
     def step(self, count: int, record: bool) -> dict[str, Any]:
         import torch
@@ -179,7 +168,7 @@ class Trainer:
                 self.gather(self.scratch / f"step-{self.number}")
         return {"step": self.number, "committed": committed}
 
-    def gather(self, directory: Path) -> dict[str, Any]:
+    def gather(self, directory: str | Path) -> dict[str, Any]:
         from safetensors.torch import save_file
 
         begun = time.monotonic()
@@ -189,6 +178,7 @@ class Trainer:
             if self.rank == 0:
                 tensors[name.replace(".default.", ".")] = whole.contiguous()
         if self.rank == 0:
+            directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
             self.config.save_pretrained(str(directory))
@@ -207,8 +197,7 @@ def main() -> None:
         addresses=list(trainer.server.addresses),
         world=world.hex() if isinstance(world, bytes) else str(world),
     )
-    while (command := control.hear(timeout=3600.0))["event"] != "exit":
-        control.say("done", **trainer.obey(command))
+    control.obey(trainer)
     trainer.server.close()
     dist.destroy_process_group()
 

@@ -10,11 +10,8 @@ raised.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
-import time
 from typing import Any
 
 import fanin
@@ -27,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
-from worlds import Control
+from worlds import Control, join_world
 
 Made = tuple[Any, dict[str, Any]]
 
@@ -79,15 +76,6 @@ def unnamed_vocabulary(model: Any, rank: int, size: int) -> Made:
     """A mistake: each rank has some rows of the embeddings."""
     for module in (model.model.embed_tokens, model.lm_head):
         module.weight = torch.nn.Parameter(module.weight.detach().chunk(size)[rank].clone())
-    return model, {}
-
-
-def drifted(model: Any, rank: int, size: int) -> Made:
-    """No mistake: replicas that nobody has synchronised for a while."""
-    torch.manual_seed(rank)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.003)
     return model, {}
 
 
@@ -198,7 +186,6 @@ KINDS = {
     "unnamed-experts": unnamed_experts,
     "unnamed-rows": unnamed_rows,
     "unnamed-vocabulary": unnamed_vocabulary,
-    "drifted": drifted,
 }
 
 
@@ -259,36 +246,6 @@ class Trainer:
         with WeightServer(part, base_port=0, use_ucx=False, **told) as server:
             return [_refusal(server, turn) for turn in range(2)]
 
-    def late(self, model: str, steps: int) -> list[str]:
-        """Every rank has all of the model, and writes at first only the half that is its own, as
-        Megatron's distributed optimizer does; from the third step on all but one late tensor."""
-        whole, told = KINDS["ddp"](
-            AutoModelForCausalLM.from_pretrained(model, dtype="auto"), self.rank, self.size
-        )
-        parameters = list(whole.parameters())
-        late = parameters[-1]  # one of many: seldom in a sample
-        half = len(parameters) // 2
-        said = []
-        with WeightServer(whole, base_port=0, use_ucx=False, **told) as server:
-            server.publish(0)
-            for step in range(1, steps + 1):
-                own = parameters[:half] if self.rank == 0 else parameters[half:]
-                written = own if step < 3 else [p for p in parameters if p is not late or self.rank]
-                try:
-                    with server.updating(step), torch.no_grad():
-                        for parameter in written:
-                            parameter.mul_(1 + step / 64)
-                    said.append("")
-                except fanin.FaninError as error:
-                    said.append(f"{error.key} {error.rank} {error} {error.remedy}")
-                if step < 3:
-                    with torch.no_grad():  # the next forward's all-gather
-                        for parameter in parameters:
-                            if not any(parameter is one for one in own):
-                                parameter.mul_(1 + step / 64)
-                dist.barrier()
-        return said
-
     def stale(self, model: str) -> list[str]:
         """Every rank has all of the model, and at step 2 each has written its own half of the
         tensors alone. Nobody compares replicas; the addresses of all ranks."""
@@ -307,27 +264,6 @@ class Trainer:
                 parameter.mul_(-2)
         dist.barrier()
         return addresses
-
-    def alone(self, model: str) -> list[str]:
-        """Rank 1 fails before it publishes: the others are told at once."""
-        whole, told = KINDS["ddp"](
-            AutoModelForCausalLM.from_pretrained(model, dtype="auto"), self.rank, self.size
-        )
-        said = []
-        with WeightServer(whole, base_port=0, use_ucx=False, **told) as server:
-            server.publish(0)
-            dist.barrier()
-            began = time.monotonic()
-            try:
-                with server.updating(1):
-                    if self.rank == 1:
-                        raise ValueError("the loss is NaN")
-            except (fanin.FaninError, ValueError) as error:
-                said.append(str(error))
-            said.append("soon" if time.monotonic() - began < 30 else "late")
-            dist.barrier()
-            server.publish(1)
-        return said
 
     def step(self) -> None:
         self.number += 1
@@ -390,12 +326,6 @@ class Trainer:
             return out
 
         WeightServer(self.model, base_port=0, use_ucx=False, names=names).close()
-
-    def another(self, convert: list[str], where: int) -> None:
-        """Another server, of which one rank has one tensor of another dtype."""
-        if self.rank == where:
-            self.convert(*convert)
-        WeightServer(self.model, base_port=0, use_ucx=False, **self.told).close()
 
     def partial(self, where: int) -> None:
         """A server of a parameter that is a summand on one rank, for all that rank knows."""
@@ -486,14 +416,7 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     control = Control()
     options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=options["rendezvous"],
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=120),
-    )
+    join_world(options)
     trainer = Trainer(options)
     control.say("ready")
     while (command := control.hear())["event"] != "exit":

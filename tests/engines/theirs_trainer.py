@@ -8,11 +8,10 @@ torch's own gather makes.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
-from worlds import Control, digests
+from worlds import Control, digests, join_world
 
 
 class Engine:
@@ -48,17 +47,13 @@ class Engine:
 
 class Rank:
     def __init__(self, options: dict[str, Any]) -> None:
-        import torch.distributed as dist
         from fanin.vllm import register
         from fanin.vllm.weights_trainer import TrainerInit
         from full_models import random_model, shard
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.base import ModuleSource
 
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            "gloo", init_method=options["rendezvous"], rank=rank, world_size=size
-        )
+        rank, size = join_world(options)
         register()
         self.rank = rank
         self.kept: list[Any] = []
@@ -117,8 +112,7 @@ def main() -> None:
     control = Control()
     rank = Rank(json.loads(sys.argv[1]))
     control.say("ready")
-    while (what := (command := control.hear(timeout=600.0)).pop("event")) != "exit":
-        control.say("done", **(getattr(rank, what)(**command) or {}))
+    control.obey(rank)
 
 
 if __name__ == "__main__":

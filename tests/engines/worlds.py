@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import datetime
 import faulthandler
 import hashlib
 import importlib.util
@@ -242,6 +243,31 @@ class Control:
         line, self._pending = self._pending.split(b"\n", 1)
         heard: dict[str, Any] = json.loads(line)
         return heard
+
+    def obey(self, target: Any, end: str = "exit") -> dict[str, Any]:
+        """Calls the methods that the test names, and tells what they return; the command that ends
+        it."""
+        while (command := self.hear(timeout=3600.0))["event"] != end:
+            name = command.pop("event")
+            self.say("done", **(getattr(target, name)(**command) or {}))
+        return command
+
+
+def join_world(options: dict[str, Any], backend: str = "gloo") -> tuple[int, int]:
+    """Makes this process a rank of the test's world; its number and the world's size."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend,
+        init_method=options["rendezvous"],
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=PATIENCE),
+    )
+    return rank, size
 
 
 # --------------------------------------------------------------------- adapters compared
