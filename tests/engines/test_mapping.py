@@ -87,6 +87,30 @@ def bad(put: Callable[[Fused, str, torch.Tensor], None]) -> Fused:
     return Bad()
 
 
+def pull(weights: dict[str, torch.Tensor], packed: Any) -> None:
+    """What one rank publishes, into what was packed."""
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        assert client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype).step == 1
+    packed.settle()
+
+
+def landed(make: Callable[[], Any], published: list[Entry] = PUBLISHED) -> tuple[Any, Any, Any]:
+    """A model that has pulled, one that has loaded the same, and the mapping."""
+    weights = values(published)
+    model, expected = make(), make()
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model, published).mapping()
+    packed = mapping.pack(model)
+    mapping.fill(model)
+    pull(weights, packed)
+    return model, expected, mapping
+
+
+def same(model: torch.nn.Module, expected: torch.nn.Module) -> bool:
+    found = dict(model.named_parameters())
+    return all(torch.equal(found[name], value) for name, value in expected.named_parameters())
+
+
 # --------------------------------------------------------------------------------- good loaders
 
 
@@ -104,18 +128,9 @@ def test_what_is_copied_becomes_boxes() -> None:
 
 
 def test_a_pull_puts_what_the_loader_puts() -> None:
-    weights = values(PUBLISHED)
-    model, expected = Fused(), Fused()
-    expected.load_weights(iter(weights.items()))
-    mapping = recorded(model).mapping()
-    packed = mapping.pack(model)
-    mapping.fill(model)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        assert {e.name for e in client.catalog("full:0")} == set(weights)
-        assert client.pull_into("full:0", packed.tensors, step=1).step == 1
-    assert torch.equal(model.rows, expected.rows)
-    assert torch.equal(model.norm, expected.norm)
-    assert packed.groups == (maps.Group("", 0, 3, 96 + 24),)
+    model, expected, mapping = landed(Fused)
+    assert same(model, expected)
+    assert mapping.pack(model).groups == (maps.Group("", 0, 3, 96 + 24),)
 
 
 def test_views_of_any_kind_are_boxes() -> None:
@@ -126,9 +141,7 @@ def test_views_of_any_kind_are_boxes() -> None:
     weights = values(PUBLISHED)
     model, expected = bad(put), Fused()
     expected.load_weights(iter(weights.items()))
-    packed = recorded(model).mapping().pack(model)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1)
+    pull(weights, recorded(model).mapping().pack(model))
     assert torch.equal(model.rows[:8], expected.rows[:8])
 
 
@@ -153,15 +166,8 @@ def test_what_a_loader_joins_is_copies_of_its_parts(number: int) -> None:
             self.rows.data[8:].fill_(0)
             self.norm.data.copy_(kept["norm"])
 
-    weights = values(PUBLISHED)
-    model, expected = Joins(), Joins()
-    expected.load_weights(iter(weights.items()))
-    mapping = recorded(model).mapping()
-    packed = mapping.pack(model)
-    mapping.fill(model)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1)
-    assert torch.equal(model.rows, expected.rows) and mapping.unwanted == ()
+    model, expected, mapping = landed(Joins)
+    assert same(model, expected) and mapping.unwanted == ()
 
 
 class Wide(torch.nn.Module):
@@ -190,11 +196,8 @@ def test_a_narrow_tensor_is_widened_after_it_has_landed() -> None:
     assert [bridge.live is model.gate for bridge in bridges] == [True]
     packed = mapping.pack(model)
     assert packed.dtype == "BF16"
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
-    packed.settle()
-    assert torch.equal(model.gate, expected.gate)
-    assert torch.equal(model.bias, expected.bias)
+    pull(weights, packed)
+    assert same(model, expected)
 
 
 def test_padding_of_a_widened_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +219,8 @@ def test_padding_of_a_widened_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "empty_strided", lambda *a, **more: empty(*a, **more).fill_(5))
     packed = mapping.pack(model)
     mapping.fill(model)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1)
-    packed.settle()
-    assert torch.equal(model.gate, expected.gate)
+    pull(weights, packed)
+    assert same(model, expected)
 
 
 def test_one_tensor_may_go_to_two_modules() -> None:
@@ -232,9 +233,7 @@ def test_one_tensor_may_go_to_two_modules() -> None:
                 linear.weight.data.copy_(part)
 
     weights = values(published)
-    packed = maps.record(published, load, model).mapping().pack(model)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1)
+    pull(weights, maps.record(published, load, model).mapping().pack(model))
     assert torch.equal(torch.cat([part.weight for part in model]), weights["shared"])
 
 
@@ -252,8 +251,7 @@ def test_new_memory_is_laid_out_as_recorded() -> None:
     assert sorted(shadow) == [("", "norm"), ("", "rows")]
     assert shadow["", "rows"].stride() == model.rows.stride()
     mapping.fill(shadow)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", mapping.pack(shadow).tensors, step=1)
+    pull(weights, mapping.pack(shadow))
     assert torch.equal(shadow["", "rows"], expected.rows)
     with pytest.raises(fanin.RequestError, match="no module, function or dictionary"):
         mapping.pack(3)
@@ -338,15 +336,6 @@ def casts(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].copy_(weight.float())
 
 
-def joins(model: Fused, name: str, weight: torch.Tensor) -> None:
-    """What is computed of the joined tensor is refused as if it had not been joined."""
-    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2]]) * 2)
-
-
-def joins_computed(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2] * 2]))
-
-
 def joins_and_changes(model: Fused, name: str, weight: torch.Tensor) -> None:
     whole = torch.cat([weight[2:], weight[:2]])
     whole[1:].mul_(2)
@@ -358,10 +347,6 @@ def joins_and_reads_bits(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].copy_(whole)
 
 
-def joins_others(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].copy_(torch.cat([weight[2:], torch.zeros_like(weight[:2])]))
-
-
 def joins_and_overwrites(model: Fused, name: str, weight: torch.Tensor) -> None:
     whole = torch.cat([weight[2:], weight[:2]])
     whole[1:].copy_(torch.zeros(3, 6))
@@ -371,14 +356,6 @@ def joins_and_overwrites(model: Fused, name: str, weight: torch.Tensor) -> None:
 def overwrites(model: Fused, name: str, weight: torch.Tensor) -> None:
     weight[2:].copy_(torch.zeros(2, 6))
     model.rows.data[:4].copy_(weight)
-
-
-def fills_bytes(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].view(torch.uint8).fill_(1)
-
-
-def buffers(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].copy_(torch.empty(4, 6, dtype=weight.dtype).copy_(weight))
 
 
 def changes(model: Fused, name: str, weight: torch.Tensor) -> None:
@@ -399,10 +376,6 @@ def asks(model: Fused, name: str, weight: torch.Tensor) -> None:
         model.rows.data[:4].copy_(weight)
 
 
-def masks(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].view(-1).copy_(weight[weight > 0])
-
-
 def replaces(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows = torch.nn.Parameter(torch.zeros(10, 6, dtype=torch.bfloat16))
     model.rows.data[:4].copy_(weight)
@@ -420,17 +393,9 @@ def numpys(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].view(torch.uint8).numpy()[:] = weight.view(torch.uint8).numpy()
 
 
-def invents(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].copy_(torch.ones(4, 6, dtype=torch.bfloat16))
-
-
 def twice(model: Fused, name: str, weight: torch.Tensor) -> None:
     model.rows.data[:4].copy_(weight)
     model.rows.data[3:4].copy_(weight[3:])
-
-
-def half(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:2].copy_(weight[:2])
 
 
 def wipes(model: Fused, name: str, weight: torch.Tensor) -> None:
@@ -449,27 +414,51 @@ def breaks(model: Fused, name: str, weight: torch.Tensor) -> None:
     [
         (computes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul"),
         (casts, r"tensor 'up' into 'rows': the loader computes it by aten\._to_copy"),
-        (joins, r"tensor 'up' into 'rows': the loader computes it by aten\.mul"),
-        (joins_computed, r"tensor 'up' into 'rows': the loader computes it by aten\.(mul|cat)"),
+        (
+            lambda m, _, w: m.rows.data[:4].copy_(torch.cat([w[2:], w[:2]]) * 2),
+            r"tensor 'up' into 'rows': the loader computes it by aten\.mul",
+        ),
+        (
+            lambda m, _, w: m.rows.data[:4].copy_(torch.cat([w[2:], w[:2] * 2])),
+            r"tensor 'up' into 'rows': the loader computes it by aten\.(mul|cat)",
+        ),
         (joins_and_changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
         (joins_and_reads_bits, r"tensor 'up' into 'rows': the loader computes it by aten\.cat"),
-        (joins_others, r"tensor 'up' into 'rows': the loader computes it by aten\."),
+        (
+            lambda m, _, w: m.rows.data[:4].copy_(torch.cat([w[2:], torch.zeros_like(w[:2])])),
+            r"tensor 'up' into 'rows': the loader computes it by aten\.",
+        ),
         (joins_and_overwrites, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_"),
         (overwrites, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* into it"),
-        (fills_bytes, r"into 'rows': the loader writes by aten\.fill_.*, not by copy_"),
-        (buffers, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* of its own"),
+        (
+            lambda m, _, w: m.rows.data[:4].view(torch.uint8).fill_(1),
+            r"into 'rows': the loader writes by aten\.fill_.*, not by copy_",
+        ),
+        (
+            lambda m, _, w: m.rows.data[:4].copy_(torch.empty(4, 6, dtype=w.dtype).copy_(w)),
+            r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* of its own",
+        ),
         (changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
         (adds, r"tensor 'up' into 'rows': the loader writes by aten\.add_"),
         (broadcasts, r"tensor 'up' into 'rows': the loader copies one element of it to several"),
         (asks, r"tensor 'up': the loader reads values of tensor 'up' by aten\._local_scalar_dense"),
-        (masks, r"tensor 'up': the loader needs values of tensor 'up' for aten\."),
+        (
+            lambda m, _, w: m.rows.data[:4].view(-1).copy_(w[w > 0]),
+            r"tensor 'up': the loader needs values of tensor 'up' for aten\.",
+        ),
         (replaces, r"into 'rows': the loader replaces it"),
         (assigns, r"into 'rows': the loader replaces it, or its memory"),
         (takes, r"tensor 'up': the loader failed with RuntimeError"),
         (numpys, r"tensor 'up': the loader failed with (TypeError|RuntimeError)"),
-        (invents, r"into 'rows': the loader writes values that are not published"),
+        (
+            lambda m, _, w: m.rows.data[:4].copy_(torch.ones(4, 6, dtype=torch.bfloat16)),
+            r"into 'rows': the loader writes values that are not published",
+        ),
         (twice, r"'rows': 6 of 60 elements are filled twice, the first at \[3, 0\] by 'up'"),
-        (half, r"'rows': 12 of 60 elements are filled by no published tensor, .* at \[2, 0\]"),
+        (
+            lambda m, _, w: m.rows.data[:2].copy_(w[:2]),
+            r"'rows': 12 of 60 elements are filled by no published tensor, .* at \[2, 0\]",
+        ),
         (wipes, r"tensor 'up' into 'rows': the loader fills elements that it had copied"),
         (breaks, r"tensor 'up': the loader failed with KeyError: 'no such weight'"),
     ],
@@ -598,10 +587,8 @@ def test_f32_becomes_one_type_in_a_pull() -> None:
     expected.load_weights(iter(weights.items()))
     packed = recorded(model, published).mapping().pack(model)
     assert (packed.dtype, packed.bridges) == ("BF16", ())
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
-    assert torch.equal(model.gate, expected.gate)
-    assert torch.equal(model.bias, expected.bias)
+    pull(weights, packed)
+    assert same(model, expected)
     model.gate = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.float16))
     with pytest.raises(fanin.RequestError, match="'gate' as F16 and 'bias' as BF16"):
         recorded(model, published).mapping().pack(model)

@@ -109,66 +109,53 @@ def same_slots(mine: Any, theirs: Any, slot: int = 0) -> None:
         ), name
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("rank", [4, 8])
-def test_a_slot_is_what_vllm_loads(tmp_path: Path, kind: str, rank: int) -> None:
-    """Rank 4 of at most 8, and 8; in slots that another adapter has been in."""
-    e = ENGINES[kind]
-    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
-    is_3d = e.kind in ("fused", "mixed")
-    with published(e, rank) as trainer:
-        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
-        slots = Slots(mine)
-        layout = trainer.layout(slots.loader, is_3d=is_3d)
-        image = slots.take(layout)
-        trainer.pull(image)
-        prove(slots.loader, slots.take(layout), request(1, tmp_path / "a", e))
+def pulled(
+    e: Engine, tmp_path: Path, rank: int = 4, fields: Any = None, dtype: str | None = None
+) -> tuple[Slots, Any]:
+    """What a worker has pulled as "/nowhere/a" for its slots, and vLLM that has loaded the same
+    adapter from a directory."""
+    theirs, slots = slots_engine.loader(e), Slots(slots_engine.worker(e))
+    with published(e, rank, fields=fields) as trainer:
+        directory = trainer.directory(tmp_path / "a", dtype=dtype)
+        theirs.add_adapter(request(1, directory, e))
+        is_3d = e.kind in ("fused", "mixed")
+        layout = trainer.layout(slots.loader, is_3d=is_3d, **({"dtype": dtype} if dtype else {}))
+        trainer.pull(image := slots.take(layout))
+        if dtype is None:
+            prove(slots.loader, slots.take(layout), request(1, directory, e))
     slots.hold("/nowhere/a", image)
+    return slots, theirs
+
+
+HALF = torch.bfloat16
+LOADED = [
+    # Rank 4 of at most 8, and 8; in slots that another adapter has been in.
+    *((e, rank, {}, None) for e in ENGINES.values() for rank in (4, 8)),
+    *((Engine(dtype=dtype), 4, {}, "BF16") for dtype in (torch.float32, HALF)),
+    *(
+        (Engine(dtype=dtype), rank, fields, None)
+        for dtype in (HALF, torch.float16, torch.float32)
+        for rank, fields in (
+            (4, {"use_rslora": True}),
+            (4, {"alpha_pattern": {"k_proj": 3}}),
+            (4, {"lora_alpha": 4}),
+            (4, {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True}),
+            (3, {"lora_alpha": 10}),  # of more bits than BF16 has
+            (8, {"lora_alpha": 16, "use_rslora": True}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("e", "rank", "fields", "dtype"), LOADED)
+def test_a_slot_is_what_vllm_loads(
+    tmp_path: Path, e: Engine, rank: int, fields: dict[str, Any], dtype: str | None
+) -> None:
+    slots, theirs = pulled(e, tmp_path, rank, fields, dtype)
     assert slots.loader.add_adapter(request(1, "/nowhere/a", e))
     same_slots(slots.loader, theirs)
     some = next(iter(slots_engine.slot_bytes(theirs, 0).values()))
     assert some.any() and not (some == 7).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_pull_narrows(tmp_path: Path, dtype: torch.dtype) -> None:
-    e = Engine(dtype=dtype)
-    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
-    with published(e) as trainer:
-        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a", dtype="BF16"), e))
-        slots = Slots(mine)
-        layout = trainer.layout(slots.loader, dtype="BF16")
-        trainer.pull(image := slots.take(layout))
-    slots.hold("/nowhere/a", image)
-    slots.loader.add_adapter(request(1, "/nowhere/a", e))
-    same_slots(slots.loader, theirs)
-
-
-@pytest.mark.parametrize(
-    ("rank", "fields"),
-    [
-        (4, {"use_rslora": True}),
-        (4, {"alpha_pattern": {"k_proj": 3}}),
-        (4, {"lora_alpha": 4}),
-        (4, {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True}),
-        # Of more bits than BF16 has.
-        (3, {"lora_alpha": 10}),
-        (8, {"lora_alpha": 16, "use_rslora": True}),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scaling_of_any_module(
-    tmp_path: Path, rank: int, fields: dict[str, Any], dtype: torch.dtype
-) -> None:
-    e = Engine(dtype=dtype)
-    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
-    with published(e, rank, fields=fields) as trainer:
-        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
-        slots = Slots(mine)
-        trainer.pull(image := slots.take(trainer.layout(slots.loader)))
-    slots.hold("/nowhere/a", image)
-    slots.loader.add_adapter(request(1, "/nowhere/a", e))
-    same_slots(slots.loader, theirs)
 
 
 # ------------------------------------------------------------------- what comes and what goes
@@ -369,13 +356,9 @@ def test_a_slot_that_was_filled_before_is_switched_on_only(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     e = ENGINES[kind]
-    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
-    is_3d = e.kind in ("fused", "mixed")
-    with published(e) as trainer:
-        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
-        slots = Slots(mine)
-        trainer.pull(image := slots.take(trainer.layout(slots.loader, is_3d=is_3d)))
-    slots.hold("/nowhere/a", image)
+    slots, theirs = pulled(e, tmp_path)
+    image = slots.image("/nowhere/a")
+    assert image is not None
     slots.fill_seat(slots.keep_seat(), image)
     assert image.seat is not None and not slots.manager.list_adapters()
     no_copy(monkeypatch)

@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "engines"))
@@ -39,14 +40,24 @@ Case = tuple[str, Callable[[pathlib.Path], None]]
 
 
 def cases(device: str) -> Iterator[Case]:
-    for name, engine in tests.ENGINES.items():
-        tests.ENGINES[name] = dataclasses.replace(engine, device=device)
-        for rank in (4, 8):
+    loaded = [
+        (name, engine, rank, {}, None) for name, engine in tests.ENGINES.items() for rank in (4, 8)
+    ]
+    scaling = {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True}
+    loaded.append(("narrowed", slots_engine.Engine(dtype=torch.bfloat16), 4, {}, "BF16"))
+    loaded.append(("scaled by module", slots_engine.Engine(), 4, scaling, None))
+    for name, engine, rank, fields, dtype in loaded:
 
-            def loads(folder: pathlib.Path, name: str = name, rank: int = rank) -> None:
-                tests.test_a_slot_is_what_vllm_loads(folder, name, rank)
+        def loads(
+            folder: pathlib.Path,
+            engine: slots_engine.Engine = dataclasses.replace(engine, device=device),  # noqa: B008
+            rank: int = rank,
+            fields: dict[str, Any] = fields,
+            dtype: str | None = dtype,
+        ) -> None:
+            tests.test_a_slot_is_what_vllm_loads(folder, engine, rank, fields, dtype)
 
-            yield f"{name}, rank {rank}", loads
+        yield f"{name}, rank {rank}", loads
     here = slots_engine.Engine(device=device)
 
     def bring_back(folder: pathlib.Path) -> None:
@@ -63,9 +74,6 @@ def cases(device: str) -> Iterator[Case]:
     tests.Engine = lambda *given, **fields: dataclasses.replace(  # type: ignore[misc,assignment]
         slots_engine.Engine(*given, **fields), device=here.device
     )
-    yield "narrowed to BF16", lambda _: tests.test_what_a_pull_narrows(_, torch.bfloat16)
-    scaling = {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True}
-    yield "scaled by module", lambda _: tests.test_scaling_of_any_module(_, scaling)
     yield "left and came back", bring_back
     yield "a slot in use", untouched
     yield "a copy that fails", failing
