@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "dtype.h"
 #include "fields.h"
 
 #include <stddef.h>
@@ -180,7 +181,7 @@ TABLE(fields_read, ID(1, msg_read, token),
 
 TABLE(fields_digest, ID(1, msg_read, token),
       NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES),
-      OPTIONAL_NUMBER(4, FIELD_U32, msg_read, dtype, FANIN_DTYPE_U64));
+      OPTIONAL_NUMBER(4, FIELD_U32, msg_read, dtype, DTYPE_LAST));
 CHECKED_TABLE(fields_digest_ok, check_digest_ok,
               {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16,
                16 * LIMIT_READ_ENTRIES});

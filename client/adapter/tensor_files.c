@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "dtype.h"
 #include "adapter/tensor_files.h"
 
 #include "error_set.h"
@@ -13,7 +14,7 @@
 /* --------------------------------------------------------------- one file */
 
 #define ALIGNMENT 8
-#define N_DTYPES (FANIN_DTYPE_U64 + 1)
+#define N_DTYPES (DTYPE_LAST + 1)
 
 /* Counts while at is NULL, writes otherwise: the same code finds the size and fills. */
 typedef struct sink {

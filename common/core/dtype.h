@@ -5,6 +5,8 @@
 
 #include <fanin/types.h>
 
+#define DTYPE_LAST FANIN_DTYPE_U64 /**< the highest number */
+
 /**
  * The smallest group of elements that fills whole bytes: 1 element of 1..8 bytes, 2 F4
  * elements in 1 byte, 4 F6 elements in 3. All false/0 for an unknown dtype.

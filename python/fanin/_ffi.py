@@ -52,32 +52,6 @@ STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
 #: Names of ``fanin_publication_info.state``.
 PUBLICATION_STATES = ("unpublished", "stable", "draining", "writing", "paused")
 
-#: safetensors' names of the element types, by the library's numbers.
-DTYPES = {
-    "BOOL": 1,
-    "F4": 2,
-    "F6_E2M3": 3,
-    "F6_E3M2": 4,
-    "U8": 5,
-    "I8": 6,
-    "F8_E5M2": 7,
-    "F8_E4M3": 8,
-    "F8_E8M0": 9,
-    "F8_E4M3FNUZ": 10,
-    "F8_E5M2FNUZ": 11,
-    "I16": 12,
-    "U16": 13,
-    "F16": 14,
-    "BF16": 15,
-    "I32": 16,
-    "U32": 17,
-    "F32": 18,
-    "C64": 19,
-    "F64": 20,
-    "I64": 21,
-    "U64": 22,
-}
-
 
 class Error(Structure):
     """``fanin_error``"""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _ffi
-from ._tensors import torch_dtype
+from ._dtypes import DTYPES, torch_dtype
 from .errors import HostError, RequestError, error_class
 
 __version__ = "0.1.0"
@@ -211,10 +211,10 @@ def dtype_code(name: object, what: str) -> int:
     """
     if name is None:
         return 0
-    code = _ffi.DTYPES.get(torch_dtype(name) or str(name).upper())
+    code = DTYPES.get(torch_dtype(name) or str(name).upper())
     if code is None:
         raise RequestError.make(
-            f"{what} {name!r} is no dtype", f"the dtypes are {', '.join(_ffi.DTYPES)}"
+            f"{what} {name!r} is no dtype", f"the dtypes are {', '.join(DTYPES)}"
         )
     return code
 

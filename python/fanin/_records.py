@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from . import _ffi
+from ._dtypes import DTYPES
 from ._library import text
 from .errors import status_name
 
 _Record = TypeVar("_Record")
-_DTYPE_NAMES = {code: name for name, code in _ffi.DTYPES.items()}
+_DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
 
 @dataclass(frozen=True)

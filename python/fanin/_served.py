@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fanin._digest import digest_sum
+from fanin._dtypes import NARROWED
 from fanin._tiles import are_apart, tilings
 from fanin.errors import PeerError
 
 __all__ = [
-    "NARROWED",
     "ROUNDED",
     "Difference",
     "Held",
@@ -35,8 +35,6 @@ __all__ = [
     "size_of",
 ]
 
-NARROWED = ("BF16", "F16")
-"""The types that an engine may hold of what is trained in F32."""
 ROUNDED = "rounded to"
 """How a difference begins that a cast of the trainer's makes."""
 

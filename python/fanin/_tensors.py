@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
+from ._dtypes import DTYPES, NUMPY_KINDS, TORCH_DTYPES, dtype_bits, torch_dtype
 from .errors import RequestError
 
 __all__ = ["Box", "PackedTensors", "Shard", "pack", "shard_of"]
@@ -56,61 +57,7 @@ class Shard:
     keep: bool = False
 
 
-# torch.dtype without its prefix: safetensors' name.
-TORCH_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float4_e2m1fn_x2": "F4",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
-# By array_interface's type string, without the byte order.
-_NUMPY_KINDS = {
-    "b1": "BOOL",
-    "u1": "U8",
-    "i1": "I8",
-    "u2": "U16",
-    "i2": "I16",
-    "f2": "F16",
-    "u4": "U32",
-    "i4": "I32",
-    "f4": "F32",
-    "c8": "C64",
-    "u8": "U64",
-    "i8": "I64",
-    "f8": "F64",
-}
 _FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
-
-
-_BITS = {
-    name: 8 if name == "BOOL" else int(name.split("_")[0].lstrip("BFIUC")) for name in _ffi.DTYPES
-}
-
-
-def dtype_bits(dtype: str) -> int:
-    """Bits of an element of *dtype* (safetensors' name)."""
-    return _BITS[dtype]
-
-
-def torch_dtype(dtype: object) -> str | None:
-    """safetensors' name of a ``torch.dtype``, None if it has none."""
-    return TORCH_DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 @dataclass(slots=True)
@@ -239,7 +186,7 @@ def _numpy_view(name: str, value: Any, interface: Mapping[str, Any]) -> _View:
     itemsize = int(typestr[2:] or 0)  # objects have none
     if typestr[0] == _FOREIGN_ORDER and itemsize > 1:
         raise _refusal(name, f"an array of {typestr} has its bytes in the other order")
-    kind = _NUMPY_KINDS.get(typestr[1:])
+    kind = NUMPY_KINDS.get(typestr[1:])
     if typestr[1] == "V":
         # Extension types (ml_dtypes) look like raw bytes, and have names.
         kind = TORCH_DTYPES.get(getattr(value.dtype, "name", ""))
@@ -329,8 +276,8 @@ def _dtype_of(name: str, view: _View, said: str | None) -> str:
         raise _refusal(
             name, f"the {view.described} has no dtype of safetensors", 'say which: dtype="BF16"'
         )
-    if kind not in _ffi.DTYPES:
-        raise _refusal(name, f"{kind!r} is no dtype", f"the dtypes are {', '.join(_ffi.DTYPES)}")
+    if kind not in DTYPES:
+        raise _refusal(name, f"{kind!r} is no dtype", f"the dtypes are {', '.join(DTYPES)}")
     bits = dtype_bits(kind)
     if max(bits, 8) != 8 * view.itemsize:
         raise _refusal(
@@ -480,7 +427,7 @@ def _fill(
     name_address: int,
     box_address: int,
 ) -> None:
-    codes = _ffi.DTYPES
+    codes = DTYPES
     at = box_at = 0
     for shard, name in zip(items, names, strict=True):
         shape, device = shard.shape, shard.device
@@ -528,9 +475,9 @@ def _explain(items: tuple[Shard, ...]) -> None:
         name = shard.name
         if b"\0" in encoded:
             raise _refusal(name, "the name contains a NUL character")
-        if shard.dtype not in _ffi.DTYPES:
+        if shard.dtype not in DTYPES:
             raise _refusal(
-                name, f"{shard.dtype!r} is no dtype", f"the dtypes are {', '.join(_ffi.DTYPES)}"
+                name, f"{shard.dtype!r} is no dtype", f"the dtypes are {', '.join(DTYPES)}"
             )
         dims = len(shard.shape)
         if dims > _ffi.MAX_DIMS:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from fanin._dtypes import NUMPY, dtype_name
 from fanin._options import handed_on
 from fanin._tensors import Shard, shard_of
 from fanin.client import Client
@@ -25,7 +26,7 @@ from fanin.errors import (
     RequestError,
 )
 from fanin.info import join_address
-from fanin.parameter_server import TensorInfo, dtype_name, join_key, split_key
+from fanin.parameter_server import TensorInfo, join_key, split_key
 from fanin.server import Stream
 
 __all__ = ["ParameterClient", "TensorInfo"]
@@ -36,19 +37,8 @@ _log = logging.getLogger("fanin.parameter_client")
 
 _MISMATCH = -405
 
+
 # What NumPy lacks comes as its bits.
-_NUMPY = {
-    "BOOL": "?",
-    "BF16": "u2",
-    "F16": "f2",
-    "F32": "f4",
-    "F64": "f8",
-    "C64": "c8",
-    **{f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "UI" for bits in (8, 16, 32, 64)},
-    **{f"F8_{kind}": "u1" for kind in ("E5M2", "E4M3", "E8M0", "E4M3FNUZ", "E5M2FNUZ")},
-}
-
-
 def _torch() -> Any:
     try:
         import torch
@@ -302,7 +292,7 @@ class ParameterClient:
             return torch.empty(info.shape, dtype=dtype, device=self.device)
         import numpy
 
-        kind = _NUMPY.get(self._dtypes[key])
+        kind = NUMPY.get(self._dtypes[key])
         if kind is None:
             raise RequestError.make(f"NumPy cannot hold {self._dtypes[key]}", key=key)
         return numpy.empty(info.shape, dtype=kind)
@@ -315,7 +305,7 @@ class ParameterClient:
         if tuple(out.shape) != tuple(info.shape):
             raise ValueError(f"out has shape {tuple(out.shape)}, and {key!r} has {info.shape}")
         have = str(out.dtype).removeprefix("torch.")
-        bits = _NUMPY.get(self._dtypes[key], "")
+        bits = NUMPY.get(self._dtypes[key], "")
         raw = {"u1": "uint8", "u2": "uint16"}.get(bits)
         if have != info.dtype and not (hasattr(out, "__array_interface__") and have == raw):
             raise ValueError(f"out has dtype {have}, and {key!r} has {info.dtype}")

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanin._options import VARIABLES, Configured, handed_on, options_of
-from fanin._tensors import TORCH_DTYPES, Shard, shard_of
+from fanin._tensors import Shard, shard_of
 from fanin.config import trainer_config
 from fanin.errors import FaninError, StateError
 from fanin.info import is_loopback
@@ -77,14 +77,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     device_id: int  # of CUDA, 0 also for the host
-
-
-_NAMES = {ours: theirs for theirs, ours in TORCH_DTYPES.items()}
-
-
-def dtype_name(dtype: str) -> str:
-    """PyTorch's name of one of safetensors' dtypes; that itself if PyTorch has none."""
-    return _NAMES.get(dtype, dtype)
 
 
 @dataclass

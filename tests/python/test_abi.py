@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fanin import _ffi
+from fanin import _dtypes, _ffi
 from fanin._library import initialised, library
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_programs_of_other_releases(more: int) -> None:
     config = initialised(_ffi.ServerConfig, lib.fanin_server_config_init)
     config.world_id[:] = b"\x05" * _ffi.WORLD_ID_SIZE
     good(lib.fanin_server_create(sized(config), ctypes.byref(server), error))
-    tensor = _ffi.Tensor(name=b"nothing", dtype=_ffi.DTYPES["F32"], n_dims=1)
+    tensor = _ffi.Tensor(name=b"nothing", dtype=_dtypes.DTYPES["F32"], n_dims=1)
     tensors = sized(tensor, max(more, 0))  # all of the first release's must be given
     good(lib.fanin_server_put(server, b"lora:0", tensors, 1, False, error))
     options = initialised(_ffi.CommitOptions, lib.fanin_commit_options_init)

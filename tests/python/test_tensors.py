@@ -14,7 +14,7 @@ import fanin
 import local_world
 import numpy as np
 import pytest
-from fanin import _ffi, _tensors
+from fanin import _dtypes, _ffi, _tensors
 from fanin._library import dtype_code, library
 
 
@@ -25,7 +25,7 @@ def unpacked(packed: fanin.PackedTensors) -> list[_ffi.Tensor]:
 def read(shard: fanin.Shard) -> list[bytes]:
     """The elements of the shard's one box, in order, read as the library would."""
     (box,) = shard.boxes
-    size = _tensors.dtype_bits(shard.dtype) // 8
+    size = _dtypes.dtype_bits(shard.dtype) // 8
     stride = box.stride
     if not any(stride):
         stride = tuple(size * math.prod(box.extent[d + 1 :]) for d in range(len(box.extent)))
@@ -79,15 +79,15 @@ def test_packed_tensors_are_what_was_described() -> None:
 
 def test_dtypes_are_the_librarys() -> None:
     lib = library()
-    for name, code in _ffi.DTYPES.items():
+    for name, code in _dtypes.DTYPES.items():
         assert lib.fanin_dtype_from_name(name.encode()) == code
-        assert lib.fanin_dtype_bits(code) == _tensors.dtype_bits(name), name
-    assert lib.fanin_dtype_name(max(_ffi.DTYPES.values()) + 1) is None
+        assert lib.fanin_dtype_bits(code) == _dtypes.dtype_bits(name), name
+    assert lib.fanin_dtype_name(max(_dtypes.DTYPES.values()) + 1) is None
 
 
 @pytest.mark.parametrize("name", ["BF16", "bf16", "bfloat16", "torch.bfloat16"])
 def test_dtypes_of_calls_have_several_names(name: str) -> None:
-    assert dtype_code(name, "cast") == _ffi.DTYPES["BF16"]
+    assert dtype_code(name, "cast") == _dtypes.DTYPES["BF16"]
 
 
 def test_an_empty_pack_is_empty() -> None:

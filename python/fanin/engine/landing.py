@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fanin._dtypes import torch_types
 from fanin._records import PullProgress
-from fanin._tensors import TORCH_DTYPES
 from fanin.engine.trainers import Trainer
 from fanin.errors import PeerError
 
@@ -117,11 +117,8 @@ class Landing(ABC):
 
 def torch_dtype_of(name: str) -> Any:
     """The torch.dtype of safetensors' name. Raises PeerError if PyTorch has none."""
-    import torch
-
-    for known, dtype in TORCH_DTYPES.items():
-        if dtype == name and hasattr(torch, known):
-            return getattr(torch, known)
+    if (found := torch_types().get(name)) is not None:
+        return found
     raise PeerError.make(
         f"the trainer publishes {name}, and this PyTorch has no such dtype", "cast it there"
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from fanin import _ffi
-from fanin._tensors import dtype_bits
+from fanin._dtypes import DTYPES, NARROWED, dtype_bits
 from fanin.errors import RequestError
 from fanin.mapping._boxes import TooManyBoxesError, coverage, memory_of
-from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Mapping, Module, Piece, Source
+from fanin.mapping._mapping import About, Fill, Leaf, Mapping, Module, Piece, Source
 
 __all__ = ["FORMAT", "encoded", "load", "save"]
 
@@ -250,7 +250,7 @@ class _Field:
         shape = self["shape"].integers()
         if len(shape) > _ffi.MAX_DIMS:
             self["shape"].wrong(f"has more than {_ffi.MAX_DIMS} dimensions")
-        dtype = self["dtype"].text(tuple(_ffi.DTYPES))
+        dtype = self["dtype"].text(tuple(DTYPES))
         stride = self["stride"].integers(len(shape))
         room = _span(shape, stride, dtype)
         sources, fills, own = self.get("sources"), self.get("fills"), self.get("own")
@@ -311,8 +311,8 @@ class _Field:
 
     def source(self, wanted: str, room: int) -> Source:
         shape = self["shape"].integers()
-        dtype = self["dtype"].text(tuple(_ffi.DTYPES))
-        if dtype != wanted and not any({dtype, wanted} == {"F32", n} for n in NARROWER):
+        dtype = self["dtype"].text(tuple(DTYPES))
+        if dtype != wanted and not any({dtype, wanted} == {"F32", n} for n in NARROWED):
             self["dtype"].wrong(f"is {dtype}, which does not become {wanted}")
         pieces = self["boxes"].each(lambda f: f.piece(shape, wanted, room))
         if not pieces:

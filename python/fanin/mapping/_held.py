@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fanin._digest import box_digest, box_digests
-from fanin._served import NARROWED
+from fanin._dtypes import NARROWED
 from fanin.mapping._mapping import Leaf
 
 __all__ = ["Told", "held_of", "view_of"]

@@ -12,11 +12,11 @@ from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fanin._tensors import TORCH_DTYPES, Box, PackedTensors, Shard, dtype_bits, pack, torch_dtype
+from fanin._dtypes import NARROWED, dtype_bits, torch_dtype, torch_types
+from fanin._tensors import Box, PackedTensors, Shard, pack
 from fanin.errors import RequestError
 
 __all__ = [
-    "NARROWER",
     "About",
     "Bridge",
     "Fill",
@@ -29,10 +29,6 @@ __all__ = [
     "Source",
     "unwanted",
 ]
-
-
-#: Types that a pull can make of F32, and that F32 holds without loss.
-NARROWER = ("BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ class Leaf(NamedTuple):
     def lands(self) -> str:
         """The type in which its elements arrive: not its own if it is wider than what is
         published."""
-        if self.dtype == "F32" and self.sources and self.sources[0].dtype in NARROWER:
+        if self.dtype == "F32" and self.sources and self.sources[0].dtype in NARROWED:
             return self.sources[0].dtype
         return self.dtype
 
@@ -406,7 +402,7 @@ class Mapping:
         """
         import torch
 
-        types = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items()}
+        types = torch_types()
         made = {}
         for path, leaf in self._leaves(modules):
             if leaf.sources:

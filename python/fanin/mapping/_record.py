@@ -12,19 +12,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fanin._cover import Parts, uncovered
-from fanin._tensors import TORCH_DTYPES
+from fanin._dtypes import NARROWED, torch_dtype, torch_types
 from fanin.errors import RequestError
 from fanin.mapping import _boxes
 from fanin.mapping._boxes import Block, Part
 from fanin.mapping._errors import MappingError, Refusal
-from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Module, Piece, Source
+from fanin.mapping._mapping import About, Fill, Leaf, Module, Piece, Source
 from fanin.mapping._mapping import Mapping as ModelMapping
 from fanin.mapping._recorder import Copied, Filled, Place, ReadsDataError, Recorder, Spot
 from fanin.mapping._state import ModelState
 
 __all__ = ["Described", "Recording", "Target", "key_digest", "record"]
 
-_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
+_TYPES = torch_types()
 
 
 class Described(Protocol):
@@ -562,7 +562,7 @@ class _Checker:
         return Leaf(
             target.leaf,
             target.role,
-            TORCH_DTYPES.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype)),
+            torch_dtype(tensor.dtype) or str(tensor.dtype),
             tuple(tensor.shape),
             tuple(step * size for step in tensor.stride()),
             tuple(sources),
@@ -579,7 +579,7 @@ _REMEDY = (
 
 def _types(published: str, target: Any, views: tuple[Any, Any]) -> str:
     """What is wrong with a copy's types, ``""`` if nothing is."""
-    source, wanted = _TYPES[published], TORCH_DTYPES.get(str(target).removeprefix("torch."))
+    source, wanted = _TYPES[published], torch_dtype(target)
     if wanted is None:
         return f"its type {target} has no name in safetensors"
     if views != (source, target):
@@ -588,7 +588,7 @@ def _types(published: str, target: Any, views: tuple[Any, Any]) -> str:
             return f"the loader copies it as {views[0]} to {views[1]}, and it is {published}"
     if published == wanted:
         return ""
-    if {published, wanted} in ({"F32", narrower} for narrower in NARROWER):
+    if {published, wanted} in ({"F32", narrower} for narrower in NARROWED):
         return ""
     return f"it is published as {published} and wanted as {wanted}"
 

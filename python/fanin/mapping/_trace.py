@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fanin._tensors import TORCH_DTYPES
+from fanin._dtypes import NARROWED, TORCH_DTYPES, torch_types
 from fanin.errors import RequestError
 from fanin.mapping import _boxes
 from fanin.mapping._errors import MappingError, Refusal
-from fanin.mapping._mapping import NARROWER, About, Leaf, Mapping, Module, Piece, Source
+from fanin.mapping._mapping import About, Leaf, Mapping, Module, Piece, Source
 from fanin.mapping._record import Described, key_digest
 
 __all__ = ["Trace"]
@@ -119,7 +119,7 @@ class Trace:
             at = sum(a * s for a, s in zip(cell.at, strides, strict=True))
             pieces.setdefault(index, []).extend(part._replace(at=part.at + at) for part in parts)
         dtype = self._landing(list(pieces), refuse)
-        size = getattr(torch, {v: k for k, v in TORCH_DTYPES.items()}[dtype]).itemsize
+        size = torch_types()[dtype].itemsize
         sources = tuple(
             Source(
                 self._published[index].name,
@@ -140,7 +140,7 @@ class Trace:
         (published,) = types
         if published not in TORCH_DTYPES.values():
             raise refuse.because(f"this PyTorch has no type for {published}")
-        return self._dtype if published == "F32" and self._dtype in NARROWER else published
+        return self._dtype if published == "F32" and self._dtype in NARROWED else published
 
     def mapping(self) -> Mapping:
         """The mapping of all that was found, in that order."""

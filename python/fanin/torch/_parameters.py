@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fanin._cover import Part
-from fanin._tensors import Box, Shard, torch_dtype
+from fanin._dtypes import torch_dtype
+from fanin._tensors import Box, Shard
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
 from fanin.torch._fsdp import UNSHARDED, is_unsharded

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fanin._digest import box_digests, digest_sum
+from fanin._dtypes import NARROWED
 from fanin._served import (
-    NARROWED,
     Held,
     Layout,
     digests_of,

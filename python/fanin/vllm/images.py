@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fanin._tensors import TORCH_DTYPES
+from fanin._dtypes import torch_types
 from fanin.engine.copies import Copies
 from fanin.engine.slot_table import Seat
 from fanin.mapping._boxes import packed_strides
@@ -30,7 +30,7 @@ __all__ = ["Image"]
 
 _ALIGNED = 256  # bytes
 _PIECE = 4 << 20  # bytes that are copied at a time beside the engine
-_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
+_TYPES = torch_types()
 
 
 class _Place(NamedTuple):

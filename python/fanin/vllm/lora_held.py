@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from fanin._digest import box_digests
+from fanin._dtypes import dtype_bits, torch_dtype
 from fanin._served import scaled
-from fanin._tensors import Shard, dtype_bits, torch_dtype
+from fanin._tensors import Shard
 from fanin.errors import RequestError, StateError
 from fanin.mapping._held import Told
 from fanin.vllm.images import Image

@@ -19,7 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
+from fanin._dtypes import dtype_bits
+from fanin._tensors import PackedTensors, Shard, pack
 from fanin.engine.copies import Copies
 from fanin.engine.landing import Landing, Progress, Summary
 from fanin.engine.trainers import Trainer, left
