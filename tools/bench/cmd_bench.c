@@ -172,10 +172,7 @@ static int start_ranks(bench *b)
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;
     b->trainer.source.full |= b->mappings != NULL;
-    b->trainer.secret_file = b->line.connect.secret_file;
-    b->trainer.tls_cert = b->line.connect.tls_cert;
-    b->trainer.tls_key = b->line.connect.tls_key;
-    b->trainer.tls_ca = b->line.connect.tls_ca;
+    b->trainer.credentials = b->line.connect.credentials;
     int code = trainer_runs_resolve(b->self, &b->trainer, o);
     code = code != 0
                ? code

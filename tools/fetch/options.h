@@ -25,6 +25,28 @@ typedef struct common_options {
     bool timeout_given;  /**< on the command line; the environment does not count */
 } common_options;
 
+/** By what this end proves who it is; NULL: what the environment names. */
+typedef struct credential_files {
+    char *secret_file, *tls_cert, *tls_key, *tls_ca;
+} credential_files;
+
+/* clang-format off */
+/** Rows of a table of options that fill a credential_files. */
+#define CREDENTIAL_ROWS(c) \
+    {"secret-file", 0, POPT_ARG_STRING, &(c)->secret_file, 0, \
+     "the launch's secret: TLS over TCP (also: FANIN_SECRET_FILE in the environment)", "FILE"}, \
+    {"tls-cert", 0, POPT_ARG_STRING, &(c)->tls_cert, 0, \
+     "instead of a secret: this end's certificate, PEM (also: FANIN_TLS_CERT)", "FILE"}, \
+    {"tls-key", 0, POPT_ARG_STRING, &(c)->tls_key, 0, "its key (also: FANIN_TLS_KEY)", "FILE"}, \
+    {"tls-ca", 0, POPT_ARG_STRING, &(c)->tls_ca, 0, \
+     "authorities of the other end's certificate (also: FANIN_TLS_CA)", "FILE"}
+/* clang-format on */
+
+/** Hands them to a fanin_client_config or a fanin_server_config. */
+#define CREDENTIALS_GIVE(config, c)                                                    \
+    ((config)->secret_file = (c)->secret_file, (config)->tls_cert = (c)->tls_cert,     \
+     (config)->tls_key = (c)->tls_key, (config)->tls_ca = (c)->tls_ca)
+
 /** What every command takes that talks to ranks. */
 typedef struct connect_options {
     int world_size;
@@ -34,9 +56,8 @@ typedef struct connect_options {
     char *path;  /**< NULL: auto; checked by options_parse() */
     char *server_name;
     char *world_id;
-    char *secret_file;                 /**< NULL: the environment's */
-    char *tls_cert, *tls_key, *tls_ca; /**< likewise */
-    char *trace;                       /**< file to be made; NULL: none */
+    credential_files credentials;
+    char *trace; /**< file to be made; NULL: none */
 } connect_options;
 
 /** A parsed command line; free with options_free(). */

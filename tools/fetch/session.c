@@ -104,10 +104,7 @@ static int configure(session *s, const invocation *line)
     config->threads = (uint32_t)connect->threads;
     config->streams_per_rank = (uint32_t)connect->streams;
     config->server_name = connect->server_name;
-    config->secret_file = connect->secret_file;
-    config->tls_cert = connect->tls_cert;
-    config->tls_key = connect->tls_key;
-    config->tls_ca = connect->tls_ca;
+    CREDENTIALS_GIVE(config, &connect->credentials);
     if (common->timeout_ms < config->connect_timeout_ms) {
         config->connect_timeout_ms = common->timeout_ms;
     }

@@ -93,8 +93,8 @@ static void tell_secret(json_t *object, const rank_options *options)
 {
     char folder[PATH_MAX] = "";
     char *path = NULL;
-    const char *file = options->secret_file;
-    if (options->tls_cert != NULL) {
+    const char *file = options->credentials.secret_file;
+    if (options->credentials.tls_cert != NULL) {
         return; /* instead; readers have certificates of their own */
     }
     file = file != NULL ? file : getenv("FANIN_SECRET_FILE");

@@ -7,6 +7,7 @@
 #ifndef RANKS_H
 #define RANKS_H
 
+#include "fetch/options.h"
 #include "fetch/output.h"
 #include "trainer/models.h"
 
@@ -30,9 +31,9 @@ typedef struct rank_options {
     uint32_t
         replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
     uint32_t shard_dim;
-    uint16_t base_port; /**< 0: ephemeral ports */
-    const char *bind, *allow, *server_name, *secret_file, *tls_cert, *tls_key,
-        *tls_ca;    /**< NULL: the library's defaults */
+    uint16_t base_port;                     /**< 0: ephemeral ports */
+    const char *bind, *allow, *server_name; /**< NULL: the library's defaults */
+    credential_files credentials;
     uint32_t flags; /**< FANIN_SERVER_... */
     uint32_t lease_ms, data_threads;
     int32_t nice; /**< added to that of the threads that serve */

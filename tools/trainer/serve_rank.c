@@ -325,10 +325,7 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.data_threads = o->data_threads;
     config.nice = o->nice;
     config.allow = o->allow;
-    config.secret_file = o->secret_file;
-    config.tls_cert = o->tls_cert;
-    config.tls_key = o->tls_key;
-    config.tls_ca = o->tls_ca;
+    CREDENTIALS_GIVE(&config, &o->credentials);
     config.log = o->log;
     config.log_cookie = o->log_cookie;
     if (o->bind != NULL) {

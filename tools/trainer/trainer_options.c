@@ -34,17 +34,7 @@ static void fill_tables(trainer_options *o)
         {"no-ucx", 0, POPT_ARG_NONE, &o->no_ucx, 0, "never load UCX", NULL},
         {"trust-containers", 0, POPT_ARG_NONE, &o->trust_containers, 0,
          "this uid in other containers of this network is this user", NULL},
-        {"secret-file", 0, POPT_ARG_STRING, &o->secret_file, 0,
-         "the launch's secret: TLS over TCP (also: FANIN_SECRET_FILE in the "
-         "environment)",
-         "FILE"},
-        {"tls-cert", 0, POPT_ARG_STRING, &o->tls_cert, 0,
-         "instead of a secret: this end's certificate, PEM (also: FANIN_TLS_CERT)",
-         "FILE"},
-        {"tls-key", 0, POPT_ARG_STRING, &o->tls_key, 0, "its key (also: FANIN_TLS_KEY)",
-         "FILE"},
-        {"tls-ca", 0, POPT_ARG_STRING, &o->tls_ca, 0,
-         "authorities of the other end's certificate (also: FANIN_TLS_CA)", "FILE"},
+        CREDENTIAL_ROWS(&o->credentials),
         {"base-port", 'p', POPT_ARG_INT, &o->base_port, 0,
          "rank r listens on PORT + r; 0 (default): ephemeral ports", "PORT"},
         {"replicate", 0, POPT_ARG_INT, &o->replicate, 0,
@@ -163,10 +153,7 @@ static int resolve_world(const command *self, const trainer_options *o,
     out->bind = o->bind;
     out->allow = o->allow;
     out->server_name = o->server_name;
-    out->secret_file = o->secret_file;
-    out->tls_cert = o->tls_cert;
-    out->tls_key = o->tls_key;
-    out->tls_ca = o->tls_ca;
+    out->credentials = o->credentials;
     out->flags = (o->open ? (uint32_t)FANIN_SERVER_OPEN : 0) |
                  (o->trusted ? (uint32_t)FANIN_SERVER_TRUSTED_NETWORK : 0) |
                  (o->insecure ? (uint32_t)FANIN_SERVER_INSECURE : 0) |

@@ -22,8 +22,8 @@ typedef struct trainer_options {
     /* their world; -1 where a number was not given */
     int world_size, base_port, replicate, shard_dim, lease_ms, data_threads, nice;
     int open, trusted, insecure, no_ucx, trust_containers;
-    char *bind, *allow, *server_name, *world_id, *secret_file, *tls_cert, *tls_key,
-        *tls_ca;
+    char *bind, *allow, *server_name, *world_id;
+    credential_files credentials;
     /* to be included in the command's table, the last one from OF_TRAINER_ALONE on if that
        has --world-size, --no-ucx, --trust-containers, --secret-file and --tls-cert, -key, -ca */
     struct poptOption source_part[SOURCE_OPTIONS], publishing_part[PUBLISHING_OPTIONS],
