@@ -40,7 +40,7 @@ void ipc_map_expect(ipc_map *map, bool more);
 /**
  * Maps what was taken and is not mapped, in that order, one after the other: the driver takes some
  * 50 us to a millisecond for each, and several threads at once wait for one another in it
- * (tests/bench/bench_ipc_map.c). Sweeps if something cannot be mapped, and tries that again. How
+ * (docs/lab/first-pull.md). Sweeps if something cannot be mapped, and tries that again. How
  * each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT: @p stop; the rest is not opened. In any
  * thread, one at a time.
  */
