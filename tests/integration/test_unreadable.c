@@ -20,7 +20,7 @@
 #define HOLE (((size_t)3 << 20) + 4096)
 #define PAGE ((size_t)4096)
 #define RUN "full:0"
-#define SOON_NS UINT64_C(3000000000)
+#define SOON_NS UINT64_C(15000000000) /* less than a pull's timeout */
 
 typedef struct scene {
     fanin_server *server;

@@ -195,7 +195,7 @@ static void a_file_system_that_does_not_answer_is_left(void **state)
     wait_until_it_hangs();
     uint64_t began = clock_ns();
     trace_flush();
-    assert_in_range(clock_ns() - began, UINT64_C(900000000), UINT64_C(4000000000));
+    assert_in_range(clock_ns() - began, UINT64_C(900000000), UINT64_C(20000000000));
     began = clock_ns();
     assert_int_equal(fanin_trace_stop(&error), FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ETIMEDOUT);
