@@ -13,40 +13,62 @@ static block rows(uint64_t offset, uint64_t extent, uint64_t columns)
     return (block){.n_dims = 2, .offset = {offset, 0}, .extent = {extent, columns}};
 }
 
-static plan *plan_of(const world *w, const landing *l)
+/* Of the test that runs. */
+static world w;
+static landing l;
+static plan *p;
+
+static int tear_down(void **state)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    plan *p;
-    if (world_plan(w, l, &p, &error) != FANIN_OK)
-        fail_msg("%s", error.message);
-    world_check_plan(w, l, p);
-    return p;
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+    l = (landing){0};
+    w = (world){0};
+    return 0;
+}
+
+static void begin(uint32_t ranks)
+{
+    tear_down(NULL);
+    world_init(&w, ranks, 1);
+}
+
+/* Rank r has chunk r mod parts of every key. */
+static void hold_chunks(uint32_t ranks, uint32_t dim, uint32_t parts,
+                        const bool *leave_out)
+{
+    for (uint32_t r = 0; r < ranks; r++)
+        world_hold_chunks(&w, r, dim, parts, r % parts);
+    world_seal(&w, leave_out);
 }
 
 /* Plans, executes, compares; the plan stays. */
-static plan *plan_and_run(const world *w, landing *l)
+static plan *plan_and_run(void)
 {
-    plan *p = plan_of(w, l);
-    world_execute(w, l, p);
+    fanin_error error = FANIN_ERROR_INIT;
+    plan_free(&p);
+    if (world_plan(&w, &l, &p, &error) != FANIN_OK)
+        fail_msg("%s", error.message);
+    world_check_plan(&w, &l, p);
+    world_execute(&w, &l, p);
     return p;
 }
 
-static fanin_error refused(const world *w, const landing *l, fanin_status expected)
+static fanin_error refused(fanin_status expected)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    plan *p;
-    assert_int_equal(world_plan(w, l, &p, &error), expected);
-    assert_null(p);
+    plan *none;
+    assert_int_equal(world_plan(&w, &l, &none, &error), expected);
+    assert_null(none);
     assert_int_equal(error.status, expected);
     return error;
 }
 
-static fanin_error incomplete(const world *w)
+static fanin_error incomplete(void)
 {
-    landing l;
-    landing_whole(&l, w, 0);
-    fanin_error error = refused(w, &l, FANIN_ERR_INCOMPLETE);
-    landing_free(&l);
+    landing_whole(&l, &w, 0);
+    fanin_error error = refused(FANIN_ERR_INCOMPLETE);
     assert_string_not_equal(error.remedy, "");
     return error;
 }
@@ -55,15 +77,11 @@ static fanin_error incomplete(const world *w)
 
 static void uneven_chunks_land_in_order(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 4, 1);
+    begin(4);
     world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(10, 7));
-    for (uint32_t r = 0; r < 4; r++)
-        world_hold_chunks(&w, r, 0, 4, r);
-    world_seal(&w, NULL);
+    hold_chunks(4, 0, 4, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     static const uint64_t expected[] = {3, 3, 3, 1};
     for (int r = 0; r < 4; r++) {
         assert_int_equal(p->ranks[r].n_pieces, 1);
@@ -72,147 +90,111 @@ static void uneven_chunks_land_in_order(void **state)
     }
     assert_false(p->has_replicas);
     assert_int_equal(p->tensors, 1);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
-static void missing_rank_is_named(void **state)
+static void missing_ranks_are_named(void **state)
 {
-    world w;
-    const bool absent[4] = {false, true, false, false};
-    world_init(&w, 4, 1);
-    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(3, 5)); /* rank 1 holds a row of it */
-    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 5));
-    for (uint32_t r = 0; r < 4; r++)
-        world_hold_chunks(&w, r, 0, 4, r);
-    world_seal(&w, absent);
-    fanin_error e = incomplete(&w);
-    assert_string_equal(e.key, "key00000");
-    assert_int_equal(e.rank, 1);
-    assert_non_null(strstr(e.message, "key00000: row 1 of 3 (dimension 0)"));
-    assert_non_null(strstr(e.message, "held by no connected rank"));
-    assert_non_null(strstr(e.message, "rank 1 should hold"));
-    world_free(&w);
-}
-
-static void missing_rows_are_named(void **state)
-{
-    world w;
-    const bool absent[4] = {false, true, false, false};
-    world_init(&w, 4, 1);
-    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(1, 5));
-    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 5));
-    for (uint32_t r = 0; r < 4; r++)
-        world_hold_chunks(&w, r, 0, 4, r);
-    world_seal(&w, absent);
-    fanin_error e = incomplete(&w);
-    assert_string_equal(e.key, "key00001");
-    assert_int_equal(e.rank, 1);
-    assert_non_null(strstr(e.message, "rows 3..5 of 10 (dimension 0)"));
-    world_free(&w);
-}
-
-/* Both holders of a share are gone: neither is *the* rank at fault. */
-static void missing_replicas_are_told(void **state)
-{
-    world w;
-    const bool absent[8] = {false, true, false, false, false, true, false, false};
-    world_init(&w, 8, 1);
-    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(8, 5));
-    for (uint32_t r = 0; r < 8; r++)
-        world_hold_chunks(&w, r, 0, 4, r % 4);
-    world_seal(&w, absent);
-    fanin_error e = incomplete(&w);
-    assert_int_equal(e.rank, -1);
-    assert_non_null(strstr(e.message, "rows 2..3 of 8 (dimension 0)"));
-    world_free(&w);
+    static const struct {
+        uint64_t rows[2]; /* of two keys */
+        uint32_t ranks;   /* the second of four shares is missing */
+        const char *key;
+        int rank;
+        const char *words[2];
+    } cases[] = {
+        {{3, 10},
+         4,
+         "key00000",
+         1,
+         {"key00000: row 1 of 3 (dimension 0) held by no connected rank",
+          "rank 1 should hold"}},
+        {{1, 10}, 4, "key00001", 1, {"rows 3..5 of 10 (dimension 0)", ""}},
+        /* Both holders of a share are gone: neither is *the* rank at fault. */
+        {{8, 8}, 8, "key00000", -1, {"rows 2..3 of 8 (dimension 0)", ""}},
+    };
+    const bool absent[8] = {false, true, false, false, false, true};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin(cases[i].ranks);
+        for (int k = 0; k < 2; k++)
+            world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(cases[i].rows[k], 5));
+        hold_chunks(cases[i].ranks, 0, 4, absent);
+        fanin_error e = incomplete();
+        assert_string_equal(e.key, cases[i].key);
+        assert_int_equal(e.rank, cases[i].rank);
+        for (int k = 0; k < 2; k++)
+            assert_says(e.message, cases[i].words[k]);
+    }
 }
 
 static void different_cuts_conflict(void **state)
 {
-    world w;
-    world_init(&w, 3, 1);
+    begin(3);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
     block first = rows(0, 3, 4), second = rows(3, 4, 4), third = rows(5, 5, 4);
     world_hold(&w, 0, 0, &first, 0, 0, LAYOUT_PACKED);
     world_hold(&w, 1, 0, &second, 0, 0, LAYOUT_PACKED);
     world_hold(&w, 2, 0, &third, 0, 0, LAYOUT_PACKED);
     world_seal(&w, NULL);
-    fanin_error e = incomplete(&w);
+    fanin_error e = incomplete();
     assert_string_equal(e.key, "key00000");
     assert_int_equal(e.rank, -1);
     assert_non_null(strstr(e.message,
                            "rows 5..6 of 10 (dimension 0) held by ranks 1 and 2 "
                            "differently"));
-    world_free(&w);
 }
 
 static void conflict_inside_of_a_rank_names_it(void **state)
 {
-    world w;
-    world_init(&w, 3, 1);
+    begin(3);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
     block first = rows(0, 6, 4), second = rows(5, 5, 4);
     world_hold(&w, 0, 0, &first, 0, 0, LAYOUT_PACKED);
     world_hold(&w, 2, 0, &first, 0, 0, LAYOUT_PACKED);
     world_hold(&w, 2, 0, &second, 0, 0, LAYOUT_PACKED);
     world_seal(&w, NULL);
-    fanin_error e = incomplete(&w);
+    fanin_error e = incomplete();
     assert_int_equal(e.rank, 2);
     assert_non_null(
         strstr(e.message, "row 5 of 10 (dimension 0) held by rank 2 twice"));
-    world_free(&w);
 }
 
 static void holes_of_grids_name_both_dimensions(void **state)
 {
-    world w;
-    world_init(&w, 4, 1);
+    begin(4);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8, 16));
     for (uint32_t r = 0; r < 3; r++) {
         block b = {.n_dims = 2, .offset = {r / 2 * 4, r % 2 * 8}, .extent = {4, 8}};
         world_hold(&w, r, 0, &b, 0, 0, LAYOUT_PACKED);
     }
     world_seal(&w, NULL);
-    fanin_error e = incomplete(&w);
+    fanin_error e = incomplete();
     assert_int_equal(e.rank, -1);
     assert_non_null(strstr(
         e.message, "rows 4..7 of 8 (dimension 0), columns 8..15 of 16 (dimension 1)"));
-    world_free(&w);
 }
 
 static void tensors_that_nobody_wants_are_proven_too(void **state)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 1, 1);
+    begin(1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(4, 4));
     world_key(&w, FANIN_DTYPE_U8, 0, NULL);
     block all = rows(0, 4, 4);
     world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
     world_seal(&w, NULL);
     landing_add(&l, &w, 0, &all, false);
-    fanin_error e = refused(&w, &l, FANIN_ERR_INCOMPLETE);
+    fanin_error e = refused(FANIN_ERR_INCOMPLETE);
     assert_string_equal(e.key, "key00001");
     assert_non_null(strstr(e.message, "the whole tensor held by no connected rank"));
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void empty_shards_and_tensors_need_nobody(void **state)
 {
-    world w;
-    landing l;
     bool use[16];
-    world_init(&w, 16, 1);
+    begin(16);
     world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(8, 64));
     world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(0, 64));
-    for (uint32_t r = 0; r < 16; r++)
-        world_hold_chunks(&w, r, 0, 16, r);
-    world_seal(&w, NULL);
+    hold_chunks(16, 0, 16, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     for (uint32_t r = 0; r < 16; r++) {
         assert_int_equal(p->ranks[r].n_pieces, r < 8);
         use[r] = r < 8;
@@ -222,9 +204,6 @@ static void empty_shards_and_tensors_need_nobody(void **state)
     assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
     use[7] = false;
     assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static bool stop_now(void *cookie)
@@ -234,15 +213,15 @@ static bool stop_now(void *cookie)
 }
 
 /* One rank holds a tensor in units, in no order. */
-static void hold_units(world *w, uint32_t n_dims, uint64_t side)
+static void hold_units(uint32_t n_dims, uint64_t side)
 {
     uint64_t shape[FANIN_MAX_DIMS], count = 1;
     for (uint32_t d = 0; d < n_dims; d++) {
         shape[d] = side;
         count *= side;
     }
-    world_init(w, 1, 1);
-    world_key(w, FANIN_DTYPE_U8, n_dims, shape);
+    begin(1);
+    world_key(&w, FANIN_DTYPE_U8, n_dims, shape);
     for (uint64_t i = 0; i < count; i++) {
         block b = {.n_dims = n_dims};
         uint64_t left = i * 40503 % count;
@@ -251,19 +230,16 @@ static void hold_units(world *w, uint32_t n_dims, uint64_t side)
             b.extent[d] = 1;
             left /= side;
         }
-        world_hold(w, 0, 0, &b, 0, 0, LAYOUT_PACKED);
+        world_hold(&w, 0, 0, &b, 0, 0, LAYOUT_PACKED);
     }
-    world_seal(w, NULL);
+    world_seal(&w, NULL);
 }
 
 static void a_plan_stops_when_nobody_waits_for_it(void **state)
 {
-    world w;
-    landing l;
-    plan *p = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     work_stop stop = {.fn = stop_now};
-    hold_units(&w, 2, 128);
+    hold_units(2, 128);
     landing_whole(&l, &w, 0);
     plan_rules rules = {.stop = &stop};
     assert_int_equal(plan_build(w.keys, w.sources, w.n_sources, NULL, 0, l.to_of_key,
@@ -276,8 +252,6 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
     bool use[] = {true};
     assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, &rules));
     assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* A rank says that it holds more than there is memory for the pieces of. */
@@ -294,7 +268,6 @@ static void a_box_of_any_size_stops_as_well(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     key_table *keys;
     box_table *boxes;
-    plan *p = NULL;
     work_stop stop = {.fn = stop_now};
     const plan_rules rules = {.stop = &stop};
     key_table_encode(&blob, &key, 1, NULL, 0);
@@ -315,49 +288,35 @@ static void a_box_of_any_size_stops_as_well(void **state)
 
 static void too_many_pieces_are_not_want_of_memory(void **state)
 {
-    world w;
-    landing l;
-    plan *p = NULL;
     fanin_error error = FANIN_ERROR_INIT;
-    hold_units(&w, 8, 4);
+    hold_units(8, 4);
     landing_whole(&l, &w, 0);
     assert_int_equal(world_plan(&w, &l, &p, &error), FANIN_ERR_LIMIT);
     assert_non_null(strstr(error.message, "is cut into 65536 different blocks"));
     assert_true(error.key[0]);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void nothing_is_planned_from_nothing(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 0, 1);
+    begin(0);
     world_key(&w, FANIN_DTYPE_F64, 1, SHAPE(0));
     world_seal(&w, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->n_ranks, 0);
     assert_true(plan_sufficient(w.keys, w.sources, 0, NULL, NULL));
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* --------------------------------------------------------------- choice */
 
 static void neighbouring_boxes_stay_together(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 8, 1);
+    begin(8);
     for (int i = 0; i < 100; i++)
         world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(i % 2 ? 16 : 40, 9));
-    for (uint32_t r = 0; r < 8; r++)
-        world_hold_chunks(&w, r, 0, 4, r % 4);
-    world_seal(&w, NULL);
+    hold_chunks(8, 0, 4, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_true(p->has_replicas);
     uint64_t box = 10 * 9 * 2;
     for (uint32_t r = 0; r < 8; r++) {
@@ -369,17 +328,12 @@ static void neighbouring_boxes_stay_together(void **state)
             assert_int_equal(rank->pieces[i].view, 0);
         }
     }
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* Rank 0 holds everything, 1 and 2 a half each: a third for each of them. */
 static void unequal_replicas_are_levelled(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 3, 1);
+    begin(3);
     for (uint32_t i = 0; i < 120; i++)
         world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(10, 10));
     block all = rows(0, 10, 10);
@@ -389,20 +343,15 @@ static void unequal_replicas_are_levelled(void **state)
     }
     world_seal(&w, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     for (int r = 0; r < 3; r++)
         assert_in_range(p->ranks[r].bytes, 3900, 4100);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* Of 40 boxes rank 0 has all, rank 1 those from shared on. */
 static void check_lone(uint32_t shared, uint64_t expected)
 {
-    world w;
-    landing l;
-    world_init(&w, 2, 1);
+    begin(2);
     for (uint32_t i = 0; i < 40; i++)
         world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(10, 10));
     block all = rows(0, 10, 10);
@@ -413,13 +362,10 @@ static void check_lone(uint32_t shared, uint64_t expected)
     }
     world_seal(&w, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->ranks[0].bytes, expected);
     assert_int_equal(p->ranks[1].bytes, 4000 - expected);
     assert_true(p->has_replicas); /* rank 1 */
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void lone_boxes_count_as_load(void **state)
@@ -432,9 +378,7 @@ static void lone_boxes_count_as_load(void **state)
 
 static void long_boxes_become_several_pieces(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 2, 1);
+    begin(2);
     world_key(&w, FANIN_DTYPE_F64, 2, SHAPE(1060, 1012));
     world_key(&w, FANIN_DTYPE_F64, 1, SHAPE(PIECE_MAX / 8 + 3));
     for (uint32_t r = 0; r < 2; r++) {
@@ -446,35 +390,25 @@ static void long_boxes_become_several_pieces(void **state)
     world_hold(&w, 1, 1, &line, 0, 0, LAYOUT_PACKED);
     world_seal(&w, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->ranks[0].n_pieces, 3); /* 8.5 MB, by rows */
     assert_int_equal(p->ranks[0].pieces[0].length % 8000, 0);
     assert_int_equal(p->ranks[1].n_pieces, 1 + 2);
     span_rule rule = {.max_length = 1 << 20, .max_gap = 4096, .direct_from = 64 << 10};
     world_execute_spans(&w, &l, p, &rule);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void equal_geometries_share_views(void **state)
 {
-    world w;
-    landing l;
-    world_init(&w, 4, 1);
+    begin(4);
     for (uint32_t i = 0; i < 300; i++)
         world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(i % 2 ? 8 : 6, 32));
-    for (uint32_t r = 0; r < 4; r++)
-        world_hold_chunks(&w, r, 1, 4, r);
-    world_seal(&w, NULL);
+    hold_chunks(4, 1, 4, NULL);
     landing_whole(&l, &w, 0);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->n_views, 2);
     for (int r = 0; r < 4; r++)
         assert_int_equal(p->ranks[r].n_pieces, 300);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* Two tensors of one shape that are cut alike, and whose targets differ in one stride alone. */
@@ -482,14 +416,10 @@ static void targets_of_other_strides_share_nothing(void **state)
 {
     static const int64_t strides[][2] = {{32, 4}, {32, 8}, {64, 8}};
     enum { COUNT = 3, ROWS = 16, ROOM = ROWS * 64 };
-    world w;
-    landing l = {0};
-    world_init(&w, 2, 1);
+    begin(2);
     for (uint32_t i = 0; i < COUNT; i++)
         world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(ROWS, 4));
-    for (uint32_t r = 0; r < 2; r++)
-        world_hold_chunks(&w, r, 0, 2, r);
-    world_seal(&w, NULL);
+    hold_chunks(2, 0, 2, NULL);
     block all = rows(0, ROWS, 4);
     for (uint32_t i = 0; i < COUNT; i++) {
         l.size = (uint64_t)i * ROOM;
@@ -499,25 +429,19 @@ static void targets_of_other_strides_share_nothing(void **state)
     l.size = COUNT * ROOM;
     l.bytes = realloc(l.bytes, l.size + 1);
     assert_non_null(l.bytes);
-    plan *p = plan_and_run(&w, &l);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
+    p = plan_and_run();
 }
 
 /* One box, some columns of it wanted: one piece, read in how many ranges of what length? */
 static void check_columns(uint64_t columns, uint64_t wanted, uint64_t count,
                           uint64_t length)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 1, 1);
+    begin(1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(64, columns));
-    world_hold_chunks(&w, 0, 0, 1, 0);
-    world_seal(&w, NULL);
+    hold_chunks(1, 0, 1, NULL);
     block b = {.n_dims = 2, .offset = {0, 3}, .extent = {64, wanted}};
     landing_add(&l, &w, 0, &b, false);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->ranks[0].n_pieces, 1);
     assert_int_equal(p->ranks[0].bytes, 64 * wanted);
     const piece *only = &p->ranks[0].pieces[0];
@@ -529,9 +453,6 @@ static void check_columns(uint64_t columns, uint64_t wanted, uint64_t count,
     for (uint64_t i = 0; i < count; i++)
         assert_int_equal(piece_range_at(p, only, i), 3 + i * columns);
     assert_true(count == 1 || !ranges.landing); /* packed: one behind the other */
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void short_runs_are_read_along_with_gaps(void **state)
@@ -547,128 +468,102 @@ static void short_runs_are_read_along_with_gaps(void **state)
 /* Tensor parallelism's columns of rows: pieces are as many as they would be of whole rows. */
 static void columns_are_few_pieces(void **state)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 1, 1);
+    begin(1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8192, 1024));
-    world_hold_chunks(&w, 0, 0, 1, 0);
-    world_seal(&w, NULL);
+    hold_chunks(1, 0, 1, NULL);
     block b = {.n_dims = 2, .offset = {0, 512}, .extent = {8192, 512}};
     landing_add(&l, &w, 0, &b, true);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->ranks[0].n_pieces, 2); /* 8 MB */
     assert_int_equal(p->ranks[0].pieces[1].offset, PIECE_MAX + 512);
     assert_int_equal(piece_ranges_of(p, &p->ranks[0].pieces[0]).count, PIECE_RANGES);
     assert_int_equal(p->bytes, 4 << 20);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* Neighbouring short runs joined over a gap stay short: the next gap is crossed too. */
 static void gaps_are_crossed_in_several_dimensions(void **state)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 1, 1);
+    begin(1);
     world_key(&w, FANIN_DTYPE_U8, 3, SHAPE(50, 3, 700));
-    world_hold_chunks(&w, 0, 0, 1, 0);
-    world_seal(&w, NULL);
+    hold_chunks(1, 0, 1, NULL);
     block b = {.n_dims = 3, .offset = {0, 0, 9}, .extent = {50, 2, 4}};
     landing_add(&l, &w, 0, &b, false);
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->ranks[0].n_pieces, 1);
     assert_int_equal(p->ranks[0].bytes, 50 * 2 * 4);
     assert_int_equal(piece_ranges_of(p, p->ranks[0].pieces).length, 49 * 2100 + 704);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void slices_of_one_tensor_are_ordered_by_source(void **state)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 2, 1);
+    begin(2);
     world_key(&w, FANIN_DTYPE_F16, 2, SHAPE(12, 10));
-    for (uint32_t r = 0; r < 2; r++)
-        world_hold_chunks(&w, r, 0, 2, r);
-    world_seal(&w, NULL);
+    hold_chunks(2, 0, 2, NULL);
     for (uint64_t i = 0; i < 12; i++) {
         block b = rows(11 - i, 1, 10);
         landing_add(&l, &w, 0, &b, i % 2 != 0);
     }
-    plan *p = plan_and_run(&w, &l);
+    p = plan_and_run();
     assert_int_equal(p->tensors, 1);
     assert_int_equal(p->ranks[0].n_pieces, 6);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void targets_that_make_no_sense_are_refused(void **state)
 {
-    world w;
-    landing l = {0};
-    world_init(&w, 1, 1);
+    begin(1);
     world_key(&w, FANIN_DTYPE_F4, 2, SHAPE(4, 8));
-    world_hold_chunks(&w, 0, 0, 1, 0);
-    world_seal(&w, NULL);
+    hold_chunks(1, 0, 1, NULL);
     block all = rows(0, 4, 8);
     landing_add(&l, &w, 0, &all, false);
     plan_target good = l.targets[0];
 
     l.targets[0].key = 1;
-    refused(&w, &l, FANIN_ERR_ARGUMENT);
+    refused(FANIN_ERR_ARGUMENT);
     l.targets[0] = good;
     l.targets[0].block.n_dims = 1;
-    refused(&w, &l, FANIN_ERR_ARGUMENT);
+    refused(FANIN_ERR_ARGUMENT);
     l.targets[0] = good;
     l.targets[0].block.offset[0] = UINT64_MAX;
-    fanin_error e = refused(&w, &l, FANIN_ERR_ARGUMENT);
+    fanin_error e = refused(FANIN_ERR_ARGUMENT);
     assert_string_equal(e.key, "key00000");
     assert_non_null(strstr(e.message, "outside"));
     l.targets[0] = good;
     l.targets[0].block.extent[1] = 3; /* one byte and a half */
-    e = refused(&w, &l, FANIN_ERR_ARGUMENT);
+    e = refused(FANIN_ERR_ARGUMENT);
     assert_non_null(strstr(e.message, "whole bytes"));
     l.targets[0] = good;
-    plan *p = plan_and_run(&w, &l);
-    plan_free(&p);
-
+    p = plan_and_run();
     l.n_targets = 0; /* and no to_of_key */
-    refused(&w, &l, FANIN_ERR_ARGUMENT);
-    landing_free(&l);
-    world_free(&w);
+    refused(FANIN_ERR_ARGUMENT);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(uneven_chunks_land_in_order),
-        cmocka_unit_test(missing_rank_is_named),
-        cmocka_unit_test(missing_rows_are_named),
-        cmocka_unit_test(missing_replicas_are_told),
-        cmocka_unit_test(different_cuts_conflict),
-        cmocka_unit_test(conflict_inside_of_a_rank_names_it),
-        cmocka_unit_test(holes_of_grids_name_both_dimensions),
-        cmocka_unit_test(tensors_that_nobody_wants_are_proven_too),
-        cmocka_unit_test(empty_shards_and_tensors_need_nobody),
-        cmocka_unit_test(nothing_is_planned_from_nothing),
-        cmocka_unit_test(a_plan_stops_when_nobody_waits_for_it),
-        cmocka_unit_test(a_box_of_any_size_stops_as_well),
-        cmocka_unit_test(too_many_pieces_are_not_want_of_memory),
-        cmocka_unit_test(neighbouring_boxes_stay_together),
-        cmocka_unit_test(unequal_replicas_are_levelled),
-        cmocka_unit_test(lone_boxes_count_as_load),
-        cmocka_unit_test(long_boxes_become_several_pieces),
-        cmocka_unit_test(equal_geometries_share_views),
-        cmocka_unit_test(targets_of_other_strides_share_nothing),
-        cmocka_unit_test(short_runs_are_read_along_with_gaps),
-        cmocka_unit_test(columns_are_few_pieces),
-        cmocka_unit_test(gaps_are_crossed_in_several_dimensions),
-        cmocka_unit_test(slices_of_one_tensor_are_ordered_by_source),
-        cmocka_unit_test(targets_that_make_no_sense_are_refused),
+        CASE(uneven_chunks_land_in_order),
+        CASE(missing_ranks_are_named),
+        CASE(different_cuts_conflict),
+        CASE(conflict_inside_of_a_rank_names_it),
+        CASE(holes_of_grids_name_both_dimensions),
+        CASE(tensors_that_nobody_wants_are_proven_too),
+        CASE(empty_shards_and_tensors_need_nobody),
+        CASE(nothing_is_planned_from_nothing),
+        CASE(a_plan_stops_when_nobody_waits_for_it),
+        CASE(a_box_of_any_size_stops_as_well),
+        CASE(too_many_pieces_are_not_want_of_memory),
+        CASE(neighbouring_boxes_stay_together),
+        CASE(unequal_replicas_are_levelled),
+        CASE(lone_boxes_count_as_load),
+        CASE(long_boxes_become_several_pieces),
+        CASE(equal_geometries_share_views),
+        CASE(targets_of_other_strides_share_nothing),
+        CASE(short_runs_are_read_along_with_gaps),
+        CASE(columns_are_few_pieces),
+        CASE(gaps_are_crossed_in_several_dimensions),
+        CASE(slices_of_one_tensor_are_ordered_by_source),
+        CASE(targets_that_make_no_sense_are_refused),
     };
     return cmocka_run_group_tests_name("plan", tests, NULL, NULL);
 }

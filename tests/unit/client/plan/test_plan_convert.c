@@ -10,34 +10,59 @@
 static const uint64_t shape[] = {8, 6};
 static const span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 32};
 
-/* Two tensors that are cut alike, of one element size; of them, one is converted. */
-static void make_alike(world *w)
+/* Of the test that runs. */
+static world w;
+static landing l;
+static plan *p;
+static plan_spans *spans;
+
+static int tear_down(void **state)
 {
-    world_init(w, 2, 7);
-    world_key(w, FANIN_DTYPE_F32, 2, shape);
-    world_key(w, FANIN_DTYPE_I32, 2, shape);
-    for (uint32_t r = 0; r < 2; r++)
-        world_hold_chunks(w, r, 0, 2, r);
-    world_seal(w, NULL);
+    plan_spans_free(&spans);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+    w = (world){0};
+    return 0;
 }
 
-static plan *plan_of(const world *w, const landing *l)
+/* Two tensors that are cut alike, of one element size; of them, one is converted. */
+static void make_alike(void)
+{
+    world_init(&w, 2, 7);
+    world_key(&w, FANIN_DTYPE_F32, 2, shape);
+    world_key(&w, FANIN_DTYPE_I32, 2, shape);
+    for (uint32_t r = 0; r < 2; r++)
+        world_hold_chunks(&w, r, 0, 2, r);
+    world_seal(&w, NULL);
+}
+
+static void make_plan(void)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    plan *p = NULL;
-    if (world_plan(w, l, &p, &error) != FANIN_OK)
+    plan_free(&p);
+    if (world_plan(&w, &l, &p, &error) != FANIN_OK)
         fail_msg("%s", error.message);
-    world_check_plan(w, l, p);
-    return p;
+    world_check_plan(&w, &l, p);
+}
+
+static void land_whole(fanin_dtype dtype)
+{
+    landing_free(&l);
+    landing_whole(&l, &w, dtype);
+}
+
+static void execute(void)
+{
+    world_execute(&w, &l, p);
+    world_execute_spans(&w, &l, p, &rule);
 }
 
 static void only_f32_is_converted(void **state)
 {
-    world w;
-    landing l;
-    make_alike(&w);
-    landing_whole(&l, &w, FANIN_DTYPE_BF16);
-    plan *p = plan_of(&w, &l);
+    make_alike();
+    land_whole(FANIN_DTYPE_BF16);
+    make_plan();
     /* Contiguous on both sides, and a view nevertheless: it says what becomes of the bytes. */
     assert_int_equal(p->n_views, 1);
     assert_int_equal(p->views[0].n_dims, 0);
@@ -51,23 +76,16 @@ static void only_f32_is_converted(void **state)
         assert_int_equal(p->ranks[s].bytes, 2 * 4 * 6 * 4);
     }
     assert_int_equal(p->bytes, 2 * 8 * 6 * 4);
-    world_execute(&w, &l, p);
-    world_execute_spans(&w, &l, p, &rule);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
+    execute();
 }
 
 /* What is converted must never be fetched straight into its place. */
 static void converted_spans_are_not_direct(void **state)
 {
-    world w;
-    landing l;
-    plan_spans *spans;
     fanin_error error = FANIN_ERROR_INIT;
-    make_alike(&w);
-    landing_whole(&l, &w, FANIN_DTYPE_F16);
-    plan *p = plan_of(&w, &l);
+    make_alike();
+    land_whole(FANIN_DTYPE_F16);
+    make_plan();
     region_entry entries[WORLD_REGIONS] = {{0}};
     region_table regions = {.entries = entries, .count = WORLD_REGIONS};
     for (uint32_t i = 0; i < WORLD_REGIONS; i++)
@@ -89,20 +107,15 @@ static void converted_spans_are_not_direct(void **state)
     }
     assert_int_equal(direct, 1); /* the other tensor */
     assert_int_equal(converted, 1);
-    plan_spans_free(&spans);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 /* A slice of columns into rows that lie backwards in the destination: strides are the
    destination's bytes, starts may be odd. */
 static void strides_are_those_of_the_destination(void **state)
 {
-    world w;
-    landing l;
-    make_alike(&w);
+    make_alike();
     for (int backwards = 0; backwards < 2; backwards++) {
+        landing_free(&l);
         landing_init(&l, FANIN_DTYPE_BF16);
         for (uint32_t key = 0; key < 2; key++) {
             block b = {.n_dims = 2, .offset = {1, 2}, .extent = {6, 3}};
@@ -118,28 +131,22 @@ static void strides_are_those_of_the_destination(void **state)
         l.size = l.targets[1].to + 6 * 3 * 4;
         l.bytes = realloc(l.bytes, l.size + 1);
         assert_non_null(l.bytes);
-        plan *p = plan_of(&w, &l);
+        make_plan();
         assert_true(p->n_views >= 1);
-        world_execute(&w, &l, p);
-        world_execute_spans(&w, &l, p, &rule);
-        plan_free(&p);
-        landing_free(&l);
+        execute();
     }
-    world_free(&w);
 }
 
 /* One tensor, wanted rounded and, beside it, as it is. */
 static void what_is_wanted_as_f32_stays(void **state)
 {
-    world w;
-    landing l;
     block all = {.n_dims = 2, .extent = {8, 6}};
-    make_alike(&w);
+    make_alike();
     landing_init(&l, FANIN_DTYPE_BF16);
     landing_add(&l, &w, 0, &all, false);
     l.as_is = true;
     landing_add(&l, &w, 0, &all, false);
-    plan *p = plan_of(&w, &l);
+    make_plan();
     uint64_t rounded = 0, as_is = 0;
     for (size_t s = 0; s < 2; s++)
         for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
@@ -149,61 +156,48 @@ static void what_is_wanted_as_f32_stays(void **state)
         }
     assert_int_equal(rounded, 8 * 6 * 4);
     assert_int_equal(as_is, 8 * 6 * 4);
-    world_execute(&w, &l, p);
-    world_execute_spans(&w, &l, p, &rule);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
+    execute();
 }
 
 static void nothing_changes_without_a_dtype(void **state)
 {
-    world w;
-    landing l;
-    make_alike(&w);
-    landing_whole(&l, &w, 0);
-    plan *p = plan_of(&w, &l);
+    make_alike();
+    land_whole(0);
+    make_plan();
     assert_int_equal(p->n_views, 0);
     world_execute(&w, &l, p);
-    plan_free(&p);
-    landing_free(&l);
-    landing_whole(&l, &w, FANIN_DTYPE_F32);
-    p = plan_of(&w, &l);
+    land_whole(FANIN_DTYPE_F32);
+    make_plan();
     assert_int_equal(p->n_views, 0);
-    plan_free(&p);
-    landing_free(&l);
-    world_free(&w);
 }
 
 static void other_dtypes_are_refused(void **state)
 {
-    world w;
-    landing l;
-    make_alike(&w);
+    make_alike();
     static const fanin_dtype unknown[] = {FANIN_DTYPE_F64, FANIN_DTYPE_I32,
                                           FANIN_DTYPE_F8_E4M3, 9999};
-    landing_whole(&l, &w, 0);
+    land_whole(0);
     for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
         fanin_error error = FANIN_ERROR_INIT;
-        plan *p;
+        plan *none;
         l.dtype = unknown[i];
-        assert_int_equal(world_plan(&w, &l, &p, &error), FANIN_ERR_ARGUMENT);
-        assert_null(p);
+        assert_int_equal(world_plan(&w, &l, &none, &error), FANIN_ERR_ARGUMENT);
+        assert_null(none);
         assert_non_null(strstr(error.message, "F32"));
     }
-    landing_free(&l);
-    world_free(&w);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(only_f32_is_converted),
-        cmocka_unit_test(converted_spans_are_not_direct),
-        cmocka_unit_test(strides_are_those_of_the_destination),
-        cmocka_unit_test(what_is_wanted_as_f32_stays),
-        cmocka_unit_test(nothing_changes_without_a_dtype),
-        cmocka_unit_test(other_dtypes_are_refused),
+        CASE(only_f32_is_converted),
+        CASE(converted_spans_are_not_direct),
+        CASE(strides_are_those_of_the_destination),
+        CASE(what_is_wanted_as_f32_stays),
+        CASE(nothing_changes_without_a_dtype),
+        CASE(other_dtypes_are_refused),
     };
     return cmocka_run_group_tests_name("plan_convert", tests, NULL, NULL);
 }

@@ -9,148 +9,137 @@
 static const span_rule usual = {
     .max_length = 1 << 20, .max_gap = 4096, .direct_from = 64 << 10};
 
-/* Tensors of 100 bytes, whole, in one rank; gap before each; region of each. */
-static void one_rank(world *w, landing *l, plan **p, uint32_t n_keys,
-                     const uint64_t *gaps, const uint32_t *regions)
+/* Of the test that runs. */
+static world w;
+static landing l;
+static plan *p;
+static plan_spans *spans;
+
+static int tear_down(void **state)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    block all = {.n_dims = 1, .extent = {100}};
-    world_init(w, 1, 1);
-    for (uint32_t i = 0; i < n_keys; i++)
-        world_key(w, FANIN_DTYPE_U8, 1, all.extent);
-    for (uint32_t i = 0; i < n_keys; i++)
-        world_hold(w, 0, i, &all, regions ? regions[i] : 0, gaps ? gaps[i] : 0,
-                   LAYOUT_PACKED);
-    world_seal(w, NULL);
-    landing_whole(l, w, 0);
-    assert_int_equal(world_plan(w, l, p, &error), FANIN_OK);
+    plan_spans_free(&spans);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+    w = (world){0};
+    return 0;
 }
 
-static plan_spans *spans_of(const world *w, const plan *p, const span_rule *rule)
+static void begin(void)
+{
+    tear_down(NULL);
+    world_init(&w, 1, 1);
+}
+
+static void plan_whole(void)
+{
+    world_seal(&w, NULL);
+    landing_whole(&l, &w, 0);
+    assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
+}
+
+/* Tensors of 100 bytes, whole, in one rank; gap before each; region of each. */
+static void one_rank(uint32_t n_keys, const uint64_t *gaps, const uint32_t *regions)
+{
+    block all = {.n_dims = 1, .extent = {100}};
+    begin();
+    for (uint32_t i = 0; i < n_keys; i++)
+        world_key(&w, FANIN_DTYPE_U8, 1, all.extent);
+    for (uint32_t i = 0; i < n_keys; i++)
+        world_hold(&w, 0, i, &all, regions ? regions[i] : 0, gaps ? gaps[i] : 0,
+                   LAYOUT_PACKED);
+    plan_whole();
+}
+
+static plan_spans *spans_of(const span_rule *rule)
 {
     region_entry entries[WORLD_REGIONS] = {{0}};
     region_table regions = {.entries = entries, .count = WORLD_REGIONS};
-    plan_spans *spans;
+    plan_spans_free(&spans);
     for (uint32_t i = 0; i < WORLD_REGIONS; i++)
-        entries[i] = (region_entry){.id = i, .length = w->ranks[0].used[i]};
+        entries[i] = (region_entry){.id = i, .length = w.ranks[0].used[i]};
     assert_int_equal(
-        plan_spans_build(p, w->keys, w->sources, 0, &regions, rule, NULL, &spans, NULL),
+        plan_spans_build(p, w.keys, w.sources, 0, &regions, rule, NULL, &spans, NULL),
         FANIN_OK);
     return spans;
 }
 
-static void end(world *w, landing *l, plan **p, plan_spans **spans)
-{
-    plan_spans_free(spans);
-    assert_null(*spans);
-    plan_free(p);
-    landing_free(l);
-    world_free(w);
-}
-
 static void gaps_up_to_the_limit_are_crossed(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     const uint64_t gaps[] = {8, 64, 65, 1};
     const span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 4096};
-    one_rank(&w, &l, &p, 4, gaps, NULL);
-    plan_spans *spans = spans_of(&w, p, &rule);
+    one_rank(4, gaps, NULL);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 2);
     assert_int_equal(spans->spans[0].offset, 8);
     assert_int_equal(spans->spans[0].length, 264);
     assert_int_equal(spans->spans[1].count, 2);
     assert_false(spans->spans[0].direct);
     world_execute_spans(&w, &l, p, &rule);
-    end(&w, &l, &p, &spans);
 }
 
 static void length_is_limited(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     span_rule rule = {.max_length = 301, .max_gap = 64, .direct_from = 4096};
     const uint64_t gaps[] = {0, 1, 1, 1, 1, 1};
-    one_rank(&w, &l, &p, 6, gaps, NULL);
-    plan_spans *spans = spans_of(&w, p, &rule);
+    one_rank(6, gaps, NULL);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 3);
     assert_int_equal(spans->spans[0].length, 201);
-    plan_spans_free(&spans);
     rule.max_length = 302;
-    spans = spans_of(&w, p, &rule);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 2);
-    plan_spans_free(&spans);
     rule.max_length = 30; /* shorter than one piece */
-    spans = spans_of(&w, p, &rule);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 6 * 4);
     world_execute_spans(&w, &l, p, &rule);
-    end(&w, &l, &p, &spans);
 }
 
 /* Memory that follows on both sides is one piece, read where it lands. */
 static void contiguous_neighbours_are_one_direct_read(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
-    one_rank(&w, &l, &p, 3, NULL, NULL);
+    one_rank(3, NULL, NULL);
     /* landing_whole() leaves bytes between: land as the memory lies instead */
     plan_free(&p);
     for (uint32_t i = 0; i < 3; i++)
         l.to_of_key[i] = 100 * i;
     assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
-    plan_spans *spans = spans_of(&w, p, &usual);
+    spans = spans_of(&usual);
     assert_int_equal(spans->n_spans, 1);
     assert_int_equal(spans->n_pieces, 1);
     assert_true(spans->spans[0].direct);
     assert_int_equal(spans->spans[0].length, 300);
-    end(&w, &l, &p, &spans);
 }
 
 static void long_pieces_are_direct(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     const uint64_t gaps[] = {0, 1, 1, 1};
     span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 100};
-    one_rank(&w, &l, &p, 4, gaps, NULL);
-    plan_spans *spans = spans_of(&w, p, &rule);
+    one_rank(4, gaps, NULL);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 4);
     for (int i = 0; i < 4; i++)
         assert_true(spans->spans[i].direct);
-    plan_spans_free(&spans);
     rule.direct_from = 101;
-    spans = spans_of(&w, p, &rule);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 1);
-    end(&w, &l, &p, &spans);
 }
 
 static void regions_are_never_crossed(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     const uint32_t regions[] = {2, 0, 1, 0, 2, 2};
-    one_rank(&w, &l, &p, 6, NULL, regions);
-    plan_spans *spans = spans_of(&w, p, &usual);
+    one_rank(6, NULL, regions);
+    spans = spans_of(&usual);
     assert_int_equal(spans->n_spans, 3);
     for (uint32_t i = 0; i < 3; i++)
         assert_int_equal(spans->spans[i].region, i);
     world_execute_spans(&w, &l, p, &usual);
-    end(&w, &l, &p, &spans);
 }
 
 static void boxes_outside_of_their_region_are_refused(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
-    plan_spans *spans;
     const uint32_t regions[] = {0, 1};
-    one_rank(&w, &l, &p, 2, NULL, regions);
+    one_rank(2, NULL, regions);
     region_entry entries[] = {{.id = 0, .length = 100}, {.id = 1, .length = 99}};
     region_table table = {.entries = entries, .count = 2};
     for (int i = 0; i < 2; i++) {
@@ -168,7 +157,6 @@ static void boxes_outside_of_their_region_are_refused(void **state)
     assert_int_equal(
         plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, NULL, &spans, NULL),
         FANIN_OK);
-    end(&w, &l, &p, &spans);
 }
 
 /* Strides that leave the region below, above, or wrap around. */
@@ -187,13 +175,9 @@ static void strided_boxes_are_checked_too(void **state)
         {1000, INT64_MAX / 4, 2000, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        world w;
-        landing l;
-        plan *p;
-        plan_spans *spans;
         block all = {.n_dims = 1, .extent = {4}};
         fanin_error error = FANIN_ERROR_INIT;
-        world_init(&w, 1, 1);
+        begin();
         world_key(&w, FANIN_DTYPE_U8, 1, SHAPE(4));
         world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
         box_record *box = &w.ranks[0].records[0];
@@ -216,66 +200,48 @@ static void strided_boxes_are_checked_too(void **state)
             status = plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, NULL,
                                       &spans, &error);
             assert_int_equal(status, cases[i].good ? FANIN_OK : FANIN_ERR_PROTOCOL);
-            plan_spans_free(&spans);
-            plan_free(&p);
-            landing_free(&l);
         }
         assert_int_equal(status == FANIN_OK, cases[i].good);
-        world_free(&w);
     }
 }
 
 /* A transposed matrix is one read and one view, not an element a piece. */
 static void transposed_memory_is_one_view(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     block all = {.n_dims = 2, .extent = {50, 30}};
-    world_init(&w, 1, 1);
+    begin();
     world_key(&w, FANIN_DTYPE_BF16, 2, all.extent);
     world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
     w.ranks[0].records[0].place = (box_place){.packed = false, .stride = {2, 100}};
-    world_seal(&w, NULL);
-    landing_whole(&l, &w, 0);
-    assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
-    plan_spans *spans = spans_of(&w, p, &usual);
+    plan_whole();
+    spans = spans_of(&usual);
     assert_int_equal(spans->n_spans, 1);
     assert_int_equal(spans->n_pieces, 1);
     assert_int_equal(spans->spans[0].length, 3000);
     world_execute_spans(&w, &l, p, &usual);
-    end(&w, &l, &p, &spans);
 }
 
 /* Rows with room between them: read along if it is small enough. */
 static void gaps_inside_of_boxes_obey_the_rule(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
     block all = {.n_dims = 2, .extent = {10, 100}};
     span_rule rule = {.max_length = 1 << 20, .max_gap = 28, .direct_from = 1 << 20};
-    world_init(&w, 1, 1);
+    begin();
     world_key(&w, FANIN_DTYPE_U8, 2, all.extent);
     world_hold(&w, 0, 0, &all, 0, 280, LAYOUT_PACKED);
     w.ranks[0].records[0].place = (box_place){.packed = false, .stride = {128, 1}};
-    world_seal(&w, NULL);
-    landing_whole(&l, &w, 0);
-    assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
-    plan_spans *spans = spans_of(&w, p, &rule);
+    plan_whole();
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 1);
     assert_int_equal(spans->n_pieces, 1);
-    plan_spans_free(&spans);
     rule.max_gap = 27;
-    spans = spans_of(&w, p, &rule);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 10);
     assert_true(spans->spans[9].direct);
-    plan_spans_free(&spans);
     rule = (span_rule){.max_length = 1 << 20, .max_gap = 28, .direct_from = 100};
-    spans = spans_of(&w, p, &rule);
+    spans = spans_of(&rule);
     assert_int_equal(spans->n_spans, 10);
     world_execute_spans(&w, &l, p, &rule);
-    end(&w, &l, &p, &spans);
 }
 
 /* Columns of rows: a get a row where the gaps are wide, one view for who walks it; and where rows
@@ -284,13 +250,10 @@ static void columns_are_cut_as_the_reader_wants(void **state)
 {
     const span_rule walker = {.max_length = 1 << 20, .walks_views = true};
     for (int padded = 0; padded < 2; padded++) {
-        world w;
-        landing l = {0};
-        plan *p;
         block all = {.n_dims = 2, .extent = {10, 1000}};
         block some = {.n_dims = 2, .offset = {0, 100}, .extent = {10, 600}};
         span_rule rule = {.max_length = 1 << 20, .max_gap = 399, .direct_from = 4096};
-        world_init(&w, 1, 1);
+        begin();
         world_key(&w, FANIN_DTYPE_U8, 2, all.extent);
         world_hold(&w, 0, 0, &all, 0, padded ? 280 : 0, LAYOUT_PACKED);
         if (padded)
@@ -299,34 +262,27 @@ static void columns_are_cut_as_the_reader_wants(void **state)
         world_seal(&w, NULL);
         landing_add(&l, &w, 0, &some, true);
         assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
-        plan_spans *spans = spans_of(&w, p, &rule);
+        spans = spans_of(&rule);
         assert_int_equal(spans->n_spans, 10);
         assert_int_equal(spans->spans[9].length, 600);
-        plan_spans_free(&spans);
         world_execute_spans(&w, &l, p, &rule);
         rule.max_gap = 428;
-        spans = spans_of(&w, p, &rule);
+        spans = spans_of(&rule);
         assert_int_equal(spans->n_spans, 1);
-        plan_spans_free(&spans);
         world_execute_spans(&w, &l, p, &rule);
-        spans = spans_of(&w, p, &walker);
+        spans = spans_of(&walker);
         assert_int_equal(spans->n_spans, 1);
         assert_int_equal(spans->n_pieces, 1);
         assert_int_equal(strided_bytes(&spans->views[spans->pieces[0].view - 1]), 6000);
         world_execute_spans(&w, &l, p, &walker);
-        end(&w, &l, &p, &spans);
     }
 }
 
 static void senseless_calls_are_refused(void **state)
 {
-    world w;
-    landing l;
-    plan *p;
-    plan_spans *spans;
     region_table none = {0};
     const span_rule tiny = {.max_length = 15};
-    one_rank(&w, &l, &p, 1, NULL, NULL);
+    one_rank(1, NULL, NULL);
     assert_int_equal(
         plan_spans_build(p, w.keys, w.sources, 1, &none, &usual, NULL, &spans, NULL),
         FANIN_ERR_ARGUMENT);
@@ -334,23 +290,24 @@ static void senseless_calls_are_refused(void **state)
     assert_int_equal(
         plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, NULL, &spans, NULL),
         FANIN_ERR_ARGUMENT);
-    end(&w, &l, &p, &spans);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gaps_up_to_the_limit_are_crossed),
-        cmocka_unit_test(length_is_limited),
-        cmocka_unit_test(contiguous_neighbours_are_one_direct_read),
-        cmocka_unit_test(long_pieces_are_direct),
-        cmocka_unit_test(regions_are_never_crossed),
-        cmocka_unit_test(boxes_outside_of_their_region_are_refused),
-        cmocka_unit_test(strided_boxes_are_checked_too),
-        cmocka_unit_test(transposed_memory_is_one_view),
-        cmocka_unit_test(gaps_inside_of_boxes_obey_the_rule),
-        cmocka_unit_test(columns_are_cut_as_the_reader_wants),
-        cmocka_unit_test(senseless_calls_are_refused),
+        CASE(gaps_up_to_the_limit_are_crossed),
+        CASE(length_is_limited),
+        CASE(contiguous_neighbours_are_one_direct_read),
+        CASE(long_pieces_are_direct),
+        CASE(regions_are_never_crossed),
+        CASE(boxes_outside_of_their_region_are_refused),
+        CASE(strided_boxes_are_checked_too),
+        CASE(transposed_memory_is_one_view),
+        CASE(gaps_inside_of_boxes_obey_the_rule),
+        CASE(columns_are_cut_as_the_reader_wants),
+        CASE(senseless_calls_are_refused),
     };
     return cmocka_run_group_tests_name("plan_spans", tests, NULL, NULL);
 }
