@@ -312,6 +312,25 @@ static fanin_status try_reuse(const adapter_identity *wanted, bool *reuse,
     return status;
 }
 
+/* Of the test that runs: what open_at() gave, and what follows. */
+static adapter *a;
+static const uint64_t *to;
+static uint64_t size;
+static uint8_t *base;
+
+static void prepare(void)
+{
+    a = open_at(place);
+    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+}
+
+/* As far as memory to be filled. */
+static void begin(void)
+{
+    prepare();
+    assert_int_equal(adapter_map(a, &base, NULL), 0);
+}
+
 /* ------------------------------------------------------------- making */
 
 static void a_directory_appears_whole(void **state)
@@ -340,12 +359,7 @@ static void it_appears_without_fallocate(void **state)
 {
     struct stat made;
     no_fallocate = true;
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
-    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
-    uint8_t *base;
-    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    begin();
     fill(a, base, to, 2);
     assert_int_equal(adapter_publish(a, &identity, NULL), 0);
     adapter_close(&a);
@@ -358,12 +372,7 @@ static void it_appears_without_fallocate(void **state)
 
 static void nothing_is_there_before_it_is_published(void **state)
 {
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
-    uint8_t *base;
-    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
-    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    begin();
     fill(a, base, to, 3);
     assert_int_equal(access(place, F_OK), -1);
     adapter_close(&a);
@@ -373,13 +382,8 @@ static void nothing_is_there_before_it_is_published(void **state)
 static void bytes_that_never_landed_are_found(void **state)
 {
     for (int twice = 0; twice < 2; twice++) {
-        adapter *a = open_at(place);
-        const uint64_t *to;
-        uint64_t size;
-        uint8_t *base;
         fanin_error error = FANIN_ERROR_INIT;
-        assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
-        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        begin();
         adapter_landed(a, to[0], entries[0].bytes);
         adapter_landed(a, to[1], entries[1].bytes - 1);
         if (twice) {
@@ -394,11 +398,8 @@ static void bytes_that_never_landed_are_found(void **state)
 
 static void an_attempt_can_be_made_again(void **state)
 {
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
-    uint8_t *base, *again;
-    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    uint8_t *again;
+    prepare();
     adapter_restart(a); /* before there is anything: no effect */
     assert_int_equal(adapter_map(a, &base, NULL), 0);
     fill(a, base, to, 4);
@@ -427,10 +428,7 @@ static void a_catalog_may_move(void **state)
         .entries = renamed, .count = 2, .pairs = pairs, .n_pairs = 2};
     const key_table *const before[] = {&other, &same_size};
     for (size_t i = 0; i < 2; i++) {
-        adapter *a = open_at(place);
-        const uint64_t *to;
-        uint64_t size;
-        uint8_t *base;
+        a = open_at(place);
         assert_int_equal(adapter_prepare(a, before[i], "lora:0", &to, &size, NULL), 0);
         assert_int_equal(adapter_map(a, &base, NULL), 0);
         adapter_landed(a, to[0], before[i]->entries[0].bytes);
@@ -602,12 +600,9 @@ static void what_another_user_made_is_refused(void **state)
 {
     char path[160];
     make_adapter(1);
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
     bool reuse = true;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    prepare();
     /* Everything fits, but it is not ours. The parent is, as /tmp, fine. */
     other_user = 4321;
     assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_ERR_EXISTS);
@@ -638,7 +633,6 @@ static void what_another_user_made_is_refused(void **state)
 static void a_parent_of_others_is_refused_before_anything_is_made(void **state)
 {
     static const mode_t modes[] = {0770, 02775, 0777};
-    adapter *a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
         assert_int_equal(chmod(root, modes[i]), 0);
@@ -671,13 +665,8 @@ static void what_was_exchanged_meanwhile_is_noticed(void **state)
     snprintf(stolen, sizeof stolen, "%s/stolen", root);
     snprintf(elsewhere, sizeof elsewhere, "%s-elsewhere", root);
     for (int way = 0; way < 2; way++) {
-        adapter *a = open_at(place);
-        const uint64_t *to;
-        uint64_t size;
-        uint8_t *base;
         fanin_error error = FANIN_ERROR_INIT;
-        assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
-        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        begin();
         fill(a, base, to, 3);
         find_temporary(temporary);
         /* The half-made directory, or the one that it lies in. */
@@ -697,14 +686,9 @@ static void what_was_exchanged_meanwhile_is_noticed(void **state)
 static void an_empty_directory_of_another_user_is_refused(void **state)
 {
     assert_int_equal(mkdir(place, 0777), 0);
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
-    uint8_t *base;
     bool reuse;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
-    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    begin();
     other_user = 4321;
     assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_ERR_EXISTS);
     /* Appeared after the look: its mode is not taken over. */
@@ -801,7 +785,6 @@ static void a_lock_of_another_user_is_not_waited_for(void **state)
 {
     char path[160], file[160];
     fanin_error error = FANIN_ERROR_INIT;
-    adapter *a = NULL;
     snprintf(path, sizeof path, "%s/.step.fanin-lock", root);
     snprintf(file, sizeof file, "%s/file", root);
     static const char *const why[] = {"is no regular file", "is no regular file",
@@ -843,7 +826,7 @@ static void a_lock_of_another_user_is_not_waited_for(void **state)
 
 static void what_appears_meanwhile_is_kept(void **state)
 {
-    adapter *a = open_at(place);
+    a = open_at(place);
     assert_int_equal(mkdir(place, 0777), 0);
     write_text("mine", "precious");
     fanin_error error = FANIN_ERROR_INIT;
@@ -862,7 +845,6 @@ static void bad_places_are_refused(void **state)
     const char *const wrong[] = {"",     "/",      "//", ".", "..",
                                  "a/..", "/tmp/.", path, NULL};
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        adapter *a = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         assert_int_equal(
             adapter_open(wrong[i], deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
@@ -898,7 +880,6 @@ static void an_unwritable_parent_is_refused(void **state)
     } else {
         assert_int_equal(chmod(root, 0500), 0);
     }
-    adapter *a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(
         adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
@@ -911,7 +892,7 @@ static void a_failed_sync_leaves_nothing(void **state)
 {
     /* model, config, identity, directory, parent */
     for (int n = 1; n <= 5; n++) {
-        adapter *a = open_at(place);
+        a = open_at(place);
         fanin_error error = FANIN_ERROR_INIT;
         fsync_to_fail = n;
         assert_int_equal(write_it(a, 1, &error), FANIN_ERR_IO);
@@ -931,7 +912,7 @@ static void a_full_disk_is_an_error(void **state)
         print_message("cannot mount a filesystem of its own\n");
         skip();
     }
-    adapter *a = open_at(place);
+    a = open_at(place);
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = write_it(a, 1, &error);
     adapter_close(&a);
@@ -971,7 +952,7 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
     claimed[1].shape[0] = gib << 26;
     claimed[1].bytes = gib << 30;
     table.entries = claimed;
-    adapter *a = open_at(place);
+    a = open_at(place);
     assert_ok(adapter_prepare(a, &table, "lora:0", &to, size_out, &error), error);
     assert_ok(adapter_map(a, &base, &error), error);
     return a;
@@ -981,7 +962,6 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 
 static void a_claim_takes_no_space(void **state)
 {
-    uint64_t size;
     adapter *a = map_claim(1, &size);
     /* The threads go ahead by 64 MiB, whenever they get to it. */
     for (int i = 0; i < 100; i++)
@@ -1000,7 +980,6 @@ static void a_disk_that_fills_up_is_an_error(void **state)
         print_message("cannot mount a filesystem of its own\n");
         skip();
     }
-    uint64_t size;
     fanin_error error = FANIN_ERROR_INIT;
     adapter *a = map_claim(1, &size);
     assert_int_equal(mount("none", root, "tmpfs", MS_REMOUNT, "size=80m"), 0);
@@ -1022,11 +1001,8 @@ static void sizes_have_a_limit(void **state)
         print_message("cannot mount a filesystem of its own\n");
         skip();
     }
-    adapter *a = open_at(place);
-    const uint64_t *to;
-    uint64_t size;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(adapter_prepare(a, &keys, "lora:0", &to, &size, &error), error);
+    prepare();
     fanin_status by_default = adapter_check_size(a, 0, &error);
     fanin_status enough = adapter_check_size(a, size, NULL);
     fanin_error told = FANIN_ERROR_INIT;
@@ -1050,7 +1026,7 @@ static void limit_of_file_sizes(bool mappings, rlim_t bytes)
         struct rlimit limit = {bytes, bytes};
         fanin_error error = FANIN_ERROR_INIT;
         no_shared_mappings = !mappings;
-        adapter *a = open_at(place);
+        a = open_at(place);
         if (setrlimit(RLIMIT_FSIZE, &limit) != 0)
             _exit(1);
         fanin_status status = write_it(a, 1, &error);
@@ -1105,12 +1081,8 @@ static void assert_out_of_descriptors(const fanin_error *error, const char *what
 static void without_descriptors_nothing_is_left(void **state)
 {
     struct rlimit before;
-    const uint64_t *to;
-    uint64_t size;
-    uint8_t *base;
     bool reuse;
     fanin_error error = FANIN_ERROR_INIT;
-    adapter *a = NULL;
     use_up_descriptors(&before);
     adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error);
     give_back(&before);
@@ -1196,7 +1168,7 @@ static void leftovers_of_the_dead_are_removed(void **state)
 {
     make_leftovers();
     make_neighbours();
-    adapter *a = open_at(place);
+    a = open_at(place);
     adapter_close(&a);
     assert_int_equal(count_entries(root), NEIGHBOURS);
     assert_true(is_there(".full.fanin-tmp-0123456789abcdef/thesis.tex"));
@@ -1244,7 +1216,7 @@ static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
     assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error),
                      FANIN_ERR_ARGUMENT);
     assert_int_equal(chmod(root, 01777), 0);
-    adapter *a = open_at(place);
+    a = open_at(place);
     adapter_close(&a);
     assert_int_equal(count_entries(root), 0);
 }
@@ -1283,7 +1255,6 @@ static pid_t start_holder(void)
 static void a_held_lock_is_waited_for(void **state)
 {
     pid_t child = start_holder();
-    adapter *a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t before = clock_ns();
     assert_int_equal(
@@ -1341,7 +1312,7 @@ static void of_many_processes_one_makes_it(void **state)
 
 static void a_forked_child_does_not_keep_the_lock(void **state)
 {
-    adapter *a = open_at(place);
+    a = open_at(place);
     pid_t child = fork();
     if (child == 0) {
         for (;;)
