@@ -38,19 +38,30 @@ uint64_t world_bytes(const world_tensor *t)
     return bytes;
 }
 
-uint8_t world_byte(const world *w, size_t tensor, uint64_t step, uint64_t offset)
+/* What the bytes of a tensor at a step have in common. */
+static uint64_t seed_of(const world *w, size_t tensor, uint64_t step)
 {
-    uint64_t x = offset + step * 0x9E3779B97F4A7C15u + tensor * 0xD6E8FEB86659FD93u +
-                 w->salt * 0xA0761D6478BD642Fu;
+    return step * 0x9E3779B97F4A7C15u + tensor * 0xD6E8FEB86659FD93u +
+           w->salt * 0xA0761D6478BD642Fu;
+}
+
+static inline uint8_t byte_at(uint64_t seed, uint64_t offset)
+{
+    uint64_t x = offset + seed;
     x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
     return (uint8_t)(x >> 40);
 }
 
+uint8_t world_byte(const world *w, size_t tensor, uint64_t step, uint64_t offset)
+{
+    return byte_at(seed_of(w, tensor, step), offset);
+}
+
 void world_check(const world *w, size_t tensor, uint64_t step, const uint8_t *bytes)
 {
-    uint64_t n = world_bytes(&w->tensors[tensor]);
+    uint64_t n = world_bytes(&w->tensors[tensor]), seed = seed_of(w, tensor, step);
     for (uint64_t i = 0; i < n; i++) {
-        if (bytes[i] != world_byte(w, tensor, step, i))
+        if (bytes[i] != byte_at(seed, i))
             fail_msg("%s differs from step %llu at byte %llu", w->tensors[tensor].name,
                      (unsigned long long)step, (unsigned long long)i);
     }
@@ -121,21 +132,26 @@ static uint64_t box_bytes(const world_tensor *t, const fanin_box *box)
     return bytes;
 }
 
-/* Writes a box's packed bytes as they are in the whole tensor at a step. */
+/* Writes a box's packed bytes as they are in the whole tensor at a step, a run at a time. */
 static void write_box(const world *w, size_t tensor, const fanin_box *box,
                       uint64_t step, uint8_t *to)
 {
     const world_tensor *t = &w->tensors[tensor];
-    uint64_t n = box_bytes(t, box) / item(t);
-    for (uint64_t e = 0; e < n; e++) {
-        uint64_t rest = e, at = 0, scale = 1;
-        for (uint32_t d = t->n_dims; d-- > 0;) {
+    uint64_t seed = seed_of(w, tensor, step);
+    uint32_t last = t->n_dims ? t->n_dims - 1 : 0;
+    uint64_t run = item(t) * (t->n_dims ? box->extent[last] : 1);
+    uint64_t n = run ? box_bytes(t, box) / run : 0;
+    for (uint64_t i = 0; i < n; i++, to += run) {
+        uint64_t rest = i, at = t->n_dims ? box->offset[last] : 0;
+        uint64_t scale = t->n_dims ? t->shape[last] : 1;
+        for (uint32_t d = last; d-- > 0;) {
             at += (box->offset[d] + rest % box->extent[d]) * scale;
             rest /= box->extent[d];
             scale *= t->shape[d];
         }
-        for (uint64_t b = 0; b < item(t); b++)
-            to[e * item(t) + b] = world_byte(w, tensor, step, at * item(t) + b);
+        at *= item(t);
+        for (uint64_t b = 0; b < run; b++)
+            to[b] = byte_at(seed, at + b);
     }
 }
 
@@ -183,23 +199,33 @@ fanin_tensor world_boxes(const world_tensor *t, fanin_box *boxes, size_t n)
     return tensor;
 }
 
+/* In one call: the library looks for a GPU's driver once. */
 static void put_all(world *w, size_t rank)
 {
     world_rank *r = &w->ranks[rank];
     size_t used = 0;
     fanin_error error = FANIN_ERROR_INIT;
+    fanin_tensor *tensors = calloc(w->n_tensors, sizeof *tensors);
+    fanin_box **boxes = calloc(w->n_tensors, sizeof *boxes);
     for (size_t i = 0; i < w->n_tensors; i++) {
         const world_tensor *t = &w->tensors[i];
-        fanin_box boxes[MAX_BOXES];
-        size_t n = cut(w, t, rank, boxes);
+        fanin_box list[MAX_BOXES];
+        size_t n = cut(w, t, rank, list);
         for (size_t j = 0; j < n; j++) {
-            boxes[j].address = r->memory + used;
-            used += (box_bytes(t, &boxes[j]) + 63) / 64 * 64;
+            list[j].address = r->memory + used;
+            used += (box_bytes(t, &list[j]) + 63) / 64 * 64;
         }
-        fanin_tensor tensor = world_boxes(t, boxes, n);
-        assert_ok(fanin_server_put(r->server, "lora:0", &tensor, 1, false, &error),
-                  error);
+        boxes[i] = malloc(sizeof list[0] * (n + 1));
+        memcpy(boxes[i], list, sizeof list[0] * n);
+        tensors[i] = world_boxes(t, boxes[i], n);
     }
+    fanin_status status =
+        fanin_server_put(r->server, "lora:0", tensors, w->n_tensors, false, &error);
+    assert_ok(status, error);
+    for (size_t i = 0; i < w->n_tensors; i++)
+        free(boxes[i]);
+    free(boxes);
+    free(tensors);
     const fanin_pair pairs[] = {{"base_model_name_or_path", "test/model"},
                                 {"lora_alpha", "20"}};
     assert_ok(fanin_server_set_metadata(r->server, "lora:0", pairs, 2, &error), error);
