@@ -44,7 +44,7 @@ static uint64_t pulled(fanin_step_rule rule, uint64_t step)
     return world_pulled(&w, client, rule, step);
 }
 
-static void every_cut(fanin_path path)
+static void test_stream_unix(void **state)
 {
     static const struct {
         world_cut cut;
@@ -53,23 +53,11 @@ static void every_cut(fanin_path path)
                  {CUT_CHUNK0, 16},   {CUT_CHUNK1, 4}, {CUT_GRID, 4},   {CUT_STRIDED, 3},
                  {CUT_REPLICATE, 3}, {CUT_HSDP, 4}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        begin(cases[i].size, cases[i].cut, 1, path);
-        expect_pull(1, path);
+        begin(cases[i].size, cases[i].cut, 1, FANIN_PATH_STREAM);
+        expect_pull(1, FANIN_PATH_STREAM);
         world_commit(&w, 5);
-        expect_pull(5, path);
+        expect_pull(5, FANIN_PATH_STREAM);
     }
-}
-
-static void test_stream_unix(void **state)
-{
-    every_cut(FANIN_PATH_STREAM);
-}
-
-static void test_cma(void **state)
-{
-    if (!world_has_cma())
-        skip();
-    every_cut(FANIN_PATH_CMA);
 }
 
 static void test_stream_tcp(void **state)
@@ -518,12 +506,12 @@ static void test_cancel(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        CASE(test_stream_unix),   CASE(test_stream_tcp),    CASE(test_cma),
-        CASE(test_auto),          CASE(test_slice),         CASE(test_columns),
-        CASE(test_columns_tcp),   CASE(test_step_rules),    CASE(test_ranks_apart),
-        CASE(test_replicas),      CASE(test_restart),       CASE(test_catalog_changes),
-        CASE(test_cancel),        CASE(test_quiet_watch),   CASE(test_snapshots_stream),
-        CASE(test_snapshots_cma), CASE(test_other_strides), CASE(test_cut_anew),
+        CASE(test_stream_unix),   CASE(test_stream_tcp),       CASE(test_auto),
+        CASE(test_slice),         CASE(test_columns),          CASE(test_columns_tcp),
+        CASE(test_step_rules),    CASE(test_ranks_apart),      CASE(test_replicas),
+        CASE(test_restart),       CASE(test_catalog_changes),  CASE(test_cancel),
+        CASE(test_quiet_watch),   CASE(test_snapshots_stream), CASE(test_snapshots_cma),
+        CASE(test_other_strides), CASE(test_cut_anew),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
 }

@@ -5,7 +5,6 @@
  */
 #include "ends.h"
 #include "testing.h"
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -270,32 +269,6 @@ static void test_server_name(void **state)
 
 /* ------------------------------------------------------------- the catalogs */
 
-/* Ranks of 4, @p rows and 2 rows of the 10 of lora_B. */
-static void start_with_rows(uint64_t rows)
-{
-    start_ranks(RANKS, NULL);
-    for (uint32_t i = 0; i < RANKS; i++) {
-        put(i, LORA_B, 10, i * 4, i == 1 ? rows : i < 2 ? 4 : 2);
-        commit(i, 1);
-    }
-}
-
-static void test_hole(void **state)
-{
-    start_with_rows(3); /* not row 7 */
-    expect(pull_from(), FANIN_ERR_INCOMPLETE, "row 7 of 10");
-    assert_says(error.message, "held by no connected rank");
-    assert_string_equal(error.key, LORA_B);
-}
-
-static void test_overlap(void **state)
-{
-    start_with_rows(5); /* row 8 twice */
-    expect(pull_from(), FANIN_ERR_INCOMPLETE, "row 8 of 10");
-    assert_says(error.message, "ranks 1 and 2 differently");
-    assert_string_equal(error.key, LORA_B);
-}
-
 static void expect_mismatch(const char *words, int32_t rank, const char *key)
 {
     expect(pull_from(), FANIN_ERR_MISMATCH, words);
@@ -414,8 +387,6 @@ static void test_steps(void **state)
     fanin_client_destroy(&client);
 }
 
-/* ------------------------------------------------------------- directories */
-
 /* A directory of this test's own below $TMPDIR; removed with what tests leave in it. */
 static void make_scratch(char path[64])
 {
@@ -435,30 +406,6 @@ static fanin_status pull_directory(const char *directory)
     return status;
 }
 
-static void test_directory_unwritable(void **state)
-{
-    char scratch[64], path[128];
-    start_good();
-    make_scratch(scratch);
-    snprintf(path, sizeof path, "%s/nowhere/adapter", scratch);
-    expect(pull_directory(path), FANIN_ERR_IO, path);
-    assert_int_equal(error.sys_errno, ENOENT);
-
-    /* Permissions hold for root too, once its file operations are another user's. */
-    snprintf(path, sizeof path, "%s/adapter", scratch);
-    assert_int_equal(chmod(scratch, 0555), 0);
-    if (geteuid() == 0)
-        setfsuid(65534);
-    fanin_status status = pull_directory(path);
-    if (geteuid() == 0)
-        setfsuid(0);
-    assert_int_equal(status, FANIN_ERR_IO);
-    assert_int_equal(error.sys_errno, EACCES);
-    expect(status, FANIN_ERR_IO, path);
-    assert_int_equal(chmod(scratch, 0755), 0);
-    assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
-}
-
 /* As by a mount that gives files to others than who makes them. */
 static void test_directory_of_other_owners(void **state)
 {
@@ -476,52 +423,6 @@ static void test_directory_of_other_owners(void **state)
     assert_says(error.message, "65534");
     assert_says(error.remedy, "root_squash");
     assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
-}
-
-static void test_directory_occupied(void **state)
-{
-    char scratch[64], path[128], file[160];
-    start_good();
-    make_scratch(scratch);
-    snprintf(path, sizeof path, "%s/adapter", scratch);
-    snprintf(file, sizeof file, "%s/thesis.tex", path);
-    assert_int_equal(mkdir(path, 0755), 0);
-    FILE *f = fopen(file, "w");
-    assert_non_null(f);
-    assert_true(fputs("do not lose me", f) >= 0);
-    assert_int_equal(fclose(f), 0);
-    expect(pull_directory(path), FANIN_ERR_EXISTS, "thesis.tex");
-    assert_says(error.message, path);
-    assert_int_equal(access(file, R_OK), 0);
-
-    expect(pull_directory(file), FANIN_ERR_EXISTS, "no directory");
-    assert_int_equal(access(file, R_OK), 0);
-    assert_int_equal(unlink(file), 0);
-
-    /* An empty one is taken. */
-    assert_ok(pull_directory(path), error);
-    static const char *const made[] = {"adapter_model.safetensors",
-                                       "adapter_config.json", "fanin.json"};
-    for (size_t i = 0; i < 3; i++) {
-        snprintf(file, sizeof file, "%s/%s", path, made[i]);
-        assert_int_equal(unlink(file), 0);
-    }
-    assert_int_equal(rmdir(path), 0);
-    assert_int_equal(rmdir(scratch), 0);
-}
-
-static void test_port_in_use(void **state)
-{
-    start_rank(0, NULL);
-    fanin_server_config config = make_server_config();
-    config.rank = 1;
-    config.world_size = 2;
-    config.base_port = (uint16_t)(fanin_server_port(t.servers[0]) - 1);
-    fanin_server *second = NULL;
-    fanin_status status = fanin_server_create(&config, &second, &error);
-    assert_null(second);
-    const char *port = strrchr(t.addresses[0], ':') + 1;
-    expect(status, FANIN_ERR_EXISTS, port);
 }
 
 static void test_callbacks_absent(void **state)
@@ -557,18 +458,13 @@ int main(void)
         CASE(test_world_id),
         CASE(test_rank_twice),
         CASE(test_server_name),
-        CASE(test_hole),
-        CASE(test_overlap),
         CASE(test_key_absent),
         CASE(test_metadata),
         CASE(test_tensors_differ),
         CASE(test_wrong_wishes),
         CASE(test_steps),
-        CASE(test_directory_unwritable),
         CASE(test_directory_of_other_owners),
-        CASE(test_directory_occupied),
         CASE(test_callbacks_absent),
-        CASE(test_port_in_use),
     };
     return cmocka_run_group_tests_name("refusals", tests, NULL, NULL);
 }

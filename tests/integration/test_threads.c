@@ -99,7 +99,7 @@ static void every_cut_comes(void **state)
 {
     static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
                                      CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
-    static const unsigned threads[] = {2, 3, 4, 8};
+    static const unsigned threads[] = {3, 8};
     for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
         begin_large(cuts[i]);
         for (size_t j = 0; j < sizeof threads / sizeof *threads; j++) {
