@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fanin.vllm import beside
+from fanin.vllm import patches
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
@@ -41,7 +41,8 @@ class Workers(MultiprocExecutor):
 
 
 def core_of(requests: list[Any]) -> Any:
-    assert beside.install()
+    patches.install()
+    assert patches.installed()
     core = EngineCoreProc.__new__(EngineCoreProc)
     core.model_executor = Workers()
     core.scheduler = SimpleNamespace(has_requests=lambda: bool(requests))

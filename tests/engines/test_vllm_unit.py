@@ -27,8 +27,8 @@ from fanin.engine.clients import ClientPool
 from fanin.engine.faults import to_wire
 from fanin.engine.metrics import Metrics
 from fanin.vllm import endpoint_plugin, register, worker
-from fanin.vllm import resolver as resolver_module
 from fanin.vllm import routes as routes_module
+from fanin.vllm import state as state_module
 from fanin.vllm.state import State
 from vllm.config.lora import LoRAConfig
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -83,7 +83,7 @@ class Bench:
             pool=ClientPool(self.trainer.client),
             counters=Metrics(self.registry),
         )
-        monkeypatch.setattr(resolver_module, "state", lambda: self.state)
+        monkeypatch.setattr(state_module, "state", lambda: self.state)
         monkeypatch.setattr(routes_module, "state", lambda: self.state)
         register()
         self.client = FakeClient()

@@ -22,7 +22,7 @@ from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
-from fanin.vllm import external_kv, guard
+from fanin.vllm import external_kv, guard, patches
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
@@ -427,32 +427,25 @@ def test_a_bias_that_processing_has_widened_is_as_if_it_were_loaded() -> None:
     assert as_loaded(wide, "weight", given) is given
 
 
-def test_vllms_engines_are_guarded_once() -> None:
-    """All that the guard wraps is there in this vLLM, takes what it hands on, and is wrapped."""
-    import inspect
+def test_vllm_has_all_that_the_table_of_patches_names() -> None:
+    """Each target is there in this vLLM, takes what the table says, and is replaced once."""
+    patches.install()
+    patches.install()
+    assert patches.installed() and list(patches.changed()) == []
+    patches.require()
+    for row in patches.TABLE:
+        if row.owner in patches._CLASSES and row.takes != patches.ADDED:
+            original = getattr(patches._owner_of(row), row.name).fanin_wraps
+            assert not hasattr(original, "fanin_wraps"), row.target
 
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor
 
-    assert guard.install() and guard.install()
-    wrapped = {
-        EngineCore: ("collective_rpc", "resume_scheduler", "add_request", "sleep"),
-        AsyncLLM: ("resume_generation", "update_weights"),
-        LLMEngine: ("collective_rpc", "add_request"),
-        OutputProcessor: ("process_outputs",),
-    }
-    for owner, names in wrapped.items():
-        for name in names:
-            original = getattr(owner, name).fanin_wraps
-            assert not hasattr(original, "fanin_wraps")
-    asked = ["self", "method", "timeout", "args", "kwargs"]
-    for owner in (EngineCore, LLMEngine):
-        assert list(inspect.signature(owner.collective_rpc).parameters) == asked
-    assert list(inspect.signature(EngineCore.sleep).parameters) == ["self", "level", "mode"]
-    added = inspect.signature(EngineCore.add_request).parameters
-    assert list(added) == ["self", "request", "request_wave"]
+def test_a_vllm_with_another_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in patches.TABLE if row.name == "sleep")
+    other = (row._replace(takes="level mode tags"),)
+    monkeypatch.setattr(patches, "TABLE", other)
+    assert [text for text in patches.changed() if "EngineCore.sleep takes (level, mode)" in text]
+    monkeypatch.setattr(patches, "TABLE", (row._replace(target=row.target + "s"),))
+    assert list(patches.changed()) == [f"there is no {row.target}s"]
 
 
 def test_replicas_compare_by_vllms_own_groups() -> None:

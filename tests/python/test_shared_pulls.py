@@ -504,7 +504,7 @@ async def test_what_no_thread_could_delete_goes_with_the_next(
     await bench.state.attach(bench.engine)
     first, second = await bench.fetch(1), await bench.fetch(2)
     with monkeypatch.context() as patch:
-        patch.setattr("fanin.vllm.state.in_thread", no_thread)
+        patch.setattr("fanin.vllm.models.in_thread", no_thread)
         bench.keeper.unloaded(first.name)
         await bench.keeper.settled()
     assert first.path.exists() and "stays on disk: can't start new thread" in caplog.text

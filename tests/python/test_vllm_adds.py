@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fanin import errors
 from fanin.engine.faults import to_wire
-from fanin.vllm.adds import Adds, Numbers
+from fanin.vllm.models import Adds, Numbers
 
 
 class Counter:

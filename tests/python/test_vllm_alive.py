@@ -13,12 +13,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from fanin.errors import HostError, PullTimeoutError
-from fanin.vllm import alive, guard_front
+from fanin.vllm import guard_front, patches
 
 FANIN = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="fanin"))
 WITHIN = 30.0
@@ -26,6 +26,19 @@ WITHIN = 30.0
 
 class Dead(Exception):
     """What the client raises where it knows by itself; it names nobody."""
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of vLLM its clients raise."""
+    dead, clients = (
+        ModuleType("vllm.v1.engine.exceptions"),
+        ModuleType("vllm.v1.engine.core_client"),
+    )
+    dead.EngineDeadError = Dead  # type: ignore[attr-defined]
+    clients.zmq = SimpleNamespace(ZMQError=Dead)  # type: ignore[attr-defined]
+    for module in (dead, clients):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def process(name: str, exitcode: int | None = None, pid: int = 0) -> Any:
@@ -55,8 +68,8 @@ def client(*processes: Any) -> Any:
             assert self.fails is not None
             raise self.fails
 
-    guard_front.guard_client(Client, (Dead,))
-    guard_front.guard_client(Client, (Dead,))  # as vLLM registers plugins
+    patches.put(Client, "AsyncMPClient")
+    patches.put(Client, "AsyncMPClient")  # as vLLM registers plugins
     return Client()
 
 
@@ -123,8 +136,8 @@ def test_those_that_are_ended_for_it_are_not_named() -> None:
     """vLLM kills the other replicas where they do not end by themselves."""
     one = client(process("EngineCore_DP0", -9), process("EngineCore_DP1", -11))
     one.resources.engine_manager.failed_proc_name = "EngineCore_DP1"
-    assert "DP1 (exit status -11)" in str(alive.death_of(one))
-    assert "DP0" not in str(alive.death_of(one))
+    assert "DP1 (exit status -11)" in str(guard_front.death_of(one))
+    assert "DP0" not in str(guard_front.death_of(one))
 
 
 def test_a_core_that_is_dead_is_named() -> None:
@@ -138,7 +151,7 @@ def test_a_core_that_is_dead_is_named() -> None:
 
 
 def test_a_core_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alive, "STANDS", 0.3)
+    monkeypatch.setattr(guard_front, "STANDS", 0.3)
     with stopped() as pid:
         one = client(process("EngineCore", None, os.getppid()), process("EngineCore", None, pid))
         with pytest.raises(HostError, match=rf"process {pid} .*stopped.*SIGCONT"):
@@ -147,7 +160,7 @@ def test_a_core_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_worker_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a child of the core, which waits for it."""
-    monkeypatch.setattr(alive, "STANDS", 0.3)
+    monkeypatch.setattr(guard_front, "STANDS", 0.3)
     with stopped() as pid:
         one = client(process("EngineCore", None, os.getpid()))
         with pytest.raises(HostError, match=rf"process {pid} .*stopped"):
@@ -155,16 +168,16 @@ def test_a_worker_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alive, "STANDS", 0.0)
+    monkeypatch.setattr(guard_front, "STANDS", 0.0)
     with stopped() as pid:
         os.kill(pid, signal.SIGCONT)
-        watch = alive.Watch(client(process("EngineCore", None, pid)), "pause", None)
+        watch = guard_front.Watch(client(process("EngineCore", None, pid)), "pause", None)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         watch.look()
 
 
 def test_questions_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alive, "QUESTION", 0.2)
+    monkeypatch.setattr(guard_front, "QUESTION", 0.2)
     leave = ("collective_rpc", "fanin_leave_update")
     for question in (("fanin_not_whole",), ("fanin_step",), leave):
         with pytest.raises(PullTimeoutError, match=f"not answered {question[-1]} for"):

@@ -10,10 +10,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-import fanin.vllm
 import pytest
-from fanin.errors import RequestError
-from fanin.vllm import beside
+from fanin.vllm import models, patches
 
 
 class Answer(Future[Any]):
@@ -62,6 +60,7 @@ class Core:
         self.model_executor: Any = Executor()
         self.scheduler = SimpleNamespace(has_requests=lambda: self.running)
         self.running = running
+        self.vllm_config = SimpleNamespace(weight_transfer_config=None)
         self._idle_state_callbacks: list[Callable[[Core], None]] = []
 
     def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
@@ -78,7 +77,7 @@ class Core:
         return self.fanin_call(method, list(arguments))  # type: ignore[attr-defined]
 
 
-beside.give(Core)
+patches.put(Core, "EngineCore")
 
 
 def test_a_step_brings_the_answers_of_calls_before_it() -> None:
@@ -162,19 +161,9 @@ class Client:
 @pytest.mark.parametrize("known", [True, False])
 def test_how_cores_are_called(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the method that they were given, or, in another vLLM, by its own."""
-    monkeypatch.setattr(beside, "_known", known)
+    monkeypatch.setattr(patches, "_installed", known)
     client = Client()
-    assert asyncio.run(beside.call_one(client, "one", (1,))) == ["answer"]
-    assert asyncio.run(beside.call_all(client, "one", (1,))) == ["first", "second"]
+    assert asyncio.run(models.call_one(client, "one", (1,))) == ["answer"]
+    assert asyncio.run(models.call_all(client, "one", (1,))) == ["first", "second"]
     mine, theirs = ("fanin_call", "one", (1,)), ("collective_rpc", "one", None, (1,), None)
     assert client.asked == [mine if known else theirs] * 2
-
-
-def test_another_vllm_keeps_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> str:
-        raise RequestError.make("the inside of vLLM 0.33 is not known")
-
-    other = SimpleNamespace(require_version=refuse)
-    monkeypatch.setattr(fanin.vllm, "reload", other, raising=False)
-    monkeypatch.setattr(beside, "_known", False)
-    assert beside.install() is False and not beside._known

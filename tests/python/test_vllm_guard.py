@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fanin.engine.updates import Updates
 from fanin.errors import FaninError, HostError, PeerError, StateError
-from fanin.vllm import guard, guard_front
+from fanin.vllm import guard, patches
 
 FANIN = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="fanin"))
 
@@ -38,8 +38,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.FinishReason = SimpleNamespace(ERROR="error")  # type: ignore[attr-defined]
     request = ModuleType("vllm.v1.request")
     request.RequestStatus = SimpleNamespace(FINISHED_ERROR="failed")  # type: ignore[attr-defined]
-    for name, module in {"vllm.v1.engine": engine, "vllm.v1.request": request}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    dead = ModuleType("vllm.v1.engine.exceptions")
+    dead.EngineDeadError = Dead  # type: ignore[attr-defined]
+    refusals = ModuleType("vllm.exceptions")
+    refusals.GracefulHTTPError = Refusal  # type: ignore[attr-defined]
+    for module in (engine, request, dead, refusals):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 class Transfer:
@@ -120,7 +124,7 @@ class Worker:
             raise FileNotFoundError("no such checkpoint")
 
 
-for _method in guard.METHODS:
+for _method, _ in guard.METHODS:
     setattr(Worker, _method.__name__, _method)
 
 
@@ -193,8 +197,8 @@ def engine(size: int = 2, **more: Any) -> Any:
         def sleep(self, level: int = 1, mode: str = "abort") -> Any:
             return self.slept
 
-    guard._guard_core(Core)
-    guard._guard_core(Core)  # as vLLM registers plugins, more than once in a process
+    patches.put(Core, "EngineCore")
+    patches.put(Core, "EngineCore")  # as vLLM registers plugins, more than once in a process
     return Core()
 
 
@@ -648,7 +652,9 @@ def test_replicas_that_share_experts_agree_on_the_launch(
 
 
 class Refusal(Exception):
-    pass
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        assert status == 503
 
 
 class Dead(Exception):
@@ -678,7 +684,7 @@ def server(*said: str, held: tuple[tuple[int | None, str], ...] = (THREE, THREE)
             if fails:
                 raise RuntimeError("replica 1 has failed")
 
-    guard_front.guard_server(Server, Refusal, (Dead,))
+    patches.put(Server, "AsyncLLM")
     return Server()
 
 
@@ -736,7 +742,7 @@ def test_a_request_is_told_why(text: bool) -> None:
 
     if not text:
         pytest.importorskip("torch")
-    guard_front.tell_why(Processor, "error", Refusal)
+    patches.put(Processor, "OutputProcessor")
     processor: Any = Processor()
     outputs = [
         Output("a", [], finish_reason="error", stop_reason="fanin: worker 0 of 1"),
@@ -771,7 +777,7 @@ def offline(client: Any, reload: Any = lambda: None) -> Any:
             for name in names:
                 del self.output_processor.request_states[name]
 
-    guard_front.guard_offline(Offline, (Dead,))
+    patches.put(Offline, "LLMEngine")
     return Offline()
 
 

@@ -18,9 +18,9 @@ from fanin.engine.clients import ClientPool
 from fanin.engine.faults import status_of, to_wire
 from fanin.errors import NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, write_info
-from fanin.vllm import worker
-from fanin.vllm.resolver import calling_models, wanted_by_name
+from fanin.vllm import patches, worker
 from fanin.vllm.routes import Api, EndpointPlugin, api_processes
+from fanin.vllm.state import wanted_by_name
 from test_shared_pulls import Bench, FakeEngine, Request, run
 
 NAME = "policy-run0-step1"
@@ -532,23 +532,17 @@ def test_the_models_that_ask(desk: Desk) -> None:
     found: list[Any] = []
 
     async def resolve() -> None:
-        found.append(calling_models(sys._getframe().f_back))
+        found.append(patches.calling_models())
 
     class Caller:
-        lora_requests: dict[str, Any] = {}
-        engine_client = None
-
-        async def ask(self) -> None:
+        async def resolve_lora(self, lora_name: str) -> None:
             await resolve()
 
-    async def stranger() -> None:
-        await resolve()
-
+    patches.put(Caller, "OpenAIServingModels")
     caller = Caller()
-    run(caller.ask())
-    run(stranger())
+    run(caller.resolve_lora("a"))
+    run(resolve())
     assert found == [caller, None]
-    assert calling_models(None) is None
 
 
 # ---------------------------------------------------------------- the extension
@@ -681,7 +675,7 @@ def test_install() -> None:
     class Base:
         pass
 
-    assert worker.install(Base) == worker.install(Base)
+    patches.put(Base, "WorkerBase")
     assert {name for name in vars(Base) if name.startswith("fanin_")} == {
         "fanin_check_weights",
         "fanin_served_digests",

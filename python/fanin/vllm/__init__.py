@@ -39,11 +39,10 @@ def register() -> None:
     """
     from vllm.lora.resolver import LoRAResolverRegistry
 
-    from fanin.vllm import beside, guard
-    from fanin.vllm.resolver import RESOLVER_NAME, make_resolver
-    from fanin.vllm.worker import install
+    from fanin.vllm import patches
+    from fanin.vllm.state import RESOLVER_NAME, make_resolver
 
-    methods = install()
+    methods = patches.install()
     if RESOLVER_NAME not in LoRAResolverRegistry.get_supported_resolvers():
         LoRAResolverRegistry.register_resolver(RESOLVER_NAME, make_resolver())
         _log.info(
@@ -52,8 +51,6 @@ def register() -> None:
             ", ".join(methods) or "none (this vLLM has no vllm.v1 workers)",
         )
     _register_backend()
-    guard.install()
-    beside.install()
 
 
 def _register_backend() -> None:

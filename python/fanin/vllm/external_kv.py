@@ -4,7 +4,7 @@
 Connectors find KV of a prompt, and outputs of encoders, by its tokens, whatever the weights were.
 The end of an update drops what a connector can drop. What it cannot drop would answer with the new
 weights, so :class:`fanin.vllm.weights.Engine` refuses an engine that has such a connector. Contact
-with vLLM's connectors, for the versions that :data:`fanin.vllm.reload.SUPPORTED` has.
+with vLLM's connectors, for the versions that :data:`fanin.vllm.patches.SUPPORTED` has.
 """
 
 from __future__ import annotations

@@ -21,25 +21,23 @@ answer with its checkpoint.
 The text names the worker, what happened to it and the remedy. A whole pull ends all of that.
 
 Everything here is contact with vLLM's engine (``vllm.v1.engine``), for the versions that
-:data:`fanin.vllm.reload.SUPPORTED` has.
+:data:`fanin.vllm.patches.SUPPORTED` has; :mod:`fanin.vllm.patches` puts it there.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import signal
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from http import HTTPStatus
 from typing import Any
 
 from fanin.config import inference_setting
 from fanin.engine.faults import from_wire, to_wire
 from fanin.errors import FaninError, HostError, StateError
-from fanin.vllm import alive
 
-__all__ = ["METHODS", "Gate", "install", "not_whole"]
+__all__ = ["METHODS", "Gate", "not_whole"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -121,7 +119,13 @@ def fanin_disown_weights(worker: Any, why: str) -> None:
         engine.disown(why)
 
 
-METHODS = (fanin_weights_call, fanin_leave_update, fanin_lose_weights, fanin_disown_weights)
+_TEST = "tests/python/test_vllm_guard.py::"
+METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (fanin_weights_call, _TEST + "test_all_that_workers_say_is_told"),
+    (fanin_leave_update, _TEST + "test_workers_begin_and_end_together"),
+    (fanin_lose_weights, _TEST + "test_weights_that_sleep_has_given_up"),
+    (fanin_disown_weights, _TEST + "test_weights_that_are_not_what_was_trained"),
+)
 
 
 # ------------------------------------------------------------------------ in the engine core
@@ -195,10 +199,10 @@ class Gate:
         except Exception as error:
             self._learn(f"a worker has not answered: {error}")
             workers = getattr(getattr(self._core, "model_executor", None), "workers", None) or []
-            ended = alive.ended(worker.proc for worker in workers)
-            if ended:
+            gone = ended(worker.proc for worker in workers)
+            if gone:
                 raise HostError.make(
-                    f"{ended} ended in the middle of {method}", "start the engine again"
+                    f"{gone} ended in the middle of {method}", "start the engine again"
                 ) from error
             raise
         held = [one["weights"] for one in answers]
@@ -312,6 +316,15 @@ class Gate:
             queue.put_nowait((client, answer))
 
 
+def ended(processes: Iterable[Any]) -> str:
+    """The processes that something has ended; not those that vLLM ended for that."""
+    return ", ".join(
+        f"{process.name} (exit status {process.exitcode})"
+        for process in processes
+        if process.exitcode not in (None, 0, -signal.SIGTERM)
+    )
+
+
 def _keeps_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the ``update_info`` of an update says so."""
     info = kwargs.get("update_info", args[0] if args else None)
@@ -354,15 +367,6 @@ def _gate(core: Any) -> Gate:
     return gate
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Puts *wrapper* around a method of a class, once."""
-    original = getattr(owner, name)
-    if not hasattr(original, "fanin_wraps"):
-        wrapped: Any = functools.wraps(original)(wrapper(original))
-        wrapped.fanin_wraps = original
-        setattr(owner, name, wrapped)
-
-
 def _highest(group: Any, numbers: list[int]) -> list[int]:
     import torch
 
@@ -371,103 +375,74 @@ def _highest(group: Any, numbers: list[int]) -> list[int]:
     return [int(number) for number in found]
 
 
-def _guard_core(core_class: Any) -> None:
-    def calling(original: Any) -> Any:
-        def collective_rpc(
-            self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if not watched(method, self.vllm_config):
-                return original(self, method, timeout, args, kwargs)
-
-            def ask(name: str, arguments: tuple[Any, ...]) -> list[Any]:
-                return list(original(self, name, timeout, arguments, None))
-
-            return _gate(self).call(ask, method, tuple(args), dict(kwargs or {}))
-
-        return collective_rpc
-
-    def resuming(original: Any) -> Any:
-        def resume_scheduler(self: Any) -> Any:
-            if ours(self.vllm_config):
-                _gate(self).may_resume(_highest)
-            return original(self)
-
-        return resume_scheduler
-
-    def adding(original: Any) -> Any:
-        def add_request(self: Any, request: Any, request_wave: int = 0) -> Any:
-            if ours(self.vllm_config) and _gate(self).turn_away(request):
-                return None
-            return original(self, request, request_wave)
-
-        return add_request
-
-    def sleeping(original: Any) -> Any:
-        def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
-            def lose(_: Any) -> None:
-                why = f"the weights were given up by sleep at level {level}" if level > 1 else ""
-                self.collective_rpc("fanin_lose_weights", None, (why,))
-
-            done = original(self, level, mode)
-            if level >= 1 and ours(self.vllm_config):
-                if isinstance(done, Future):
-                    # It waits for requests under way, and updates may end meanwhile. Callbacks run
-                    # in the order in which they came: this one before whoever waits is answered.
-                    done.add_done_callback(lose)
-                else:
-                    lose(done)
-            return done
-
-        return sleep
-
-    def telling(original: Any) -> Any:
-        def get_weight_version(self: Any) -> Any:
-            if ours(self.vllm_config):
-                _gate(self)  # which calls a checkpoint so
-            return original(self)
-
-        return get_weight_version
-
-    def fanin_not_whole(self: Any) -> str:
-        gate = _gate(self)
-        return str(gate.refusal()) if gate.reason else ""
-
-    def fanin_step(self: Any) -> tuple[int | None, str]:
-        return _gate(self).step, _gate(self).world
-
-    wrap(core_class, "get_weight_version", telling)
-    wrap(core_class, "collective_rpc", calling)
-    wrap(core_class, "resume_scheduler", resuming)
-    wrap(core_class, "add_request", adding)
-    wrap(core_class, "sleep", sleeping)
-    core_class.fanin_not_whole = fanin_not_whole
-    core_class.fanin_step = fanin_step
+# --------------------------------------------------- what fanin.vllm.patches puts into the core
 
 
-def install() -> bool:
-    """Guards the engines of this process; again: does nothing. False: of another version of vLLM,
-    in whose workers the backend refuses to start."""
-    from fanin.vllm import guard_front, reload
+def calling(original: Any, _: Any) -> Any:
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not watched(method, self.vllm_config):
+            return original(self, method, timeout, args, kwargs)
 
-    try:
-        reload.require_version()
-        from vllm.exceptions import GracefulHTTPError
-        from vllm.v1.engine import FinishReason
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.engine.core_client import AsyncMPClient, zmq
-        from vllm.v1.engine.exceptions import EngineDeadError
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.engine.output_processor import OutputProcessor
-    except (FaninError, ImportError):
-        return False
+        def ask(name: str, arguments: tuple[Any, ...]) -> list[Any]:
+            return list(original(self, name, timeout, arguments, None))
 
-    def refusal(text: str) -> Exception:
-        return GracefulHTTPError(text, HTTPStatus.SERVICE_UNAVAILABLE)
+        return _gate(self).call(ask, method, tuple(args), dict(kwargs or {}))
 
-    _guard_core(EngineCore)
-    guard_front.guard_client(AsyncMPClient, (EngineDeadError, zmq.ZMQError))
-    guard_front.guard_server(AsyncLLM, refusal, (EngineDeadError,))
-    guard_front.tell_why(OutputProcessor, FinishReason.ERROR, refusal)
-    guard_front.guard_offline(LLMEngine, (EngineDeadError,))
-    return True
+    return collective_rpc
+
+
+def resuming(original: Any, _: Any) -> Any:
+    def resume_scheduler(self: Any) -> Any:
+        if ours(self.vllm_config):
+            _gate(self).may_resume(_highest)
+        return original(self)
+
+    return resume_scheduler
+
+
+def adding(original: Any, _: Any) -> Any:
+    def add_request(self: Any, request: Any, request_wave: int = 0) -> Any:
+        if ours(self.vllm_config) and _gate(self).turn_away(request):
+            return None
+        return original(self, request, request_wave)
+
+    return add_request
+
+
+def sleeping(original: Any, _: Any) -> Any:
+    def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
+        def lose(_: Any) -> None:
+            why = f"the weights were given up by sleep at level {level}" if level > 1 else ""
+            self.collective_rpc("fanin_lose_weights", None, (why,))
+
+        done = original(self, level, mode)
+        if level >= 1 and ours(self.vllm_config):
+            if isinstance(done, Future):
+                # It waits for requests under way, and updates may end meanwhile. Callbacks run
+                # in the order in which they came: this one before whoever waits is answered.
+                done.add_done_callback(lose)
+            else:
+                lose(done)
+        return done
+
+    return sleep
+
+
+def telling(original: Any, _: Any) -> Any:
+    def get_weight_version(self: Any) -> Any:
+        if ours(self.vllm_config):
+            _gate(self)  # which calls a checkpoint so
+        return original(self)
+
+    return get_weight_version
+
+
+def fanin_not_whole(self: Any) -> str:
+    gate = _gate(self)
+    return str(gate.refusal()) if gate.reason else ""
+
+
+def fanin_step(self: Any) -> tuple[int | None, str]:
+    return _gate(self).step, _gate(self).world

@@ -7,13 +7,12 @@ that state, with loaders that write at once instead of collecting weights; after
 as it was. Installing new weights fills skeletons, processes them, and copies the result into the
 memory that kernels and CUDA graphs know.
 
-These functions of vLLM are no interface of its own and move between versions; this file says which
-versions it knows.
+These functions of vLLM are no interface of its own and move between versions;
+:data:`fanin.vllm.patches.SUPPORTED` says which are known.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +20,9 @@ from typing import Any, NamedTuple
 
 from fanin.errors import PeerError, RequestError, StateError
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
+from fanin.vllm.patches import require_version
 
 __all__ = [
-    "SUPPORTED",
     "Afterwards",
     "Skeleton",
     "Skeletons",
@@ -38,40 +37,17 @@ __all__ = [
     "of_all_workers",
     "record_model",
     "require_filled",
-    "require_version",
     "same_bytes",
     "shared",
     "skeletons",
     "widened",
 ]
 
-#: Versions of vLLM whose reload this file knows.
-SUPPORTED = ((0, 32),)
 _WRAPPED = "online_process_loader"
 # Attention's scales: a checkpoint may have them, else the engine has 1.0.
 _SCALES = frozenset(
     f"{under}{which}_scale" for under in ("", "_") for which in ("k", "v", "q", "prob")
 ) | {f"_{which}_zero_point" for which in ("k", "v", "q")}
-
-
-def require_version() -> str:
-    """vLLM's version.
-
-    Raises:
-        RequestError: it is not one that this file knows.
-    """
-    from vllm import __version__ as version
-
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers not in SUPPORTED:
-        known = ", ".join(".".join(map(str, v)) for v in SUPPORTED)
-        raise RequestError.make(
-            f"the inside of vLLM {version} is not known to this version of fanin, which knows "
-            f"{known}",
-            "install a vLLM that it knows, or a newer fanin",
-            code=-404,
-        )
-    return str(version)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from fanin.engine.slot_table import Seat, Seats
 from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
+from fanin.vllm import patches
 from fanin.vllm.images import Image
 from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
@@ -114,17 +115,6 @@ def _sit_down(manager: Any, number: int, index: int) -> None:
     """What vLLM's own activation does, but for the weights."""
     manager._active_adapters[number] = None
     manager.lora_index_to_id[index] = number
-
-
-def _unpinned(method: Any) -> Any:
-    """A bound method of vLLM's that leaves tensors where they are: numbers need no pinned memory,
-    which the driver makes the engine wait for."""
-    function = method.__func__
-    known = {**function.__globals__, "PIN_MEMORY": False}
-    code, name, closure = function.__code__, function.__name__, function.__closure__
-    made = FunctionType(code, known, name, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(made, method.__self__)
 
 
 def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
@@ -264,7 +254,7 @@ class _Recorder:
         }
         if not part.modules:
             return
-        lora = _unpinned(LoRAModel.from_lora_tensors)(
+        lora = patches.unpinned(LoRAModel.from_lora_tensors)(
             1,
             {self._files[name]: self._trace.lend(name) for name in names},
             self._helper,
@@ -283,7 +273,7 @@ class _Recorder:
             weights.scaling = 1  # values are places here; the parts are scaled when they land
         lora.is_3d_lora_weight = self._is_3d
         part._validate_moe_lora_format(lora)
-        _unpinned(MethodType(type(part)._create_merged_loras_inplace, part))(lora)
+        patches.unpinned(MethodType(type(part)._create_merged_loras_inplace, part))(lora)
         for path, twin in part.modules.items():
             _set(part, lora, path, twin)
             for stack in stacks_of(twin):
@@ -375,7 +365,7 @@ class Slots:
         cuda = self.manager.device.type == "cuda"
         self._gpu = self.manager.device if cuda else None
         self._there: list[weakref.ref[Image]] = []
-        _hook(self)
+        _Images(self)
 
     def use_device(self) -> None:
         """In a new thread: pinned memory is this worker's GPU's, not the first one's."""
@@ -544,39 +534,43 @@ class Slots:
             return self._images.get(path, (None, 0))[0]
 
 
-def _hook(slots: Slots) -> None:
-    """vLLM's manager of this worker takes images for adapters that it has read and packed."""
-    from vllm.lora.lora_model import LoRAModel
+class _Images:
+    """What vLLM's managers of this worker are given: images for adapters that it has read and
+    packed."""
 
-    class SlotModel(LoRAModel):
-        """An adapter that lies in the layout of a slot."""
+    def __init__(self, slots: Slots) -> None:
+        from vllm.lora.lora_model import LoRAModel
 
-        def __init__(self, lora_model_id: int, image: Image) -> None:
-            super().__init__(lora_model_id, 1, {})
-            self.image = image
+        class SlotModel(LoRAModel):
+            """An adapter that lies in the layout of a slot."""
 
-    loader, manager = slots.loader, slots.manager
-    load, merge = loader._load_adapter, manager._create_merged_loras_inplace
-    activate = manager.activate_adapter
+            def __init__(self, lora_model_id: int, image: Image) -> None:
+                super().__init__(lora_model_id, 1, {})
+                self.image = image
 
-    def load_adapter(request: Any) -> Any:
-        image = slots.image(request.lora_path)
-        return load(request) if image is None else SlotModel(request.lora_int_id, image)
+        self._slots, self._model = slots, SlotModel
+        patches.put(slots.loader, "LRUCacheWorkerLoRAManager", self)
+        patches.put(slots.manager, "LRUCacheLoRAModelManager", self)
 
-    def create_merged(lora: Any) -> None:
-        if not isinstance(lora, SlotModel):
-            merge(lora)
+    def load_adapter(self, original: Any, request: Any) -> Any:
+        image = self._slots.image(request.lora_path)
+        return original(request) if image is None else self._model(request.lora_int_id, image)
 
-    def activate_adapter(lora_id: int) -> bool:
+    def create_merged(self, original: Any, lora: Any) -> None:
+        if not isinstance(lora, self._model):
+            original(lora)
+
+    def activate_adapter(self, original: Any, lora_id: int) -> bool:
         """vLLM chooses the slot and clears it, since the adapter names no module; or it has been
         filled."""
+        manager = self._slots.manager
         lora = manager.list_adapters().get(lora_id)
         if lora_id not in manager._active_adapters:
-            if isinstance(lora, SlotModel) and slots.sit_down(lora_id, lora.image):
+            if isinstance(lora, self._model) and self._slots.sit_down(lora_id, lora.image):
                 return True
-            slots.stand_up()
-        fresh = activate(lora_id)
-        if fresh and isinstance(lora, SlotModel):
+            self._slots.stand_up()
+        fresh = original(lora_id)
+        if fresh and isinstance(lora, self._model):
             try:
                 lora.image.put(manager, manager.lora_index_to_id.index(lora_id))
             except BaseException:
@@ -584,7 +578,3 @@ def _hook(slots: Slots) -> None:
                     manager.remove_adapter(lora_id)
                 raise
         return bool(fresh)
-
-    loader._load_adapter = load_adapter
-    manager._create_merged_loras_inplace = create_merged
-    manager.activate_adapter = activate_adapter

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plugin knows in an API server: its configuration, its pulls, and the engine.
 
-There is one :class:`State` a process, made when it is first needed. The engine comes to it by the
-endpoint plugin, at start, or, if only the resolver is loaded, with the first name that is
-resolved.
+There is one :class:`State` a process, made when it is first needed; the LoRA resolver asks it. The
+engine comes to it by the endpoint plugin, at start, or, if only the resolver is loaded, with the
+first name that is resolved.
 """
 
 from __future__ import annotations
@@ -14,30 +14,38 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from http import HTTPStatus
 from typing import Any
 
-from fanin.config import InferenceConfig, inference_config
+from fanin.config import ConfigError, InferenceConfig, inference_config
 from fanin.engine.checks import EngineFacts
 from fanin.engine.clients import ClientPool, Source
 from fanin.engine.directories import Places
-from fanin.engine.faults import from_wire
+from fanin.engine.faults import says, status_of
 from fanin.engine.metrics import Metrics, metrics
-from fanin.engine.pulls import Adapter, PullService
+from fanin.engine.pulls import Adapter, PullService, Wanted
 from fanin.engine.retire import Keeper
 from fanin.engine.shared_pulls import Flights
 from fanin.engine.slots_way import SlotWay
 from fanin.engine.spares import Spares
-from fanin.engine.threads import in_thread
 from fanin.engine.trainer_watch import Lookout
-from fanin.errors import HostError, StateError
+from fanin.errors import ConnectionFailedError, FaninError, HostError, StateError
 from fanin.names import parse
-from fanin.vllm import beside
-from fanin.vllm.adds import Adds
-from fanin.vllm.hooks import asked_at, hook
+from fanin.vllm.models import Adds, Engine, Listener, asked_at
+from fanin.vllm.patches import calling_models
 
-__all__ = ["Engine", "State", "has_distant_workers", "names_are_resolved", "state"]
+__all__ = [
+    "RESOLVER_NAME",
+    "State",
+    "has_distant_workers",
+    "make_resolver",
+    "names_are_resolved",
+    "state",
+    "wanted_by_name",
+]
+
+RESOLVER_NAME = "fanin"
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -62,144 +70,6 @@ def has_distant_workers(parallel: Any) -> bool:
         return False
     size = getattr(parallel, "data_parallel_size", 1)
     return bool(getattr(parallel, "data_parallel_size_local", size) < size)
-
-
-class Engine:
-    """vLLM's engine, as the API server reaches it. Used in the event loop's thread.
-
-    models: OpenAIServingModels. client: its EngineClient. resolves: whether a request for the
-    adapter's name, if vLLM does not know it, would be for that adapter.
-    """
-
-    def __init__(self, models: Any, client: Any, resolves: Callable[[Adapter], bool]) -> None:
-        self.models = models
-        self.client = client
-        self.resolves = resolves
-        self.config = getattr(client, "vllm_config", None)
-        self.fused_model: bool | None = None
-        self.no_slots = "the workers do not say whether their slots can be filled"
-        self.slots_on_gpu = False
-        self._probe: asyncio.Task[None] | None = None
-        self._mute = False
-
-    # ------------------------------------------------------------------ facts
-
-    def facts(self) -> EngineFacts:
-        """How it was started. Any thread."""
-        lora = getattr(self.config, "lora_config", None)
-        if self.config is None:
-            return EngineFacts()
-        return EngineFacts(
-            lora_enabled=lora is not None,
-            max_lora_rank=getattr(lora, "max_lora_rank", None),
-            max_cpu_loras=getattr(lora, "max_cpu_loras", None),
-            mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
-            shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
-            fused_model=self.fused_model,
-        )
-
-    async def probe(self) -> None:
-        """Asks the workers, once, which layout of experts the model takes, and whether their slots
-        can be filled; waits for the answer."""
-        if self._probe is None:
-            self._probe = asyncio.get_running_loop().create_task(self._ask())
-        # The first of several callers may go away; the others still want to know.
-        await asyncio.wait({self._probe})
-
-    async def _ask(self) -> None:
-        try:
-            answers = await self.call_workers("fanin_model_facts")
-        except Exception as error:
-            _log.warning("fanin: the workers do not say which experts the model takes: %s", error)
-            return
-        for answer in answers:
-            if isinstance(answer, dict) and answer.get("is_3d_moe_weight") is not None:
-                self.fused_model = bool(answer["is_3d_moe_weight"])
-        told = [a["no_slots"] for a in answers if isinstance(a, dict) and "no_slots" in a]
-        if told and len(told) == len(answers):
-            self.no_slots = next((str(why) for why in told if why), "")
-        self.slots_on_gpu = any(bool(a.get("slots_on_gpu")) for a in answers if isinstance(a, dict))
-
-    async def places_in(self, tensors: Any, is_3d: bool) -> list[Any] | None:
-        """What the workers say of an adapter's tensors; None: not all of them say."""
-        answers = await self.call_workers("fanin_lora_places", tensors, is_3d)
-        if answers and all(isinstance(answer, dict) for answer in answers):
-            return answers
-        if not self._mute:
-            self._mute = True
-            _log.warning(
-                "fanin: not known which modules of this engine have LoRA: an adapter of"
-                " another model is not noticed"
-            )
-        return None
-
-    async def served(self, adapter: Adapter) -> list[dict[str, Any]]:
-        """What each worker holds of the adapter; see :mod:`fanin.vllm.lora_held`. Raises the first
-        error of a worker, StateError if vLLM has not been asked for the adapter."""
-        if not adapter.requests:
-            raise StateError.make(
-                f"vLLM has not been asked for {adapter.name} yet",
-                "send it a request, and ask again",
-                key=adapter.name,
-            )
-        told = {"number": adapter.requests[-1].lora_int_id, "is_3d": adapter.is_3d}
-        told |= {"tensors": adapter.facts.tensors, "config": dict(adapter.facts.config)}
-        answers = await self.call_workers("fanin_served_adapter", told)
-        failed = [answer["error"] for answer in answers if "error" in answer]
-        if failed:
-            raise from_wire(failed[0])
-        return answers
-
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls *method* of every worker of every engine; all answers."""
-        # With data parallelism collective_rpc calls all engines and answers for the first one.
-        core = getattr(self.client, "engine_core", None)
-        parallel = getattr(self.config, "parallel_config", None)
-        several = getattr(parallel, "data_parallel_size", 1) > 1
-        if several and hasattr(core, "call_utility_all_async"):
-            return await beside.call_all(core, method, args)
-        return await beside.call_one(self.client, method, args)
-
-    # ------------------------------------------------------------- retirement
-
-    def unregister(self, adapter: Adapter) -> None:
-        """See :class:`fanin.engine.retire.EngineLink`."""
-        # By hand rather than by unload_lora_adapter(): no other request can come between.
-        here = self.models.lora_requests.get(adapter.name)
-        if here is not None and any(here is request for request in adapter.requests):
-            del self.models.lora_requests[adapter.name]
-
-    def register(self, adapter: Adapter) -> None:
-        """See :class:`fanin.engine.retire.EngineLink`."""
-        if adapter.requests:
-            self.models.lora_requests.setdefault(adapter.name, adapter.requests[-1])
-
-    def users(self, adapter: Adapter) -> int:
-        """See :class:`fanin.engine.retire.EngineLink`."""
-        processor = getattr(self.client, "output_processor", None)
-        states = getattr(processor, "request_states", None) or {}
-        mine = {id(request) for request in adapter.requests}
-        requests = [getattr(state, "lora_request", None) for state in states.values()]
-        return sum(id(request) in mine for request in requests)
-
-    async def forget(self, lora_int_id: int) -> None:
-        """See :class:`fanin.engine.retire.EngineLink`."""
-        await self.client.remove_lora(lora_int_id)
-
-    async def drop(self, adapter: Adapter) -> None:
-        """See :class:`fanin.engine.retire.EngineLink`."""
-        lease = adapter.lease
-        if lease is None:
-            told: list[Any] = [str(adapter.path), ""]
-            if adapter.landing == "slot":
-                told.append([request.lora_int_id for request in adapter.requests])
-            await self.call_workers("fanin_drop_adapter", *told)
-            return
-        try:
-            await in_thread(lambda: lease.release(delete=True))
-        except RuntimeError:  # no thread can be had
-            lease.postpone()
-            raise
 
 
 class State:
@@ -294,7 +164,7 @@ class State:
         self._attached = time.monotonic()
         self._loop = asyncio.get_running_loop()
         keeper = self.keeper
-        hook(models, keeper.unloading, keeper.unloaded, keeper.not_loaded)
+        Listener(models, keeper.unloading, keeper.unloaded, keeper.not_loaded)
         self.keeper.attach(engine)
         parallel = getattr(engine.config, "parallel_config", None)
         if parallel is not None and has_distant_workers(parallel):
@@ -357,3 +227,94 @@ def state() -> State:
             _state = State(inference_config(os.environ))
             atexit.register(_state.close)
         return _state
+
+
+# ------------------------------------------------------------------ the LoRA resolver
+# A request for ``<prefix>-run<run>-step<step>`` makes the engine pull it. vLLM asks it for model
+# names that it does not know, if VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A name stands for one step for
+# ever: the resolver returns exactly that one or fails and says why. There is no name for "the
+# newest": vLLM would never ask for it again.
+
+
+# vLLM replaces it; it only has to be none that vLLM counts up to.
+_PLACEHOLDER_ID = 1 << 30
+
+
+def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
+    """What *lora_name* asks for; None if the name is not of our form or not our prefix.
+
+    Does not block. Raises ConnectionFailedError if nobody has said where the trainer is.
+    """
+    name = parse(lora_name)
+    if name is None or (here.config.prefix is not None and name.prefix != here.config.prefix):
+        return None
+    if here.source is None:
+        raise ConnectionFailedError.make(
+            f"adapter {lora_name}: this engine has not been told where the trainer is",
+            "set FANIN_TRAINER, or POST /init_nixl_client with trainer_addresses",
+        )
+    return Wanted(
+        name=lora_name,
+        run=str(name.run),
+        step=name.step,
+        label=name.prefix,
+        source=here.source,
+        timeout=here.config.timeout,
+        dtype=here.config.dtype,
+        trust_config=here.config.trust_config,
+        max_bytes=here.config.max_bytes,
+        landing=here.config.landing,
+    )
+
+
+def make_resolver() -> Any:
+    """A vllm.lora.resolver.LoRAResolver. Raises ImportError without vLLM."""
+    from vllm.exceptions import GracefulHTTPError
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.resolver import LoRAResolver
+
+    class FaninResolver(LoRAResolver):
+        """Resolves one step's name; see the module."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+            """The adapter of that name, pulled unless it is here; None: not a name of ours.
+
+            Waits at most about FANIN_PULL_TIMEOUT without blocking the event loop; a caller
+            that goes away leaves the pull running. Raises GracefulHTTPError with the status of
+            :func:`fanin.engine.faults.status_of` and the reason.
+            """
+            if parse(lora_name) is None:
+                return None
+            try:
+                return await self._resolve(base_model_name, lora_name, calling_models())
+            except ConfigError as error:
+                raise GracefulHTTPError(says(error), HTTPStatus.INTERNAL_SERVER_ERROR) from None
+            except FaninError as error:
+                raise GracefulHTTPError(says(error), HTTPStatus(status_of(error))) from None
+
+        async def _resolve(
+            self, base_model_name: str, lora_name: str, models: Any
+        ) -> LoRARequest | None:
+            here = state()
+            wanted = wanted_by_name(here, lora_name)
+            if wanted is None:
+                return None
+            if models is not None:
+                await here.attach(models)
+            number = 0 if here.adds is None else here.adds.taken()
+            adapter = await here.flights.fetch(wanted, here.asked(), number=number)
+            try:
+                here.service.warn_of_base_model(adapter, base_model_name)
+                request = LoRARequest(
+                    lora_name=lora_name,
+                    lora_int_id=_PLACEHOLDER_ID,
+                    lora_path=str(adapter.path),
+                    is_3d_lora_weight=adapter.is_3d,
+                )
+                adapter.requests.append(request)
+                adapter.suspended = False  # vLLM registers the name when this returns
+                return request
+            finally:
+                adapter.pins -= 1
+
+    return FaninResolver()

@@ -27,7 +27,7 @@ from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
 from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
-from fanin.vllm import external_kv, guard, reload, weights_check
+from fanin.vllm import external_kv, guard, patches, reload, weights_check
 from fanin.vllm.held import held
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.mapped import MappedLanding
@@ -136,7 +136,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        reload.require_version()
+        patches.require()
         guard.requires_step()  # of what cannot be read, at start and not with the first request
         _refuse_what_moves(vllm_config)
         self._worker = _named(vllm_config)

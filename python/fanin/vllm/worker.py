@@ -2,11 +2,11 @@
 """Pulls in workers' processes, started and asked after by short calls.
 
 While a method runs that ``collective_rpc`` calls, the engine generates nothing; of those that
-:mod:`fanin.vllm.beside` calls, the workers' part. So no method here waits for the network (but for
+:mod:`fanin.vllm.models` calls, the workers' part. So no method here waits for the network (but for
 ten milliseconds, where that saves a call and no request runs): one gives a thread its work, others
 look how far it is.
 
-:func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
+The methods of the API server's protocol are in :data:`METHODS`. For engines
 without endpoint plugins there is :class:`WorkerExtension`, to be named with
 ``--worker-extension-cls fanin.vllm.worker.WorkerExtension``, and :func:`load_lora`, which calls it.
 """
@@ -39,7 +39,7 @@ from fanin.errors import FaninError, HostError, NotFoundError, RequestError, Sta
 from fanin.vllm import guard
 from fanin.vllm.lora_places import places_in
 
-__all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
+__all__ = ["METHODS", "Done", "Jobs", "WorkerExtension", "fanin_call", "load_lora"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -433,39 +433,65 @@ def _transfer_engine(worker: Any) -> Any:
     return engine
 
 
-_METHODS = (
-    fanin_start_pull,
-    fanin_poll_pull,
-    fanin_add_lora,
-    fanin_drop_adapter,
-    fanin_model_facts,
-    fanin_lora_places,
-    fanin_check_weights,
-    fanin_served_digests,
-    fanin_served_adapter,
-    fanin_weights_state,
+_JOB = "tests/python/test_shared_pulls.py::test_a_job_nobody_wants_any_more"
+_SERVED = "tests/engines/test_vllm_"
+#: Given to vLLM's workers by :mod:`fanin.vllm.patches`, each with a test of it.
+METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (fanin_start_pull, _JOB),
+    (fanin_poll_pull, _JOB),
+    (
+        fanin_add_lora,
+        _SERVED + "slots.py::test_a_numbered_adapter_is_added_with_the_answer",
+    ),
+    (fanin_drop_adapter, _JOB),
+    (fanin_model_facts, _SERVED + "unit.py::test_fused_experts_say_so"),
+    (
+        fanin_lora_places,
+        _SERVED + "serving.py::test_an_adapter_without_a_place_is_refused",
+    ),
+    (
+        fanin_check_weights,
+        _SERVED + "weights.py::test_what_the_engine_holds_is_compared",
+    ),
+    (fanin_served_digests, _SERVED + "served.py::test_what_is_trained_is_served"),
+    (fanin_served_adapter, _SERVED + "lora_held.py::test_what_is_trained_is_held"),
+    (fanin_weights_state, "tests/python/test_sync_ahead.py::test_a_worker_without_fanin"),
     *guard.METHODS,
 )
 
 
-def install(worker_base: Any = None) -> list[str]:
-    """Gives *worker_base* the methods above. Does not block; again: does nothing new.
+# ---------------------------------------------------------------- in the engine's core
 
-    Args:
-        worker_base: vLLM's WorkerBase; None: it is looked for.
 
-    Returns:
-        The methods' names; none without such a class in this vLLM.
-    """
-    if worker_base is None:
-        try:
-            from vllm.v1.worker.worker_base import WorkerBase
-        except ImportError:
-            return []
-        worker_base = WorkerBase
-    for method in _METHODS:
-        setattr(worker_base, method.__name__, method)
-    return [method.__name__ for method in _METHODS]
+class _Answers:
+    """Those that one core has not taken yet."""
+
+    def __init__(self) -> None:
+        self._left: set[Any] = set()
+
+    def add(self, core: Any, future: Any) -> None:
+        """*future* is taken when the core has nothing to do, if no step takes it before."""
+        self._left.add(future)
+        future.add_done_callback(self._left.discard)
+        if self.take not in core._idle_state_callbacks:
+            core._idle_state_callbacks.append(self.take)
+
+    def take(self, core: Any) -> None:
+        for future in list(self._left):
+            with contextlib.suppress(Exception):  # the caller gets it
+                future.result()
+
+
+def fanin_call(core: Any, method: str, arguments: Sequence[Any]) -> Any:
+    """All workers' answers, or a future of them, for which vLLM lets the caller wait."""
+    executor = core.model_executor
+    # Only where answers are taken in the order of calls does a step's bring those before it.
+    if not hasattr(executor, "futures_queue") or not core.scheduler.has_requests():
+        return core.collective_rpc(method, None, tuple(arguments))
+    future = executor.collective_rpc(method, args=tuple(arguments), non_block=True)
+    answers = core.__dict__.setdefault("fanin_answers", _Answers())
+    answers.add(core, future)
+    return future
 
 
 # --------------------------------------------------------------- the extension
