@@ -24,8 +24,8 @@ class HurtingSlots:
     def hurt(self, rank: int, method: str) -> bool:
         """In the worker of this rank, the next time that an image is taken or put into a slot, or
         that vLLM loads an adapter."""
-        from fanin.vllm.images import Image
-        from fanin.vllm.slots import Slots
+        from fanin.engine.slot_images import Image
+        from fanin.vllm.slots_worker import Slots
 
         mine = self.vllm_config.parallel_config.rank == rank  # type: ignore[attr-defined]
         if mine and method == "load":

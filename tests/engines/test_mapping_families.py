@@ -21,7 +21,7 @@ from fanin._served import Held, Tensor, compare
 from fanin.mapping import Mapping, MappingError
 from fanin.mapping._coverage import Taken, missed, taken_of
 from fanin.mapping._held import held_of
-from fanin.vllm import reload
+from fanin.vllm import patches, reload
 from vllm.model_executor.model_loader.reload import layerwise
 
 LAYOUTS = [
@@ -424,8 +424,8 @@ def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
     from fanin.engine.clients import Source
     from fanin.engine.landing import Progress
     from fanin.engine.trainers import Trainer
-    from fanin.vllm.mapped import MappedLanding
-    from fanin.vllm.shadow import Shadow
+    from fanin.vllm.beside import Shadow
+    from fanin.vllm.landings import MappedLanding
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -489,10 +489,10 @@ def test_a_model_with_adapters_is_filled_beneath_them(engine: Any) -> None:
 def test_versions_that_are_not_known_are_refused(monkeypatch: Any) -> None:
     import vllm
 
-    assert reload.require_version() == vllm.__version__
+    assert patches.require_version() == vllm.__version__
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     with pytest.raises(fanin.RequestError, match=r"vLLM 0\.33\.1 .* knows 0\.32"):
-        reload.require_version()
+        patches.require_version()
 
 
 def test_a_model_of_which_vllm_keeps_nothing_is_refused() -> None:

@@ -27,13 +27,11 @@ from fanin.engine.clients import Source
 from fanin.engine.landing import Landing, Progress
 from fanin.engine.trainers import Published, Trainer
 from fanin.vllm import reload
-from fanin.vllm.constant import Watch
-from fanin.vllm.infos import InitInfo
-from fanin.vllm.mapped import MappedLanding
-from fanin.vllm.mixed import MixedLanding, with_neighbours
-from fanin.vllm.shadow import Shadow
-from fanin.vllm.stock import StockLanding
+from fanin.vllm.beside import Shadow
+from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours
+from fanin.vllm.reload import Watch
 from fanin.vllm.weights import Engine as Backend
+from fanin.vllm.weights import InitInfo
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -119,14 +117,16 @@ class Place:
     def landing(self, kind: str, model: Any, published: Published) -> Landing:
         config = self.engine.config.model_config
         if kind == "loader":
-            return StockLanding(model, config, CPU, published)
+            return LoaderLanding(model, config, CPU, published)
         if kind == "mixed":
             model.load_weights = computing(model.load_weights)
         recording = reload.record_model(published.entries, model, self.engine.config)
         mapping = recording.mapping(fallback=kind == "mixed")
         if kind == "mapped":
             return MappedLanding(model, config, CPU, mapping, verify=True, ring=1)
-        mixed = MixedLanding(model, config, CPU, with_neighbours(mapping), published, verify=True)
+        mapping = with_neighbours(mapping)
+        loader = LoaderLanding(model, config, CPU, published, fallback=mapping, verify=True)
+        mixed = MappedLanding(model, config, CPU, mapping, loader, verify=True)
         assert mixed.by_loader == ("model.layers.1.mlp.gate_up_proj",)
         return mixed
 
@@ -225,10 +225,11 @@ def test_half_a_module_is_no_step(part: Place, kind: str) -> None:
         landing = part.landing(kind, model, part.trainer.ready(end))
         trainer = Trainer(part.trainer.source, "full:part")
         partial = trainer.ready(end)
-        if isinstance(landing, MixedLanding):
-            landing._names.remove(MISSING)
+        if isinstance(landing, MappedLanding):
+            assert landing._loader is not None
+            landing._loader._names.remove(MISSING)
         else:
-            landing = StockLanding(model, part.engine.config.model_config, CPU, partial)
+            landing = LoaderLanding(model, part.engine.config.model_config, CPU, partial)
         before = tensors_of(model)
         with pytest.raises(fanin.PeerError, match=HALF) as caught:
             landing.pull(trainer, 1, end, lambda: None)

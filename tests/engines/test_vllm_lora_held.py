@@ -17,9 +17,8 @@ import slots_engine
 from fanin import _served
 from fanin._digest import box_digest
 from fanin.torch._proof import _served_as
-from fanin.vllm.lora_held import held
-from fanin.vllm.slot_memory import stacks_of
-from fanin.vllm.slots import Slots
+from fanin.vllm.slots import held, stacks_of
+from fanin.vllm.slots_worker import Slots
 from slots_engine import Engine
 from test_vllm_slots import ENGINES, published, request
 

@@ -21,15 +21,16 @@ import moe_engine
 import pytest
 import slots_engine
 import torch
+from fanin.engine import jobs
 from fanin.engine.lora_places import file_name
 from fanin.engine.pulls import catalog_digest, version_of
+from fanin.engine.slot_images import Image, Layout
 from fanin.engine.slot_table import Seats
 from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
-from fanin.vllm.images import Image
-from fanin.vllm.slot_memory import SlotMemory, stacks_of
-from fanin.vllm.slots import Layout, Slots, prove
+from fanin.vllm.slots import SlotMemory, prove, record_layout, stacks_of
+from fanin.vllm.slots_worker import Slots
 from slots_engine import Engine
 
 ENGINES = {
@@ -65,7 +66,7 @@ class Published:
         self.client, self.config, self.addresses = client, config, addresses
 
     def layout(self, loader: Any, **options: Any) -> Layout:
-        return Layout.record(loader, self.client.catalog("0"), self.config, **options)
+        return record_layout(loader, self.client.catalog("0"), self.config, **options)
 
     def pull(self, image: Image) -> None:
         packed = image.packed
@@ -261,8 +262,8 @@ def test_a_slot_is_filled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in pieces:
         piece()
     expected = slots_engine.slot_bytes(slots.loader, 0)
-    monkeypatch.setattr("fanin.vllm.images._PIECE", 1)
-    monkeypatch.setattr("fanin.vllm.slot_memory._PIECE", 1)
+    monkeypatch.setattr("fanin.engine.slot_images._PIECE", 1)
+    monkeypatch.setattr("fanin.vllm.slots._PIECE", 1)
     tensors = sum(len(stacks_of(module)) for module in slots.manager.modules.values())
     pieces = [*memory.clearing(1), *image.pieces(slots.manager, 1)]
     assert len(pieces) == tensors + len(layouts[0].parts)
@@ -475,7 +476,7 @@ def moved(slots: Slots) -> None:
 def test_of_images_on_a_gpu_the_three_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots(slots_engine.worker(Engine()))
     monkeypatch.setattr(slots, "_gpu", torch.device("cuda", 0))
-    monkeypatch.setattr("fanin.vllm.slots.Image", Stand)
+    monkeypatch.setattr("fanin.vllm.slots_worker.Image", Stand)
     layout: Any = object()
     images: list[Any] = []
     for number in range(5):
@@ -508,7 +509,7 @@ def test_a_gpu_without_room_gives_host_memory(
         assert pinned
         return Stand(layout, device=None)
 
-    monkeypatch.setattr("fanin.vllm.slots.Image", made)
+    monkeypatch.setattr("fanin.vllm.slots_worker.Image", made)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     assert isinstance(slots.take(Any), Stand)
     assert "CUDA out of memory" in caplog.text
@@ -658,7 +659,7 @@ def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
     worker.fanin_drop_adapter(mine, str(tmp_path / "by path"), "", [4, 6])
     assert loader.list_adapters() == set()
     deadline = time.monotonic() + 60
-    while worker._deletions.busy:
+    while jobs._deletions.busy:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]

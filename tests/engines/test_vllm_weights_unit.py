@@ -18,16 +18,23 @@ import fanin
 import pytest
 import torch
 from fanin.engine import clients
+from fanin.engine.read_ahead import Prefetch
+from fanin.engine.served_model import ServedModel
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
-from fanin.vllm import external_kv, guard, patches
-from fanin.vllm.infos import InitInfo, UpdateInfo
-from fanin.vllm.mixed import with_neighbours
+from fanin.vllm import guard, patches
+from fanin.vllm.landings import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
-from fanin.vllm.shadow import Prefetch
-from fanin.vllm.weights import Engine, _named, _refuse_what_moves, _Target
+from fanin.vllm.weights import (
+    Engine,
+    InitInfo,
+    UpdateInfo,
+    _named,
+    _refuse_what_moves,
+    refuse_what_stays,
+)
 from vllm_server import free_ports
 
 
@@ -147,9 +154,9 @@ def both(name: str) -> Any:
 def test_what_connectors_keep_outside_of_the_engine(config: Any, stays: str) -> None:
     """The connectors are vLLM's own."""
     if not stays:
-        return external_kv.refuse_what_stays(config)
+        return refuse_what_stays(config)
     with pytest.raises(RequestError, match=stays) as caught:
-        external_kv.refuse_what_stays(config)
+        refuse_what_stays(config)
     assert caught.value.key == "external_kv" and '{"external_kv": "keep"}' in str(caught.value)
 
 
@@ -357,8 +364,8 @@ def sleepers() -> Engine:
             setattr(module, name, OnDevice(parameter.data))
     draft["embed"] = main["embed"]
     made = Engine.__new__(Engine)
-    made._main = _Target("worker 0 of 1", main, None)
-    made._draft = _Target("worker 0 of 1, draft", draft, None)
+    made._main = ServedModel("worker 0 of 1", main, None)
+    made._draft = ServedModel("worker 0 of 1, draft", draft, None)
     return made
 
 
@@ -387,7 +394,7 @@ def test_what_vllm_keeps_through_a_sleep_is_not_lost(patterns: list[str], lost: 
     Worker._save_sleep_parameters(worker, engine._main.model)
     guard.fanin_lose_weights(worker, "given up")
     assert [bool(one["dirty"]) for one in engine.holds()] == lost
-    kept = _Target.require_kept
+    kept = ServedModel.require_kept
     kept(engine._main)
     engine._main.kept = frozenset({"head.weight"})
     if patterns in (["head.*"], ["*"]):

@@ -83,11 +83,11 @@ def main() -> int:
     (options.folder / "slots.json").write_text(json.dumps(entries))
     kind = options.layout[:2]
     for rank in range(size):
-        from fanin.vllm.slots import Layout
+        from fanin.vllm.slots import record_layout
 
         e = dataclasses.replace(first, **{kind: (rank, size)})
         start = time.perf_counter()
-        layout = Layout.record(slots_engine.loader(e), published, slots_engine.peft_config(e, RANK))
+        layout = record_layout(slots_engine.loader(e), published, slots_engine.peft_config(e, RANK))
         path = options.folder / f"slots-{options.layout}-{rank}.json"
         layout.mapping.save(path)
         print(

@@ -3,7 +3,7 @@
 """slot_landing.py FOLDER [--device cuda|cpu] [--ranks N] [--steps N] [--layers N] [--json FILE]
 
 How an adapter lands in vLLM's LoRA slots on a GPU, by the plugin's own code (Image of
-fanin.vllm.images), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r; vLLM
+fanin.engine.slot_images), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r; vLLM
 itself is not needed. FOLDER is what tests/gpu/record_slots.py made. Each step is pulled while a
 CUDA graph reads the slots on the engine's stream, then scaled, and put into the slot that was
 cleared on that stream:
@@ -55,7 +55,7 @@ BY_CPU = 1  # layers of which the CPU says what is right; of the others the GPU 
 
 
 def parts_of(mapping: Any) -> list[Any]:
-    from fanin.vllm.slots import Part
+    from fanin.engine.slot_images import Part
 
     found = []
     for module in mapping.modules:
@@ -201,8 +201,8 @@ class Worker:
 
     def run(self) -> None:
         import fanin
-        from fanin.vllm.images import Image
-        from fanin.vllm.slots import Layout
+        from fanin.engine.slot_images import Image
+        from fanin.engine.slot_images import Layout
 
         self.control.say("here")
         told = self.control.hear(SLOWEST)

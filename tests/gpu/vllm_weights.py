@@ -186,7 +186,7 @@ def served() -> Any:
 
         def fail(self, at: int) -> None:
             """The next update fails when its layer number *at* is installed."""
-            from fanin.vllm.mapped import MappedLanding
+            from fanin.vllm.landings import MappedLanding
 
             install, left = MappedLanding._install, iter(range(at))
 

@@ -17,7 +17,7 @@ from fanin.engine.directories import Places
 from fanin.engine.faults import status_of
 from fanin.engine.lora_places import Width, judge
 from fanin.engine.pulls import PullService, Wanted
-from fanin.vllm.lora_places import places_in, widths_of
+from fanin.vllm.worker import places_in, widths_of
 
 LAYER = "model.layers.0"
 

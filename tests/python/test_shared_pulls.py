@@ -19,6 +19,7 @@ import pytest
 from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run, at_rest, until
 from fanin import errors
 from fanin.config import inference_config
+from fanin.engine import jobs
 from fanin.engine.checks import EngineFacts
 from fanin.engine.clients import MAX_CLIENTS, ClientPool, Target
 from fanin.engine.metrics import Metrics
@@ -619,7 +620,7 @@ async def test_a_pull_that_fails_takes_no_other_along(
     flight = _Flight(bench.wanted(1, lora_alpha=16.0))
     with pytest.raises(errors.HostError, match="disk full"):
         await state.flights._pull_on_workers(engine.call_workers, flight)
-    at_rest(worker._deletions)
+    at_rest(jobs._deletions)
     assert adapter.path == plan.path and adapter.path.exists()
 
 
@@ -667,7 +668,7 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert worker.fanin_drop_adapter(None, str(path), "j") is True
     assert worker.fanin_poll_pull(None, "j")["state"] == "failed"
     bench.trainer.commit(2)
-    at_rest(worker._pulls, worker._deletions)
+    at_rest(jobs._pulls, jobs._deletions)
     assert len(bench.trainer.pulls) == 1 and not path.exists()
 
 

@@ -63,7 +63,9 @@ class Core:
         self.vllm_config = SimpleNamespace(weight_transfer_config=None)
         self._idle_state_callbacks: list[Callable[[Core], None]] = []
 
-    def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
+    def collective_rpc(
+        self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self.model_executor.collective_rpc(method, timeout, args)
 
     def step(self) -> None:

@@ -55,6 +55,7 @@ def test_nothing_else_assigns_to_vllm() -> None:
         if path.name != "patches.py" and path.name not in OF_MODULES
     }
     assert {name: lines for name, lines in found.items() if lines} == {}
+    assert len(list(FOLDER.glob("*.py"))) <= 15
 
 
 def test_what_would_be_a_breach() -> None:

@@ -14,6 +14,7 @@ from fake_trainer import OTHER_WORLD, WORLD, at_rest, until
 from fanin import errors
 from fanin._allowed import check_by_config
 from fanin.config import ConfigError
+from fanin.engine import jobs
 from fanin.engine.clients import ClientPool
 from fanin.engine.faults import status_of, to_wire
 from fanin.errors import NotFoundError, RequestError, StateError
@@ -606,7 +607,7 @@ def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEn
     with pytest.raises(errors.StateError):
         one.add_lora_from_nixl("mine", 1)
     desk.trainer.commit(2)
-    at_rest(worker._pulls)
+    at_rest(jobs._pulls)
     assert one.poll_lora_from_nixl("mine")["state"] == "done"
     assert one.add_lora_from_nixl("mine", 1)
 
@@ -654,20 +655,20 @@ async def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
         patch.setattr(one, "add_lora", lambda request: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-        at_rest(worker._deletions)
+        at_rest(jobs._deletions)
         assert first.exists() and set(one.loras) == {5}, "it was the same one"
         desk.trainer.restart(OTHER_WORLD, 1)
         with pytest.raises(ZeroDivisionError):
             await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-        at_rest(worker._deletions)
+        at_rest(jobs._deletions)
     assert first.exists() and not list(first.parents[2].glob(f"{OTHER_WORLD}/0/policy*"))
     desk.trainer.restart(OTHER_WORLD, 9)
     with pytest.raises(errors.SupersededError):
         await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-    at_rest(worker._deletions)
+    at_rest(jobs._deletions)
     assert first.exists() and one.add_lora_from_nixl(NAME, 7)
     await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
-    at_rest(worker._deletions)
+    at_rest(jobs._deletions)
     assert not first.exists()
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors copied with few calls."""
+"""Many tensors copied with few calls, and laid out in one piece of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "laid_out", "room_of", "span"]
+
+_Key = TypeVar("_Key", bound=Hashable)
+_ALIGN = 256
 
 # One kernel copies many tensors of so few bytes; larger ones go as fast one by one.
 _SMALL = 1 << 20
@@ -39,3 +42,25 @@ class Copies:
             to.copy_(of, non_blocking=True)
         for into, out_of in self._small.values():
             torch._foreach_copy_(into, out_of, non_blocking=True)
+
+
+def span(tensor: Any) -> int:
+    """Elements from the first to the last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def room_of(layouts: Iterable[Any]) -> int:
+    """Bytes in which :func:`laid_out` has room for tensors of these layouts."""
+    return sum(-(-span(one) * one.element_size() // _ALIGN) * _ALIGN for one in layouts)
+
+
+def laid_out(room: Any, layouts: Mapping[_Key, Any], at: int = 0) -> dict[_Key, Any]:
+    """A tensor of each layout in *room*, a tensor of bytes, from the byte *at* on."""
+    found = {}
+    for key, one in layouts.items():
+        flat = room[at : at + span(one) * one.element_size()].view(one.dtype)
+        found[key] = flat.as_strided(one.shape, one.stride())
+        at += room_of([one])
+    return found

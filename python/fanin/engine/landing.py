@@ -87,7 +87,6 @@ class Progress:
 class Landing(ABC):
     """One model of one worker, and how it is filled."""
 
-    mode: str
     #: Modules that vLLM's own loader fills, where that is known.
     by_loader: tuple[str, ...] = ()
 
@@ -107,9 +106,6 @@ class Landing(ABC):
 
         So the first update does not wait for it. Reads no weights. Raises as a pull.
         """
-
-    def __str__(self) -> str:
-        return f"mode {self.mode}"
 
     def close(self) -> None:  # noqa: B027
         """Releases memory that is only there for updates."""

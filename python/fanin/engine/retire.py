@@ -11,7 +11,7 @@ engine that re-reads a directory that is gone dies with all its requests:
 4. its directory is deleted, unless another engine of this host needs it.
 
 A request that passed the name check but has not reached the engine yet is in no list of the
-engine's; it holds vLLM's LoRARequest object, though (:class:`fanin.vllm.hooks.Names`), and so does
+engine's; it holds vLLM's LoRARequest object, though (:class:`fanin.vllm.models.Names`), and so does
 each request that waits or runs. So step 2 counts the references to that object: without any,
 nobody in this process can send the path to the engine again.
 """

@@ -349,7 +349,7 @@ class Engine:
         return None
 
     async def served(self, adapter: Adapter) -> list[dict[str, Any]]:
-        """What each worker holds of the adapter; see :func:`fanin.vllm.lora_held.held`. Raises the
+        """What each worker holds of the adapter; see :func:`fanin.vllm.slots.held`. Raises the
         first error of a worker, StateError if vLLM has not been asked for the adapter."""
         if not adapter.requests:
             raise StateError.make(

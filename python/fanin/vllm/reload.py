@@ -18,6 +18,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from fanin.errors import PeerError, RequestError, StateError
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
 from fanin.vllm.patches import require_version
@@ -27,6 +31,7 @@ __all__ = [
     "Skeleton",
     "Skeletons",
     "Trial",
+    "Watch",
     "abandon",
     "about",
     "as_loaded",
@@ -541,8 +546,6 @@ class Skeleton:
 
     def result_of(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """What :meth:`install` would copy to the kernels' tensors; nothing is installed."""
-        import torch
-
         module, method = self.module, self.module.quant_method
         with _kept(module, method):
             self._enter(tensors)
@@ -561,8 +564,6 @@ class Skeleton:
 
     def try_out(self, tensors: dict[str, Any]) -> Trial:
         """Processes *tensors*, says what became of them, and leaves no trace in the module."""
-        import torch
-
         module, info = self.module, self._info
         method: Any = getattr(module, "quant_method", None)
         before = {leaf: tensor.clone() for leaf, tensor in tensors.items()}
@@ -629,8 +630,6 @@ class Trial(NamedTuple):
 def _in_place(module: Any) -> Iterator[None]:
     """What is made within it as an attribute of the module, of its method or of its attention goes
     to where the attribute's tensor was before: CUDA graphs have its address."""
-    import torch
-
     before = [
         (owner, name, value)
         for owner in _owners(module)
@@ -677,8 +676,6 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 def same_bytes(one: Any, other: Any) -> bool:
     """Whether two tensors of one shape hold the same bits."""
-    import torch
-
     a, b = one.detach().contiguous(), other.contiguous()
     return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
 
@@ -728,6 +725,40 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 # ------------------------------------------------------------------ the whole model
 
 
+# They write all of their first argument, and do not read it.
+_OVERWRITE = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
+# What Python's numbers become.
+_FROM_PYTHON = "aten::lift_fresh"
+
+
+class Watch(TorchDispatchMode):
+    """Whether a piece of code, run again, can come to another result: which tensors it looks at.
+
+    It watches code that runs within it, which may write to tensors that were there before.
+
+    The flag :attr:`depends` says that the code has read such a tensor, or has made memory that it
+    may have filled unseen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depends = False
+        # Kept: the number of one that is gone would be another's.
+        self._made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        read = tree_leaves((args[1:] if name in _OVERWRITE else args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if name != _FROM_PYTHON:
+            tensors = [one for one in read if isinstance(one, torch.Tensor)]
+            self.depends |= "empty" in name or any(id(t) not in self._made for t in tensors)
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if name not in _OVERWRITE:
+            self._made.update((id(tensor), tensor) for tensor in made)
+        return result
+
+
 class Afterwards:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
     absorbed projections), ties, and the rounding of widened biases. The engine stands still for it.
@@ -760,8 +791,6 @@ class Afterwards:
         """Processes the module; whether that could do something else the next time: it has looked
         at a tensor, or has changed what hangs on the module. Tensors that it overwrites have then
         what it would write again."""
-        from fanin.vllm.constant import Watch
-
         before = _state(module)
         watch = Watch()
         with _in_place(module), watch:
@@ -777,8 +806,6 @@ def _owners(module: Any) -> list[Any]:
 
 def _held(module: Any) -> list[Any]:
     """The tensors of a module of attention, also those that only hang on it."""
-    import torch
-
     own = [*module._parameters.values(), *module._buffers.values()]
     hanging = [value for owner in _owners(module) for value in owner.__dict__.values()]
     return [tensor for tensor in own + hanging if isinstance(tensor, torch.Tensor)]
@@ -795,7 +822,6 @@ def of_all_workers(mine: Any, vllm_config: Any) -> list[Any]:
 
     Every worker calls it at the same point, and waits for the others.
     """
-    import torch
     from vllm.distributed import parallel_state
 
     size = int(vllm_config.parallel_config.world_size)

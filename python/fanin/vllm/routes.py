@@ -237,7 +237,7 @@ class Api:
     def check_init(self, info: dict[str, Any]) -> None:
         """What a request without a key may begin vLLM's weight transfer with. Raises RequestError.
 
-        info: see :class:`fanin.vllm.infos.InitInfo`, which checks all else.
+        info: see :class:`fanin.vllm.weights.InitInfo`, which checks all else.
         """
         self._named(info.get("trainer"), {})
         save = info.get("save")

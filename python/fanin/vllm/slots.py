@@ -1,45 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as they lie in vLLM's LoRA slots: where each published element goes, found out once, and
-which images (:mod:`fanin.vllm.images`) a worker has, which pulls fill and vLLM copies into slots.
+"""Where each element of a published adapter goes in vLLM's LoRA slots, found out once.
 
-This file, :mod:`fanin.vllm.slot_memory` and :mod:`fanin.vllm.lora_held` alone know vLLM's LoRA
-classes. vLLM still decides which adapter has which slot, and when one leaves; it asks for an
-adapter as ever, and is given an image instead of a directory.
+vLLM's own naming, packing and slicing are run over numbers. What says where each element goes says
+the way back as well: what a worker holds of an adapter is digested so for :mod:`fanin.check`. The
+scale is multiplied in and cannot be undone: the trainer's ranks digest what it makes of theirs.
+
+This file and :mod:`fanin.vllm.slots_worker` alone know vLLM's LoRA classes. A model has hundreds of
+tensors that hold slots. What each pull asks is answered with one look at each, and a slot is
+cleared by few calls: meanwhile the engine's thread cannot have the interpreter.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import logging
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 
+from fanin._digest import box_digests
+from fanin._served import scaled
+from fanin._dtypes import dtype_bits, torch_dtype
+from fanin._tensors import Shard
 from fanin.engine.lora_places import file_name
-from fanin.engine.slot_table import Seat, Seats
-from fanin.errors import RequestError
+from fanin.engine.slot_images import Image, Layout, Part
+from fanin.errors import RequestError, StateError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
+from fanin.mapping._held import Told
 from fanin.vllm import patches
-from fanin.vllm.images import Image
-from fanin.vllm.slot_memory import SlotMemory, stacks_of
 
-__all__ = ["Layout", "Part", "Slots", "prove", "twin_of", "unfit", "unfitting"]
-
-_log = logging.getLogger("vllm.fanin")
+__all__ = [
+    "SlotMemory",
+    "Stack",
+    "held",
+    "loader_of",
+    "prove",
+    "record_layout",
+    "stacks_of",
+    "unfit",
+    "unfitting",
+]
 
 #: Of vLLM, for which the names below are right.
 VERSIONS = ("0.32.",)
-_SPARE = 2  # images that are kept for the next pull
-_ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
 
 
 def unfitting(why: str) -> RequestError:
@@ -53,7 +61,7 @@ def unfit(worker: Any) -> str:
 
     if not version.startswith(VERSIONS):
         return f"vLLM {version} is none whose slots are known ({', '.join(VERSIONS)}x)"
-    loader = _loader(worker)
+    loader = loader_of(worker)
     manager = getattr(loader, "_adapter_manager", None)
     if manager is None:
         return "the worker has no LoRA manager"
@@ -71,7 +79,101 @@ def unfit(worker: Any) -> str:
 # ------------------------------------------------------------------------- vLLM's own classes
 
 
-def _loader(worker: Any) -> Any:
+_MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+_PLAIN = ("lora_a_stacked", "lora_b_stacked")
+_PIECE = 4 << 20  # bytes that are cleared at a time beside the engine
+
+
+class Stack(NamedTuple):
+    """One of a module's tensors that hold all slots; the first dimension is the slot."""
+
+    attribute: str
+    place: int | None
+    tensor: Any
+
+    @property
+    def leaf(self) -> str:
+        return self.attribute if self.place is None else f"{self.attribute}.{self.place}"
+
+
+def _attributes(module: Any) -> tuple[str, ...]:
+    return _MOE if hasattr(module, _MOE[0]) else _PLAIN
+
+
+def stacks_of(module: Any) -> list[Stack]:
+    """Of one of vLLM's modules with LoRA; none: it keeps its adapters in an unknown way."""
+    found = []
+    for attribute in _attributes(module):
+        value = getattr(module, attribute, None)
+        if isinstance(value, torch.Tensor):
+            found.append(Stack(attribute, None, value))
+        elif isinstance(value, (tuple, list)):
+            found += [Stack(attribute, i, tensor) for i, tensor in enumerate(value)]
+    return found
+
+
+class SlotMemory:
+    """All slots of one of vLLM's managers of adapters, as they were when this was made.
+
+    signature: of the memory; where another one is an adapter needs another layout.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._modules = list(manager.modules.values())
+        self._holders = [
+            (module, attribute, getattr(module, attribute, None))
+            for module in self._modules
+            for attribute in _attributes(module)
+        ]
+        stacks = {path: stacks_of(module) for path, module in manager.modules.items()}
+        self._tensors = [stack.tensor for of_one in stacks.values() for stack in of_one]
+        self._at = [(tensor.shape, tensor.data_ptr()) for tensor in self._tensors]
+        self.signature = tuple(
+            (path, stack.leaf, tuple(stack.tensor.shape), stack.tensor.dtype)
+            for path, of_one in stacks.items()
+            for stack in of_one
+        )
+        self._clearing: dict[int, list[Callable[[], Any]]] = {}
+
+    def stands(self, manager: Any) -> bool:
+        """Whether *manager* has its slots there still."""
+        now = manager.modules
+        return (
+            len(now) == len(self._modules)
+            and all(map(operator.is_, now.values(), self._modules))
+            and all(getattr(module, name, None) is held for module, name, held in self._holders)
+            and all(
+                tensor.shape == shape and tensor.data_ptr() == at
+                for tensor, (shape, at) in zip(self._tensors, self._at, strict=True)
+            )
+        )
+
+    def clearing(self, slot: int) -> list[Callable[[], Any]]:
+        """What clears that slot, as vLLM does, in pieces of some milliseconds; for host memory."""
+        known = self._clearing.get(slot)
+        if known is None:
+            known = self._clearing[slot] = list(map(_zeroing, self._groups(slot)))
+        return known
+
+    def _groups(self, slot: int) -> list[list[Any]]:
+        switches = [getattr(module, "adapter_enabled", None) for module in self._modules]
+        groups: list[list[Any]] = [[switch[slot] for switch in switches if switch is not None]]
+        size = _PIECE
+        for tensor in self._tensors:
+            part = tensor[slot].detach()
+            if size + part.nbytes > _PIECE:
+                groups.append([])
+                size = 0
+            groups[-1].append(part)
+            size += part.nbytes
+        return [group for group in groups if group]
+
+
+def _zeroing(tensors: list[Any]) -> Callable[[], Any]:
+    return functools.partial(torch._foreach_zero_, tensors)
+
+
+def loader_of(worker: Any) -> Any:
     return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
 
@@ -93,30 +195,6 @@ def _mapper(manager: Any) -> Any:
     return None if mapper is None else mapper.get_rename_mapper()
 
 
-def _idle_slot(worker: Any, manager: Any, kept: set[int]) -> int | None:
-    """A slot that no adapter has, or that of the adapter that vLLM would let go of next, which goes
-    now, if no request runs with it. None: there is none but *kept*. In the engine's thread."""
-    slots = manager.lora_index_to_id
-    free = [index for index, number in enumerate(slots) if number is None and index not in kept]
-    if free:
-        return int(free[0])
-    batch = getattr(worker.model_runner, "input_batch", None)
-    running = getattr(batch, "lora_id_to_request_ids", None)
-    active = manager._active_adapters
-    oldest = next((number for number in active.order if number not in active.pinned_items), None)
-    if running is None or oldest is None or oldest in running:
-        return None
-    index = int(slots.index(oldest))
-    active.remove_oldest()
-    return index
-
-
-def _sit_down(manager: Any, number: int, index: int) -> None:
-    """What vLLM's own activation does, but for the weights."""
-    manager._active_adapters[number] = None
-    manager.lora_index_to_id[index] = number
-
-
 def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
     weights = manager._get_lora_layer_weights(lora, path)
     if weights:
@@ -126,66 +204,36 @@ def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
 # -------------------------------------------------------------------------------- the layout
 
 
-class Part(NamedTuple):
-    """What of one slot an adapter fills in one of vLLM's tensors, from the first element on."""
+def record_layout(
+    loader: Any,
+    published: Iterable[Any],
+    config: Mapping[str, Any],
+    *,
+    is_3d: bool = False,
+    dtype: str | None = None,
+    about: About | None = None,
+    partial: bool = False,
+) -> Layout:
+    """Runs vLLM's own naming, packing and slicing over numbers, a decoder layer at a time.
 
-    path: str
-    attribute: str
-    place: int | None
-    leaf: str
-    #: Of the slot.
-    dtype: Any
-    #: What vLLM multiplies it by.
-    scale: float
+    Reads vLLM's modules, and writes nothing to them.
 
+    Args:
+        loader: vLLM's WorkerLoRAManager.
+        published: all tensors of the publication.
+        config: the adapter's PEFT configuration.
+        is_3d: the request's ``is_3d_lora_weight``.
+        dtype: of the pulls.
+        partial: leave out tensors that have no place here.
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the tensors of a publication go in a slot of one worker. Immutable; any thread."""
-
-    mapping: SlotMapping
-    parts: tuple[Part, ...]
-    #: Modules that have a switch for each slot, which is on with this adapter.
-    switched: tuple[str, ...]
-    signature: tuple[Any, ...]
-
-    @classmethod
-    def record(
-        cls,
-        loader: Any,
-        published: Iterable[Any],
-        config: Mapping[str, Any],
-        *,
-        is_3d: bool = False,
-        dtype: str | None = None,
-        about: About | None = None,
-        partial: bool = False,
-    ) -> Layout:
-        """Runs vLLM's own naming, packing and slicing over numbers, a decoder layer at a time.
-
-        Reads vLLM's modules, and writes nothing to them.
-
-        Args:
-            loader: vLLM's WorkerLoRAManager.
-            published: all tensors of the publication.
-            config: the adapter's PEFT configuration.
-            is_3d: the request's ``is_3d_lora_weight``.
-            dtype: of the pulls.
-            partial: leave out tensors that have no place here.
-
-        Raises:
-            RequestError: its slots cannot be filled by boxes.
-        """
-        recorder = _Recorder(loader, list(published), config, is_3d, dtype, about)
-        try:
-            return recorder.layout(partial)
-        except MappingError as error:
-            raise unfitting(error.message) from None
-
-    def leaves(self) -> Iterator[Any]:
-        """Those of the mapping, in the order of the parts."""
-        for module in self.mapping.modules:
-            yield from module.leaves
+    Raises:
+        RequestError: its slots cannot be filled by boxes.
+    """
+    recorder = _Recorder(loader, list(published), config, is_3d, dtype, about)
+    try:
+        return recorder.layout(partial)
+    except MappingError as error:
+        raise unfitting(error.message) from None
 
 
 class _Recorder:
@@ -299,7 +347,7 @@ class _Recorder:
                 )
 
 
-def twin_of(manager: Any, lora: Any, path: str) -> Any:
+def _twin_of(manager: Any, lora: Any, path: str) -> Any:
     """A module of vLLM's with one slot, on the CPU, into which vLLM has put what it has of *lora*
     in its memory."""
     twin = _twin(manager.modules[path])
@@ -328,7 +376,7 @@ def prove(loader: Any, image: Image, request: Any) -> None:
     manager = copy.copy(loader._adapter_manager)
     type(manager)._create_merged_loras_inplace(manager, lora)
     for path in manager.modules:
-        twin = twin_of(manager, lora, path)
+        twin = _twin_of(manager, lora, path)
         for stack in stacks_of(twin):
             mine = image.slot_of(path, stack.leaf, stack.tensor[0])
             if not torch.equal(_bits(mine), _bits(stack.tensor[0])):
@@ -342,239 +390,98 @@ def _bits(tensor: Any) -> Any:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-# ------------------------------------------------------------------------ in a vLLM's worker
+# ------------------------------------------------------------------------- what is held
 
 
-class Slots:
-    """What one worker has of adapters in the layout of its slots.
+#: All tensors that a module has of one adapter, by leaf, by the module's path.
+Slot = Callable[[str], dict[str, Any]]
 
-    Made in the engine's thread: from then on vLLM is given images where there are some. Layouts and
-    images come and go in any thread.
+
+def held(
+    worker: Any,
+    number: int,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    config: Mapping[str, Any],
+    is_3d: bool,
+) -> dict[str, Any]:
+    """What *worker* holds of the adapter that vLLM has given that number.
+
+    Args:
+        tensors: that are published: names and shapes.
+        config: the adapter's PEFT configuration.
+        is_3d: of vLLM's request.
+
+    Raises StateError if it has none of that number, RequestError if its slots cannot be read.
     """
+    if why := unfit(worker):
+        raise RequestError.make(f"no digests of adapters here: {why}")
+    loader = worker.model_runner.lora_manager
+    manager = loader._adapter_manager
+    lora = manager.list_adapters().get(number)
+    if lora is None:
+        raise StateError.make(
+            f"this worker has no adapter {number} now", "send the adapter a request, and ask again"
+        )
+    # Types are of no matter: what is read is compared in the slots' own.
+    published = [Shard(name, "F32", tuple(shape), (), -1) for name, shape in tensors]
+    layout = record_layout(loader, published, config, is_3d=is_3d, partial=True)
+    slot = _slot_of(manager, lora, number)
+    with torch.no_grad():
+        found, filled = _boxes(layout, slot)
+        strange = [
+            f"{path}.{leaf}: it is not zero where the adapter has nothing"
+            for path in manager.modules
+            for leaf, tensor in slot(path).items()
+            if int(torch.count_nonzero(tensor)) != filled.get((path, leaf), 0)
+        ]
+    return {"held": found, "different": strange, "unseen": [], "untold": [], "unused": []}
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self.loader = _loader(worker)
-        self.manager = self.loader._adapter_manager
-        self._memory = SlotMemory(self.manager)
-        self._seats = Seats()
-        self._lock = threading.Lock()
-        self._layouts: dict[str, Layout] = {}
-        self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
-        self._spare: list[Image] = []
-        cuda = self.manager.device.type == "cuda"
-        self._gpu = self.manager.device if cuda else None
-        self._there: list[weakref.ref[Image]] = []
-        _Images(self)
 
-    def use_device(self) -> None:
-        """In a new thread: pinned memory is this worker's GPU's, not the first one's."""
-        if self.manager.device.type == "cuda" and self.manager.device.index is not None:
-            torch.cuda.set_device(self.manager.device)
+def _slot_of(manager: Any, lora: Any, number: int) -> Slot:
+    if number in manager.lora_index_to_id:
+        index = manager.lora_index_to_id.index(number)
+        return lambda path: {s.leaf: s.tensor[index] for s in stacks_of(manager.modules[path])}
+    image: Image | None = getattr(lora, "image", None)  # it came in the layout of the slots
 
-    def layout(self, key: str) -> Layout | None:
-        """The layout that was learnt under that key, if vLLM's memory is as it was."""
-        with self._lock:
-            layout = self._layouts.get(key)
-        if layout is not None and layout.signature != self._memory_now().signature:
-            with self._lock:
-                self._layouts.pop(key, None)
-            return None
-        return layout
-
-    def _memory_now(self) -> SlotMemory:
-        memory = self._memory
-        if not memory.stands(self.manager):
-            memory = self._memory = SlotMemory(self.manager)
-        return memory
-
-    def keep(self, key: str, layout: Layout) -> None:
-        with self._lock:
-            self._layouts[key] = layout
-
-    def take(self, layout: Layout) -> Image:
-        """An image to be filled; on a GPU's engine in its memory, if there is room."""
-        with self._lock:
-            for place, image in enumerate(self._spare):
-                if image.layout is layout:
-                    del self._spare[place]
-                    image.whole = False
-                    break
-            else:
-                image = None
+    def made(path: str) -> dict[str, Any]:
         if image is None:
-            image = self._new(layout)
-        image.wait()
-        self._newest(image)
-        return image
+            twin = _twin_of(manager, lora, path)
+            return {stack.leaf: stack.tensor[0] for stack in stacks_of(twin)}
+        return {
+            stack.leaf: image.slot_of(path, stack.leaf, stack.tensor[0])
+            for stack in stacks_of(manager.modules[path])
+        }
 
-    def _new(self, layout: Layout) -> Image:
-        if self._gpu is None:
-            return Image(layout)
-        try:
-            with self._lock:
-                self._spare = []  # of other layouts
-            return Image(layout, device=self._gpu)
-        except torch.OutOfMemoryError as error:
-            _log.warning("fanin: an adapter lands in host memory: %s", str(error).split(". ")[0])
-            return Image(layout, pinned=True)
-
-    def _newest(self, image: Image) -> None:
-        """Of those that are there, vLLM's cache included, it will be moved last."""
-        with self._lock:
-            there = [ref for ref in self._there if ref() not in (None, image)]
-            self._there = [*there, weakref.ref(image)]
-
-    def settle(self) -> None:
-        """Moves the oldest whole images out of the GPU's memory if there are many; most of it is
-        the engine's.
-
-        It uses a thread, as pinned memory takes long to get. Any thread.
-        """
-        with self._lock:
-            there = [image for ref in self._there if (image := ref()) and image.on_gpu]
-        many = [image for image in there[: max(len(there) - _ON_GPU, 0)] if image.whole]
-        if many:
-            threading.Thread(
-                target=self._move, args=(many,), name="fanin-move", daemon=True
-            ).start()
-
-    def _move(self, images: list[Image]) -> None:
-        self.use_device()
-        for image in images:
-            with self._lock:
-                if image in self._spare or image.leaving or not image.whole:
-                    continue  # its memory is wanted as it is, or another thread has it
-                image.leaving = True
-            try:
-                image.to_host()
-            except RuntimeError as error:
-                _log.warning("fanin: an adapter stays in a GPU's memory: %s", error)
-
-    def idle(self) -> bool:
-        """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
-        batch = getattr(self._worker.model_runner, "input_batch", None)
-        return not getattr(batch, "req_id_to_index", None)
-
-    def keep_seat(self) -> Seat | None:
-        """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
-        the others; None if requests run with all, or it is a GPU's."""
-        if self.manager.device.type != "cpu":
-            return None
-        index = _idle_slot(self._worker, self.manager, self._seats.indices())
-        return None if index is None else self._seats.keep(index)
-
-    def fill_seat(self, seat: Seat | None, image: Image) -> None:
-        """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
-        if seat is None:
-            return
-        clearing = self._memory_now().clearing(seat.index)
-        if seat.fill(itertools.chain(clearing, image.pieces(self.manager, seat.index))):
-            image.seat = seat
-
-    def let_go(self, seat: Seat | None) -> None:
-        """The keeper of the slot has ended: the slot is vLLM's again, unless an image is in it."""
-        if seat is not None and not seat.filled:
-            self._seats.give_up(seat)
-
-    def sit_down(self, number: int, image: Image) -> bool:
-        """Whether the adapter of that number has a slot now without a copy. In the engine's
-        thread, which may give any slot away after this."""
-        seat, image.seat = image.seat, None
-        whole = self._seats.give_up(seat)
-        if seat is not None and whole and self.manager.lora_index_to_id[seat.index] is None:
-            _sit_down(self.manager, number, seat.index)
-            return True
-        return False
-
-    def stand_up(self) -> None:
-        """vLLM gives a slot away now: the first that no adapter has."""
-        slots = self.manager.lora_index_to_id
-        if None in slots:
-            self._seats.take_back(slots.index(None))
-
-    def hold(self, path: str, image: Image | None = None) -> Image | None:
-        """Holds the image of that path once more; *image*, if there is none yet. None: none."""
-        with self._lock:
-            there, times = self._images.get(path, (image, 0))
-            if there is None:
-                return None
-            self._images[path] = there, times + 1
-            return there
-
-    def release(self, path: str) -> None:
-        """Takes one hold back; with the last one vLLM cannot ask for it any more."""
-        with self._lock:
-            image, times = self._images.get(path, (None, 0))
-            if image is None:
-                return
-            if times > 1:
-                self._images[path] = image, times - 1
-                return
-            del self._images[path]
-        self._seats.give_up(image.seat)
-        with suppress(RuntimeError):  # the engine's thread has just changed the list
-            loaded = list(self.manager.list_adapters().values())
-            if not any(getattr(model, "image", None) is image for model in loaded):
-                self.give_back(image)
-
-    def give_back(self, image: Image) -> None:
-        """An image that nothing uses: the next pull may fill it."""
-        self._seats.give_up(image.seat)
-        image.seat = None
-        if image.on_gpu != (self._gpu is not None):
-            return
-        with self._lock:
-            if image.leaving:
-                return
-            self._spare = [*self._spare, image][-_SPARE:]
-
-    def image(self, path: str) -> Image | None:
-        with self._lock:
-            return self._images.get(path, (None, 0))[0]
+    return functools.cache(made)
 
 
-class _Images:
-    """What vLLM's managers of this worker are given: images for adapters that it has read and
-    packed."""
+def _boxes(layout: Layout, slot: Slot) -> tuple[list[Told], dict[tuple[str, str], int]]:
+    """Every box of a published tensor, and how many elements of each of the slot's tensors, where
+    the adapter fills it, are not zero."""
+    boxes, filled = [], {}
+    for part, leaf in zip(layout.parts, layout.leaves(), strict=True):
+        final = slot(part.path)[part.leaf][tuple(slice(n) for n in leaf.shape)]
+        filled[part.path, part.leaf] = int(torch.count_nonzero(final))
+        boxes += [(name, piece, part, one) for name, piece, one in _pieces(leaf, final)]
+    digests = box_digests((values, piece.offset) for _, piece, _, values in boxes)
+    return [
+        (name, list(piece.offset), list(piece.extent), {_kind(part): digest})
+        for (name, piece, part, _), digest in zip(boxes, digests, strict=True)
+    ], filled
 
-    def __init__(self, slots: Slots) -> None:
-        from vllm.lora.lora_model import LoRAModel
 
-        class SlotModel(LoRAModel):
-            """An adapter that lies in the layout of a slot."""
+def _pieces(leaf: Any, final: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The published boxes in a slot's tensor, whose elements lie in another order than they land
+    in."""
+    size = dtype_bits(leaf.dtype) // 8
+    steps = [step // size for step in leaf.stride]
+    landed = torch.empty_strided(leaf.shape, steps, dtype=final.dtype, device=final.device)
+    landed.copy_(final)
+    for source in leaf.sources:
+        for piece in source.pieces:
+            strides = [step // size for step in piece.stride]
+            yield source.name, piece, landed.as_strided(piece.extent, strides, piece.at // size)
 
-            def __init__(self, lora_model_id: int, image: Image) -> None:
-                super().__init__(lora_model_id, 1, {})
-                self.image = image
 
-        self._slots, self._model = slots, SlotModel
-        patches.put(slots.loader, "LRUCacheWorkerLoRAManager", self)
-        patches.put(slots.manager, "LRUCacheLoRAModelManager", self)
-
-    def load_adapter(self, original: Any, request: Any) -> Any:
-        image = self._slots.image(request.lora_path)
-        return original(request) if image is None else self._model(request.lora_int_id, image)
-
-    def create_merged(self, original: Any, lora: Any) -> None:
-        if not isinstance(lora, self._model):
-            original(lora)
-
-    def activate_adapter(self, original: Any, lora_id: int) -> bool:
-        """vLLM chooses the slot and clears it, since the adapter names no module; or it has been
-        filled."""
-        manager = self._slots.manager
-        lora = manager.list_adapters().get(lora_id)
-        if lora_id not in manager._active_adapters:
-            if isinstance(lora, self._model) and self._slots.sit_down(lora_id, lora.image):
-                return True
-            self._slots.stand_up()
-        fresh = original(lora_id)
-        if fresh and isinstance(lora, self._model):
-            try:
-                lora.image.put(manager, manager.lora_index_to_id.index(lora_id))
-            except BaseException:
-                with suppress(Exception):
-                    manager.remove_adapter(lora_id)
-                raise
-        return bool(fresh)
+def _kind(part: Part) -> str:
+    return scaled(str(torch_dtype(part.dtype)), part.scale)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls of a worker into the layout of its slots, how it learns one, and how adapters are added.
+"""What a vLLM worker has of adapters in the layout of its slots, and its pulls into them.
+
+vLLM still decides which adapter has which slot, and when one leaves; it asks for an adapter as
+ever, and is given an image (:mod:`fanin.engine.slot_images`) instead of a directory.
 
 A layout is learnt from an adapter that is here as a directory: vLLM's own code is run over numbers
 (:mod:`fanin.vllm.slots`), and what the layout then makes of the directory is compared with what
@@ -8,27 +11,299 @@ vLLM's own load makes of it, byte for byte. Only a layout that has passed that i
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fanin._otel import within
 from fanin.engine.clients import Target, remaining
 from fanin.engine.faults import to_wire
+from fanin.engine.jobs import Done, Jobs, Progress
 from fanin.engine.pulls import PullService, catalog_digest, phases_of, version_of
-from fanin.engine.slot_table import Seat
+from fanin.engine.slot_images import Image, Layout
+from fanin.engine.slot_table import Seat, Seats
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
-from fanin.vllm.slots import Layout, Slots, prove, unfit, unfitting
-from fanin.vllm.worker import Done, Jobs
+from fanin.vllm import patches
+from fanin.vllm.slots import SlotMemory, loader_of, prove, record_layout, unfit, unfitting
 
-__all__ = ["WorkerSlots"]
+__all__ = ["Slots", "WorkerSlots"]
 
 _log = logging.getLogger("vllm.fanin")
 
-Progress = Callable[[int, int], None]
+
+_SPARE = 2  # images that are kept for the next pull
+_ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
+
+
+def _idle_slot(worker: Any, manager: Any, kept: set[int]) -> int | None:
+    """A slot that no adapter has, or that of the adapter that vLLM would let go of next, which goes
+    now, if no request runs with it. None: there is none but *kept*. In the engine's thread."""
+    slots = manager.lora_index_to_id
+    free = [index for index, number in enumerate(slots) if number is None and index not in kept]
+    if free:
+        return int(free[0])
+    batch = getattr(worker.model_runner, "input_batch", None)
+    running = getattr(batch, "lora_id_to_request_ids", None)
+    active = manager._active_adapters
+    oldest = next((number for number in active.order if number not in active.pinned_items), None)
+    if running is None or oldest is None or oldest in running:
+        return None
+    index = int(slots.index(oldest))
+    active.remove_oldest()
+    return index
+
+
+def _sit_down(manager: Any, number: int, index: int) -> None:
+    """What vLLM's own activation does, but for the weights."""
+    manager._active_adapters[number] = None
+    manager.lora_index_to_id[index] = number
+
+
+class Slots:
+    """What one worker has of adapters in the layout of its slots.
+
+    Made in the engine's thread: from then on vLLM is given images where there are some. Layouts and
+    images come and go in any thread.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.loader = loader_of(worker)
+        self.manager = self.loader._adapter_manager
+        self._memory = SlotMemory(self.manager)
+        self._seats = Seats()
+        self._lock = threading.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
+        self._spare: list[Image] = []
+        cuda = self.manager.device.type == "cuda"
+        self._gpu = self.manager.device if cuda else None
+        self._there: list[weakref.ref[Image]] = []
+        _Images(self)
+
+    def use_device(self) -> None:
+        """In a new thread: pinned memory is this worker's GPU's, not the first one's."""
+        if self.manager.device.type == "cuda" and self.manager.device.index is not None:
+            torch.cuda.set_device(self.manager.device)
+
+    def layout(self, key: str) -> Layout | None:
+        """The layout that was learnt under that key, if vLLM's memory is as it was."""
+        with self._lock:
+            layout = self._layouts.get(key)
+        if layout is not None and layout.signature != self._memory_now().signature:
+            with self._lock:
+                self._layouts.pop(key, None)
+            return None
+        return layout
+
+    def _memory_now(self) -> SlotMemory:
+        memory = self._memory
+        if not memory.stands(self.manager):
+            memory = self._memory = SlotMemory(self.manager)
+        return memory
+
+    def keep(self, key: str, layout: Layout) -> None:
+        with self._lock:
+            self._layouts[key] = layout
+
+    def take(self, layout: Layout) -> Image:
+        """An image to be filled; on a GPU's engine in its memory, if there is room."""
+        with self._lock:
+            for place, image in enumerate(self._spare):
+                if image.layout is layout:
+                    del self._spare[place]
+                    image.whole = False
+                    break
+            else:
+                image = None
+        if image is None:
+            image = self._new(layout)
+        image.wait()
+        self._newest(image)
+        return image
+
+    def _new(self, layout: Layout) -> Image:
+        if self._gpu is None:
+            return Image(layout)
+        try:
+            with self._lock:
+                self._spare = []  # of other layouts
+            return Image(layout, device=self._gpu)
+        except torch.OutOfMemoryError as error:
+            _log.warning("fanin: an adapter lands in host memory: %s", str(error).split(". ")[0])
+            return Image(layout, pinned=True)
+
+    def _newest(self, image: Image) -> None:
+        """Of those that are there, vLLM's cache included, it will be moved last."""
+        with self._lock:
+            there = [ref for ref in self._there if ref() not in (None, image)]
+            self._there = [*there, weakref.ref(image)]
+
+    def settle(self) -> None:
+        """Moves the oldest whole images out of the GPU's memory if there are many; most of it is
+        the engine's.
+
+        It uses a thread, as pinned memory takes long to get. Any thread.
+        """
+        with self._lock:
+            there = [image for ref in self._there if (image := ref()) and image.on_gpu]
+        many = [image for image in there[: max(len(there) - _ON_GPU, 0)] if image.whole]
+        if many:
+            threading.Thread(
+                target=self._move, args=(many,), name="fanin-move", daemon=True
+            ).start()
+
+    def _move(self, images: list[Image]) -> None:
+        self.use_device()
+        for image in images:
+            with self._lock:
+                if image in self._spare or image.leaving or not image.whole:
+                    continue  # its memory is wanted as it is, or another thread has it
+                image.leaving = True
+            try:
+                image.to_host()
+            except RuntimeError as error:
+                _log.warning("fanin: an adapter stays in a GPU's memory: %s", error)
+
+    def idle(self) -> bool:
+        """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
+        batch = getattr(self._worker.model_runner, "input_batch", None)
+        return not getattr(batch, "req_id_to_index", None)
+
+    def keep_seat(self) -> Seat | None:
+        """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
+        the others; None if requests run with all, or it is a GPU's."""
+        if self.manager.device.type != "cpu":
+            return None
+        index = _idle_slot(self._worker, self.manager, self._seats.indices())
+        return None if index is None else self._seats.keep(index)
+
+    def fill_seat(self, seat: Seat | None, image: Image) -> None:
+        """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
+        if seat is None:
+            return
+        clearing = self._memory_now().clearing(seat.index)
+        if seat.fill(itertools.chain(clearing, image.pieces(self.manager, seat.index))):
+            image.seat = seat
+
+    def let_go(self, seat: Seat | None) -> None:
+        """The keeper of the slot has ended: the slot is vLLM's again, unless an image is in it."""
+        if seat is not None and not seat.filled:
+            self._seats.give_up(seat)
+
+    def sit_down(self, number: int, image: Image) -> bool:
+        """Whether the adapter of that number has a slot now without a copy. In the engine's
+        thread, which may give any slot away after this."""
+        seat, image.seat = image.seat, None
+        whole = self._seats.give_up(seat)
+        if seat is not None and whole and self.manager.lora_index_to_id[seat.index] is None:
+            _sit_down(self.manager, number, seat.index)
+            return True
+        return False
+
+    def stand_up(self) -> None:
+        """vLLM gives a slot away now: the first that no adapter has."""
+        slots = self.manager.lora_index_to_id
+        if None in slots:
+            self._seats.take_back(slots.index(None))
+
+    def hold(self, path: str, image: Image | None = None) -> Image | None:
+        """Holds the image of that path once more; *image*, if there is none yet. None: none."""
+        with self._lock:
+            there, times = self._images.get(path, (image, 0))
+            if there is None:
+                return None
+            self._images[path] = there, times + 1
+            return there
+
+    def release(self, path: str) -> None:
+        """Takes one hold back; with the last one vLLM cannot ask for it any more."""
+        with self._lock:
+            image, times = self._images.get(path, (None, 0))
+            if image is None:
+                return
+            if times > 1:
+                self._images[path] = image, times - 1
+                return
+            del self._images[path]
+        self._seats.give_up(image.seat)
+        with suppress(RuntimeError):  # the engine's thread has just changed the list
+            loaded = list(self.manager.list_adapters().values())
+            if not any(getattr(model, "image", None) is image for model in loaded):
+                self.give_back(image)
+
+    def give_back(self, image: Image) -> None:
+        """An image that nothing uses: the next pull may fill it."""
+        self._seats.give_up(image.seat)
+        image.seat = None
+        if image.on_gpu != (self._gpu is not None):
+            return
+        with self._lock:
+            if image.leaving:
+                return
+            self._spare = [*self._spare, image][-_SPARE:]
+
+    def image(self, path: str) -> Image | None:
+        with self._lock:
+            return self._images.get(path, (None, 0))[0]
+
+
+class _Images:
+    """What vLLM's managers of this worker are given: images for adapters that it has read and
+    packed."""
+
+    def __init__(self, slots: Slots) -> None:
+        from vllm.lora.lora_model import LoRAModel
+
+        class SlotModel(LoRAModel):
+            """An adapter that lies in the layout of a slot."""
+
+            def __init__(self, lora_model_id: int, image: Image) -> None:
+                super().__init__(lora_model_id, 1, {})
+                self.image = image
+
+        self._slots, self._model = slots, SlotModel
+        patches.put(slots.loader, "LRUCacheWorkerLoRAManager", self)
+        patches.put(slots.manager, "LRUCacheLoRAModelManager", self)
+
+    def load_adapter(self, original: Any, request: Any) -> Any:
+        image = self._slots.image(request.lora_path)
+        return original(request) if image is None else self._model(request.lora_int_id, image)
+
+    def create_merged(self, original: Any, lora: Any) -> None:
+        if not isinstance(lora, self._model):
+            original(lora)
+
+    def activate_adapter(self, original: Any, lora_id: int) -> bool:
+        """vLLM chooses the slot and clears it, since the adapter names no module; or it has been
+        filled."""
+        manager = self._slots.manager
+        lora = manager.list_adapters().get(lora_id)
+        if lora_id not in manager._active_adapters:
+            if isinstance(lora, self._model) and self._slots.sit_down(lora_id, lora.image):
+                return True
+            self._slots.stand_up()
+        fresh = original(lora_id)
+        if fresh and isinstance(lora, self._model):
+            try:
+                lora.image.put(manager, manager.lora_index_to_id.index(lora_id))
+            except BaseException:
+                with suppress(Exception):
+                    manager.remove_adapter(lora_id)
+                raise
+        return bool(fresh)
+
+
+# ------------------------------------------------------------------------------- its jobs
 
 
 def _short(error: MemoryError) -> HostError:
@@ -247,7 +522,7 @@ class WorkerSlots:
 
         config = json.loads((Path(job["path"]) / "adapter_config.json").read_text())
         how = {"is_3d": job["is_3d"], "dtype": job["how"]["dtype"]}
-        layout = Layout.record(self._slots.loader, entries, config, **how)
+        layout = record_layout(self._slots.loader, entries, config, **how)
         image = self._slots.take(layout)
         request = LoRARequest("fanin-proof", 1, job["path"], is_3d_lora_weight=job["is_3d"])
         prove(self._slots.loader, image, request)

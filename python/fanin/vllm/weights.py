@@ -14,27 +14,38 @@ import os
 import secrets
 import time
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
+from fanin._allowed import check_by_config
+from fanin.engine.clients import Source
 from fanin.engine.landing import Landing, Summary
+from fanin.engine.read_ahead import Prefetch
+from fanin.engine.served_model import ServedModel
 from fanin.engine.trainers import Published, Trainer, without
-from fanin.engine.updates import Updates, check_step
+from fanin.engine.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
 from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._configs import refuse_other_config
-from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
-from fanin.vllm import external_kv, guard, patches, reload, weights_check
-from fanin.vllm.held import held
-from fanin.vllm.infos import Init, InitInfo, UpdateInfo
-from fanin.vllm.mapped import MappedLanding
-from fanin.vllm.mixed import MixedLanding, with_neighbours
+from fanin.mapping._coverage import missed, refuse_missed, taken_of
+from fanin.mapping._kept import (
+    KEEP,
+    check_patterns,
+    kept_paths,
+    refuse_idle,
+    refuse_published,
+    refuse_torn,
+)
+from fanin.vllm import beside, guard, patches, reload
+from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours
 from fanin.vllm.reload import record_model
-from fanin.vllm.shadow import Prefetch, Shadow
-from fanin.vllm.stock import StockLanding
 
 __all__ = ["Engine", "InitInfo", "UpdateInfo"]
 
@@ -48,79 +59,124 @@ _ALL_OF_IT = (
 )
 
 
-class _Target:
-    """One of the worker's models: the model itself, or its draft."""
+_MODES = ("auto", "loader")
+_CONFIGS = ("check", "ignore")
+_EXTERNAL_KV = ("drop", "keep")
 
-    def __init__(self, worker: str, model: Any, model_config: Any) -> None:
-        self.worker, self.model, self.model_config = worker, model, model_config
-        self.updates = Updates(worker)
-        self.trainer: Trainer | None = None
-        self.landing: Landing | None = None
-        self.published: Published | None = None
-        self.shadow: Shadow | None = None
-        self.prefetch: Prefetch | None = None
-        #: What the last update did, in bytes and seconds.
-        self.last: Summary | None = None
-        #: Published tensors of which not all goes into this worker's model; None: nobody asks.
-        self.taken: Taken | None = None
-        #: Of all that is published.
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        #: Paths of what stays as the engine has loaded it.
-        self.kept: frozenset[str] = frozenset()
-        #: What the last pull that wrote has kept, None: none has written.
-        self.intact: frozenset[str] | None = None
-        #: Names of what is published and not for this model.
-        self.unused: frozenset[str] = frozenset()
-        #: Patterns of ``keep`` that name nothing of this worker's model.
-        self.idle: frozenset[str] = frozenset()
-        #: Why vLLM has given up the weights since it has loaded them, and what it has put back.
-        self.given_up: tuple[str, frozenset[str]] | None = None
 
-    def require_kept(self) -> None:
-        """Raises StateError if what nobody publishes is not there any more."""
-        if self.given_up is None or not self.kept:
-            return
-        why, back = self.given_up
-        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        if gone := sorted((self.kept & own) - back):
-            raise StateError.make(
-                f"keep names '{gone[0]}', which is not as it was loaded: {why}",
-                "load the checkpoint by reload_weights first, or name it in vLLM's"
-                " sleep_preserve_parameter_names",
-                key="keep",
-            )
+@dataclass(frozen=True)
+class Init:
+    """What an init has said, checked."""
 
-    def fills(self, publication: str) -> bool:
-        """Whether the model comes from there."""
-        return self.trainer is not None and self.trainer.run == publication
+    source: Source
+    run: str
+    timeout: float
+    draft_run: str | None
+    mode: str
+    unused: tuple[str, ...]
+    keep: tuple[str, ...]
+    config: str
+    external_kv: str
+    verify: bool
+    ring: int
+    save: str | None
 
-    def require_at(self, step: int) -> None:
-        """Raises StateError if the model is not whole at that step."""
-        if self.updates.step != step or self.updates.dirty:
-            raise StateError.make(
-                f"{self.worker} is at step {self.updates.step}, not whole at {step}",
-                f"update to step {step}, of which the trainer has made digests, and ask again",
-                key=str(step),
-            )
 
-    def writing(self, step: int) -> None:
-        """From now on weights are written, but for what is kept."""
-        self.intact = self.kept
-        self.updates.writing(step)
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``/init_weight_transfer_engine`` takes.
 
-    def give_up_prefetch(self) -> None:
-        ahead, self.prefetch = self.prefetch, None
-        if ahead is not None:
-            ahead.cancel()
+    Args:
+        trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses.
+        run: the trainer's run.
+        timeout: seconds for a whole update.
+        draft_run: the run that fills a draft model.
+        mode: "auto", or "loader" for vLLM's own `load_weights` with any model.
+        unused: patterns of published names that the model does not have.
+        keep: patterns of the model's own parameters that no rank publishes. They stay as vLLM has
+            loaded them (``visual.*``).
+        config: "check" that the trainer's configuration is the engine's, or "ignore".
+        external_kv: "drop" what a connector has kept outside of the engine, and refuse a connector
+            that cannot; or "keep".
+        verify: compare each step with digests that the ranks make.
+        ring: layers of skeletons, at least 1.
+        save: a directory that each worker writes its mapping to, for `nixl-fetch map`.
+    """
 
-    def close(self) -> None:
-        self.give_up_prefetch()
-        self.shadow = None
-        if self.trainer is not None:
-            self.trainer.close()
-        if self.landing is not None:
-            self.landing.close()
-        self.trainer = self.landing = self.published = None
+    trainer: Any
+    run: Any = "0"
+    timeout: Any = DEFAULT_TIMEOUT
+    draft_run: Any = None
+    mode: Any = "auto"
+    unused: Any = ()
+    keep: Any = ()
+    config: Any = "check"
+    external_kv: Any = "drop"
+    verify: Any = False
+    ring: Any = 2
+    save: Any = None
+
+    def checked(self) -> Init:
+        """Raises RequestError, naming the field."""
+        whole = type(self.ring) is int and 1 <= self.ring <= 64
+        for name, good, remedy in (
+            ("mode", self.mode in _MODES, f"give one of {_MODES}"),
+            ("config", self.config in _CONFIGS, f"give one of {_CONFIGS}"),
+            (
+                "external_kv",
+                self.external_kv in _EXTERNAL_KV,
+                f"give one of {_EXTERNAL_KV}",
+            ),
+            ("verify", isinstance(self.verify, bool), "give true or false"),
+            ("ring", whole, "give 1 to 64, or leave it out"),
+            ("save", self.save is None or isinstance(self.save, str), "give a directory"),
+        ):
+            if not good:
+                said = f"init_info's {name} is {getattr(self, name)!r}"
+                raise RequestError.make(said, remedy, key=name)
+        source = Source.of(self.trainer)
+        check_by_config(source.text, source.path, source.addresses)
+        return Init(
+            source=source,
+            run=full_run(self.run),
+            timeout=check_timeout(self.timeout),
+            draft_run=None if self.draft_run is None else full_run(self.draft_run),
+            mode=self.mode,
+            unused=check_patterns("init_info's unused", self.unused, key="unused"),
+            keep=check_patterns("init_info's keep", self.keep, key="keep"),
+            config=self.config,
+            external_kv=self.external_kv,
+            verify=self.verify,
+            ring=self.ring,
+            save=self.save,
+        )
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``/update_weights`` takes.
+
+    Args:
+        step: this very step of the trainer.
+        prefetch: only read the step, beside the model, and return at once. Another update of that
+            step, under pause, installs it.
+        keep_caches: leave what was computed with the old weights (prefixes, encoders' outputs).
+            Answers may then use it.
+    """
+
+    step: Any
+    prefetch: Any = False
+    keep_caches: Any = False
+
+    def checked(self) -> int:
+        """The step. Raises RequestError, naming the field."""
+        for name in ("prefetch", "keep_caches"):
+            said = getattr(self, name)
+            if not isinstance(said, bool):
+                raise RequestError.make(
+                    f"update_info's {name} is {said!r}", "give true or false", key=name
+                )
+        return check_step(self.step)
 
 
 class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -140,8 +196,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         guard.requires_step()  # of what cannot be read, at start and not with the first request
         _refuse_what_moves(vllm_config)
         self._worker = _named(vllm_config)
-        self._main = _Target(self._worker, model, self.model_config)
-        self._draft: _Target | None = None
+        self._main = ServedModel(self._worker, model, self.model_config)
+        self._draft: ServedModel | None = None
         self._info: Init | None = None
         self._anew()
 
@@ -149,12 +205,12 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What is known of the weights ends here: the next update is proven again."""
         self._basis = secrets.token_hex(8)
 
-    def _target(self) -> _Target:
+    def _target(self) -> ServedModel:
         """Of the model that vLLM has chosen for this update."""
         if self.model is self._main.model:
             return self._main
         if self._draft is None or self._draft.model is not self.model:
-            self._draft = _Target(f"{self._worker}, draft", self.model, self.model_config)
+            self._draft = ServedModel(f"{self._worker}, draft", self.model, self.model_config)
         return self._draft
 
     def holds(self) -> list[dict[str, Any]]:
@@ -202,7 +258,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         init = init_info.checked()
         if init.external_kv == "drop":
-            external_kv.refuse_what_stays(self.vllm_config)
+            refuse_what_stays(self.vllm_config)
         self._info = None
         self._main.close()
         if self._draft is not None:
@@ -235,7 +291,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         _log.info("fanin: %s: reached in %.3f s", self._worker, time.monotonic() - start)
 
-    def _agree(self, target: _Target, failure: FaninError | None) -> None:
+    def _agree(self, target: ServedModel, failure: FaninError | None) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
         published and used by none."""
         mine = (None if failure is None else str(failure), target.taken, target.idle)
@@ -309,14 +365,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
                 target.writing(step)
-                weights_check.poison(landing.mapped)
+                beside.poison(landing)
                 self._bring(target, step)
             target.updates.finish()
         assert self._info is not None
         deadline = time.monotonic() + self._info.timeout
         trainer.ready(deadline, step)  # connects, where an update has failed
         with set_current_vllm_config(self.vllm_config):
-            found = weights_check.compare(landing.mapped, trainer, step, deadline)
+            found = beside.compare(landing, trainer, step, deadline)
         found.unseen += landing.by_loader
         found.kept += sorted(target.kept)
         return found.as_dict()
@@ -345,20 +401,20 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             deadline = time.monotonic() + self._info.timeout
             trainer.ready(deadline, step)
             with set_current_vllm_config(self.vllm_config):
-                told, compared = held(landing.mapped, trainer, step, deadline)
+                told, compared = beside.held(landing, trainer, step, deadline)
             whose = "" if target is self._main else "draft: "
             found["held"] += told
             found["different"] += (whose + path for path in compared.different)
             found["unseen"] += (whose + path for path in (*compared.unseen, *landing.by_loader))
             found["kept"] += (whose + path for path in sorted(target.kept))
-            for module in landing.mapped.mapping.modules:
+            for module in landing.mapping.modules:
                 found["untold"] += module.taken
         return {**found, "unused": sorted(frozenset.intersection(*(one.unused for one in targets)))}
 
-    def _checked(self, target: _Target) -> tuple[MappedLanding | MixedLanding, Trainer]:
+    def _checked(self, target: ServedModel) -> tuple[MappedLanding, Trainer]:
         """How a model is filled, and by whom. Raises StateError if that cannot be seen."""
         landing, trainer = target.landing, target.trainer
-        if trainer is None or not isinstance(landing, (MappedLanding, MixedLanding)):
+        if trainer is None or not isinstance(landing, MappedLanding):
             raise StateError.make(
                 f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
                 'init it, without {"mode": "loader"}',
@@ -374,7 +430,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "ahead": None if target.prefetch is None else target.prefetch.state(),
             "last": None if target.last is None else target.last.as_dict(),
             "kept": sorted(target.kept),
-            "external_kv": external_kv.has_some(self.vllm_config),
+            "external_kv": has_some(self.vllm_config),
             "draft_step": None if self._draft is None else self._draft.updates.step,
             "basis": self._basis,
         }
@@ -394,7 +450,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # ------------------------------------------------------------------------------ behind them
 
-    def _find_draft(self, target: _Target, info: Init) -> None:
+    def _find_draft(self, target: ServedModel, info: Init) -> None:
         if info.draft_run is None:
             raise StateError.make(
                 f"{self._worker}: init_info named no run for the draft model",
@@ -410,7 +466,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         target.trainer = trainer
 
-    def _prepare(self, target: _Target, info: Init, published: Published) -> None:
+    def _prepare(self, target: ServedModel, info: Init, published: Published) -> None:
         start = time.monotonic()
         self._anew()
         if target.landing is not None:
@@ -426,7 +482,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             time.monotonic() - start,
         )
 
-    def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
+    def _landing(self, target: ServedModel, info: Init, published: Published) -> Landing:
         target.taken, others, names = None, frozenset[str](), published.names()
         if target is self._main:
             if info.config == "check":
@@ -450,7 +506,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if info.mode == "loader":
             self._check_loader(target, info, recording)
             _refuse_part(target.kept, {path.rpartition(".")[0] for path in recording.touched})
-            return StockLanding(target.model, target.model_config, self.device, published, others)
+            model = (target.model, target.model_config, self.device)
+            return LoaderLanding(*model, published, others, verify=info.verify)
         try:
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
@@ -461,25 +518,25 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._keep_taken(target, info, recording)
         if info.save is not None:
             self._save(mapping, target, info.save)
-        options: dict[str, Any] = {"ring": info.ring, "verify": info.verify}
-        made = (target.model, target.model_config, self.device, mapping)
+        made = (target.model, target.model_config, self.device)
         with set_current_vllm_config(self.vllm_config):
-            if not computes:
-                mapped = MappedLanding(*made, **options)
-                _refuse_part(target.kept, mapped.whole)
-                return mapped
-            mixed = MixedLanding(*made, published, **options)
-            _refuse_part(target.kept, {*mixed.mapped.whole, *mixed.by_loader})
+            loader = None
+            if computes:
+                loader = LoaderLanding(*made, published, fallback=mapping, verify=info.verify)
+            mapped = MappedLanding(*made, mapping, loader, ring=info.ring, verify=info.verify)
+        _refuse_part(target.kept, {*mapped.whole, *mapped.by_loader})
+        if not computes:
+            return mapped
         _log.warning(
             "fanin: %s: these go through vLLM's own load_weights in every step, slower and "
             "with more memory: %s; no mapping can say what it does: %s",
             self._worker,
-            ", ".join(mixed.by_loader),
+            ", ".join(mapped.by_loader),
             computes,
         )
-        return mixed
+        return mapped
 
-    def _check_kept(self, target: _Target) -> None:
+    def _check_kept(self, target: ServedModel) -> None:
         """Raises RequestError, StateError if what is kept is not what a checkpoint has."""
         load = getattr(self.vllm_config, "load_config", None)
         if target.kept and getattr(load, "load_format", "") == "dummy":
@@ -492,7 +549,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         refuse_torn(target.kept, target.intact, target.updates.dirty)
 
     def _but_shared(
-        self, target: _Target, published: Published, recording: Recording, shared: frozenset[str]
+        self,
+        target: ServedModel,
+        published: Published,
+        recording: Recording,
+        shared: frozenset[str],
     ) -> tuple[Published, Recording]:
         """Without what would go into tensors of the draft model that are the main model's, whose
         run fills them. Raises RequestError if the loader could write to them all the same."""
@@ -516,7 +577,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             key="draft_run",
         )
 
-    def _check_loader(self, target: _Target, info: Init, recording: Recording) -> None:
+    def _check_loader(self, target: ServedModel, info: Init, recording: Recording) -> None:
         """Raises MappingError for what vLLM's loader fills with nothing, before the first step."""
         if recording.failed:
             why = [one for one in recording.refusals if not (one.module or one.leaf)]
@@ -536,7 +597,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         self._keep_taken(target, info, recording)
 
-    def _keep_taken(self, target: _Target, info: Init, recording: Recording) -> None:
+    def _keep_taken(self, target: ServedModel, info: Init, recording: Recording) -> None:
         """Keeps what this worker does not take all of. One alone knows that nobody does."""
         remedy, parallel = _ALL_OF_IT, self.parallel_config
         # Experts of other replicas are not known here: these are not asked.
@@ -555,7 +616,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if parallel.world_size == 1:
             refuse_missed(missed(target.shapes, [target.taken]), remedy)
 
-    def _save(self, mapping: Mapping, target: _Target, directory: str) -> None:
+    def _save(self, mapping: Mapping, target: ServedModel, directory: str) -> None:
         parallel = self.vllm_config.parallel_config
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
         name = f"{'rank' if target is self._main else 'draft'}{number}.json"
@@ -569,12 +630,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 key="save",
             ) from error
 
-    def _prefetch(self, target: _Target, step: int) -> None:
+    def _prefetch(self, target: ServedModel, step: int) -> None:
         if not target.updates.open:
             raise StateError.make(
                 f"{self._worker}: prefetch without start_weight_update", "start the update first"
             )
-        if not isinstance(target.landing, MappedLanding) or target.trainer is None:
+        landing = target.landing
+        if not isinstance(landing, MappedLanding) or landing.by_loader or not target.trainer:
             raise StateError.make(
                 f"{self._worker} loads by vLLM's own loader, which cannot read ahead",
                 "leave prefetch out",
@@ -582,7 +644,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         target.give_up_prefetch()
         if target.shadow is None:
-            target.shadow = Shadow(target.landing, self.parallel_config.world_size)
+            target.shadow = beside.Shadow(landing, self.parallel_config.world_size)
             _log.info(
                 "fanin: %s: %.1f MB of %s to read ahead into",
                 self._worker,
@@ -594,7 +656,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         told, timeout = target.published, self._info.timeout
         target.prefetch = Prefetch(target.shadow, target.trainer, step, told, timeout)
 
-    def _bring(self, target: _Target, step: int) -> None:
+    def _bring(self, target: ServedModel, step: int) -> None:
         assert target.trainer is not None and self._info is not None
         deadline = time.monotonic() + self._info.timeout
         target.require_kept()
@@ -616,7 +678,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         summary.ready += found
         self._did(target, step, summary)
 
-    def _require_agreed(self, target: _Target, published: Published) -> None:
+    def _require_agreed(self, target: ServedModel, published: Published) -> None:
         """Raises StateError for names and shapes of which the workers have not said together that
         they take all; one that has failed meanwhile would let the others wait."""
         known = target.published
@@ -628,7 +690,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "init again, as the next sync of a Registry does",
             )
 
-    def _did(self, target: _Target, step: int, summary: Summary) -> None:
+    def _did(self, target: ServedModel, step: int, summary: Summary) -> None:
         target.last = summary
         target.updates.came_from(", ".join(sorted(summary.worlds)))
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
@@ -684,3 +746,71 @@ def _refuse_what_moves(vllm_config: Any) -> None:
             "parameters are offloaded to the CPU and do not stay where they are",
             "start vLLM without offloading",
         )
+
+
+# ------------------------------------------------- what was computed with the old weights
+# Connectors find KV of a prompt, and outputs of encoders, by its tokens, whatever the weights were.
+# The end of an update drops what a connector can drop. What it cannot drop would answer with the
+# new weights, so an engine that has such a connector is refused.
+
+
+_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
+
+
+def refuse_what_stays(vllm_config: Any) -> None:
+    """Raises RequestError if the engine keeps something outside that no update drops."""
+    stays = what_stays(vllm_config)
+    if stays:
+        raise RequestError.make(
+            "the engine keeps outside of itself what the weights of before have computed, and"
+            f" nothing drops it at an update: {'; '.join(stays)}",
+            'start vLLM without it, or init with {"external_kv": "keep"} (Registry: init=) if you'
+            " empty it before the engine goes on, or if answers may use it",
+            key="external_kv",
+        )
+
+
+def what_stays(vllm_config: Any) -> list[str]:
+    """What of the engine's connectors a reset leaves, [] if it leaves nothing."""
+    found = []
+    if _connector(vllm_config, "kv") is not None:
+        found += _of_connector(vllm_config.kv_transfer_config)
+    encoders = _connector(vllm_config, "ec")
+    if encoders is not None:
+        found.append(f"{encoders} cannot drop outputs of encoders")
+    return found
+
+
+def has_some(vllm_config: Any) -> bool:
+    """Whether the engine has a connector: what lies there may be other engines', too."""
+    return any(_connector(vllm_config, kind) is not None for kind in ("kv", "ec"))
+
+
+def _connector(vllm_config: Any, kind: str) -> Any:
+    """The connector of KV, or of encoders' outputs; None: there is none."""
+    transfer = getattr(vllm_config, f"{kind}_transfer_config", None)
+    return getattr(transfer, f"{kind}_connector", None)
+
+
+def _of_connector(transfer: Any) -> list[str]:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
+    if name == "MultiConnector":  # takes the answer None of one that drops nothing for success
+        children = [
+            KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
+            for child in extra.get("connectors", [])
+        ]
+        return [text for child in children for text in _of_connector(child)]
+    kind = KVConnectorFactory.get_connector_class(transfer)
+    if getattr(kind, "reset_cache", None) in (None, KVConnectorBase_V1.reset_cache):
+        return [f"{name} does not implement reset_cache"]
+    if name == "OffloadingConnector":
+        spec = extra.get("spec_name", _SPECS[0])
+        if spec not in _SPECS:
+            return [f"{name} may leave what {spec} keeps"]
+        if extra.get("secondary_tiers"):
+            return [f"{name} leaves its secondary tiers"]
+    return []

@@ -15,222 +15,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from fanin._otel import within
 from fanin.engine.checks import EngineFacts
 from fanin.engine.clients import ClientPool, Source
 from fanin.engine.directories import Places
 from fanin.engine.faults import from_wire, to_wire
+from fanin.engine.jobs import Done, Jobs, Progress
+from fanin.engine.lora_places import FUSED, Parse, Width, judge, of_one, of_packed, sizes_of
 from fanin.engine.pull_log import PullLog
 from fanin.engine.pulls import PullService, Wanted, phases_of, which
 from fanin.engine.spares import Spares
-from fanin.engine.threads import Hands
 from fanin.engine.weights_state import fanin_weights_state
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
 from fanin.vllm import guard
-from fanin.vllm.lora_places import places_in
 
-__all__ = ["METHODS", "Done", "Jobs", "WorkerExtension", "fanin_call", "load_lora"]
+__all__ = ["METHODS", "WorkerExtension", "fanin_call", "load_lora", "places_in", "widths_of"]
 
 _log = logging.getLogger("vllm.fanin")
 
 _LOOK = 5.0
 _LINGER = 0.01
-_pulls, _deletions = Hands("fanin-pull"), Hands("fanin-delete")
-
-
-class Held(Protocol):
-    """What an adapter lies in."""
-
-    def release(self, *, delete: bool) -> bool:
-        """Gives it up; see :meth:`fanin.engine.directories.Lease.release`."""
-        ...
-
-
-@dataclass
-class Done:
-    """What a job's thread brings home."""
-
-    path: str
-    world: str
-    step: int
-    bytes: int
-    reused: bool
-    transport: str
-    is_3d: bool
-    lease: Held
-    wanted: Wanted | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    ranks: int = 0
-
-
-class _Job:
-    def __init__(self, name: str, before: list[Done]) -> None:
-        self.name = name
-        self.before = before  # of the same name; the engine may have them loaded
-        self.started = time.monotonic()
-        self.done_bytes = 0
-        self.total = 0
-        self.result: Done | None = None
-        self.error: BaseException | None = None
-        self.unwanted = False
-        self.over = threading.Event()
-
-    def gain(self) -> list[Done]:
-        """What this job alone brought: not what was there before and stands."""
-        if self.result is None or any(self.result is one for one in self.before):
-            return []
-        return [self.result]
-
-
-class Jobs:
-    """Pulls of one process that run or have run, by a name that the caller gives. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
-
-    def start(
-        self,
-        name: str,
-        work: Callable[[Callable[[int, int], None]], Done],
-        *,
-        again: bool = False,
-    ) -> None:
-        """Runs *work* in a thread, unless a job of that name runs or has succeeded.
-
-        again: also if it has succeeded. The worker keeps the result until the job is dropped.
-        """
-        with self._lock:
-            old = self._jobs.get(name)
-            if old is not None and old.error is None and (old.result is None or not again):
-                return
-            before = [] if old is None else [*old.before, *old.gain()]
-            job = self._jobs[name] = _Job(name, before)
-        _pulls.give(functools.partial(self._run, job, work))
-
-    def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], Done]) -> None:
-        def progress(done: int, total: int) -> None:
-            job.done_bytes, job.total = done, total
-
-        result: Done | None = None
-        error: BaseException | None = None
-        try:
-            result = work(progress)
-        except BaseException as caught:
-            error = caught
-            _log.warning("fanin: pull %s failed: %s", job.name, caught)
-        with self._lock:
-            job.result, job.error = result, error
-            unwanted = job.gain() if job.unwanted else []
-        job.over.set()
-        for one in unwanted:
-            _release(one)
-
-    def linger(self, name: str, seconds: float) -> dict[str, Any]:
-        """As :meth:`poll`, once the job is over or *seconds* have passed."""
-        with self._lock:
-            job = self._jobs.get(name)
-        if job is not None:
-            job.over.wait(seconds)
-        return self.poll(name)
-
-    def knows(self, name: str) -> bool:
-        """Whether a job of that name was started and not dropped."""
-        with self._lock:
-            return name in self._jobs
-
-    def poll(self, name: str) -> dict[str, Any]:
-        """How far the job is: state "running", "done" or "failed", and what belongs to it."""
-        with self._lock:
-            job = self._jobs.get(name)
-            report: dict[str, Any] = {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "state": "running",
-                "bytes": 0,
-                "total": 0,
-                "reused": False,
-                "transport": "",
-            }
-            if job is None:
-                missing = NotFoundError.make(f"no pull {name} was started here", "start it")
-                return {**report, "state": "failed", "error": to_wire(missing)}
-            report["bytes"], report["total"] = job.done_bytes, job.total
-            report["seconds"] = time.monotonic() - job.started
-            if job.error is not None:
-                return {**report, "state": "failed", "error": to_wire(job.error)}
-            if job.result is not None:
-                done = job.result
-                return {
-                    **report,
-                    "state": "done",
-                    "bytes": done.bytes,
-                    "reused": done.reused,
-                    "transport": done.transport,
-                    "path": done.path,
-                    "world": done.world,
-                    "step": str(done.step),
-                    "is_3d": done.is_3d,
-                    "phases": done.phases,
-                    "ranks": done.ranks,
-                }
-            return report
-
-    def result(self, name: str) -> Done | None:
-        """What the job of that name brought, if it is done."""
-        with self._lock:
-            job = self._jobs.get(name)
-            return None if job is None else job.result
-
-    def drop(self, *, name: str = "", path: str = "") -> None:
-        """Forgets the job and gives its directory up, by its name or its path; does not wait."""
-        with self._lock:
-            found = [
-                key
-                for key, job in self._jobs.items()
-                if key == name or (path and job.result is not None and job.result.path == path)
-            ]
-            jobs = [self._jobs.pop(key) for key in found]
-            for job in jobs:
-                job.unwanted = True
-            results = [result for job in jobs for result in (*job.gain(), *job.before)]
-        _release_all(results)
-
-    def undo(self, name: str) -> None:
-        """Gives up what the last start of that job brought; what earlier ones did stays."""
-        with self._lock:
-            job = self._jobs.pop(name, None)
-            if job is None:
-                return
-            job.unwanted = True
-            if job.before:
-                old = self._jobs[name] = _Job(name, job.before[:-1])
-                old.result = job.before[-1]
-            results = job.gain()
-        _release_all(results)
-
-
-def _release_all(results: list[Done]) -> None:
-    for result in results:
-        # Deleting gigabytes takes a while, and the engine stands still meanwhile.
-        _deletions.give(functools.partial(_release, result))
-
-
-def _release(done: Done) -> None:
-    try:
-        done.lease.release(delete=True)
-    except HostError as error:
-        _log.error("fanin: %s", error)
 
 
 _jobs = Jobs()
@@ -274,7 +86,7 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
     the engine.
     """
 
-    def work(progress: Callable[[int, int], None]) -> Done:
+    def work(progress: Progress) -> Done:
         service = _service(job["root"])
         with within(job.get("trace")):
             result, lease = service.pull_to(job, progress)
@@ -309,7 +121,7 @@ def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # an exception here would be the engine's end
         failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
 
-        def fail(progress: Callable[[int, int], None]) -> Done:
+        def fail(progress: Progress) -> Done:
             raise failure
 
         _jobs.start(job["id"], fail)
@@ -367,7 +179,7 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
 
 
 def fanin_lora_places(self: Any, tensors: Any, is_3d: bool) -> Any:
-    """What of an adapter's tensors has a place here, see :func:`lora_places.places_in`."""
+    """What of an adapter's tensors has a place here, see :func:`places_in`."""
     try:
         return places_in(self, tensors, is_3d)
     except Exception as error:  # other names in another vLLM
@@ -416,7 +228,7 @@ def fanin_served_adapter(worker: Any, adapter: dict[str, Any]) -> dict[str, Any]
     adapter: number, vLLM's; tensors, their names and shapes; config, PEFT's; is_3d.
     """
     try:
-        from fanin.vllm.lora_held import held
+        from fanin.vllm.slots import held
 
         return held(worker, **adapter)
     except Exception as error:  # an exception here would be the engine's end
@@ -458,6 +270,103 @@ METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
     (fanin_weights_state, "tests/python/test_sync_ahead.py::test_a_worker_without_fanin"),
     *guard.METHODS,
 )
+
+
+# ------------------------------------------------------- where adapters have a place
+
+
+def places_in(worker: Any, tensors: Iterable[tuple[str, Sequence[int]]], is_3d: bool) -> Any:
+    """See :func:`judge`, of a vLLM worker. Any thread; reads no weights and does not block.
+
+    None: the worker has no LoRA, or vLLM's classes are others, so that it cannot tell.
+    """
+    manager = getattr(
+        getattr(getattr(worker, "model_runner", None), "lora_manager", None),
+        "_adapter_manager",
+        None,
+    )
+    if manager is None:
+        return None
+    widths = widths_of(manager, is_3d)
+    modules = {name: type(m).__name__ for name, m in manager.model.named_modules()}
+    away = tuple(f"{name}." for name, kind in modules.items() if kind == "PPMissingLayer")
+    packed: dict[str, set[str]] = {}
+    for parent, children in manager.packed_modules_mapping.items():
+        for child in children:
+            packed.setdefault(child, set()).add(parent)
+
+    def unwrapped(module: str) -> bool:
+        prefix, _, leaf = module.rpartition(".")
+        parents = (f"{prefix}.{parent}" for parent in packed.get(leaf, ()))
+        return module in modules or any(name in modules for name in parents)
+
+    return judge(
+        tensors,
+        _parser(manager),
+        widths,
+        unwrapped,
+        lambda module: f"{module}.".startswith(away),
+    )
+
+
+def _parser(manager: Any) -> Parse:
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    skipped = tuple(getattr(manager.model, "lora_skip_prefixes", None) or ())
+
+    def parse(name: str) -> tuple[str, bool]:
+        if any(f".{prefix}" in name or name.startswith(prefix) for prefix in skipped):
+            raise ValueError("vLLM skips it")
+        found: tuple[str, bool] = parse_fine_tuned_lora_name(name, mapper)
+        return found
+
+    return parse
+
+
+def widths_of(manager: Any, is_3d: bool) -> dict[str, Width]:
+    """What adapters may name in a worker's model (vLLM's LoRAModelManager), with its widths.
+
+    is_3d: the request's ``is_3d_lora_weight``.
+    """
+    found: dict[str, Width] = {}
+    for path, module in manager.modules.items():
+        children = manager.packed_modules.get(path)
+        if hasattr(module, "w13_lora_a_stacked"):
+            found.update(_of_experts(manager, path, module, children, is_3d))
+        elif children:
+            found.update(zip(children, of_packed(module, len(children)), strict=True))
+        else:
+            found[path] = of_one(module)
+    head = getattr(manager, "_classification_head", None)
+    for name in ("score", "classifier") if head is not None else ():
+        found.setdefault(name, Width())
+    if manager.is_pooling_model:  # which vLLM looks up without this prefix, too
+        for name in list(found):
+            found.setdefault(name.removeprefix("model."), found[name])
+    return found
+
+
+def _of_experts(
+    manager: Any, path: str, module: Any, children: list[str] | None, is_3d: bool
+) -> Iterator[tuple[str, Width]]:
+    config = module.moe_config
+    hidden = sizes_of(getattr(config, "hidden_dim_unpadded", None), config.hidden_dim)
+    shards = module.tp_size
+    part = config.intermediate_size_per_partition
+    unpadded = getattr(config, "intermediate_size_per_partition_unpadded", None)
+    inner = sizes_of(*(size * shards for size in (unpadded, part) if size is not None))
+    if children and getattr(manager, "_enable_moe_shared_loras", False):
+        yield from ((child, Width()) for child in children)  # stacks of three dimensions
+    elif children and not is_3d:
+        up, down = Width(hidden, inner), Width(inner, hidden)
+        order = (up, down) if getattr(manager, "_is_non_gated_moe", False) else (up, down, up)
+        for number, child in enumerate(children):
+            yield child, order[number % len(order)]
+    else:
+        yield path, Width(inner, hidden)
+        yield path + FUSED, Width(hidden, tuple(2 * size for size in inner))
 
 
 # ---------------------------------------------------------------- in the engine's core
@@ -542,7 +451,7 @@ class WorkerExtension:
 
         old = _jobs.result(_extension_job(lora_name))
 
-        def work(progress: Callable[[int, int], None]) -> Done:
+        def work(progress: Progress) -> Done:
             shared = _service(str(config.cache_dir))
             # A service of its own facts: one process may hold workers of several engines.
             service = PullService(shared.places, shared.pool, facts, shared.spares, places)

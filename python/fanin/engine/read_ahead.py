@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step beside the model: read while requests are answered, installed in a moment.
-
-What stalls an engine is then a copy within its device, not the way from the trainer. The memory is
-as much as the worker's part of the model: on its device if there is room, in pinned host memory
-otherwise.
-"""
+"""One step that is read while requests are answered, and installed in a moment."""
 
 from __future__ import annotations
 
@@ -12,111 +7,40 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from fanin.engine.landing import Progress, Summary
 from fanin.engine.trainers import Published, Trainer, left
-from fanin.engine.weights_state import require_host_room
 from fanin.errors import CancelledError, FaninError, PeerError, PullTimeoutError
-from fanin.mapping import PackedMapping
-from fanin.vllm import reload
-from fanin.vllm.mapped import MappedLanding, span
 
-__all__ = ["Prefetch", "Shadow"]
+__all__ = ["Prefetch", "StepMemory"]
 
 _log = logging.getLogger("vllm.fanin")
 
-_ALIGN = 256
-# Of the device's free memory, for what else is allocated meanwhile.
-_SPARE = 1.1
 _GIVE_UP = 15.0
 # For the ranks to say which launch they are, while the engine is paused; one round is less than a
 # millisecond, and one that is silent is not worth more.
 _ASK = 0.3
 
 
-class Shadow:
-    """Memory for one step of a mapped model. workers: of this engine, who take as much each.
+class StepMemory(Protocol):
+    """Memory beside a model for one step of it. place: where, for the log."""
 
-    Raises HostError if the host has not so much.
-    """
-
-    def __init__(self, landing: MappedLanding, workers: int = 1) -> None:
-        self._landing = landing
-        layouts: dict[tuple[str, str], Any] = {}
-        for module in landing.mapping.modules:
-            if not module.filled:
-                continue
-            leaves = dict(reload.Skeleton(module.path, landing.module(module.path)).leaves)
-            if not landing.staged(module.path):
-                leaves = {}
-            for place, leaf in landing.filled:
-                if place == module.path and leaf not in leaves:
-                    leaves[leaf] = getattr(landing.module(module.path), leaf)
-            layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
-        self._tensors = self._lay_out(layouts, workers)
-        self._packed: PackedMapping = landing.mapping.pack(self._lookup)
-        self._installing = landing.installation(self._tensors)
-
-    def _lay_out(
-        self, layouts: dict[tuple[str, str], Any], workers: int
-    ) -> dict[tuple[str, str], Any]:
-        import torch
-
-        sizes = {
-            key: -(-span(tensor) * tensor.element_size() // _ALIGN) * _ALIGN
-            for key, tensor in layouts.items()
-        }
-        self.bytes = sum(sizes.values())
-        device, pinned = self._landing.device, False
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE:
-            device, pinned = torch.device("cpu"), True
-        if device.type == "cpu":
-            require_host_room(self.bytes, workers)
-        self.place = "pinned host memory" if pinned else str(device)
-        room = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        found, at = {}, 0
-        for key, tensor in layouts.items():
-            flat = room[at : at + span(tensor) * tensor.element_size()].view(tensor.dtype)
-            found[key] = flat.as_strided(tensor.shape, tensor.stride())
-            at += sizes[key]
-        return found
-
-    def _lookup(self, path: str, leaf: str) -> Any:
-        return self._tensors[path, leaf]
+    bytes: int
+    place: str
 
     def on_stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What another thread has to be in when it fills: the stream that this one installs on.
-
-        PyTorch gave the shadow memory in the order of that stream. Until the work that is on the
-        stream now has ended, that work may write to it.
-        """
-        if self._landing.device.type != "cuda":
-            return nullcontext
-        import torch
-
-        stream = torch.cuda.current_stream(self._landing.device)
-        return lambda: torch.cuda.stream(stream)
+        """What another thread has to be in when it fills."""
+        ...
 
     def fill(self, trainer: Trainer, step: int, deadline: float, progress: Progress) -> Any:
         """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
-        self._landing.mapping.fill(self._lookup)
-        result = trainer.client.pull_into(
-            trainer.run,
-            self._packed.tensors,
-            step=step,
-            timeout=left(deadline),
-            dtype=self._packed.dtype,
-            verify=self._landing.verify,
-            rank_progress=progress,
-        )
-        self._packed.settle()
-        return result
+        ...
 
     def install(self) -> None:
-        """Copies what was read into the model, and processes what has to be."""
-        self._installing()
+        """Brings what was read into the model."""
+        ...
 
 
 class Prefetch:
@@ -128,7 +52,7 @@ class Prefetch:
     """
 
     def __init__(
-        self, shadow: Shadow, trainer: Trainer, step: int, published: Published, timeout: float
+        self, shadow: StepMemory, trainer: Trainer, step: int, published: Published, timeout: float
     ) -> None:
         self.step = step
         self._shadow, self._trainer, self._published = shadow, trainer, published

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step into a model's modules by a recorded mapping: direct where it can be, staged elsewhere.
+"""The two ways of a step into a model: by a recorded mapping, or by vLLM's own loader.
 
-A module is *direct* if processing after load was seen to leave a patterned copy of its tensors as
-they were, in bytes, layout and address: its bytes land where its kernels read them. What is
-processed into something else is *staged*: bytes land in a skeleton, are processed, and the result
-is copied into the memory that the kernels know, so that CUDA graphs hold. Skeletons of one decoder
-layer at a time lie in a ring of few buffers.
+By a mapping a module is *direct* if processing after load was seen to leave a patterned copy of its
+tensors as they were, in bytes, layout and address: its bytes land where its kernels read them. What
+is processed into something else is *staged*: bytes land in a skeleton, are processed, and the
+result is copied into the memory that the kernels know, so that CUDA graphs hold. Skeletons of one
+decoder layer at a time lie in a ring of few buffers.
+
+Some loaders compute what they write, and no mapping can say that. Only the modules in question go
+through vLLM's own `load_weights` then; or all of them, if the init says so.
 """
 
 from __future__ import annotations
@@ -14,26 +17,139 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fanin._dtypes import dtype_bits
 from fanin._tensors import PackedTensors, Shard, pack
-from fanin.engine.copies import Copies
-from fanin.engine.landing import Landing, Progress, Summary
-from fanin.engine.trainers import Trainer, left
+from fanin.engine.copies import Copies, laid_out, room_of, span
+from fanin.engine.landing import Landing, Progress, Summary, groups_of, torch_dtype_of
+from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.session import PullSession
 from fanin.vllm import reload
 
-__all__ = ["MappedLanding", "span"]
+__all__ = ["LoaderLanding", "MappedLanding", "with_neighbours"]
 
 _log = logging.getLogger("vllm.fanin")
 
-_ALIGN = 256
+
+def with_neighbours(mapping: Mapping) -> Mapping:
+    """*mapping*, with the fallback widened to modules that share a tensor with it.
+
+    The loader, given a published tensor, writes into all modules that take from it.
+    """
+    modules = list(mapping.modules)
+    taken = {name for module in modules for name in module.taken if module.fallback}
+    while True:
+        before = len(taken)
+        for index, module in enumerate(modules):
+            names = {source.name for leaf in module.leaves for source in leaf.sources}
+            if not module.fallback and names & taken:
+                shared = min(names & taken)
+                why = f"'{shared}' is of a module that is filled by the loader"
+                modules[index] = module._replace(fallback=why, taken=tuple(sorted(names)))
+                taken |= names
+        if len(taken) == before:
+            return replace(mapping, modules=tuple(modules))
+
+
+class LoaderLanding(Landing):
+    """vLLM's own `load_weights` on whole tensors, of which it is lent a decoder layer at a time.
+
+    Every worker reads every tensor whole, and holds a layer of them beside the model.
+
+    Args:
+        others: paths of tensors that are another model's.
+        fallback: fill only what no mapping of this can say; None: the whole model.
+        verify: compare what has landed with digests that the ranks make.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        model_config: Any,
+        device: Any,
+        published: Published,
+        others: Container[str] = frozenset(),
+        *,
+        fallback: Mapping | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._others, self._verify = others, verify
+        self._entries = {entry.name: entry for entry in published.entries}
+        self._modules: tuple[str, ...] | None = None
+        self._names = list(self._entries)
+        self._remedy = "publish the whole model under the names of its checkpoint"
+        if fallback is not None:
+            loaded = [module for module in fallback.modules if module.fallback]
+            self.by_loader = self._modules = tuple(module.path for module in loaded)
+            self._names = list(dict.fromkeys(name for module in loaded for name in module.taken))
+            # It was seen to fill them when it was given all tensors.
+            self._remedy = 'init with {"mode": "loader"}'
+
+    def __str__(self) -> str:
+        return "mode loader" if self._modules is None else f"{len(self._modules)} modules by loader"
+
+    def pull(
+        self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
+    ) -> Summary:
+        summary = Summary()
+        progress = Progress(step, sum(self._entries[name].bytes for name in self._names))
+        writing()
+        reload.begin(self._model, self._modules, self._others)
+        try:
+            begun = time.monotonic()
+            self._model.load_weights(self._lend(trainer, step, deadline, summary, progress))
+            if len(summary.worlds) > 1:
+                raise _launches(step)
+            reload.require_filled(self._model, self._remedy)
+            reload.end(self._model, self._config)
+            summary.install = time.monotonic() - begun - summary.read
+        finally:
+            reload.abandon(self._model)
+        return summary
+
+    def _lend(
+        self, trainer: Trainer, step: int, deadline: float, summary: Summary, progress: Progress
+    ) -> Iterator[tuple[str, Any]]:
+        """The tensors, whole. One exact step of one world has the same bytes in every pull."""
+        import torch
+
+        for names in groups_of(self._names):
+            # New memory each time: vLLM keeps what a module was given until it is complete.
+            tensors = {}
+            for name in names:
+                entry = self._entries[name]
+                dtype = torch_dtype_of(entry.dtype)
+                tensors[name] = torch.empty(entry.shape, dtype=dtype, device=self._device)
+            begun = time.monotonic()
+            result = trainer.client.pull_into(
+                trainer.run,
+                tensors,
+                step=step,
+                timeout=left(deadline),
+                verify=self._verify,
+                rank_progress=progress,
+            )
+            summary.read += time.monotonic() - begun
+            progress.add(result.bytes)
+            summary.bytes += result.bytes
+            summary.tensors += result.tensors
+            summary.restarts += result.restarts
+            summary.path = result.path
+            summary.worlds.add(str(result.world_id))
+            yield from tensors.items()
+
+
+def _launches(step: int) -> StaleError:
+    return StaleError.make(
+        f"the trainer was started again while step {step} was read", "update again"
+    )
 
 
 @dataclass
@@ -70,12 +186,11 @@ class _Layer:
 class MappedLanding(Landing):
     """Fills a model by a mapping, a decoder layer at a time.
 
+    loader: fills the mapping's fallback, which :func:`with_neighbours` has made, if there is one.
     ring: how many layers' skeletons there are: one is read while another one is installed.
     verify: compare what has landed with digests that the ranks make.
     Raises RequestError if a module can be filled in no way, naming it.
     """
-
-    mode = "mapped"
 
     def __init__(
         self,
@@ -83,13 +198,15 @@ class MappedLanding(Landing):
         model_config: Any,
         device: Any,
         mapping: Mapping,
+        loader: LoaderLanding | None = None,
         *,
         ring: int = 2,
         verify: bool = False,
     ) -> None:
+        self._loader = loader
+        self.by_loader = () if loader is None else loader.by_loader
         self.model, self._config, self.device = model, model_config, device
         self.mapping = mapping
-        self.mapped = self
         self._modules: dict[str, Any] = {}
         self._direct = self._derived = 0
         self._layers = self._judge()
@@ -143,7 +260,8 @@ class MappedLanding(Landing):
     def __str__(self) -> str:
         ring = sum(buffer.numel() for buffer in self._ring) / 1e6
         said = ", ".join(f"{count} modules {kind}" for kind, count in self.verdicts.items())
-        return f"{said}; {len(self._ring)} buffers of {ring:.1f} MB in all"
+        rest = f"; {self._loader}" if self._loader is not None else ""
+        return f"{said}; {len(self._ring)} buffers of {ring:.1f} MB in all{rest}"
 
     # ------------------------------------------------------------------------------ once
 
@@ -199,11 +317,8 @@ class MappedLanding(Landing):
             at, buffer = 0, buffers[turn % len(buffers)]
             turn += 1
             for staged in layer.staged:
-                for leaf, skeleton in staged.skeleton.leaves.items():
-                    count = span(skeleton) * skeleton.element_size()
-                    flat = buffer[at : at + count].view(skeleton.dtype)
-                    staged.tensors[leaf] = flat.as_strided(skeleton.shape, skeleton.stride())
-                    at += -(-count // _ALIGN) * _ALIGN
+                staged.tensors = laid_out(buffer, staged.skeleton.leaves, at)
+                at += _room(staged)
         return buffers
 
     def _tensor(self, path: str, leaf: str) -> Any:
@@ -218,8 +333,12 @@ class MappedLanding(Landing):
     def pull(
         self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
     ) -> Summary:
+        """The loader's part first: what comes after all modules is the mapped part's to do."""
         import torch
 
+        loaded = Summary()
+        if self._loader is not None:
+            loaded = self._loader.pull(trainer, step, deadline, writing)
         summary = Summary()
         with torch.no_grad():
             while True:
@@ -236,7 +355,10 @@ class MappedLanding(Landing):
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
         summary.worlds.add(str(result.world_id))
-        return summary
+        if not loaded.worlds <= summary.worlds:
+            raise _launches(step)
+        fields = ("bytes", "tensors", "read", "install", "restarts")
+        return replace(summary, **{f: getattr(summary, f) + getattr(loaded, f) for f in fields})
 
     def reach(self, trainer: Trainer, deadline: float) -> None:
         self._begin(trainer, None, deadline, None).abandon()
@@ -390,18 +512,8 @@ def _bytes_of(shard: Shard) -> int:
     return sum(math.prod(box.extent) for box in shard.boxes) * dtype_bits(shard.dtype) // 8
 
 
-def span(tensor: Any) -> int:
-    """Elements from the first to the last."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _room(staged: _Staged) -> int:
-    return sum(
-        -(-span(leaf) * leaf.element_size() // _ALIGN) * _ALIGN
-        for leaf in staged.skeleton.leaves.values()
-    )
+    return room_of(staged.skeleton.leaves.values())
 
 
 def _pattern(skeleton: reload.Skeleton, device: Any) -> dict[str, Any]:

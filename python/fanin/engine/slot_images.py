@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory in the layout of a vLLM worker's LoRA slots, which pulls fill and vLLM copies into a slot.
+"""Memory in the layout of a worker's LoRA slots, which pulls fill, in pieces that slots copy.
 
 What is done to it is done by few calls: a model has hundreds of such tensors, and the engine waits
 for some of it.
@@ -13,24 +13,52 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from fanin._dtypes import torch_types
 from fanin.engine.copies import Copies
 from fanin.engine.slot_table import Seat
+from fanin.mapping import Mapping
 from fanin.mapping._boxes import packed_strides
 from fanin.server import Stream
 
-if TYPE_CHECKING:
-    from fanin.vllm.slots import Layout, Part
-
-__all__ = ["Image"]
+__all__ = ["Image", "Layout", "Part"]
 
 _ALIGNED = 256  # bytes
 _PIECE = 4 << 20  # bytes that are copied at a time beside the engine
 _TYPES = torch_types()
+
+
+class Part(NamedTuple):
+    """What of one slot an adapter fills in one tensor of the engine, from the first element on."""
+
+    path: str
+    attribute: str
+    place: int | None
+    leaf: str
+    #: Of the slot.
+    dtype: Any
+    #: What the engine multiplies it by.
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the tensors of a publication go in a slot of one worker. Immutable; any thread."""
+
+    mapping: Mapping
+    parts: tuple[Part, ...]
+    #: Modules that have a switch for each slot, which is on with this adapter.
+    switched: tuple[str, ...]
+    signature: tuple[Any, ...]
+
+    def leaves(self) -> Iterator[Any]:
+        """Those of the mapping, in the order of the parts."""
+        for module in self.mapping.modules:
+            yield from module.leaves
 
 
 class _Place(NamedTuple):
