@@ -25,7 +25,7 @@ from fanin.engine import jobs
 from fanin.engine.lora_places import file_name
 from fanin.engine.pulls import catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
-from fanin.engine.slot_table import Seats
+from fanin.engine.slot_table import SlotTable
 from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
@@ -423,14 +423,14 @@ def test_a_slot_of_an_adapter_that_nobody_wants_is_free_again() -> None:
     slots.release("/nowhere/1")
     seat = slots.keep_seat()
     assert seat is not None and slots.keep_seat() is None
-    slots.let_go(seat)
+    slots.end_keeping(seat)
     assert slots.keep_seat() is not None
 
 
 @pytest.mark.parametrize("at", range(4))
 def test_of_a_slot_that_is_taken_back_no_more_is_written(at: int) -> None:
     """However far filling is, and in whatever thread."""
-    seats, written = Seats(), list[int]()
+    seats, written = SlotTable(), list[int]()
     seat = seats.keep(at)
     engine = threading.Thread(target=seats.take_back, args=(at,))
 
@@ -671,7 +671,7 @@ def test_a_slot_that_was_kept_for_a_pull_that_fails_is_free_again(tmp_path: Path
     mine = slots_engine.worker(Engine())
     with published(Engine()) as trainer:
         learnt(trainer, tmp_path, mine)
-        seats = mine.fanin_worker_slots._slots._seats
+        seats = mine.fanin_worker_slots._slots._table
         with socket.create_server(("127.0.0.1", 0)) as gone:
             nobody = [f"127.0.0.1:{gone.getsockname()[1]}"]
         failing: dict[str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ class Bench:
         source = self.state.source
         assert source is not None
         wanted = Wanted(f"policy-run0-step{step}", "0", step, "policy", source, 10.0, **more)
-        adapter = await self.state.flights.fetch(wanted)
+        adapter = await self.state.pulls.fetch(wanted)
         adapter.pins -= 1
         return adapter
 
@@ -98,7 +98,7 @@ class Bench:
 
     @property
     def slots(self) -> dict[str, Any]:
-        return self.state.flights.slots()
+        return self.state.pulls.slots()
 
     @property
     def directories(self) -> list[int]:

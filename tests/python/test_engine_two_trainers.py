@@ -46,7 +46,7 @@ class TwoTrainers(Bench):
         """What the other trainer's client gets."""
         self.other.commit(step)
         wanted = dataclasses.replace(self.wanted(step, source=OTHER), **more)
-        adapter = await self.state.flights.fetch(wanted)
+        adapter = await self.state.pulls.fetch(wanted)
         adapter.pins -= 1
         return adapter
 
@@ -91,7 +91,7 @@ async def test_a_name_stays_with_the_trainer_that_answers(bench: TwoTrainers) ->
 
 async def test_a_pull_under_way_is_not_lost(bench: TwoTrainers) -> None:
     await loaded(bench)
-    under_way = asyncio.create_task(bench.state.flights.fetch(bench.wanted(4, run="1")))
+    under_way = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(4, run="1")))
     await until(lambda: bench.trainer.waits > 0)
     with pytest.raises(errors.RequestError):
         await bench.ask_other()
@@ -103,7 +103,7 @@ async def test_another_step_of_another_trainer_does_not_take_the_name(bench: Two
     """A name that says no step is loaded again at each."""
     await bench.state.attach(bench.engine)
     bench.trainer.commit(12)
-    mine = await bench.state.flights.fetch(dataclasses.replace(bench.wanted(12), name="policy"))
+    mine = await bench.state.pulls.fetch(dataclasses.replace(bench.wanted(12), name="policy"))
     with pytest.raises(errors.RequestError, match="'policy'"):
         await bench.ask_other(13, name="policy")
     assert bench.keeper.get("policy") is mine and bench.other.pulls == []
@@ -111,7 +111,7 @@ async def test_another_step_of_another_trainer_does_not_take_the_name(bench: Two
 
 async def test_of_two_at_once_the_first_has_the_name(bench: TwoTrainers) -> None:
     await bench.state.attach(bench.engine)
-    second = asyncio.create_task(bench.state.flights.fetch(bench.wanted(12, source=OTHER)))
+    second = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(12, source=OTHER)))
     await until(lambda: bench.other.waits > 0)
     mine = await bench.fetch(12)
     bench.other.commit(12)
@@ -125,10 +125,10 @@ async def test_nobody_gets_the_adapter_of_a_trainer_that_was_not_named(bench: Tw
     mine = await loaded(bench)
     bench.other.end()
     with pytest.raises(errors.UnreachableError):
-        await bench.state.flights.fetch(bench.wanted(12, source=OTHER))
+        await bench.state.pulls.fetch(bench.wanted(12, source=OTHER))
     bench.other.alive, bench.other.mixed = True, True
     with pytest.raises(errors.PeerError):
-        await bench.state.flights.fetch(bench.wanted(12, source=OTHER))
+        await bench.state.pulls.fetch(bench.wanted(12, source=OTHER))
     assert bench.keeper.get(NAME) is mine[0] and bench.ended == 0
 
 
@@ -138,7 +138,7 @@ async def test_a_launch_elsewhere_has_the_name_when_the_old_one_is_silent(
     """What it names is its own; the rest of the old one stays, as after every training."""
     old, rest = await loaded(bench)
     bench.trainer.end()
-    await until(lambda: bench.state.lookout.status() == [WORLD])
+    await until(lambda: bench.state.watch.status() == [WORLD])
     new = await bench.ask_other()
     assert new.world == OTHER_WORLD and bench.keeper.get(NAME) is new
     assert bench.keeper.get(rest.name) is rest and bench.ended == 0

@@ -76,7 +76,7 @@ async def test_whoever_asks_at_that_moment_is_not_answered_by_the_old(by_name: B
     by_name.trainer.end()
     await until(lambda: by_name.engine.lora_requests.get(NAME) is None)
     by_name.trainer.restart(OTHER_WORLD, 12)
-    assert (await by_name.state.flights.fetch(by_name.wanted(12))).world == OTHER_WORLD
+    assert (await by_name.state.pulls.fetch(by_name.wanted(12))).world == OTHER_WORLD
 
 
 async def test_ranks_that_go_one_after_the_other(by_name: Bench) -> None:
@@ -84,10 +84,10 @@ async def test_ranks_that_go_one_after_the_other(by_name: Bench) -> None:
     await loaded(by_name)
     by_name.trainer.all_ranks = False
     by_name.trainer.hang_up()
-    await until(lambda: by_name.state.lookout.status() == [WORLD])
+    await until(lambda: by_name.state.watch.status() == [WORLD])
     assert NAME not in by_name.engine.lora_requests
     by_name.trainer.restart(OTHER_WORLD, 12)
-    assert (await by_name.state.flights.fetch(by_name.wanted(12))).world == OTHER_WORLD
+    assert (await by_name.state.pulls.fetch(by_name.wanted(12))).world == OTHER_WORLD
 
 
 async def test_requests_that_run_finish(bench: Bench) -> None:
@@ -149,7 +149,7 @@ def test_a_launch_that_the_file_names_while_the_old_one_is_stopped(
 async def test_an_adapter_that_comes_when_the_last_one_has_gone(bench: Bench) -> None:
     """Its world is followed anew, whatever the order of things in one turn of the loop."""
     old = await loaded(bench)
-    lookout = bench.state.lookout
+    lookout = bench.state.watch
     task = lookout._tasks[WORLD]
     bench.keeper.unloaded(NAME)
     while not task.done():
@@ -224,7 +224,7 @@ async def test_an_engine_that_ends_watches_nobody(unwatched: Bench) -> None:
 async def test_a_pull_that_meets_another_world_ends_the_old_one_itself(unwatched: Bench) -> None:
     old = await loaded(unwatched)
     unwatched.trainer.world, unwatched.trainer.runs = OTHER_WORLD, {"0": Run(step=13)}
-    new = await unwatched.state.flights.fetch(unwatched.wanted(13))
+    new = await unwatched.state.pulls.fetch(unwatched.wanted(13))
     assert new.world == OTHER_WORLD
     assert unwatched.keeper.get(old.name) is None and NAME not in unwatched.engine.lora_requests
 
@@ -233,7 +233,7 @@ async def test_a_name_is_not_answered_while_ranks_are_of_two_worlds(unwatched: B
     await loaded(unwatched)
     unwatched.trainer.mixed = True
     with pytest.raises(errors.PeerError):
-        await unwatched.state.flights.fetch(unwatched.wanted(12))
+        await unwatched.state.pulls.fetch(unwatched.wanted(12))
     assert unwatched.keeper.get(NAME) is None
 
 
@@ -251,7 +251,7 @@ async def test_an_adapter_that_leaves_while_its_world_is_asked(
         return WORLD
 
     monkeypatch.setattr(unwatched.state.service, "world_now", world_now)
-    assert await unwatched.state.flights.fetch(unwatched.wanted(12)) is not old
+    assert await unwatched.state.pulls.fetch(unwatched.wanted(12)) is not old
 
 
 async def test_a_pull_whose_world_ends_meanwhile(bench: Bench) -> None:
@@ -259,15 +259,15 @@ async def test_a_pull_whose_world_ends_meanwhile(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     bench.trainer.before_pull = lambda: bench.keeper.end_world(WORLD, "of something")
     with pytest.raises(errors.CancelledError, match="of something"):
-        await bench.state.flights.fetch(bench.wanted(1))
+        await bench.state.pulls.fetch(bench.wanted(1))
     assert not list(bench.state.places.root.glob("*/*/policy*"))
     bench.trainer.before_pull = lambda: None
-    assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
+    assert (await bench.state.pulls.fetch(bench.wanted(1))).step == 1
 
 
 async def test_a_pull_that_ends_after_the_engine_was_pointed_elsewhere(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
-    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    asked = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2)))
     await until(lambda: bench.trainer.waits > 0)
     bench.keeper.point_at(OTHER_WORLD, "so told")
     bench.trainer.commit(2)
@@ -285,8 +285,8 @@ async def test_a_trainer_that_has_ended_leaves_its_adapters(
     old = await loaded(bench)
     bench.trainer.end()
     await until(lambda: bench.state.counters.snapshot()["worlds_silent"] == 1)
-    assert bench.state.lookout.status() == [WORLD]
-    again = await bench.state.flights.fetch(bench.wanted(12))
+    assert bench.state.watch.status() == [WORLD]
+    again = await bench.state.pulls.fetch(bench.wanted(12))
     assert again is old and old.path.exists() and len(bench.trainer.pulls) == 1
     bench.engine.request(old, 2)
     old.suspended = False
@@ -440,7 +440,7 @@ class Models:
                 return self.lora_requests[lora_name]
             step = int(lora_name.rpartition("step")[2])
             wanted = self.by_name.wanted(step, timeout=self.by_name.state.config.timeout)
-            adapter = await self.by_name.state.flights.fetch(wanted, self.by_name.state.asked())
+            adapter = await self.by_name.state.pulls.fetch(wanted, self.by_name.state.asked())
             self.number += 1
             request = Request(lora_name, str(adapter.path), self.number)
             adapter.requests.append(request)
@@ -491,7 +491,7 @@ async def test_what_is_unloaded_while_it_is_loaded(by_name: Bench) -> None:
 
 async def test_a_name_that_is_not_there_ends_nothing(by_name: Bench) -> None:
     models = await Models.of(by_name)
-    adapter = await by_name.state.flights.fetch(by_name.wanted(1))  # a route is about to load it
+    adapter = await by_name.state.pulls.fetch(by_name.wanted(1))  # a route is about to load it
     answer = await models.unload_lora_adapter(SimpleNamespace(lora_name=adapter.name))
     assert answer.error and by_name.keeper.get(adapter.name) is adapter
 
@@ -558,7 +558,7 @@ async def test_those_in_line_before_the_engine_was_known(tmp_path: Path) -> None
         return await plain("policy-run0-step2")
 
     asked = [asyncio.create_task(first()) for _ in range(3)]
-    await until(lambda: bool(bench.state.flights.status()))
+    await until(lambda: bool(bench.state.pulls.status()))
     await bench.state.attach(models)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(one) for one in answers] == [errors.PullTimeoutError] * 3

@@ -25,7 +25,7 @@ from fanin.engine.clients import MAX_CLIENTS, ClientPool, Target
 from fanin.engine.metrics import Metrics
 from fanin.engine.pulls import Adapter, Wanted
 from fanin.engine.retire import holders
-from fanin.engine.shared_pulls import _Flight
+from fanin.engine.shared_pulls import _SharedPull
 from fanin.vllm import worker
 from fanin.vllm.state import State, has_distant_workers
 
@@ -116,7 +116,7 @@ class Bench:
     async def fetch(self, step: int, **more: Any) -> Adapter:
         """A pull that has been made a request of, and committed for it."""
         self.trainer.commit(step, more.get("run", "0"))
-        adapter = await self.state.flights.fetch(self.wanted(step, **more))
+        adapter = await self.state.pulls.fetch(self.wanted(step, **more))
         self.engine.request(adapter, step)
         adapter.pins -= 1
         return adapter
@@ -142,8 +142,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 async def test_one_pull_for_all_who_ask(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
-    asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(2))) for _ in range(5)]
-    await until(lambda: bench.state.flights.status() and bench.trainer.connected)
+    asked = [asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2))) for _ in range(5)]
+    await until(lambda: bench.state.pulls.status() and bench.trainer.connected)
     assert bench.state.counters.snapshot()["inflight"] == 1
     asked[0].cancel()
     bench.trainer.commit(2)
@@ -152,28 +152,28 @@ async def test_one_pull_for_all_who_ask(bench: Bench) -> None:
     assert all(one is first for one in others)
     assert first.pins == 4, "the one who left is counted still"
     assert len(bench.trainer.pulls) == 1
-    assert bench.state.flights.status() == []
+    assert bench.state.pulls.status() == []
 
 
 async def test_all_may_leave(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
-    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    asked = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2)))
     await until(lambda: bench.trainer.connected)
     asked.cancel()
     bench.trainer.commit(2)
-    await until(lambda: not bench.state.flights.status())
+    await until(lambda: not bench.state.pulls.status())
     adapter = bench.keeper.get("policy-run0-step2")
     assert adapter is not None and adapter.pins == 0
-    again = await bench.state.flights.fetch(bench.wanted(2))
+    again = await bench.state.pulls.fetch(bench.wanted(2))
     assert again is adapter and len(bench.trainer.pulls) == 1
 
 
 async def test_an_impatient_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fanin.engine.shared_pulls._GRACE", 0.0)
-    patient = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    patient = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2)))
     await asyncio.sleep(0)
     with pytest.raises(errors.PullTimeoutError):
-        await bench.state.flights.fetch(bench.wanted(2, timeout=0.01))
+        await bench.state.pulls.fetch(bench.wanted(2, timeout=0.01))
     bench.trainer.commit(2)
     assert (await patient).pins == 1
 
@@ -181,21 +181,21 @@ async def test_an_impatient_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch
 async def test_a_failure_reaches_all_and_is_not_kept(bench: Bench) -> None:
     bench.trainer.commit(5)
     failed = await asyncio.gather(
-        *(bench.state.flights.fetch(bench.wanted(4)) for _ in range(3)), return_exceptions=True
+        *(bench.state.pulls.fetch(bench.wanted(4)) for _ in range(3)), return_exceptions=True
     )
     assert [type(error) for error in failed] == [errors.SupersededError] * 3
-    assert "step 4" in bench.state.flights.last_error
-    assert (await bench.state.flights.fetch(bench.wanted(5))).step == 5
+    assert "step 4" in bench.state.pulls.last_error
+    assert (await bench.state.pulls.fetch(bench.wanted(5))).step == 5
     counts = bench.state.counters.snapshot()
     assert (counts["pulls_ok"], counts["pulls_failed"], counts["bytes"]) == (1, 1, 100)
 
 
 async def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanin.engine.shared_pulls._MAX_FLIGHTS", 2)
-    asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(step))) for step in (2, 3)]
+    monkeypatch.setattr("fanin.engine.shared_pulls._MOST", 2)
+    asked = [asyncio.create_task(bench.state.pulls.fetch(bench.wanted(step))) for step in (2, 3)]
     await asyncio.sleep(0)
     with pytest.raises(errors.ConnectionFailedError) as caught:
-        await bench.state.flights.fetch(bench.wanted(4))
+        await bench.state.pulls.fetch(bench.wanted(4))
     assert caught.value.name == "FANIN_ERR_LIMIT"
     bench.trainer.commit(2)
     await asked[0]
@@ -205,7 +205,7 @@ async def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch
 
 async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> None:
     """Hundreds of them, of many runs: a connection and a thread for each run."""
-    fetch = bench.state.flights.fetch
+    fetch = bench.state.pulls.fetch
     runs = [str(number) for number in range(1, 21)]
     for name in runs:
         bench.trainer.runs[name] = Run()
@@ -215,7 +215,7 @@ async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> Non
         for step in range(2, 12)
     ]
     await until(lambda: bench.trainer.waits >= len(runs))
-    await until(lambda: len(bench.state.flights.status()) >= 200)
+    await until(lambda: len(bench.state.pulls.status()) >= 200)
     await until(lambda: not bench.state.service.pool.stats()["busy"])
     assert (await fetch(bench.wanted(1, timeout=30.0))).step == 1
     assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
@@ -231,9 +231,9 @@ async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> Non
 
 
 async def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
-    high = asyncio.create_task(bench.state.flights.fetch(bench.wanted(9)))
+    high = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(9)))
     await until(lambda: bench.trainer.waits)
-    low = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+    low = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(5)))
     await until(lambda: bench.trainer.waits >= 2)
     bench.trainer.commit(5)
     assert (await low).step == 5 and not high.done()
@@ -248,7 +248,7 @@ async def test_more_runs_wait_than_have_connections(
     monkeypatch.setattr("fanin.engine.waits._ASK", 0.001)
     bench.trainer.runs["1"] = Run()
     asked = [
-        asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
+        asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2, run=name)))
         for name in ("0", "1")
     ]
     await until(lambda: bench.trainer.looks >= 8 and bench.trainer.waits)
@@ -272,13 +272,13 @@ def test_a_thread_that_cannot_be_started(bench: Bench, monkeypatch: pytest.Monke
 
 
 async def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
-    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+    asked = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(5)))
     await until(lambda: bench.trainer.waits)
     bench.trainer.restart(OTHER_WORLD, 4)
     await until(lambda: bench.trainer.waits >= 2)
     bench.trainer.commit(5)
     assert (await asked).world == OTHER_WORLD
-    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(6)))
+    asked = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(6)))
     await until(lambda: bench.trainer.waits >= 3)
     bench.trainer.end()
     with pytest.raises(errors.UnreachableError):
@@ -293,22 +293,22 @@ async def test_a_trainer_that_is_silent_holds_up_no_other(bench: Bench) -> None:
             stack.enter_context(
                 bench.state.service.pool.borrow(target, WORLD, time.monotonic() + 9)
             )
-        assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
+        assert (await bench.state.pulls.fetch(bench.wanted(1))).step == 1
 
 
 async def test_two_alphas_are_two_questions(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     bench.trainer.commit(2)
     good, bad = await asyncio.gather(
-        bench.state.flights.fetch(bench.wanted(2, lora_alpha=16.0)),
-        bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0)),
+        bench.state.pulls.fetch(bench.wanted(2, lora_alpha=16.0)),
+        bench.state.pulls.fetch(bench.wanted(2, lora_alpha=4.0)),
         return_exceptions=True,
     )
     assert isinstance(good, Adapter) and isinstance(bad, errors.RequestError)
-    also = await bench.state.flights.fetch(bench.wanted(2))
+    also = await bench.state.pulls.fetch(bench.wanted(2))
     assert also is good
     with pytest.raises(errors.RequestError, match="alpha"):
-        await bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0))
+        await bench.state.pulls.fetch(bench.wanted(2, lora_alpha=4.0))
 
 
 async def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
@@ -404,7 +404,7 @@ def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.Monkey
 async def test_registered_only_after_it_was_retired(bench: Bench) -> None:
     """vLLM registers what a resolver has returned when the engine has loaded it."""
     await bench.state.attach(bench.engine)
-    old = await bench.state.flights.fetch(bench.wanted(1))
+    old = await bench.state.pulls.fetch(bench.wanted(1))
     await bench.fetch(2)
     await bench.fetch(3)
     for _ in range(5):
@@ -443,7 +443,7 @@ async def test_runs_are_kept_apart(bench: Bench) -> None:
 async def test_asked_for_again_is_as_good_as_new(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     first, second = await bench.fetch(1), await bench.fetch(2)
-    assert await bench.state.flights.fetch(bench.wanted(1)) is first
+    assert await bench.state.pulls.fetch(bench.wanted(1)) is first
     first.pins -= 1
     await bench.fetch(3)
     await bench.keeper.settled()
@@ -457,7 +457,7 @@ async def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
         await bench.fetch(step)
     await bench.keeper.settled()
     with pytest.raises(errors.SupersededError):
-        await bench.state.flights.fetch(bench.wanted(1))
+        await bench.state.pulls.fetch(bench.wanted(1))
     again = await bench.fetch(1)
     assert again.path != old.path and again.path.name == "policy-step1-2"
 
@@ -468,7 +468,7 @@ async def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
     bench.trainer.restart(OTHER_WORLD, 30)
     # The name is registered, so it is not asked for; another one tells.
     with pytest.raises(errors.PullTimeoutError):
-        await bench.state.flights.fetch(bench.wanted(31, timeout=0.05))
+        await bench.state.pulls.fetch(bench.wanted(31, timeout=0.05))
     await bench.keeper.settled()
     assert not old.path.exists() and old.name not in bench.engine.lora_requests
     new = await bench.fetch(35)
@@ -480,12 +480,12 @@ async def test_asked_again_after_a_restart(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     old = await bench.fetch(35)
     bench.trainer.restart(OTHER_WORLD, 35)
-    new = await bench.state.flights.fetch(bench.wanted(35))
+    new = await bench.state.pulls.fetch(bench.wanted(35))
     assert new is not old and new.world == OTHER_WORLD and new.path != old.path
     await bench.keeper.settled()
     assert not old.path.exists() and new.path.exists()
     bench.trainer.alive = False
-    assert await bench.state.flights.fetch(bench.wanted(35)) is new
+    assert await bench.state.pulls.fetch(bench.wanted(35)) is new
 
 
 async def test_without_an_engine_nothing_is_deleted(
@@ -570,7 +570,7 @@ async def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     threads: set[str] = set()
     bench.trainer.before_pull = lambda: threads.add(threading.current_thread().name)
     await bench.state.attach(bench.engine)
-    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    asked = asyncio.create_task(bench.state.pulls.fetch(bench.wanted(2)))
     await until(lambda: bench.trainer.waits)
     assert not asked.done() and not threads, "the workers wait for the step"
     bench.trainer.commit(2)
@@ -596,10 +596,10 @@ async def test_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     await bench.state.attach(bench.engine)
     bench.trainer.before_pull = fail
     with pytest.raises(errors.HostError, match=r"on host .*disk full"):
-        await bench.state.flights.fetch(bench.wanted(1))
+        await bench.state.pulls.fetch(bench.wanted(1))
     assert bench.engine.calls[-1][0] == "fanin_drop_adapter"
     bench.trainer.before_pull = lambda: None
-    assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
+    assert (await bench.state.pulls.fetch(bench.wanted(1))).step == 1
 
 
 async def test_a_pull_that_fails_takes_no_other_along(
@@ -617,9 +617,9 @@ async def test_a_pull_that_fails_takes_no_other_along(
     adapter = await bench.fetch(1)
     monkeypatch.setattr(state.service, "plan", lambda wanted, deadline: plan)
     bench.trainer.before_pull = fail
-    flight = _Flight(bench.wanted(1, lora_alpha=16.0))
+    flight = _SharedPull(bench.wanted(1, lora_alpha=16.0))
     with pytest.raises(errors.HostError, match="disk full"):
-        await state.flights._pull_on_workers(engine.call_workers, flight)
+        await state.pulls._pull_on_workers(engine.call_workers, flight)
     at_rest(jobs._deletions)
     assert adapter.path == plan.path and adapter.path.exists()
 
@@ -631,7 +631,7 @@ async def test_refused_before_any_host_pulls(
     bench.trainer.runs["0"].config["use_dora"] = True
     await bench.state.attach(bench.engine)
     with pytest.raises(errors.RequestError, match="DoRA"):
-        await bench.state.flights.fetch(bench.wanted(1))
+        await bench.state.pulls.fetch(bench.wanted(1))
     assert [name for name, _ in bench.engine.calls] == ["fanin_model_facts"]
 
 
@@ -644,7 +644,7 @@ async def test_hosts_notice_a_new_launch(tmp_path: Path, monkeypatch: pytest.Mon
 
     await bench.state.attach(bench.engine)
     bench.trainer.before_pull = restart
-    assert (await bench.state.flights.fetch(bench.wanted(1))).world == OTHER_WORLD
+    assert (await bench.state.pulls.fetch(bench.wanted(1))).world == OTHER_WORLD
 
 
 def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

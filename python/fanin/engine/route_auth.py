@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from fanin.engine.faults import body_of, status_of
 from fanin.errors import FaninError, RequestError
 
-__all__ = ["UNAUTHORIZED", "FrontDoor", "shows_key"]
+__all__ = ["UNAUTHORIZED", "RouteAuth", "shows_key"]
 
 UNAUTHORIZED = {"error": "Unauthorized"}
 """The body of a 401, which is vLLM's own."""
@@ -35,7 +35,7 @@ def shows_key(keys: Sequence[str], authorization: str | None) -> bool:
     return scheme.lower() == "bearer" and any(good)
 
 
-class FrontDoor:
+class RouteAuth:
     """Lets all pass until :meth:`close`."""
 
     def __init__(self) -> None:

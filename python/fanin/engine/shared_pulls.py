@@ -30,7 +30,7 @@ from fanin.engine.pulls import Adapter, Plan, PullService, StepToCome, Wanted, m
 from fanin.engine.retire import Keeper
 from fanin.engine.slots_way import ByDirectory, Run, SlotWay, fields
 from fanin.engine.threads import in_thread
-from fanin.engine.trainer_watch import Lookout
+from fanin.engine.trainer_watch import TrainerWatch
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -40,11 +40,11 @@ from fanin.errors import (
     RequestError,
 )
 
-__all__ = ["Flights", "WorkerCalls"]
+__all__ = ["SharedPulls", "WorkerCalls"]
 
 _log = logging.getLogger("vllm.fanin")
 
-_MAX_FLIGHTS = 1024
+_MOST = 1024
 _GRACE = 5.0
 _POLL_FIRST = 0.02
 _POLL_SLOTS = 0.002
@@ -60,7 +60,7 @@ class WorkerCalls(Protocol):
     def __call__(self, method: str, *args: Any) -> Awaitable[list[Any]]: ...
 
 
-class _Flight:
+class _SharedPull:
     """One pull, and how many wait for it."""
 
     def __init__(self, wanted: Wanted, number: int = 0) -> None:
@@ -90,25 +90,25 @@ class _Flight:
             self.waiters -= 1
 
 
-class Flights:
+class SharedPulls:
     """The pulls of this engine. Used in one event loop's thread.
 
-    service: pulls. keeper: what is here already. lookout: told of the worlds that it is from.
+    service: pulls. keeper: what is here already. watch: told of the worlds that it is from.
     counters: where pulls are counted.
     """
 
     def __init__(
-        self, service: PullService, keeper: Keeper, lookout: Lookout, counters: Metrics
+        self, service: PullService, keeper: Keeper, watch: TrainerWatch, counters: Metrics
     ) -> None:
         self._service = service
         self._keeper = keeper
-        self._lookout = lookout
+        self._watch = watch
         self._counters = counters
         self._lines = PullLog(_log)
         self._workers: WorkerCalls | None = None
         self._slots = SlotWay("the engine was not found")
         self._slot_calls: WorkerCalls | None = None
-        self._flights: dict[Any, _Flight] = {}
+        self._under_way: dict[Any, _SharedPull] = {}
         self._failed: dict[Any, tuple[float, Exception]] = {}  # when, and how
         self.last_error = ""
 
@@ -141,47 +141,47 @@ class Flights:
         when, failure = self._failed.get(wanted.key, (0.0, None))
         if failure is not None and asked is not None and asked <= when:
             raise copy.copy(failure)
-        flight = self._flights.get(wanted.key)
-        if flight is None:
-            if len(self._flights) >= _MAX_FLIGHTS:
+        shared = self._under_way.get(wanted.key)
+        if shared is None:
+            if len(self._under_way) >= _MOST:
                 raise ConnectionFailedError.make(
-                    f"{_MAX_FLIGHTS} adapters are being pulled already", "ask again", code=-302
+                    f"{_MOST} adapters are being pulled already", "ask again", code=-302
                 )
-            flight = _Flight(wanted, number)
-            self._flights[wanted.key] = flight
-            flight.task = asyncio.get_running_loop().create_task(self._fly(flight))
+            shared = _SharedPull(wanted, number)
+            self._under_way[wanted.key] = shared
+            shared.task = asyncio.get_running_loop().create_task(self._fly(shared))
             # Nobody may be waiting any more when it fails.
-            flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        assert flight.task is not None
-        flight.waiters += 1
+            shared.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        assert shared.task is not None
+        shared.waiters += 1
         try:
-            done, _ = await asyncio.wait({flight.task}, timeout=wanted.timeout + _GRACE)
+            done, _ = await asyncio.wait({shared.task}, timeout=wanted.timeout + _GRACE)
             if not done:
                 raise PullTimeoutError.make(
                     f"adapter {wanted.name} is not here within {wanted.timeout:g} s",
                     "give it a longer timeout",
                 )
-            return flight.task.result()
+            return shared.task.result()
         except BaseException:
-            flight.leave()
+            shared.leave()
             raise
 
-    async def _fly(self, flight: _Flight) -> Adapter:
-        wanted = flight.wanted
+    async def _fly(self, shared: _SharedPull) -> Adapter:
+        wanted = shared.wanted
         try:
             adapter = await self._here(wanted)
             if adapter is None:
-                adapter = self._keeper.add(await self._counted(flight))
-            flight.finish(adapter)
+                adapter = self._keeper.add(await self._counted(shared))
+            shared.finish(adapter)
             self._keeper.enforce(adapter)
-            self._lookout.follow(adapter.world)
+            self._watch.follow(adapter.world)
             self._failed.pop(wanted.key, None)
             return adapter
         except Exception as error:
             self._note(wanted, error)
             raise
         finally:
-            self._flights.pop(wanted.key, None)
+            self._under_way.pop(wanted.key, None)
             self._meet(wanted.source)
 
     def _note(self, wanted: Wanted, error: Exception) -> None:
@@ -247,7 +247,7 @@ class Flights:
         here = self._keeper.get(wanted.name)
         if here is None or here.world == world or self._was_at(here, wanted.source):
             return None
-        if here.world in self._lookout.status():
+        if here.world in self._watch.status():
             return None
         return RequestError.make(
             f"{wanted.name!r} is an adapter of the trainer at {here.source.text}, world"
@@ -258,14 +258,14 @@ class Flights:
             key="lora_name",
         )
 
-    async def _counted(self, flight: _Flight) -> Adapter:
+    async def _counted(self, shared: _SharedPull) -> Adapter:
         started = time.monotonic()
         self._counters.began()
         try:
-            with span("fanin.fetch", run=flight.wanted.run, step=flight.wanted.step) as told:
-                told.set(lora_name=flight.wanted.name)
-                adapter = await self._pull(flight)
-                await self._refuse_unwanted(adapter, flight)
+            with span("fanin.fetch", run=shared.wanted.run, step=shared.wanted.step) as told:
+                told.set(lora_name=shared.wanted.name)
+                adapter = await self._pull(shared)
+                await self._refuse_unwanted(adapter, shared)
                 told.set(bytes=adapter.bytes, ranks=adapter.ranks, path=adapter.transport)
                 told.set(reused=adapter.reused, landing=adapter.landing)
         except BaseException as error:
@@ -284,42 +284,42 @@ class Flights:
         self._lines.tell(adapter)
         return adapter
 
-    async def _pull(self, flight: _Flight) -> Adapter:
+    async def _pull(self, shared: _SharedPull) -> Adapter:
         """Pulls when the step has come."""
         while True:
             try:
-                adapter = await self._land(flight)
+                adapter = await self._land(shared)
             except StepToCome as to_come:
-                await self._await(flight, to_come)
+                await self._await(shared, to_come)
                 continue
-            adapter.seconds = time.monotonic() - flight.started
+            adapter.seconds = time.monotonic() - shared.started
             return adapter
 
-    async def _land(self, flight: _Flight) -> Adapter:
+    async def _land(self, shared: _SharedPull) -> Adapter:
         """Into the workers' slots if they know where it goes, else into a directory."""
-        wanted, calls, way = flight.wanted, self._slot_calls, self._slots
+        wanted, calls, way = shared.wanted, self._slot_calls, self._slots
         plan, why = None, way.why
         if wanted.landing == "directory":
             why = "a directory is asked for"
         elif calls is not None and not why:
             try:
-                return await self._pull_on_workers(calls, flight, way)
+                return await self._pull_on_workers(calls, shared, way)
             except ByDirectory as refusal:
                 plan, why = refusal.plan, str(refusal)
-        adapter = await self._into_a_directory(flight)
+        adapter = await self._into_a_directory(shared)
         adapter.landing_why = why
         if plan is not None and calls is not None:
-            way.learn(wanted, plan, adapter, self._job_runner(calls, flight, plan))
+            way.learn(wanted, plan, adapter, self._job_runner(calls, shared, plan))
         return adapter
 
-    async def _into_a_directory(self, flight: _Flight) -> Adapter:
-        wanted, deadline = flight.wanted, flight.deadline
+    async def _into_a_directory(self, shared: _SharedPull) -> Adapter:
+        wanted, deadline = shared.wanted, shared.deadline
         if self._workers is not None:
-            return await self._pull_on_workers(self._workers, flight)
-        return await in_thread(lambda: self._service.pull_now(wanted, deadline, flight.progress))
+            return await self._pull_on_workers(self._workers, shared)
+        return await in_thread(lambda: self._service.pull_now(wanted, deadline, shared.progress))
 
-    async def _await(self, flight: _Flight, to_come: StepToCome) -> None:
-        left = flight.deadline - time.monotonic()
+    async def _await(self, shared: _SharedPull, to_come: StepToCome) -> None:
+        left = shared.deadline - time.monotonic()
         try:
             await asyncio.wait_for(asyncio.wrap_future(to_come.future), left)
         except FaninError as error:
@@ -328,14 +328,14 @@ class Flights:
             # Another launch, or a rank that is gone for good: the pull itself finds out.
             await asyncio.sleep(_BREATH)
         except asyncio.TimeoutError:
-            wanted = flight.wanted
+            wanted = shared.wanted
             raise await in_thread(lambda: self._service.overdue(wanted, to_come)) from None
 
-    async def _refuse_unwanted(self, adapter: Adapter, flight: _Flight) -> None:
+    async def _refuse_unwanted(self, adapter: Adapter, shared: _SharedPull) -> None:
         """Gives the adapter up if, while it was pulled, its world ended for this engine or another
         trainer's adapter got its name."""
-        refusal: FaninError | None = self._taken(flight.wanted, adapter.world)
-        if why := self._keeper.outlived(adapter.world, flight.started):
+        refusal: FaninError | None = self._taken(shared.wanted, adapter.world)
+        if why := self._keeper.outlived(adapter.world, shared.started):
             refusal = CancelledError.make(
                 f"adapter {adapter.name} was pulled, and is not served: {why}", "ask again"
             )
@@ -346,23 +346,23 @@ class Flights:
     # ------------------------------------------------------------- in the workers
 
     async def _pull_on_workers(
-        self, workers: WorkerCalls, flight: _Flight, way: SlotWay | None = None
+        self, workers: WorkerCalls, shared: _SharedPull, way: SlotWay | None = None
     ) -> Adapter:
         """By each host for itself; with *way* by each worker, into its slots' layout.
 
         Raises ByDirectory if that cannot be.
         """
-        wanted, deadline = flight.wanted, flight.deadline
+        wanted, deadline = shared.wanted, shared.deadline
         for attempt in range(_TRIES):
             plan = await in_thread(lambda: self._service.plan(wanted, deadline))
             job: dict[str, Any] = {"id": uuid.uuid4().hex, "path": str(plan.path)}
             if way is not None:
                 way.check(wanted, plan)
                 job |= fields(wanted, plan)
-                job |= {"number": flight.number, "adapter": wanted.name}
+                job |= {"number": shared.number, "adapter": wanted.name}
             try:
                 left = deadline - time.monotonic()
-                reports = await self._job_runner(workers, flight, plan)(job, left)
+                reports = await self._job_runner(workers, shared, plan)(job, left)
             except FaninError as error:
                 refused = None if way is None else way.refused(wanted, plan, error)
                 if refused is not None:
@@ -378,17 +378,17 @@ class Flights:
                 phases=phases,
                 ranks=ranks,
                 bytes=sum(report["bytes"] for report in reports if not report["reused"]),
-                seconds=time.monotonic() - flight.started,
+                seconds=time.monotonic() - shared.started,
                 reused=all(report["reused"] for report in reports),
                 transport=str(reports[0]["transport"]),
                 landing="directory" if way is None else "slot",
-                numbers={flight.number} if all(one.get("added") for one in reports) else set(),
+                numbers={shared.number} if all(one.get("added") for one in reports) else set(),
             )
         raise AssertionError("unreachable")
 
-    def _job_runner(self, workers: WorkerCalls, flight: _Flight, plan: Plan) -> Run:
+    def _job_runner(self, workers: WorkerCalls, shared: _SharedPull, plan: Plan) -> Run:
         """Runs jobs on all workers: (what is particular to one, its seconds) to their reports."""
-        wanted = flight.wanted
+        wanted = shared.wanted
 
         async def run(job: dict[str, Any], left: float) -> list[dict[str, Any]]:
             if left <= 0:
@@ -412,7 +412,7 @@ class Flights:
                 started = await workers("fanin_start_pull", job)
                 if job.get("layout") and all(one.get("state") == "done" for one in started):
                     return started
-                return await self._poll(workers, flight, job, deadline)
+                return await self._poll(workers, shared, job, deadline)
             except BaseException:
                 with contextlib.suppress(Exception):
                     # By its number alone: another pull may have brought what is in that place.
@@ -422,7 +422,7 @@ class Flights:
         return run
 
     async def _poll(
-        self, workers: WorkerCalls, flight: _Flight, job: dict[str, Any], deadline: float
+        self, workers: WorkerCalls, shared: _SharedPull, job: dict[str, Any], deadline: float
     ) -> list[dict[str, Any]]:
         delay = _POLL_SLOTS if job.get("layout") and not job["learn"] else _POLL_FIRST
         while True:
@@ -434,7 +434,7 @@ class Flights:
                     raise error
             if not reports:
                 raise HostError.make("the engine has no workers that answer", "see its log")
-            flight.progress(
+            shared.progress(
                 min(report["bytes"] for report in reports),
                 max(report["total"] for report in reports),
             )
@@ -443,7 +443,7 @@ class Flights:
             if time.monotonic() > deadline + _GRACE:
                 hosts = sorted({r["host"] for r in reports if r["state"] != "done"})
                 raise PullTimeoutError.make(
-                    f"adapter {flight.wanted.name} is not complete on {', '.join(hosts)}",
+                    f"adapter {shared.wanted.name} is not complete on {', '.join(hosts)}",
                     "look at the workers' logs there",
                 )
             await asyncio.sleep(delay)
@@ -453,13 +453,13 @@ class Flights:
         """The pulls that run, as plain values."""
         return [
             {
-                "name": flight.wanted.name,
-                "run": flight.wanted.run,
-                "step": flight.wanted.step,
-                "seconds": round(time.monotonic() - flight.started, 3),
-                "bytes_done": flight.done_bytes,
-                "bytes_total": flight.total_bytes,
-                "waiters": flight.waiters,
+                "name": shared.wanted.name,
+                "run": shared.wanted.run,
+                "step": shared.wanted.step,
+                "seconds": round(time.monotonic() - shared.started, 3),
+                "bytes_done": shared.done_bytes,
+                "bytes_total": shared.total_bytes,
+                "waiters": shared.waiters,
             }
-            for flight in self._flights.values()
+            for shared in self._under_way.values()
         ]

@@ -20,7 +20,7 @@ import torch
 
 from fanin._dtypes import torch_types
 from fanin.engine.copies import Copies
-from fanin.engine.slot_table import Seat
+from fanin.engine.slot_table import KeptSlot
 from fanin.mapping import Mapping
 from fanin.mapping._boxes import packed_strides
 from fanin.server import Stream
@@ -142,7 +142,7 @@ class Image:
     def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:
         self.layout = layout
         #: The slot that has been filled with it, if one could be kept.
-        self.seat: Seat | None = None
+        self.seat: KeptSlot | None = None
         self._lock = threading.Lock()
         self._copied: Any = None
         #: Nobody fills it: it may be moved.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-__all__ = ["Seat", "Seats"]
+__all__ = ["KeptSlot", "SlotTable"]
 
 
-class Seat:
+class KeptSlot:
     """One slot that is kept for an adapter that comes. vLLM may take it back at any time."""
 
     def __init__(self, index: int) -> None:
@@ -46,25 +46,25 @@ class Seat:
             return whole
 
 
-class Seats:
+class SlotTable:
     """Those of one worker. Any thread, but for what is said of :meth:`keep`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[int, Seat] = {}
+        self._kept: dict[int, KeptSlot] = {}
 
     def indices(self) -> set[int]:
         with self._lock:
             return set(self._kept)
 
-    def keep(self, index: int) -> Seat:
+    def keep(self, index: int) -> KeptSlot:
         """Keeps a slot that no adapter has. In the engine's thread: it alone gives slots away."""
-        seat = Seat(index)
+        seat = KeptSlot(index)
         with self._lock:
             self._kept[index] = seat
         return seat
 
-    def give_up(self, seat: Seat | None) -> bool:
+    def give_up(self, seat: KeptSlot | None) -> bool:
         """Its keeper gives it up, or takes the seat; whether the slot is whole."""
         if seat is None:
             return False

@@ -34,7 +34,7 @@ from fanin.engine.retire import Keeper
 from fanin.engine.threads import in_thread
 from fanin.errors import FaninError, PullTimeoutError
 
-__all__ = ["Lookout"]
+__all__ = ["TrainerWatch"]
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,7 @@ class _NamedAnother(Exception):
         super().__init__(f"another launch {successor} is at {source.text}")
 
 
-class Lookout:
+class TrainerWatch:
     """Follows the worlds whose adapters are here. Used in one event loop's thread.
 
     A world is followed by a task of the loop, until its last adapter leaves.

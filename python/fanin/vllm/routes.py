@@ -30,7 +30,7 @@ from fanin._otel import span, within
 from fanin.engine.clients import Source
 from fanin.engine.faults import body_of, status_of
 from fanin.engine.pulls import Adapter, Wanted, which
-from fanin.engine.route_auth import UNAUTHORIZED, FrontDoor, shows_key
+from fanin.engine.route_auth import UNAUTHORIZED, RouteAuth, shows_key
 from fanin.engine.threads import in_thread
 from fanin.errors import (
     FaninError,
@@ -196,17 +196,17 @@ class Api:
         return self._here.config.newest and body.get("step") is None and free
 
     async def _fetch(self, body: dict[str, Any], number: int) -> Adapter:
-        """The adapter that the body asks for, pinned. number: see :meth:`Flights.fetch`."""
+        """The adapter that the body asks for, pinned. number: see :meth:`SharedPulls.fetch`."""
         here = self._here
         if not self._wants_newest(body):
-            return await here.flights.fetch(self.wanted(body), number=number)
+            return await here.pulls.fetch(self.wanted(body), number=number)
         first = self.wanted({**body, "step": 0})
         deadline = time.monotonic() + first.timeout
         while True:
             step = await in_thread(lambda: here.service.newest(first.source, first.run, deadline))
             wanted = dataclasses.replace(first, step=step, timeout=deadline - time.monotonic())
             try:
-                return await here.flights.fetch(wanted, number=number)
+                return await here.pulls.fetch(wanted, number=number)
             except SupersededError:
                 if time.monotonic() >= deadline:
                     raise
@@ -387,18 +387,18 @@ class Api:
             "trainer": None if source is None else source.text,
             "server_name": None if source is None else source.server_name,
             "world": None if met is None else met[0],
-            "worlds_silent": here.lookout.status(),
+            "worlds_silent": here.watch.status(),
             "cache_dir": str(here.config.cache_dir),
             "keep": here.config.keep,
             "dtype": here.config.dtype,
             "max_bytes": here.config.max_bytes,
             "trust_config": here.config.trust_config,
-            "slots": here.flights.slots(),
+            "slots": here.pulls.slots(),
             **here.keeper.status(),
-            "pulling": here.flights.status(),
+            "pulling": here.pulls.status(),
             "connections": here.service.pool.stats(),
             "counters": here.counters.snapshot(),
-            "last_error": here.flights.last_error,
+            "last_error": here.pulls.last_error,
         }
 
 
@@ -411,7 +411,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._api: Api | None = None
         self._keys: tuple[str, ...] = ()
-        self._door = FrontDoor()
+        self._door = RouteAuth()
 
     def attach_router(self, app: Any) -> None:
         """Registers the routes on *app*, a FastAPI application that has vLLM's."""

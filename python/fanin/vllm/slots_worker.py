@@ -30,7 +30,7 @@ from fanin.engine.faults import to_wire
 from fanin.engine.jobs import Done, Jobs, Progress
 from fanin.engine.pulls import PullService, catalog_digest, phases_of, version_of
 from fanin.engine.slot_images import Image, Layout
-from fanin.engine.slot_table import Seat, Seats
+from fanin.engine.slot_table import KeptSlot, SlotTable
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
 from fanin.vllm import patches
 from fanin.vllm.slots import SlotMemory, loader_of, prove, record_layout, unfit, unfitting
@@ -80,7 +80,7 @@ class Slots:
         self.loader = loader_of(worker)
         self.manager = self.loader._adapter_manager
         self._memory = SlotMemory(self.manager)
-        self._seats = Seats()
+        self._table = SlotTable()
         self._lock = threading.Lock()
         self._layouts: dict[str, Layout] = {}
         self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
@@ -179,15 +179,15 @@ class Slots:
         batch = getattr(self._worker.model_runner, "input_batch", None)
         return not getattr(batch, "req_id_to_index", None)
 
-    def keep_seat(self) -> Seat | None:
+    def keep_seat(self) -> KeptSlot | None:
         """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
         the others; None if requests run with all, or it is a GPU's."""
         if self.manager.device.type != "cpu":
             return None
-        index = _idle_slot(self._worker, self.manager, self._seats.indices())
-        return None if index is None else self._seats.keep(index)
+        index = _idle_slot(self._worker, self.manager, self._table.indices())
+        return None if index is None else self._table.keep(index)
 
-    def fill_seat(self, seat: Seat | None, image: Image) -> None:
+    def fill_seat(self, seat: KeptSlot | None, image: Image) -> None:
         """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
         if seat is None:
             return
@@ -195,16 +195,16 @@ class Slots:
         if seat.fill(itertools.chain(clearing, image.pieces(self.manager, seat.index))):
             image.seat = seat
 
-    def let_go(self, seat: Seat | None) -> None:
+    def end_keeping(self, seat: KeptSlot | None) -> None:
         """The keeper of the slot has ended: the slot is vLLM's again, unless an image is in it."""
         if seat is not None and not seat.filled:
-            self._seats.give_up(seat)
+            self._table.give_up(seat)
 
     def sit_down(self, number: int, image: Image) -> bool:
         """Whether the adapter of that number has a slot now without a copy. In the engine's
         thread, which may give any slot away after this."""
         seat, image.seat = image.seat, None
-        whole = self._seats.give_up(seat)
+        whole = self._table.give_up(seat)
         if seat is not None and whole and self.manager.lora_index_to_id[seat.index] is None:
             _sit_down(self.manager, number, seat.index)
             return True
@@ -214,7 +214,7 @@ class Slots:
         """vLLM gives a slot away now: the first that no adapter has."""
         slots = self.manager.lora_index_to_id
         if None in slots:
-            self._seats.take_back(slots.index(None))
+            self._table.take_back(slots.index(None))
 
     def hold(self, path: str, image: Image | None = None) -> Image | None:
         """Holds the image of that path once more; *image*, if there is none yet. None: none."""
@@ -235,7 +235,7 @@ class Slots:
                 self._images[path] = image, times - 1
                 return
             del self._images[path]
-        self._seats.give_up(image.seat)
+        self._table.give_up(image.seat)
         with suppress(RuntimeError):  # the engine's thread has just changed the list
             loaded = list(self.manager.list_adapters().values())
             if not any(getattr(model, "image", None) is image for model in loaded):
@@ -243,7 +243,7 @@ class Slots:
 
     def give_back(self, image: Image) -> None:
         """An image that nothing uses: the next pull may fill it."""
-        self._seats.give_up(image.seat)
+        self._table.give_up(image.seat)
         image.seat = None
         if image.on_gpu != (self._gpu is not None):
             return
@@ -356,14 +356,14 @@ class WorkerSlots:
             except MemoryError as error:
                 raise _short(error) from error
             finally:
-                self._slots.let_go(seat)
+                self._slots.end_keeping(seat)
 
         self.jobs.start(job["id"], run)
 
     def _run(
         self,
         job: dict[str, Any],
-        seat: Seat | None,
+        seat: KeptSlot | None,
         service: Callable[[], PullService],
         progress: Progress,
     ) -> Done:
@@ -429,7 +429,7 @@ class WorkerSlots:
 
     def _pull(
         self,
-        seat: Seat | None,
+        seat: KeptSlot | None,
         client: Any,
         job: dict[str, Any],
         deadline: float,

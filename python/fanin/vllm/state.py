@@ -26,10 +26,10 @@ from fanin.engine.faults import says, status_of
 from fanin.engine.metrics import Metrics, metrics
 from fanin.engine.pulls import Adapter, PullService, Wanted
 from fanin.engine.retire import Keeper
-from fanin.engine.shared_pulls import Flights
+from fanin.engine.shared_pulls import SharedPulls
 from fanin.engine.slots_way import SlotWay
 from fanin.engine.spares import Spares
-from fanin.engine.trainer_watch import Lookout
+from fanin.engine.trainer_watch import TrainerWatch
 from fanin.errors import ConnectionFailedError, FaninError, HostError, StateError
 from fanin.names import parse
 from fanin.vllm.models import Adds, Engine, Listener, asked_at
@@ -102,8 +102,8 @@ class State:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.keeper = Keeper(config.keep, self.counters)
-        self.lookout = Lookout(self.service, self.keeper, self.counters)
-        self.flights = Flights(self.service, self.keeper, self.lookout, self.counters)
+        self.watch = TrainerWatch(self.service, self.keeper, self.counters)
+        self.pulls = SharedPulls(self.service, self.keeper, self.watch, self.counters)
         self._attached = 0.0
 
     def facts(self) -> EngineFacts:
@@ -168,13 +168,13 @@ class State:
         self.keeper.attach(engine)
         parallel = getattr(engine.config, "parallel_config", None)
         if parallel is not None and has_distant_workers(parallel):
-            self.flights.use_workers(engine.call_workers)
+            self.pulls.use_workers(engine.call_workers)
             _log.info("fanin: workers may be on other hosts: each host pulls for itself")
         self._warn_of_small_cache(engine.facts())
         threading.Thread(target=self._sweep, name="fanin-sweep", daemon=True).start()
         await engine.probe()
         way = SlotWay(self._no_slots(engine))
-        self.flights.use_slots(way, engine.call_workers)
+        self.pulls.use_slots(way, engine.call_workers)
         if not way.why:
             self.adds = Adds(models, keeper.in_slots, engine.call_workers)
         return engine
@@ -302,7 +302,7 @@ def make_resolver() -> Any:
             if models is not None:
                 await here.attach(models)
             number = 0 if here.adds is None else here.adds.taken()
-            adapter = await here.flights.fetch(wanted, here.asked(), number=number)
+            adapter = await here.pulls.fetch(wanted, here.asked(), number=number)
             try:
                 here.service.warn_of_base_model(adapter, base_model_name)
                 request = LoRARequest(
