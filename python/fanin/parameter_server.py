@@ -34,7 +34,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -180,18 +179,14 @@ class ParameterServer:
             **given,
         )
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._stop = threading.Event()
         self._closed = False
         self._store: dict[str, _Entry] = {}
-        self._sizes: Counter[str] = Counter()
-        self._devices: dict[str, Counter[int]] = {}
         self._steps: dict[str, int] = {}
         self._open: set[str] | None = None  # publications of an updating(), None: outside of one
         self._torn: set[str] = set()  # half-written, after an exception in updating()
         self._last: dict[str, tuple[float, float]] = {}  # when it was committed, how long it took
-        self._due: dict[str, float] = {}  # changed and not committed yet, and until when at most
-        self._flusher: threading.Thread | None = None
+        self._due: dict[str, threading.Timer] = {}  # changed, and who commits it later
         self._lent: dict[int, dict[str, _Entry]] = {}  # by storage, of PyTorch's tensors
         self._counting = False
         self._streams: dict[str, Any] = {}  # whose end the last commit waits for
@@ -227,8 +222,6 @@ class ParameterServer:
             self._server.put(publication, [shard])  # not seen by readers before a commit
             with self._change(publication):
                 self._keep(key, _Entry(tensor, shard))
-                self._sizes[publication] += 1
-                self._devices.setdefault(publication, Counter())[_device(shard)] += 1
 
     def update(self, key: str, tensor: Any) -> None:
         """Puts *tensor* in the place of the key's, which may be the same, and publishes it.
@@ -264,36 +257,32 @@ class ParameterServer:
             if key not in self._store:
                 raise KeyError(f"no key {key!r}")
             publication, name = split_key(key)
-            if self._sizes[publication] == 1:
+            if not any(split_key(one)[0] == publication for one in self._store if one != key):
                 self._server.remove(publication)
                 self._torn.discard(publication)
-                self._due.pop(publication, None)
+                self._done(publication)
                 self._streams.pop(publication, None)
                 self._steps[publication] = self._steps.get(publication, 0) + 1
                 if self._open is not None:
                     self._open.discard(publication)
-                self._drop(key, publication)
+                self._release(key)
                 return
             with self._change(publication):
                 self._server.remove(publication, name)
-                self._drop(key, publication)
+                self._release(key)
 
-    def _drop(self, key: str, publication: str) -> None:
-        self._devices[publication][_device(self._let_go(key).shard)] -= 1
-        self._sizes[publication] -= 1
-        del self._store[key]
+    def _publications(self) -> list[str]:
+        """Those that have tensors."""
+        return list(dict.fromkeys(split_key(key)[0] for key in self._store))
 
     def _replace(self, publication: str, key: str, entry: _Entry) -> None:
         self._server.put(publication, [entry.shard], replace=True)
-        devices = self._devices[publication]
-        devices[_device(self._let_go(key).shard)] -= 1
-        devices[_device(entry.shard)] += 1
         self._keep(key, entry)
 
     def _tell_what_moved(self) -> None:
         """``p.data = ...`` and ``module.to()`` give a tensor other memory, of which nobody tells:
         what is registered would be published as the new step, and is what it was before."""
-        for key, entry in self._store.items():
+        for key, entry in list(self._store.items()):
             publication, name = split_key(key)
             try:
                 if entry.moved:
@@ -310,7 +299,7 @@ class ParameterServer:
                 ) from error
 
     def _keep(self, key: str, entry: _Entry) -> None:
-        self._store[key] = entry
+        self._release(key, entry)
         if entry.extent is None or self._snapshot:
             return
         self._lent.setdefault(entry.extent.storage, {})[key] = entry
@@ -320,15 +309,18 @@ class ParameterServer:
             count_steps(self, ParameterServer._published)
             self._counting = True
 
-    def _let_go(self, key: str) -> _Entry:
-        """The key's entry, which counts no writes any more: it is to be removed or replaced."""
-        entry = self._store[key]
-        if entry.extent is not None:
-            there = self._lent.get(entry.extent.storage, {})
+    def _release(self, key: str, new: _Entry | None = None) -> None:
+        """The key's entry counts no writes any more; *new* stands in its place."""
+        old = self._store.get(key)
+        if old is not None and old.extent is not None:
+            there = self._lent.get(old.extent.storage, {})
             there.pop(key, None)
             if not there:  # storages come and go
-                self._lent.pop(entry.extent.storage, None)
-        return entry
+                self._lent.pop(old.extent.storage, None)
+        if new is None:
+            del self._store[key]
+        else:
+            self._store[key] = new
 
     def _published(self, param: Any) -> list[Any]:
         """The tensors that lie where the parameter *param* does, if any."""
@@ -369,13 +361,13 @@ class ParameterServer:
             self._alive()
             if self._open is not None:
                 raise RuntimeError("updating() is called inside updating()")
-            last = max((self._steps.get(p, 0) for p, n in self._sizes.items() if n > 0), default=0)
+            last = max((self._steps.get(p, 0) for p in self._publications()), default=0)
             if step is not None and step <= last:
                 raise ValueError(f"step {step} is not above the last one, {last}")
             self._refuse_written(self._store)
             self._open = set()
             try:
-                for publication in [p for p, size in self._sizes.items() if size > 0]:
+                for publication in self._publications():
                     self._begin(publication)
                 yield
                 self._tell_what_moved()
@@ -402,7 +394,7 @@ class ParameterServer:
             return
         for publication in {split_key(key)[0] for key in written}:
             self._torn.add(publication)
-            self._due.pop(publication, None)
+            self._done(publication)
             with contextlib.suppress(StateError):
                 self._server.withdraw(publication)
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
@@ -432,41 +424,35 @@ class ParameterServer:
                 self._commit_soon(publication)
 
     def _commit_soon(self, publication: str) -> None:
-        """Commits, or leaves it to the flusher if commits would take most of the time.
+        """Commits, or leaves it to a timer if commits would take most of the time.
 
         A commit of many tensors takes milliseconds, and code that puts thousands one by one is
         usual. Readers wait while a publication is due, so they never miss what was put.
         """
         at, took = self._last.get(publication, (0.0, 0.0))
-        due = at + 4 * took
-        if took < 0.001 or time.monotonic() >= due:
+        left = at + 4 * took - time.monotonic()
+        if took < 0.001 or left <= 0:
             self._commit(publication, self._steps[publication], None)
-            return
-        self._due.setdefault(publication, due)
-        if self._flusher is None:
-            self._flusher = threading.Thread(
-                target=self._flush, name=f"fanin {self.name}", daemon=True
-            )
-            self._flusher.start()
-        self._changed.notify_all()
+        elif publication not in self._due:
+            timer = self._due[publication] = threading.Timer(left, self._commit_due, (publication,))
+            timer.daemon = True
+            timer.start()
 
-    def _flush(self) -> None:
+    def _commit_due(self, publication: str) -> None:
         with self._lock:
-            while not self._closed:
-                if not self._due:
-                    self._changed.wait()
-                    continue
-                publication, due = min(self._due.items(), key=lambda item: item[1])
-                left = due - time.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
-                    continue
-                try:
-                    self._commit(publication, self._steps[publication], None)
-                except Exception as error:
-                    self._due.pop(publication, None)
-                    self._torn.add(publication)
-                    _log.error("%s cannot be published: %s", publication, error)
+            if self._due.get(publication) is not threading.current_thread():
+                return
+            try:
+                self._commit(publication, self._steps[publication], None)
+            except Exception as error:
+                self._done(publication)
+                self._torn.add(publication)
+                _log.error("%s cannot be published: %s", publication, error)
+
+    def _done(self, publication: str) -> None:
+        """Nothing of it is due any more."""
+        if timer := self._due.pop(publication, None):
+            timer.cancel()
 
     def _begin(self, publication: str) -> None:
         assert self._open is not None
@@ -478,12 +464,12 @@ class ParameterServer:
         self._server.commit(publication, step, snapshot=self._snapshot, stream=stream)
         self._steps[publication] = step
         self._last[publication] = (time.monotonic(), time.monotonic() - started)
-        self._due.pop(publication, None)
+        self._done(publication)
         self._torn.discard(publication)
 
     def _abort(self, publication: str) -> None:
         self._torn.add(publication)
-        self._due.pop(publication, None)
+        self._done(publication)
         try:
             self._server.abort_update(publication)
         except FaninError as error:  # of a publication that this block has committed already
@@ -507,7 +493,8 @@ class ParameterServer:
 
     def _stream(self, publication: str) -> Stream | None:
         """The stream of this thread that writes the tensors, if they are on one CUDA device."""
-        devices = [d for d, count in self._devices[publication].items() if count > 0 and d >= 0]
+        mine = [one for key, one in self._store.items() if split_key(key)[0] == publication]
+        devices = sorted({_device(one.shard) for one in mine} - {-1})
         if not devices:
             return None
         import torch
@@ -560,15 +547,11 @@ class ParameterServer:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._changed.notify_all()
+                for publication in list(self._due):
+                    self._done(publication)
                 self._server.close()
                 self._store.clear()
                 self._lent.clear()
-                self._sizes.clear()
-                self._devices.clear()
-                self._due.clear()
-        if self._flusher is not None and self._flusher is not threading.current_thread():
-            self._flusher.join()
 
     def _alive(self) -> None:
         if self._closed:
