@@ -13,6 +13,7 @@ from typing import Any
 import fanin
 import pytest
 from fanin import _otel, errors
+from fanin.engine import pulls
 from fanin.engine.threads import in_thread
 from fanin.pool import EnginePool, PoolError
 from fanin.sync import Registry, Service, SyncClient, SyncError, SyncServer
@@ -215,7 +216,7 @@ async def test_what_a_route_refuses(
 def test_a_worker_is_below_the_job(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that was started by a call from another process, whose context is none of ours."""
     result = SimpleNamespace(bytes=0, reused=False, path="", ranks=[])
-    result.__dict__.update(dict.fromkeys(worker.phases_of.__globals__["_PHASES"], 0.0))
+    result.__dict__.update(dict.fromkeys(pulls._PHASES, 0.0))
     lease = SimpleNamespace(release=lambda **_: True)
 
     def pull_to(*_: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fanin.engine.faults import to_wire
-from fanin.engine.pulls import Wanted
+from fanin.engine.pulls import Wanted, phases_of
 from fanin.engine.threads import Hands
 from fanin.errors import HostError, NotFoundError
 
@@ -25,6 +25,9 @@ _log = logging.getLogger("vllm.fanin")
 _pulls, _deletions = Hands("fanin-pull"), Hands("fanin-delete")
 
 Progress = Callable[[int, int], None]
+
+
+_TOLD = ("bytes", "reused", "transport", "path", "world", "is_3d", "phases", "ranks")
 
 
 class Held(Protocol):
@@ -42,14 +45,26 @@ class Done:
     path: str
     world: str
     step: int
-    bytes: int
-    reused: bool
-    transport: str
-    is_3d: bool
     lease: Held
+    bytes: int = 0
+    reused: bool = False
+    transport: str = ""
+    is_3d: bool = False
     wanted: Wanted | None = None
     phases: dict[str, float] = field(default_factory=dict)
     ranks: int = 0
+
+    @classmethod
+    def of(
+        cls, job: dict[str, Any], lease: Held, result: Any = None, *, reused: bool = False
+    ) -> Done:
+        """What a planned pull has brought. result: the client's, None: no byte was read."""
+        done = cls(job["path"], job["world"], int(job["step"]), lease, reused=reused)
+        done.is_3d = bool(job.get("is_3d", False))
+        if result is not None:
+            done.bytes, done.transport = int(result.bytes), str(result.path)
+            done.phases, done.ranks = phases_of(result), len(result.ranks)
+        return done
 
 
 class _Job:
@@ -123,11 +138,6 @@ class Jobs:
             job.over.wait(seconds)
         return self.poll(name)
 
-    def knows(self, name: str) -> bool:
-        """Whether a job of that name was started and not dropped."""
-        with self._lock:
-            return name in self._jobs
-
     def poll(self, name: str) -> dict[str, Any]:
         """How far the job is: state "running", "done" or "failed", and what belongs to it."""
         with self._lock:
@@ -148,22 +158,10 @@ class Jobs:
             report["seconds"] = time.monotonic() - job.started
             if job.error is not None:
                 return {**report, "state": "failed", "error": to_wire(job.error)}
-            if job.result is not None:
-                done = job.result
-                return {
-                    **report,
-                    "state": "done",
-                    "bytes": done.bytes,
-                    "reused": done.reused,
-                    "transport": done.transport,
-                    "path": done.path,
-                    "world": done.world,
-                    "step": str(done.step),
-                    "is_3d": done.is_3d,
-                    "phases": done.phases,
-                    "ranks": done.ranks,
-                }
-            return report
+            if job.result is None:
+                return report
+            told = {name: getattr(job.result, name) for name in _TOLD}
+            return {**report, "state": "done", **told, "step": str(job.result.step)}
 
     def result(self, name: str) -> Done | None:
         """What the job of that name brought, if it is done."""

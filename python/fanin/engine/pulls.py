@@ -639,13 +639,10 @@ class PullService:
         The result of the pull, and the lease that keeps the directory. Raises as :meth:`pull`.
         """
         deadline = time.monotonic() + float(job["timeout"])
-        target = Target(
-            tuple(job["addresses"]), job["server_name"], job["world"], job.get("secret_file")
-        )
         path = Path(job["path"])
         lease = self.places.lease(path, deadline)
         try:
-            with self._borrow(target, job["world"], deadline, path.parent) as client:
+            with self.connected(job, deadline, path.parent) as client:
                 result = self._bring(
                     client, job["run"], path, int(job["step"]), deadline, progress, job["how"]
                 )
@@ -653,6 +650,16 @@ class PullService:
             lease.release(delete=True)
             raise
         return result, lease
+
+    def connected(
+        self, job: dict[str, Any], deadline: float, folder: Path | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A client of the trainer from which another process has planned a pull."""
+        addresses, world = tuple(job["addresses"]), job["world"]
+        target = Target(addresses, job["server_name"], world, job.get("secret_file"))
+        if folder is None:
+            return self.pool.borrow(target, world, deadline)
+        return self._borrow(target, world, deadline, folder)
 
     def warn_of_base_model(self, adapter: Adapter, served: str) -> None:
         """Logs once a run and world if the adapter was trained on another model than is served."""

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from fanin._otel import within
-from fanin.engine.clients import Target, remaining
+from fanin.engine.clients import remaining
 from fanin.engine.faults import to_wire
-from fanin.engine.jobs import Done, Jobs, Progress
-from fanin.engine.pulls import PullService, catalog_digest, phases_of, version_of
+from fanin.engine.jobs import Done, Progress
+from fanin.engine.pulls import PullService, catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
 from fanin.engine.slot_table import KeptSlot, SlotTable
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
@@ -329,21 +329,24 @@ class _Nothing:
 
 
 class WorkerSlots:
-    """The slots of one worker, and its jobs. Made in the engine's thread."""
+    """The slots of one worker as an end of its jobs. Made in the engine's thread."""
 
     def __init__(self, worker: Any) -> None:
         why = unfit(worker)
         if why:
             raise unfitting(why)
         self._slots = Slots(worker)
+        self.idle = self._slots.idle
         #: Of jobs that bring an adapter which vLLM has numbered already.
         self._numbered: dict[str, dict[str, Any]] = {}
-        self.jobs = Jobs()
 
-    def start(self, job: dict[str, Any], service: Callable[[], PullService]) -> None:
-        """Begins a pull, or to learn a layout; see :class:`fanin.engine.slots_way.SlotWay`.
+    def begin(
+        self, job: dict[str, Any], service: Callable[[], PullService]
+    ) -> Callable[[Progress], Done]:
+        """What a thread has to do to pull, or to learn a layout; see
+        :class:`fanin.engine.slots_way.SlotWay`. In the engine's thread.
 
-        Returns at once. service: makes the one to pull with; called in the job's thread.
+        service: makes the one to pull with; called in the job's thread.
         """
         seat = None if job["learn"] else self._slots.keep_seat()
         if job.get("number"):
@@ -358,7 +361,7 @@ class WorkerSlots:
             finally:
                 self._slots.end_keeping(seat)
 
-        self.jobs.start(job["id"], run)
+        return run
 
     def _run(
         self,
@@ -368,24 +371,17 @@ class WorkerSlots:
         progress: Progress,
     ) -> Done:
         self._slots.use_device()
-        target = Target(
-            tuple(job["addresses"]), job["server_name"], job["world"], job.get("secret_file")
-        )
         deadline = time.monotonic() + float(job["timeout"])
-        with service().pool.borrow(target, job["world"], deadline) as client:
+        with service().connected(job, deadline) as client:
             if job["learn"]:
                 return self._learn(client, job, deadline)
             return self._pull(seat, client, job, deadline, progress)
 
     # ------------------------------------------------------------------ adding
 
-    def report(self, name: str, seconds: float = 0.0) -> dict[str, Any]:
-        """How far a job is, in the engine's thread; where no request runs it waits for the end of
-        the job, at most *seconds*.
-
-        The adapter of one that is done and came with vLLM's number is added here and now.
-        """
-        told = self.jobs.linger(name, seconds if self._slots.idle() else 0.0)
+    def added(self, name: str, told: dict[str, Any]) -> dict[str, Any]:
+        """*told* of a job, in the engine's thread; the adapter of one that is done and came with
+        vLLM's number is added here and now."""
         job = self._numbered.get(name)
         if job is None or told["state"] != "done":
             return told
@@ -417,13 +413,12 @@ class WorkerSlots:
             return {"error": to_wire(error)}
         return {"error": None}
 
-    def drop(self, path: str, name: str) -> None:
-        """Forgets jobs by their name or by what they brought, and vLLM what they added."""
+    def forget(self, path: str, name: str) -> None:
+        """vLLM forgets what jobs added, by their name or by what they brought."""
         for key, job in list(self._numbered.items()):
             if key == name or job["path"] == path:
                 del self._numbered[key]
                 self._slots.loader.remove_adapter(job["number"])
-        self.jobs.drop(name=name, path=path)
 
     # ------------------------------------------------------------------ a pull
 
@@ -440,7 +435,7 @@ class WorkerSlots:
             raise unfitting("this worker does not know the layout any more")
         path = job["path"]
         if self._slots.hold(path) is not None:  # another caller has brought it
-            return self._done(job, path)
+            return Done.of(job, _Hold(self._slots, path), reused=True)
         image = self._slots.take(layout)
         try:
             result = client.pull_into(
@@ -462,22 +457,7 @@ class WorkerSlots:
         if self._slots.hold(path, image) is not image:
             self._slots.give_back(image)
         self._slots.settle()
-        return self._done(job, path, result)
-
-    def _done(self, job: dict[str, Any], path: str, result: Any = None) -> Done:
-        """result: of the pull, None: another one's adapter was here."""
-        return Done(
-            path=path,
-            world=job["world"],
-            step=int(job["step"]),
-            bytes=0 if result is None else int(result.bytes),
-            reused=result is None,
-            transport="" if result is None else str(result.path),
-            is_3d=job["is_3d"],
-            lease=_Hold(self._slots, path),
-            phases={} if result is None else phases_of(result),
-            ranks=0 if result is None else len(result.ranks),
-        )
+        return Done.of(job, _Hold(self._slots, path), result)
 
     def _check_catalog(self, client: Any, job: dict[str, Any], deadline: float) -> None:
         """Whether what was pulled is laid out, and scaled, as the layout says."""
@@ -515,7 +495,7 @@ class WorkerSlots:
             len(layout.parts),
             time.monotonic() - begun,
         )
-        return Done("", job["world"], int(job["step"]), 0, False, "", job["is_3d"], _Nothing())
+        return Done.of({**job, "path": ""}, _Nothing())
 
     def _proven(self, entries: Any, job: dict[str, Any]) -> Layout:
         from vllm.lora.request import LoRARequest

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from fanin.engine.faults import from_wire, to_wire
 from fanin.engine.jobs import Done, Jobs, Progress
 from fanin.engine.lora_places import FUSED, Parse, Width, judge, of_one, of_packed, sizes_of
 from fanin.engine.pull_log import PullLog
-from fanin.engine.pulls import PullService, Wanted, phases_of, which
+from fanin.engine.pulls import PullService, Wanted, which
 from fanin.engine.spares import Spares
 from fanin.engine.weights_state import fanin_weights_state
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
@@ -79,53 +79,36 @@ def _slots_of(worker: Any) -> Any:
 
 
 def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Starts the pull that the API server has planned; returns at once.
+    """Starts the pull that the API server has planned; how far it is. Returns at once.
 
     With a layout it goes into this worker's slots, else into a directory. Small adapters are there
     in less than another call costs, so that one for slots lingers for that long if nobody waits for
     the engine.
     """
-
-    def work(progress: Progress) -> Done:
-        service = _service(job["root"])
-        with within(job.get("trace")):
-            result, lease = service.pull_to(job, progress)
-        return Done(
-            path=job["path"],
-            world=job["world"],
-            step=int(job["step"]),
-            bytes=int(result.bytes),
-            reused=bool(result.reused),
-            transport=str(result.path),
-            is_3d=False,
-            lease=lease,
-            phases=phases_of(result),
-            ranks=len(result.ranks),
-        )
-
+    seconds = 0.0
+    work: Callable[[Progress], Done] = functools.partial(_into_directory, job)
     if job.get("layout"):
-        return _start_for_slots(self, job)
-    _jobs.start(job["id"], work)
-    return {"host": socket.gethostname(), "pid": os.getpid()}
-
-
-def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        if _slots_of(worker) is None:
-            from fanin.vllm.slots_worker import WorkerSlots
-
-            worker.fanin_worker_slots = WorkerSlots(worker)
-        _slots_of(worker).start(job, lambda: _service(job["root"]))
         seconds = 0.0 if job["learn"] else _LINGER
-        return dict(_slots_of(worker).report(job["id"], seconds))
-    except Exception as error:  # an exception here would be the engine's end
-        failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
+        try:
+            if _slots_of(self) is None:
+                from fanin.vllm.slots_worker import WorkerSlots
 
-        def fail(progress: Progress) -> Done:
-            raise failure
+                self.fanin_worker_slots = WorkerSlots(self)
+            work = _slots_of(self).begin(job, lambda: _service(job["root"]))
+        except Exception as error:  # an exception here would be the engine's end
+            failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
 
-        _jobs.start(job["id"], fail)
-        return _jobs.poll(job["id"])
+            def work(progress: Progress) -> Done:
+                raise failure
+
+    _jobs.start(job["id"], work)
+    return _report(self, job["id"], seconds)
+
+
+def _into_directory(job: dict[str, Any], progress: Progress) -> Done:
+    with within(job.get("trace")):
+        result, lease = _service(job["root"]).pull_to(job, progress)
+    return Done.of(job, lease, result, reused=bool(result.reused))
 
 
 def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
@@ -134,10 +117,17 @@ def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
     An adapter that came into the layout of the slots with vLLM's number is added with the answer
     that says so ("added").
     """
-    slots = _slots_of(self)
-    if slots is not None and slots.jobs.knows(job_id):
-        return dict(slots.report(job_id))
-    return _jobs.poll(job_id)
+    return _report(self, job_id, 0.0)
+
+
+def _report(worker: Any, job_id: str, seconds: float) -> dict[str, Any]:
+    """How far a job is, in the engine's thread; where no request runs it waits for the end of the
+    job, at most *seconds*."""
+    slots = _slots_of(worker)
+    if slots is None:
+        return _jobs.poll(job_id)
+    told = _jobs.linger(job_id, seconds if seconds and slots.idle() else 0.0)
+    return dict(slots.added(job_id, told))
 
 
 def fanin_add_lora(self: Any, adapter: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def fanin_drop_adapter(self: Any, path: str, job_id: str = "", numbers: Sequence
         self.remove_lora(number)
     slots = _slots_of(self)
     if slots is not None:
-        slots.drop(path, job_id)
+        slots.forget(path, job_id)
     _jobs.drop(name=job_id, path=path)
     return True
 
@@ -461,14 +451,14 @@ class WorkerExtension:
             assert adapter.lease is not None
             _lines.tell(adapter)
             return Done(
-                path=str(adapter.path),
-                world=adapter.world,
-                step=adapter.step,
+                str(adapter.path),
+                adapter.world,
+                adapter.step,
+                adapter.lease,
                 bytes=adapter.bytes,
                 reused=adapter.reused,
                 transport=adapter.transport,
                 is_3d=adapter.is_3d,
-                lease=adapter.lease,
                 wanted=wanted,
             )
 
