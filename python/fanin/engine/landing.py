@@ -6,16 +6,17 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fanin._dtypes import torch_types
 from fanin._records import PullProgress
-from fanin.engine.trainers import Trainer
+from fanin.client import PullResult
+from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import PeerError
 
-__all__ = ["Landing", "Progress", "Summary", "groups_of", "torch_dtype_of"]
+__all__ = ["Landing", "Progress", "Summary", "groups_of", "lend", "torch_dtype_of"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -140,3 +141,34 @@ def groups_of(names: Iterable[str]) -> list[list[str]]:
             after.append(name)
     ordered = [layers[key] for key in sorted(layers)]
     return [group for group in [before, *ordered, after] if group]
+
+
+def lend(
+    trainer: Trainer,
+    published: Published,
+    names: Iterable[str],
+    deadline: float,
+    device: Any,
+    came: Callable[[PullResult], None],
+    **options: Any,
+) -> Iterator[tuple[str, Any]]:
+    """Whole tensors for an engine's own loader, a decoder layer at a time.
+
+    One exact step of one world has the same bytes in every pull.
+
+    Args:
+        came: told of each pull, before its tensors are given.
+        options: of ``pull_into``, the step among them.
+    """
+    import torch
+
+    entries = {entry.name: entry for entry in published.entries}
+    for group in groups_of(names):
+        # New memory each time: an engine may keep what a module was given until it is complete.
+        tensors = {}
+        for name in group:
+            entry = entries[name]
+            dtype = torch_dtype_of(entry.dtype)
+            tensors[name] = torch.empty(entry.shape, dtype=dtype, device=device)
+        came(trainer.client.pull_into(trainer.run, tensors, timeout=left(deadline), **options))
+        yield from tensors.items()

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._allowed import check_by_config
+from fanin.client import PullResult
 from fanin.engine.clients import Source
-from fanin.engine.landing import groups_of, torch_dtype_of
+from fanin.engine.landing import lend
 from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
@@ -276,25 +277,14 @@ def _by_loader(
     they are of one launch of the trainer is seen when all ranks have ended."""
     import torch
 
-    entries = {entry.name: entry for entry in published.entries}
+    def came(pulled: PullResult) -> None:
+        report.bytes += pulled.bytes
+        report.worlds.add(str(pulled.world_id))
+        report.writing = True
+
     device = next(model.parameters()).device
-
-    def lend() -> Iterator[tuple[str, Any]]:
-        for names in groups_of(wanted):
-            group = {
-                name: torch.empty(
-                    entries[name].shape, dtype=torch_dtype_of(entries[name].dtype), device=device
-                )
-                for name in names
-            }
-            pulled = trainer.client.pull_into(trainer.run, group, step=step, timeout=left(deadline))
-            report.bytes += pulled.bytes
-            report.worlds.add(str(pulled.world_id))
-            report.writing = True
-            yield from group.items()
-
     with torch.no_grad():
-        model.load_weights(lend())
+        model.load_weights(lend(trainer, published, wanted, deadline, device, came, step=step))
     report.how.append(f"{len(wanted)} tensors through load_weights")
 
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from fanin._dtypes import dtype_bits
 from fanin._tensors import PackedTensors, Shard, pack
+from fanin.client import PullResult
 from fanin.engine.copies import Copies, laid_out, room_of, span
-from fanin.engine.landing import Landing, Progress, Summary, groups_of, torch_dtype_of
+from fanin.engine.landing import Landing, Progress, Summary, lend
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
@@ -81,9 +82,9 @@ class LoaderLanding(Landing):
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._others, self._verify = others, verify
-        self._entries = {entry.name: entry for entry in published.entries}
+        self._published = published
         self._modules: tuple[str, ...] | None = None
-        self._names = list(self._entries)
+        self._names = [entry.name for entry in published.entries]
         self._remedy = "publish the whole model under the names of its checkpoint"
         if fallback is not None:
             loaded = [module for module in fallback.modules if module.fallback]
@@ -99,12 +100,34 @@ class LoaderLanding(Landing):
         self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
     ) -> Summary:
         summary = Summary()
-        progress = Progress(step, sum(self._entries[name].bytes for name in self._names))
+        sizes = {entry.name: entry.bytes for entry in self._published.entries}
+        progress = Progress(step, sum(sizes[name] for name in self._names))
+
+        def came(result: PullResult) -> None:
+            summary.read += result.read
+            progress.add(result.bytes)
+            summary.bytes += result.bytes
+            summary.tensors += result.tensors
+            summary.restarts += result.restarts
+            summary.path = result.path
+            summary.worlds.add(str(result.world_id))
+
         writing()
         reload.begin(self._model, self._modules, self._others)
         try:
             begun = time.monotonic()
-            self._model.load_weights(self._lend(trainer, step, deadline, summary, progress))
+            lent = lend(
+                trainer,
+                self._published,
+                self._names,
+                deadline,
+                self._device,
+                came,
+                step=step,
+                verify=self._verify,
+                rank_progress=progress,
+            )
+            self._model.load_weights(lent)
             if len(summary.worlds) > 1:
                 raise _launches(step)
             reload.require_filled(self._model, self._remedy)
@@ -113,37 +136,6 @@ class LoaderLanding(Landing):
         finally:
             reload.abandon(self._model)
         return summary
-
-    def _lend(
-        self, trainer: Trainer, step: int, deadline: float, summary: Summary, progress: Progress
-    ) -> Iterator[tuple[str, Any]]:
-        """The tensors, whole. One exact step of one world has the same bytes in every pull."""
-        import torch
-
-        for names in groups_of(self._names):
-            # New memory each time: vLLM keeps what a module was given until it is complete.
-            tensors = {}
-            for name in names:
-                entry = self._entries[name]
-                dtype = torch_dtype_of(entry.dtype)
-                tensors[name] = torch.empty(entry.shape, dtype=dtype, device=self._device)
-            begun = time.monotonic()
-            result = trainer.client.pull_into(
-                trainer.run,
-                tensors,
-                step=step,
-                timeout=left(deadline),
-                verify=self._verify,
-                rank_progress=progress,
-            )
-            summary.read += time.monotonic() - begun
-            progress.add(result.bytes)
-            summary.bytes += result.bytes
-            summary.tensors += result.tensors
-            summary.restarts += result.restarts
-            summary.path = result.path
-            summary.worlds.add(str(result.world_id))
-            yield from tensors.items()
 
 
 def _launches(step: int) -> StaleError:

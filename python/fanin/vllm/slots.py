@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fanin._digest import box_digests
-from fanin._served import scaled
 from fanin._dtypes import dtype_bits, torch_dtype
+from fanin._served import scaled
 from fanin._tensors import Shard
 from fanin.engine.lora_places import file_name
 from fanin.engine.slot_images import Image, Layout, Part
