@@ -81,6 +81,18 @@ class EngineFacts:
     shared_moe: bool = False
     fused_model: bool | None = None
 
+    @classmethod
+    def of(cls, lora: Any, fused_model: bool | None) -> EngineFacts:
+        """lora: the engine's configuration of LoRA, None: it was started without."""
+        return cls(
+            lora_enabled=lora is not None,
+            max_lora_rank=getattr(lora, "max_lora_rank", None),
+            max_cpu_loras=getattr(lora, "max_cpu_loras", None),
+            mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
+            shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
+            fused_model=fused_model,
+        )
+
 
 @dataclass(frozen=True)
 class AdapterFacts:

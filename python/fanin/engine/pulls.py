@@ -92,6 +92,15 @@ class Wanted:
     max_bytes: int | None = None
     landing: str = "auto"
 
+    @classmethod
+    def by(
+        cls, config: Any, source: Source, name: str, run: str, step: int, label: str, **said: Any
+    ) -> Wanted:
+        """As the engine is configured, but for what the caller has *said*."""
+        fields = ("timeout", "dtype", "trust_config", "max_bytes", "landing")
+        own = {field: getattr(config, field) for field in fields}
+        return cls(name, run, step, label, source, **{**own, **said})
+
     @property
     def key(self) -> tuple[Any, ...]:
         """Two requests with one key are served by one pull."""

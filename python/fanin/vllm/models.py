@@ -301,17 +301,9 @@ class Engine:
 
     def facts(self) -> EngineFacts:
         """How it was started. Any thread."""
-        lora = getattr(self.config, "lora_config", None)
         if self.config is None:
             return EngineFacts()
-        return EngineFacts(
-            lora_enabled=lora is not None,
-            max_lora_rank=getattr(lora, "max_lora_rank", None),
-            max_cpu_loras=getattr(lora, "max_cpu_loras", None),
-            mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
-            shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
-            fused_model=self.fused_model,
-        )
+        return EngineFacts.of(getattr(self.config, "lora_config", None), self.fused_model)
 
     async def probe(self) -> None:
         """Asks the workers, once, which layout of experts the model takes, and whether their slots

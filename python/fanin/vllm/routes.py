@@ -175,18 +175,20 @@ class Api:
         """The request of /load_lora_adapter_nixl. Raises RequestError naming the field."""
         _check_fields(body, _LOAD_FIELDS)
         run, step, label = which(body.get("lora_name"), body.get("run_idx"), body.get("step"))
-        return Wanted(
-            name=body["lora_name"],
-            run=run,
-            step=step,
-            label=label,
-            source=self._source(body),
-            timeout=_seconds(body, self._here.config.timeout),
+        config = self._here.config
+        return Wanted.by(
+            config,
+            self._source(body),
+            body["lora_name"],
+            run,
+            step,
+            label,
+            timeout=_seconds(body, config.timeout),
             lora_alpha=_alpha(body),
-            dtype=_dtype(body, self._here.config.dtype),
-            trust_config=_trust_config(body, self._here.config.trust_config),
-            max_bytes=_max_bytes(body, self._here.config.max_bytes),
-            landing=_landing(body, self._here.config.landing),
+            dtype=_dtype(body, config.dtype),
+            trust_config=_trust_config(body, config.trust_config),
+            max_bytes=_max_bytes(body, config.max_bytes),
+            landing=_landing(body, config.landing),
         )
 
     def _wants_newest(self, body: dict[str, Any]) -> bool:

@@ -253,18 +253,7 @@ def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
             f"adapter {lora_name}: this engine has not been told where the trainer is",
             "set FANIN_TRAINER, or POST /init_nixl_client with trainer_addresses",
         )
-    return Wanted(
-        name=lora_name,
-        run=str(name.run),
-        step=name.step,
-        label=name.prefix,
-        source=here.source,
-        timeout=here.config.timeout,
-        dtype=here.config.dtype,
-        trust_config=here.config.trust_config,
-        max_bytes=here.config.max_bytes,
-        landing=here.config.landing,
-    )
+    return Wanted.by(here.config, here.source, lora_name, str(name.run), name.step, name.prefix)
 
 
 def make_resolver() -> Any:

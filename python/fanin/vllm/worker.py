@@ -432,7 +432,13 @@ class WorkerExtension:
             RequestError: malformed arguments. The pull's own errors come with the poll.
         """
         config = _config()
-        wanted = _wanted(config, lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
+        trainer = config.trainer if trainer_addresses is None else trainer_addresses
+        if trainer is None:
+            raise RequestError.make("trainer_addresses is missing", "give it, or set FANIN_TRAINER")
+        run, step, label = which(lora_name, run_idx, step)
+        source = Source.of(trainer, config.server_name)
+        said = {"timeout": timeout, "lora_alpha": lora_alpha, "landing": "directory"}
+        wanted = Wanted.by(config, source, lora_name, run, step, label, **said)
         facts = _facts_of_worker(self)
 
         def places(tensors: Any, is_3d: bool, seconds: float) -> Any:
@@ -526,43 +532,10 @@ def _extension_job(lora_name: str) -> str:
 
 
 def _facts_of_worker(worker: Any) -> Callable[[], EngineFacts]:
+    fused = fanin_model_facts(worker)["is_3d_moe_weight"]
     lora = getattr(worker, "lora_config", None)
-    model = fanin_model_facts(worker)["is_3d_moe_weight"]
-    facts = EngineFacts(
-        lora_enabled=lora is not None,
-        max_lora_rank=getattr(lora, "max_lora_rank", None),
-        mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
-        shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
-        fused_model=None if model is None else bool(model),
-    )
+    facts = EngineFacts.of(lora, None if fused is None else bool(fused))
     return lambda: facts
-
-
-def _wanted(
-    config: Any,
-    lora_name: str,
-    run_idx: str | int,
-    trainer: Any,
-    timeout: float,
-    step: int | None,
-    lora_alpha: float | None,
-) -> Wanted:
-    run, step, label = which(lora_name, run_idx, step)
-    trainer = config.trainer if trainer is None else trainer
-    if trainer is None:
-        raise RequestError.make("trainer_addresses is missing", "give it, or set FANIN_TRAINER")
-    return Wanted(
-        name=lora_name,
-        run=run,
-        step=step,
-        label=label,
-        source=Source.of(trainer, config.server_name),
-        timeout=timeout,
-        lora_alpha=lora_alpha,
-        dtype=config.dtype,
-        trust_config=config.trust_config,
-        max_bytes=config.max_bytes,
-    )
 
 
 async def load_lora(
