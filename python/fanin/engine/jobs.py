@@ -138,6 +138,11 @@ class Jobs:
             job.over.wait(seconds)
         return self.poll(name)
 
+    def knows(self, name: str) -> bool:
+        """Whether a job of that name was started and not dropped."""
+        with self._lock:
+            return name in self._jobs
+
     def poll(self, name: str) -> dict[str, Any]:
         """How far the job is: state "running", "done" or "failed", and what belongs to it."""
         with self._lock:

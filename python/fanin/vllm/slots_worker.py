@@ -27,7 +27,7 @@ import torch
 from fanin._otel import within
 from fanin.engine.clients import remaining
 from fanin.engine.faults import to_wire
-from fanin.engine.jobs import Done, Progress
+from fanin.engine.jobs import Done, Jobs, Progress
 from fanin.engine.pulls import PullService, catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
 from fanin.engine.slot_table import KeptSlot, SlotTable
@@ -337,6 +337,7 @@ class WorkerSlots:
             raise unfitting(why)
         self._slots = Slots(worker)
         self.idle = self._slots.idle
+        self.jobs = Jobs()
         #: Of jobs that bring an adapter which vLLM has numbered already.
         self._numbered: dict[str, dict[str, Any]] = {}
 
@@ -414,11 +415,12 @@ class WorkerSlots:
         return {"error": None}
 
     def forget(self, path: str, name: str) -> None:
-        """vLLM forgets what jobs added, by their name or by what they brought."""
+        """Forgets jobs by their name or by what they brought, and vLLM what they added."""
         for key, job in list(self._numbered.items()):
             if key == name or job["path"] == path:
                 del self._numbered[key]
                 self._slots.loader.remove_adapter(job["number"])
+        self.jobs.drop(name=name, path=path)
 
     # ------------------------------------------------------------------ a pull
 

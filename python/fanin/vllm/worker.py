@@ -85,7 +85,7 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
     in less than another call costs, so that one for slots lingers for that long if nobody waits for
     the engine.
     """
-    seconds = 0.0
+    seconds, jobs = 0.0, _jobs
     work: Callable[[Progress], Done] = functools.partial(_into_directory, job)
     if job.get("layout"):
         seconds = 0.0 if job["learn"] else _LINGER
@@ -95,13 +95,14 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
 
                 self.fanin_worker_slots = WorkerSlots(self)
             work = _slots_of(self).begin(job, lambda: _service(job["root"]))
+            jobs = _slots_of(self).jobs
         except Exception as error:  # an exception here would be the engine's end
             failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
 
             def work(progress: Progress) -> Done:
                 raise failure
 
-    _jobs.start(job["id"], work)
+    jobs.start(job["id"], work)
     return _report(self, job["id"], seconds)
 
 
@@ -124,9 +125,9 @@ def _report(worker: Any, job_id: str, seconds: float) -> dict[str, Any]:
     """How far a job is, in the engine's thread; where no request runs it waits for the end of the
     job, at most *seconds*."""
     slots = _slots_of(worker)
-    if slots is None:
+    if slots is None or not slots.jobs.knows(job_id):
         return _jobs.poll(job_id)
-    told = _jobs.linger(job_id, seconds if seconds and slots.idle() else 0.0)
+    told = slots.jobs.linger(job_id, seconds if seconds and slots.idle() else 0.0)
     return dict(slots.added(job_id, told))
 
 
