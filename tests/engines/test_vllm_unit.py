@@ -26,7 +26,7 @@ from fanin.engine import checks
 from fanin.engine.clients import ClientPool
 from fanin.engine.faults import to_wire
 from fanin.engine.metrics import Metrics
-from fanin.vllm import endpoint_plugin, register, worker
+from fanin.vllm import endpoint_plugin, patches, register, worker
 from fanin.vllm import routes as routes_module
 from fanin.vllm import state as state_module
 from fanin.vllm.state import State
@@ -136,7 +136,7 @@ def test_extension_and_workers_methods_do_not_collide(bench: Bench) -> None:
 
     ours = [name for name in dir(worker.WorkerExtension) if not name.startswith("__")]
     assert ours and not [name for name in ours if hasattr(CPUWorker, name)]
-    assert all(hasattr(CPUWorker, name) for name in worker.install())
+    assert all(hasattr(CPUWorker, name) for name in patches.install())
     assert WorkerBase.fanin_start_pull is worker.fanin_start_pull
 
 
