@@ -128,7 +128,6 @@ _RPC = "method timeout args kwargs"
 _GUARD = "tests/python/test_vllm_guard.py::"
 _ALIVE = "tests/python/test_vllm_alive.py::"
 _WORLDS = "tests/python/test_engine_worlds.py::"
-_UNIT = "tests/engines/test_vllm_unit.py::"
 _SLOTS = "tests/engines/test_vllm_slots.py::"
 _ADDS = "tests/python/test_vllm_adds.py::"
 
@@ -199,7 +198,7 @@ TABLE: tuple[Patch, ...] = (
     # ---------------------------------------------------------------------- the API server
     Patch(_MODELS + "resolve_lora", "lora_name", _resolving,
           "a resolver learns the list of models; the list tells what did not load",
-          _UNIT + "test_a_name_is_resolved"),
+          "tests/python/test_vllm_routes.py::test_the_models_that_ask"),
     Patch(_MODELS + "load_lora_adapter", "request *", _by("load"),
           "the task that loads a name is let in for nothing before",
           _WORLDS + "test_a_request_that_was_let_in_before_its_name_was_taken_away"),
