@@ -268,6 +268,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
 {
     condition_init(&s->freed);
     pthread_mutex_init(&s->lock, NULL);
+    pthread_mutex_init(&s->collecting, NULL);
     pthread_mutex_init(&s->registrar.lock, NULL);
     s->registrar.page_size = sysconf(_SC_PAGESIZE);
     s->registrar.log = &s->log;
@@ -382,6 +383,7 @@ static void finish(fanin_server *s)
     free(s->allow);
     pthread_cond_destroy(&s->freed);
     pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->collecting);
     pthread_mutex_destroy(&s->registrar.lock);
     free(s);
 }

@@ -6,8 +6,8 @@
  * Threads: the trainer's threads (public functions), the control thread (listeners,
  * control sessions, UCX) and the data threads (data connections). Locks, in the order in
  * which they are taken: a publication's `writer`, then `lock`, then the commit hub's. The
- * registrar's lock is taken under `writer` or alone, never together with `lock`. Under
- * `lock` no function of the GPU is called and no catalog is freed (catalog_discard()).
+ * registrar's lock is taken under `writer` or `collecting` or alone, never together with `lock`.
+ * Under `lock` no function of the GPU is called and no catalog is freed (catalog_discard()).
  */
 #ifndef SERVER_STATE_H
 #define SERVER_STATE_H
@@ -101,9 +101,10 @@ struct fanin_server {
     commit *commits; /**< pending, or withdrawn with a stream still to come */
     commit *untold;  /**< withdrawn or failed, to be logged by commit_tidy() */
     struct shard_catalog
-        *garbage;  /**< without references, to be freed by garbage_collect() */
-    bool stopping; /**< no begins any more */
-    fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
+        *garbage; /**< without references, to be freed by garbage_collect() */
+    pthread_mutex_t collecting; /**< held while some are freed; taken without `lock` */
+    bool stopping;              /**< no begins any more */
+    fanin_server_stats stats;   /**< counters; gauges are filled in when asked for */
 };
 
 /** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */

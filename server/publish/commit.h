@@ -108,9 +108,10 @@ void commit_withdraw(fanin_server *s, publication *p, const char *why);
 /** The commit's call has failed: it is over, and the update open again. */
 void commit_fail(commit *c);
 
-/* ----------------------------------------------- for the control thread, no lock */
+/* ------------------------------- for the control thread, and others; no lock held */
 
-/** Settles what can be settled, logs and frees what was put off. */
+/** Settles what can be settled, logs and frees what was put off. Who gives the shards' memory back
+    to the trainer calls it too: catalogs of before may still have it registered. */
 void commit_tidy(fanin_server *s);
 /** Withdraws everything; streams that get there later find nothing. */
 void commit_stop(fanin_server *s);

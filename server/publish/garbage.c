@@ -29,6 +29,7 @@ void catalog_retire(fanin_server *s, shard_catalog *catalog)
 void garbage_collect(fanin_server *s)
 {
     bool arenas = false;
+    pthread_mutex_lock(&s->collecting);
     pthread_mutex_lock(&s->lock);
     shard_catalog *garbage = s->garbage;
     s->garbage = NULL;
@@ -39,6 +40,7 @@ void garbage_collect(fanin_server *s)
         shard_catalog_free(garbage);
         garbage = next;
     }
+    pthread_mutex_unlock(&s->collecting);
     /* Arenas that go may be mapped by others, as the trainer's memory may. */
     if (arenas)
         mappers_tell(&s->registrar, s->name, "freed");

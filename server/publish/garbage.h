@@ -15,7 +15,8 @@
 void catalog_discard(fanin_server *s, shard_catalog *catalog);
 /** The same, lock not held: for the threads that serve readers. */
 void catalog_retire(fanin_server *s, shard_catalog *catalog);
-/** No lock held. May block for as long as deregistering memory takes. */
+/** No lock held but a writer's. May block for as long as deregistering memory takes. What was left
+    without a reference before the call is freed when it returns, by whichever thread. */
 void garbage_collect(fanin_server *s);
 
 #endif

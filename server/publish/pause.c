@@ -81,6 +81,7 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
         if (status == FANIN_OK)
             status = pause_now(server, p, text, error);
         pthread_mutex_unlock(&p->writer);
+        commit_tidy(server);
     }
     if (status == FANIN_OK)
         log_write(&server->log, FANIN_LOG_INFO, "paused", "%s: %s", name, text);

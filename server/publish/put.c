@@ -179,6 +179,7 @@ static fanin_status put(fanin_server *s, publication *p, shard_set *fresh, bool 
             return status;
         make_unreadable(s, p);
         exchange(s, p, fresh);
+        commit_tidy(s);
         mappers_tell(&s->registrar, p->name, "replaced");
     }
     insert(p, fresh, plan.added);
@@ -294,6 +295,7 @@ fanin_status fanin_server_remove(fanin_server *server, const char *publication_n
         return status;
     status = name ? remove_shard(server, p, name, error) : remove_all(server, p, error);
     pthread_mutex_unlock(&p->writer);
+    commit_tidy(server);
     return status;
 }
 

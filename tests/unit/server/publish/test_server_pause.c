@@ -3,9 +3,12 @@
 #include "call.h"
 #include "clock.h"
 #include "gpu.h"
+#include "publish/commit.h"
 #include "server_peer.h"
 #include "testing.h"
+#include "ucx.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -396,6 +399,79 @@ static void no_keys_while_paused(void **state)
     region_table_free(&regions);
 }
 
+/* ------------------------------------------------------------- catalogs of before */
+
+void __real_commit_tidy(fanin_server *s);
+void __wrap_commit_tidy(fanin_server *s);
+void __wrap_ucx_region_destroy(ucx_region **r);
+
+static _Thread_local bool is_trainer;
+static atomic_bool control_is_away;
+static atomic_uint unregistered;
+
+void __wrap_commit_tidy(fanin_server *s)
+{
+    if (is_trainer || !atomic_load(&control_is_away))
+        __real_commit_tidy(s);
+}
+
+void __wrap_ucx_region_destroy(ucx_region **r)
+{
+    *r = NULL;
+    atomic_fetch_add(&unregistered, 1);
+}
+
+/* As if a reader had asked for its keys. */
+static void register_region(fanin_server *s)
+{
+    static char key;
+    publication *p = publication_look_up(s, RUN);
+    assert_int_equal(p->catalog->regions.count, 1);
+    p->catalog->regions.regions[0]->registered = (ucx_region *)&key;
+}
+
+static void pause_all(fanin_server *s)
+{
+    pause_it(s, NULL);
+}
+
+static void remove_all(fanin_server *s)
+{
+    assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+}
+
+static void remove_one(fanin_server *s)
+{
+    assert_int_equal(fanin_server_remove(s, RUN, "a", NULL), FANIN_OK);
+}
+
+static void replace_one(fanin_server *s)
+{
+    static uint8_t other[SIZE];
+    server_put(s, RUN, "a", other, SIZE);
+}
+
+/* Whose memory it is again need not wait for the control thread, which may be busy. */
+static void memory_of_catalogs_before_is_given_back_too(void **state)
+{
+    static void (*const give_back[])(fanin_server *) = {pause_all, remove_all,
+                                                        remove_one, replace_one};
+    is_trainer = true;
+    for (size_t i = 0; i < sizeof give_back / sizeof *give_back; i++) {
+        fanin_server *s = start_published(0);
+        register_region(s);
+        atomic_store(&unregistered, 0);
+        atomic_store(&control_is_away, true);
+        server_begin(s);
+        server_put(s, RUN, "b", memory[1], SIZE); /* the region grows: it is another */
+        server_commit(s, 2);
+        give_back[i](s);
+        assert_int_equal(atomic_load(&unregistered), 1);
+        atomic_store(&control_is_away, false);
+        server_stop(&s, 0);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -414,6 +490,7 @@ int main(void)
         server_test(snapshots_stay_readable),
         server_test(paused_ones_are_counted),
         server_test(no_keys_while_paused),
+        server_test(memory_of_catalogs_before_is_given_back_too),
     };
     return cmocka_run_group_tests_name("server-pause", tests, NULL, NULL);
 }
