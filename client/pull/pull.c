@@ -138,7 +138,8 @@ static fanin_status pull_start(pull *p, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Who was lost on the way: the next plan prefers others, as long as there are any. */
+/* Who was lost on the way: the next plan prefers others, as long as there are any, be it of this
+   pull or the next one. */
 static void note_lost(const pull *p)
 {
     fanin_status why = p->why.status;
@@ -153,7 +154,6 @@ static void note_lost(const pull *p)
 
 static void begin_again(pull *p, pull_state at)
 {
-    note_lost(p);
     if (p->why.status != FANIN_ERR_STALE || at <= PULL_BEGIN)
         p->lost = p->why;
     p->result->info.restarts++;
@@ -264,6 +264,7 @@ static void pull_fail(pull *p, pull_state at)
         p->stale = p->why;
     }
     p->state = again ? PULL_PAUSE : PULL_FAILED;
+    note_lost(p);
     if (again)
         begin_again(p, at);
     else

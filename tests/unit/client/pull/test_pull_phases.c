@@ -616,6 +616,32 @@ static void a_replica_serves_for_one_without_connections(void **state)
     }
 }
 
+static fanin_status read_by_session(void)
+{
+    fanin_box box;
+    fanin_session *session = NULL;
+    fanin_tensor t = make_tensor("t", FANIN_DTYPE_U8, BYTES, 0, &box, s.memory);
+    assert_ok(
+        fanin_client_begin(s.world.client, &s.options, &t, 1, &session, &s.error),
+        s.error);
+    fanin_status status = fanin_session_read(session, 0, 1, &s.error);
+    fanin_session_abandon(&session);
+    return status;
+}
+
+/* A session that loses a rank is over; the next one knows. */
+static void the_next_session_reads_from_the_replica(void **state)
+{
+    for (uint32_t i = 0; i < RANKS; i++) {
+        begin(true);
+        acts(MSG_READ, i, 1000, HANGS_UP);
+        (void)read_by_session();
+        assert_ok(read_by_session(), s.error);
+        if (i + 1 < RANKS)
+            tear_down(NULL);
+    }
+}
+
 /* Both are tried in turn. */
 static void of_two_without_connections_each_is_tried(void **state)
 {
@@ -813,6 +839,7 @@ int main(void)
         SCENE(an_exact_step_is_not_exchanged),
         SCENE(a_replica_steps_in),
         SCENE(a_replica_serves_for_one_without_connections),
+        SCENE(the_next_session_reads_from_the_replica),
         SCENE(of_two_without_connections_each_is_tried),
         SCENE(a_run_that_pauses_ends_it),
         SCENE(a_rank_that_serves_nothing_ends_it_in_time),
