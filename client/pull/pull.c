@@ -138,16 +138,19 @@ static fanin_status pull_start(pull *p, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Who was lost on the way: the next plan prefers others, as long as there are any, be it of this
-   pull or the next one. */
+/* Who was lost on the way, or cannot read its memory: the next plan, of this pull or another,
+   prefers others, as long as there are any. Where a path failed, another one is taken first. */
 static void note_lost(const pull *p)
 {
     fanin_status why = p->why.status;
     bool lost = why == FANIN_ERR_CLOSED || why == FANIN_ERR_UNREACHABLE ||
                 why == FANIN_ERR_LIMIT;
-    for (size_t i = 0; i < p->client->n_peers && lost; i++) {
+    for (size_t i = 0; i < p->client->n_peers; i++) {
         peer *of = &p->client->peers[i];
-        if (strcmp(p->why.address, connection_text(of->control)) == 0)
+        const path_reader *path = path_taken(p->publication, i)->path;
+        bool fails = why == FANIN_ERR_TRANSPORT && path && path->is_fallback;
+        if ((lost || fails) &&
+            strcmp(p->why.address, connection_text(of->control)) == 0)
             of->lost_ns = clock_ns();
     }
 }

@@ -34,6 +34,7 @@ static struct {
         IS_STALE,
         PAUSES,
         IS_FULL,
+        IS_BROKEN,
         STOPS_US,
         LIES,
         SHRINKS,
@@ -78,6 +79,9 @@ static bool act(stub_talk *t, const frame *f, body *in)
     case IS_FULL:
         return stub_answer_error(t, f->request, FANIN_ERR_LIMIT,
                                  "a session may have 16 data connections");
+    case IS_BROKEN:
+        return stub_answer_error(t, f->request, FANIN_ERR_TRANSPORT,
+                                 "the memory of \"t\" cannot be read");
     case STOPS_US:
         stub_time_pass_ms(60000);
         return stub_answer(t, f, in);
@@ -616,14 +620,26 @@ static void a_replica_serves_for_one_without_connections(void **state)
     }
 }
 
+/* Nor need it be lost: the other one can read its memory. */
+static void a_replica_serves_for_one_with_unreadable_memory(void **state)
+{
+    for (uint32_t i = 0; i < RANKS; i++) {
+        begin(true);
+        acts(MSG_READ, i, 1000, IS_BROKEN);
+        expect_pull(1);
+        assert_in_range(s.info.restarts, 0, 1);
+        if (i + 1 < RANKS)
+            tear_down(NULL);
+    }
+}
+
 static fanin_status read_by_session(void)
 {
     fanin_box box;
     fanin_session *session = NULL;
     fanin_tensor t = make_tensor("t", FANIN_DTYPE_U8, BYTES, 0, &box, s.memory);
-    assert_ok(
-        fanin_client_begin(s.world.client, &s.options, &t, 1, &session, &s.error),
-        s.error);
+    assert_ok(fanin_client_begin(s.world.client, &s.options, &t, 1, &session, &s.error),
+              s.error);
     fanin_status status = fanin_session_read(session, 0, 1, &s.error);
     fanin_session_abandon(&session);
     return status;
@@ -839,6 +855,7 @@ int main(void)
         SCENE(an_exact_step_is_not_exchanged),
         SCENE(a_replica_steps_in),
         SCENE(a_replica_serves_for_one_without_connections),
+        SCENE(a_replica_serves_for_one_with_unreadable_memory),
         SCENE(the_next_session_reads_from_the_replica),
         SCENE(of_two_without_connections_each_is_tried),
         SCENE(a_run_that_pauses_ends_it),
