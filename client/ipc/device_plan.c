@@ -60,7 +60,7 @@ static void deal_chunks(dealing *w)
     uint64_t all = 0;
     for (uint64_t i = 0; i < w->d->n_chunks; i++)
         all += w->d->chunks[i].length;
-    w->share = all / w->d->wanted.n;
+    w->share = all / (w->d->wanted.n > 0 ? w->d->wanted.n : 1);
     for (uint64_t i = 0; i < w->d->n_chunks; i++) {
         size_t k = taker(w, &w->d->chunks[i]);
         w->of_chunk[i] = (uint8_t)k;

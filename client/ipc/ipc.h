@@ -121,8 +121,8 @@ fanin_status map_opener_finish(map_opener *o, uint64_t *spent_ns, fanin_error *e
 void map_opener_close(map_opener *o);
 
 /** A path_reader's. */
-void *map_ahead_begin(fanin_client *client, publication *p, const path_foresight *known,
-                      deadline at);
+void *map_ahead_begin(const path_reader *self, fanin_client *client, publication *p,
+                      const path_foresight *known, deadline at);
 void map_ahead_free(void *ahead);
 /* Of all these @p ahead may be NULL. */
 /** No region is waited for any longer. */

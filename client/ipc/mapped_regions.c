@@ -257,6 +257,7 @@ void map_opener_close(map_opener *o)
 
 /* What a pull without a plan has begun. */
 typedef struct map_ahead {
+    const path_reader *self;
     path_round round;
     path_goal goal; /* without a plan */
     const path_foresight *known;
@@ -269,15 +270,14 @@ typedef struct map_ahead {
 } map_ahead;
 
 /* Whether the rank's regions are to be asked for before its boxes. */
-static bool is_due(fanin_client *client, const publication *p,
+static bool is_due(const path_reader *self, fanin_client *client, const publication *p,
                    const path_foresight *known, size_t peer)
 {
     const shard_table *s = &p->shards[peer];
     bool here = s->boxes && s->generation == client->peers[peer].generation &&
                 s->version == known->announced[peer].version;
-    return !here && peer_ready(&client->peers[peer]) &&
-           path_is_allowed(client, &ipc_reader) &&
-           path_is_offered(client, peer, &ipc_reader) && path_is_local(client, peer) &&
+    return !here && peer_ready(&client->peers[peer]) && path_is_allowed(client, self) &&
+           path_is_offered(client, peer, self) && path_is_local(client, peer) &&
            (client->forced || !path_avoided(client, peer));
 }
 
@@ -329,8 +329,8 @@ static void on_regions(void *cookie, fetch *f)
                                      f->request.catalog_version);
     if (!s->regions && region_table_decode(f->data.data, f->data.size, &a->work.stop,
                                            &s->regions, NULL) == FANIN_OK)
-        s->regions_path = &ipc_reader;
-    if (!s->regions || s->regions_path != &ipc_reader)
+        s->regions_path = a->self;
+    if (!s->regions || s->regions_path != a->self)
         return;
     a->n_here += is_on_devices(s->regions, &a->bytes);
     if (a->n_here == a->n)
@@ -338,12 +338,12 @@ static void on_regions(void *cookie, fetch *f)
 }
 
 /* Of all that are to be read, or of none: what is wanted of some cannot be told. */
-static bool all_due(fanin_client *client, const publication *p,
+static bool all_due(const path_reader *self, fanin_client *client, const publication *p,
                     const path_foresight *known)
 {
     size_t n = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (known->use[i] && !is_due(client, p, known, i))
+        if (known->use[i] && !is_due(self, client, p, known, i))
             return false;
         n += known->use[i];
     }
@@ -359,22 +359,23 @@ static bool list_regions(map_ahead *a)
         if (!a->known->use[i])
             continue;
         fetch *f = &a->fetches[a->n++];
-        path_regions_request(p, i, a->known->announced[i].version, &ipc_reader, f);
+        path_regions_request(p, i, a->known->announced[i].version, a->self, f);
         f->here = on_regions;
         f->cookie = a;
     }
     return a->fetches != NULL;
 }
 
-void *map_ahead_begin(fanin_client *client, publication *p, const path_foresight *known,
-                      deadline at)
+void *map_ahead_begin(const path_reader *self, fanin_client *client, publication *p,
+                      const path_foresight *known, deadline at)
 {
     if (!known->outline || path_states_open(client, p, NULL) != FANIN_OK ||
-        !all_due(client, p, known) || !devices_map(client))
+        !all_due(self, client, p, known) || !devices_map(client))
         return NULL;
     map_ahead *a = calloc(1, sizeof *a);
     if (!a)
         return NULL;
+    a->self = self;
     a->known = known;
     a->round = (path_round){
         .client = client, .publication = p, .want = known->use, .goal = &a->goal};

@@ -226,7 +226,7 @@ struct path_reader {
     void (*destroy)(fanin_client *client);    /**< after that */
     /** Begins what takes its time and needs no plan, and goes on beside all that is done until
         probe(). It fails silently: then probe() has more to do. NULL: nothing is begun. */
-    void *(*begin_ahead)(fanin_client *client, publication *p,
+    void *(*begin_ahead)(const path_reader *self, fanin_client *client, publication *p,
                          const path_foresight *known, deadline at);
     void (*end_ahead)(void *ahead); /**< stops it where it is; NULL is fine */
     /** Of the peers with open[i], those that are for this path are tried and decided, and not open

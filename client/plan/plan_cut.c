@@ -301,9 +301,9 @@ static bool fill_target_box(fill_set *set, const geometry *g, uint32_t unique,
                             work_stop *stop)
 {
     block box, part;
-    uint64_t box_at[FANIN_MAX_DIMS], box_extent[FANIN_MAX_DIMS],
-        want_at[FANIN_MAX_DIMS];
-    uint64_t part_at[FANIN_MAX_DIMS], unused[FANIN_MAX_DIMS];
+    uint64_t box_at[FANIN_MAX_DIMS] = {0}, box_extent[FANIN_MAX_DIMS];
+    uint64_t want_at[FANIN_MAX_DIMS] = {0}, part_at[FANIN_MAX_DIMS] = {0};
+    uint64_t unused[FANIN_MAX_DIMS];
     geometry_block(g, unique, &box);
     if (!block_intersect(&box, want, &part))
         return true;

@@ -87,7 +87,8 @@ void path_begin_ahead(fanin_client *client, publication *p, const path_foresight
                       path_goal *goal, deadline at)
 {
     path_end_ahead(goal);
-    goal->ahead = reader_ahead()->begin_ahead(client, p, known, at);
+    const path_reader *reader = reader_ahead();
+    goal->ahead = reader->begin_ahead(reader, client, p, known, at);
 }
 
 void path_end_ahead(path_goal *goal)

@@ -131,8 +131,6 @@ void share_take(bucket *b, uint64_t now, uint32_t share_ms, uint64_t used_ns);
 void drain_begin(publication *p, drain *d, deadline limit);
 /** Waits for the lease as well. */
 void drain_add(fanin_server *s, drain *d, lease *l);
-/** One that was added, or not, has gone; whoever drains is woken if it was the peer's last. */
-void drain_lost(fanin_server *s, drain *d, const lease *l);
 /** The lock is given up while it waits; false: there is nothing left to wait for. */
 bool drain_wait(fanin_server *s, drain *d);
 /** Charges the peers, and counts who held the update up. True: all leases had ended. */
