@@ -311,8 +311,8 @@ static const struct {
     size_t time;
     trace_name name;
 } states[] = {
-    [PULL_START] = {pull_start},
-    [PULL_PAUSE] = {pull_pause},
+    [PULL_START] = {.run = pull_start},
+    [PULL_PAUSE] = {.run = pull_pause},
     [PULL_CONNECT] = {pull_connect, TIME(connect_ns), TRACE_CONNECT},
     [PULL_AGREE] = {pull_agree, TIME(wait_ns), TRACE_WAIT},
     [PULL_TABLES] = {pull_tables, TIME(catalog_ns), TRACE_CATALOG},
@@ -320,14 +320,14 @@ static const struct {
     [PULL_SETTLE] = {pull_settle, TIME(write_ns), TRACE_WRITE},
     [PULL_RANGES] = {pull_ranges, TIME(plan_ns), TRACE_PLAN},
     [PULL_PATHS] = {pull_paths, TIME(connect_ns), TRACE_PATHS},
-    [PULL_ROOM] = {pull_room},
+    [PULL_ROOM] = {.run = pull_room},
     [PULL_DETAIL] = {pull_detail, TIME(plan_ns), TRACE_PLAN},
     [PULL_STREAMS] = {pull_streams, TIME(connect_ns), TRACE_CONNECT},
     [PULL_BEGIN] = {pull_begin, TIME(begin_ns), TRACE_BEGIN},
-    [PULL_READ] = {pull_read}, /* which tells of each rank */
+    [PULL_READ] = {.run = pull_read}, /* which tells of each rank */
     [PULL_VERIFY] = {pull_verify, TIME(verify_ns), TRACE_DIGEST},
     [PULL_END] = {pull_end, TIME(end_ns), TRACE_END},
-    [PULL_PUBLISH] = {pull_publish},
+    [PULL_PUBLISH] = {.run = pull_publish},
 };
 
 static void add_time(pull *p, pull_state of, uint64_t began, fanin_status status)
