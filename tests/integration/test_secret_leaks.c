@@ -63,18 +63,33 @@ static void on_secret(const SSL *ssl, const char *line)
     explicit_bzero(secret, sizeof secret);
 }
 
-/* Each connection's, of either end. */
-SSL_CTX *__real_tls_context_new(const openssl *o);
-SSL_CTX *__wrap_tls_context_new(const openssl *o);
-SSL_CTX *__wrap_tls_context_new(const openssl *o)
+static openssl listening; /* OpenSSL, whose contexts tell on_secret() */
+static const openssl *whole;
+
+static SSL_CTX *make_telling(const SSL_METHOD *method)
 {
     void (*tell)(SSL_CTX *, void (*)(const SSL *, const char *));
     const char *named = getenv("FANIN_OPENSSL_LIBRARY");
     void *library = dlopen(named ? named : "libssl.so.3", RTLD_NOW);
     *(void **)&tell = dlsym(library, "SSL_CTX_set_keylog_callback");
-    SSL_CTX *made = __real_tls_context_new(o);
+    SSL_CTX *made = whole->SSL_CTX_new(method);
     tell(made, on_secret);
     return made;
+}
+
+/* Each connection's, of either end. */
+fanin_status __real_openssl_load(const openssl **out, fanin_error *error);
+fanin_status __wrap_openssl_load(const openssl **out, fanin_error *error);
+fanin_status __wrap_openssl_load(const openssl **out, fanin_error *error)
+{
+    *out = NULL;
+    fanin_status status = __real_openssl_load(&whole, error);
+    if (status != FANIN_OK)
+        return status;
+    listening = *whole;
+    listening.SSL_CTX_new = make_telling;
+    *out = &listening;
+    return FANIN_OK;
 }
 
 static void on_log(void *cookie, fanin_log_level level, const char *event,
