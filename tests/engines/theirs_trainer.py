@@ -47,6 +47,7 @@ class Engine:
 
 class Rank:
     def __init__(self, options: dict[str, Any]) -> None:
+        from fanin.torch import _replicas
         from fanin.vllm import register
         from fanin.vllm.weights_trainer import TrainerInit
         from full_models import random_model, shard
@@ -54,6 +55,7 @@ class Rank:
         from vllm.distributed.weight_transfer.base import ModuleSource
 
         rank, size = join_world(options)
+        _replicas._WAIT = 20.0  # a launcher would end this rank soon
         register()
         self.rank = rank
         self.kept: list[Any] = []
