@@ -729,7 +729,7 @@ static int refused_under(mode_t mask)
     if (syscall(SYS_capset, &header, none) != 0)
         return 1;
     umask(mask);
-    adapter *a = NULL;
+    a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status =
         adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error);
@@ -854,7 +854,7 @@ static void bad_places_are_refused(void **state)
     }
     longest[200] = '\0';
     snprintf(path, sizeof path, "%s/%s", root, longest);
-    adapter *a = open_at(path);
+    a = open_at(path);
     adapter_close(&a);
     snprintf(path, sizeof path, "%s/no/such", root);
     fanin_error error = FANIN_ERROR_INIT;
@@ -946,8 +946,6 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 {
     key_entry claimed[2] = {entries[0], entries[1]};
     key_table table = keys;
-    const uint64_t *to;
-    uint8_t *base;
     fanin_error error = FANIN_ERROR_INIT;
     claimed[1].shape[0] = gib << 26;
     claimed[1].bytes = gib << 30;
@@ -962,7 +960,7 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 
 static void a_claim_takes_no_space(void **state)
 {
-    adapter *a = map_claim(1, &size);
+    a = map_claim(1, &size);
     /* The threads go ahead by 64 MiB, whenever they get to it. */
     for (int i = 0; i < 100; i++)
         assert_true(space_taken() <= 72 * MIB);
@@ -981,7 +979,7 @@ static void a_disk_that_fills_up_is_an_error(void **state)
         skip();
     }
     fanin_error error = FANIN_ERROR_INIT;
-    adapter *a = map_claim(1, &size);
+    a = map_claim(1, &size);
     assert_int_equal(mount("none", root, "tmpfs", MS_REMOUNT, "size=80m"), 0);
     fanin_status status = FANIN_OK;
     for (uint64_t at = 200 * MIB; at < 400 * MIB && status == FANIN_OK; at += MIB)
@@ -1234,10 +1232,7 @@ static pid_t start_holder(void)
     assert_int_equal(pipe(ready), 0);
     pid_t child = fork();
     if (child == 0) {
-        const uint64_t *to;
-        uint64_t size;
-        uint8_t *base;
-        adapter *a = NULL;
+        a = NULL;
         if (adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, NULL) ||
             adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
             adapter_map(a, &base, NULL) || write(ready[1], "x", 1) != 1)
@@ -1276,9 +1271,7 @@ static void a_held_lock_is_waited_for(void **state)
 /* What one of several processes does that want the same directory: 0 made it, 1 found it. */
 static int worker(void)
 {
-    adapter *a = NULL;
-    const uint64_t *to;
-    uint64_t size;
+    a = NULL;
     bool reuse = false;
     if (adapter_open(place, deadline_in_ms(20000), NULL, NULL, NULL, &a, NULL) ||
         adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
