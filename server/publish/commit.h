@@ -108,7 +108,7 @@ void commit_withdraw(fanin_server *s, publication *p, const char *why);
 /** The commit's call has failed: it is over, and the update open again. */
 void commit_fail(commit *c);
 
-/* ------------------------------- for the control thread, and others; no lock held */
+/* ------------- for the control thread, and others; the lock is not held, a writer may be */
 
 /** Settles what can be settled, logs and frees what was put off. Who gives the shards' memory back
     to the trainer calls it too: catalogs of before may still have it registered. */

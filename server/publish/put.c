@@ -179,6 +179,7 @@ static fanin_status put(fanin_server *s, publication *p, shard_set *fresh, bool 
             return status;
         make_unreadable(s, p);
         exchange(s, p, fresh);
+        /* Earlier catalogs may hold the old memory registered; not when this returns. */
         commit_tidy(s);
         mappers_tell(&s->registrar, p->name, "replaced");
     }

@@ -58,7 +58,7 @@ class Patch(NamedTuple):
     takes: str
     replacement: Callable[[Any, Any], Any]
     why: str
-    #: The test that fails without it.
+    #: A test of what it is there for.
     test: str
 
     @property
