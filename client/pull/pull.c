@@ -69,38 +69,7 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     return FANIN_OK;
 }
 
-/* ------------------------------------------------------------ trying again */
-
-/* A session that has its leases begins no more attempts. */
-static bool holds_leases(const pull *p, pull_state at)
-{
-    return p->session && (p->part || at >= PULL_END);
-}
-
-static bool may_restart(pull *p, pull_state at)
-{
-    switch (p->why.status) {
-    case FANIN_ERR_STALE:
-        return p->options->max_attempts == 0 || at <= PULL_BEGIN ||
-               p->result->info.stale + 1 < p->options->max_attempts;
-    case FANIN_ERR_CLOSED:
-    case FANIN_ERR_UNREACHABLE:
-        /* Lost on the way: its boxes may be had from a replica, or it is back. */
-        return true;
-    case FANIN_ERR_TRANSPORT:
-        /* A checksum that does not fit says nothing of the next attempt's bytes. */
-        if (p->why.sys_errno == EBADMSG)
-            return true;
-        return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
-    case FANIN_ERR_LIMIT:
-        /* While bytes are read a rank has too many data connections, or too little memory for
-           them: it may not have seen yet that those of a pull before, which was broken off, are
-           closed. What this process has too little of has no phase. */
-        return strcmp(p->why.phase, "read") == 0;
-    default:
-        return false;
-    }
-}
+/* ------------------------------------------------------- states of this file */
 
 /* Whatever it was but an update may last, and each attempt costs the rank a connection. */
 static uint64_t widest_pause_ms(pull *p, fanin_status why)
@@ -138,6 +107,108 @@ static fanin_status pull_start(pull *p, fanin_error *error)
     return FANIN_OK;
 }
 
+/* PULL_PUBLISH */
+static fanin_status pull_publish(pull *p, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    if (!info->reused)
+        info->transport_checksums = result_guard(p->result, p->client, p->publication);
+    p->identity.verified = info->verified;
+    p->identity.transport_checksums = info->transport_checksums;
+    /* Before it is published: what is must not fail for want of memory any more. */
+    fanin_status status = result_finish(p->result, p->client, p->publication, error);
+    if (status == FANIN_OK && p->destination->publish && !info->reused)
+        status = p->destination->publish(p->destination->cookie, &p->identity, error);
+    if (p->destination->publish)
+        span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
+    info->write_ns += clock_ns() - clock;
+    info->step = p->identity.step;
+    memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
+    info->bytes = p->bytes;
+    info->tensors = p->tensors;
+    info->total_ns = clock_ns() - p->started_ns;
+    info->fixed_ns = info->total_ns - info->fixed_ns;
+    if (status == FANIN_OK)
+        p->state = PULL_DONE;
+    return status;
+}
+
+/* ------------------------------------------------------------------- the table */
+
+#define TIME(field) offsetof(fanin_result_info, field)
+
+/* What runs in a state, and what the pull holds in it; where its time is added, 0: nowhere, and
+   what the trace calls it then. */
+static const struct {
+    fanin_status (*run)(pull *p, fanin_error *error);
+    enum {
+        NO_ATTEMPT, /* it is between two */
+        NO_LEASE,   /* what fails has read nothing */
+        LEASES, /* ranks delay updates for it, or the answer whether they did is out */
+        BYTES,  /* that count: the attempt is over */
+    } holds;
+    trace_name name;
+    size_t time;
+} states[] = {
+    [PULL_START] = {.run = pull_start, .holds = NO_ATTEMPT},
+    [PULL_PAUSE] = {.run = pull_pause, .holds = NO_ATTEMPT},
+    [PULL_CONNECT] = {pull_connect, NO_LEASE, TRACE_CONNECT, TIME(connect_ns)},
+    [PULL_AGREE] = {pull_agree, NO_LEASE, TRACE_WAIT, TIME(wait_ns)},
+    [PULL_TABLES] = {pull_tables, NO_LEASE, TRACE_CATALOG, TIME(catalog_ns)},
+    [PULL_PLAN] = {pull_plan, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
+    [PULL_SETTLE] = {pull_settle, NO_LEASE, TRACE_WRITE, TIME(write_ns)},
+    [PULL_RANGES] = {pull_ranges, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
+    [PULL_PATHS] = {pull_paths, NO_LEASE, TRACE_PATHS, TIME(connect_ns)},
+    [PULL_ROOM] = {.run = pull_room, .holds = NO_LEASE},
+    [PULL_DETAIL] = {pull_detail, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
+    [PULL_STREAMS] = {pull_streams, NO_LEASE, TRACE_CONNECT, TIME(connect_ns)},
+    [PULL_BEGIN] = {pull_begin, NO_LEASE, TRACE_BEGIN, TIME(begin_ns)},
+    [PULL_READ] = {.run = pull_read, .holds = LEASES}, /* which tells of each rank */
+    [PULL_VERIFY] = {pull_verify, LEASES, TRACE_DIGEST, TIME(verify_ns)},
+    [PULL_END] = {pull_end, LEASES, TRACE_END, TIME(end_ns)},
+    [PULL_PUBLISH] = {.run = pull_publish, .holds = BYTES},
+};
+
+/* Whether leases had been granted before the state @p at. */
+static bool had_leases(pull_state at)
+{
+    return states[at].holds == LEASES || states[at].holds == BYTES;
+}
+
+/* ------------------------------------------------------------ trying again */
+
+/* A session that has its leases begins no more attempts. */
+static bool holds_leases(const pull *p, pull_state at)
+{
+    return p->session && (p->part || had_leases(at));
+}
+
+static bool may_restart(pull *p, pull_state at)
+{
+    switch (p->why.status) {
+    case FANIN_ERR_STALE:
+        return p->options->max_attempts == 0 || !had_leases(at) ||
+               p->result->info.stale + 1 < p->options->max_attempts;
+    case FANIN_ERR_CLOSED:
+    case FANIN_ERR_UNREACHABLE:
+        /* Lost on the way: its boxes may be had from a replica, or it is back. */
+        return true;
+    case FANIN_ERR_TRANSPORT:
+        /* A checksum that does not fit says nothing of the next attempt's bytes. */
+        if (p->why.sys_errno == EBADMSG)
+            return true;
+        return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
+    case FANIN_ERR_LIMIT:
+        /* While bytes are read a rank has too many data connections, or too little memory for
+           them: it may not have seen yet that those of a pull before, which was broken off, are
+           closed. What this process has too little of has no phase. */
+        return strcmp(p->why.phase, "read") == 0;
+    default:
+        return false;
+    }
+}
+
 /* Who was lost on the way, or cannot read its memory: the next plan, of this pull or another,
    prefers others, as long as there are any. Where a path failed, another one is taken first. */
 static void note_lost(const pull *p)
@@ -157,7 +228,7 @@ static void note_lost(const pull *p)
 
 static void begin_again(pull *p, pull_state at)
 {
-    if (p->why.status != FANIN_ERR_STALE || at <= PULL_BEGIN)
+    if (p->why.status != FANIN_ERR_STALE || !had_leases(at))
         p->lost = p->why;
     p->result->info.restarts++;
     log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", p->why.message);
@@ -263,7 +334,7 @@ static void pull_fail(pull *p, pull_state at)
     bool again =
         !is_over && at != PULL_PAUSE && (p->state == PULL_PAUSE || may_restart(p, at));
     if (stale) {
-        p->result->info.stale += at > PULL_BEGIN;
+        p->result->info.stale += had_leases(at);
         p->stale = p->why;
     }
     p->state = again ? PULL_PAUSE : PULL_FAILED;
@@ -275,60 +346,6 @@ static void pull_fail(pull *p, pull_state at)
 }
 
 /* ------------------------------------------------------------------- stepping */
-
-/* PULL_PUBLISH */
-static fanin_status pull_publish(pull *p, fanin_error *error)
-{
-    fanin_result_info *info = &p->result->info;
-    uint64_t clock = clock_ns();
-    if (!info->reused)
-        info->transport_checksums = result_guard(p->result, p->client, p->publication);
-    p->identity.verified = info->verified;
-    p->identity.transport_checksums = info->transport_checksums;
-    /* Before it is published: what is must not fail for want of memory any more. */
-    fanin_status status = result_finish(p->result, p->client, p->publication, error);
-    if (status == FANIN_OK && p->destination->publish && !info->reused)
-        status = p->destination->publish(p->destination->cookie, &p->identity, error);
-    if (p->destination->publish)
-        span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
-    info->write_ns += clock_ns() - clock;
-    info->step = p->identity.step;
-    memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
-    info->bytes = p->bytes;
-    info->tensors = p->tensors;
-    info->total_ns = clock_ns() - p->started_ns;
-    info->fixed_ns = info->total_ns - info->fixed_ns;
-    if (status == FANIN_OK)
-        p->state = PULL_DONE;
-    return status;
-}
-
-#define TIME(field) offsetof(fanin_result_info, field)
-
-/* What runs in a state; where its time is added, 0: nowhere, and what the trace calls it then. */
-static const struct {
-    fanin_status (*run)(pull *p, fanin_error *error);
-    size_t time;
-    trace_name name;
-} states[] = {
-    [PULL_START] = {.run = pull_start},
-    [PULL_PAUSE] = {.run = pull_pause},
-    [PULL_CONNECT] = {pull_connect, TIME(connect_ns), TRACE_CONNECT},
-    [PULL_AGREE] = {pull_agree, TIME(wait_ns), TRACE_WAIT},
-    [PULL_TABLES] = {pull_tables, TIME(catalog_ns), TRACE_CATALOG},
-    [PULL_PLAN] = {pull_plan, TIME(plan_ns), TRACE_PLAN},
-    [PULL_SETTLE] = {pull_settle, TIME(write_ns), TRACE_WRITE},
-    [PULL_RANGES] = {pull_ranges, TIME(plan_ns), TRACE_PLAN},
-    [PULL_PATHS] = {pull_paths, TIME(connect_ns), TRACE_PATHS},
-    [PULL_ROOM] = {.run = pull_room},
-    [PULL_DETAIL] = {pull_detail, TIME(plan_ns), TRACE_PLAN},
-    [PULL_STREAMS] = {pull_streams, TIME(connect_ns), TRACE_CONNECT},
-    [PULL_BEGIN] = {pull_begin, TIME(begin_ns), TRACE_BEGIN},
-    [PULL_READ] = {.run = pull_read}, /* which tells of each rank */
-    [PULL_VERIFY] = {pull_verify, TIME(verify_ns), TRACE_DIGEST},
-    [PULL_END] = {pull_end, TIME(end_ns), TRACE_END},
-    [PULL_PUBLISH] = {.run = pull_publish},
-};
 
 static void add_time(pull *p, pull_state of, uint64_t began, fanin_status status)
 {
@@ -346,7 +363,7 @@ static void end_attempt(pull *p, pull_state at, fanin_status status)
     path_end_ahead(&p->goal);
     if (p->state != PULL_HELD)
         lease_round_abandon(p->client, p->leases);
-    if (at > PULL_BEGIN)
+    if (had_leases(at))
         p->held_ns = clock_ns() - p->leased_ns;
     span_of_call(p->client, TRACE_ATTEMPT, p->attempt_ns, status,
                  status == FANIN_OK ? NULL : p->why.message);
@@ -358,7 +375,8 @@ static void pull_step(pull *p)
     const uint64_t began = clock_ns();
     fanin_status status = states[at].run(p, &p->why);
     add_time(p, at, began, status);
-    if (at >= PULL_CONNECT && !holds_leases(p, at) && at != PULL_PUBLISH &&
+    if ((states[at].holds == NO_LEASE || states[at].holds == LEASES) &&
+        !holds_leases(p, at) &&
         (status != FANIN_OK || p->state == PULL_HELD || p->state == PULL_PUBLISH))
         end_attempt(p, at, status);
     if (status != FANIN_OK)
