@@ -7,11 +7,21 @@
 #define NS_PER_S UINT64_C(1000000000)
 #define NS_PER_MS UINT64_C(1000000)
 
-uint64_t clock_ns(void)
+static uint64_t ns_of(clockid_t id)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(id, &now);
     return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
+uint64_t clock_ns(void)
+{
+    return ns_of(CLOCK_MONOTONIC);
+}
+
+uint64_t clock_unix_ns(void)
+{
+    return ns_of(CLOCK_REALTIME);
 }
 
 deadline deadline_in_ms(uint64_t ms)

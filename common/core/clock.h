@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Monotonic time and deadlines. */
+/** @file Time and deadlines. */
 #ifndef CLOCK_H
 #define CLOCK_H
 
@@ -8,6 +8,8 @@
 
 /** CLOCK_MONOTONIC, nanoseconds. */
 uint64_t clock_ns(void);
+/** CLOCK_REALTIME, nanoseconds since 1970: to be told, never waited for. */
+uint64_t clock_unix_ns(void);
 
 /** A point in time on clock_ns(); UINT64_MAX: never. */
 typedef uint64_t deadline;

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "clock.h"
 #include "error_set.h"
 #include "log.h"
 #include "thread.h"
@@ -11,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #define LINES_MAX 65536u
@@ -57,13 +57,6 @@ fanin_log_level log_ring_level(const fanin_log_ring *ring)
     return ring->level;
 }
 
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
-
 void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event,
                           const char *message)
 {
@@ -71,7 +64,7 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     /* In a forked child nobody reads, and the lock may belong to a thread of the parent. */
     if (!ring || level > ring->level || ring->pid != getpid())
         return;
-    const uint64_t now = now_ns();
+    const uint64_t now = clock_unix_ns();
     pthread_mutex_lock(&ring->lock);
     bool full = ring->used == ring->capacity;
     if (!ring->closed && full)
@@ -101,7 +94,7 @@ static bool take_lost(fanin_log_ring *ring, fanin_log_line *out)
         return false;
     fanin_log_line told = {.level = FANIN_LOG_WARNING,
                            .lost = *lost,
-                           .time_ns = next ? next->time_ns : now_ns(),
+                           .time_ns = next ? next->time_ns : clock_unix_ns(),
                            .event = "log-lost"};
     snprintf(told.message, sizeof told.message,
              "%u log lines were lost: they came faster than they were handled", *lost);

@@ -14,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 static void trace_file_text(trace_file *f, const char *text);
@@ -200,13 +199,6 @@ static void trace_file_add(trace_file *f, const char *format, ...)
 
 /* --------------------------------------------------------------- making */
 
-static uint64_t real_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
-
 static void read_line(const char *path, char *out, size_t size)
 {
     FILE *file = fopen(path, "re");
@@ -234,7 +226,7 @@ static void write_beginning(trace_file *f)
         "\",\"realtime_ns\":\"%" PRIu64 "\"},\"traceEvents\":[\n"
         "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"tid\":%d,\"ts\":0,"
         "\"args\":{\"name\":\"%s, %s\"}}",
-        fanin_version(), (int)getpid(), where, boot, clock_ns(), real_ns(),
+        fanin_version(), (int)getpid(), where, boot, clock_ns(), clock_unix_ns(),
         (int)getpid(), (int)getpid(), shown, where);
 }
 
@@ -300,7 +292,8 @@ static fanin_status make_in(trace_file *f, const char *folder, fanin_error *erro
         return error_set(error, FANIN_ERR_AUTH, &place,
                          "FANIN_TRACE=%.200s belongs to another user", folder);
     }
-    snprintf(name, sizeof name, "fanin-%d-%" PRIu64 ".json", (int)getpid(), real_ns());
+    snprintf(name, sizeof name, "fanin-%d-%" PRIu64 ".json", (int)getpid(),
+             clock_unix_ns());
     snprintf(shown, sizeof shown, "%.200s/%s", folder, name);
     fanin_status status = make_at(f, at, name, shown, error);
     close(at);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A commit between its call and its end: the streams that are awaited, who waits for it, and how
    it takes effect or is withdrawn. */
+#include "clock.h"
 #include "core/rules.h"
 #include "core/wake.h"
 #include "error_set.h"
@@ -12,7 +13,6 @@
 
 #include <inttypes.h>
 #include <stdlib.h>
-#include <time.h>
 
 /** What outlives the server as long as a stream may still get there. */
 struct commit_hub {
@@ -164,13 +164,6 @@ static void conclude(commit *c, commit_outcome outcome)
     unlock_and_release(c);
 }
 
-static uint64_t time_of_day_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
 /* Readers of the copy that was published until now may finish. */
 static void take_effect(fanin_server *s, commit *c)
 {
@@ -186,7 +179,7 @@ static void take_effect(fanin_server *s, commit *c)
     p->has_step = true;
     p->step = c->terms.step;
     p->committed_at = clock_ns();
-    p->committed_unix_ns = time_of_day_ns();
+    p->committed_unix_ns = clock_unix_ns();
     s->stats.commits++;
     publication_take_effect(s, p, c->catalog, epoch);
     if (copy)
