@@ -286,12 +286,7 @@ static void wait_for_holders(fanin_server *s, publication *p, const commit *c,
         p, &d,
         deadline_in_ms(RULE(RULE_ARENA_DEADLINE) ? s->lease_ms : COMMIT_WAIT_MS));
     d.ignores_expiry = !RULE(RULE_ARENA_DEADLINE);
-    for (lease *l = p->oldest; l; l = l->newer)
-        if (l->epoch != p->epoch || published)
-            drain_add(s, &d, l);
-    while (p->pending == c && drain_wait(s, &d))
-        ;
-    (void)drain_end(s, p, &d);
+    (void)drain_finish(s, p, &d, published ? 0 : p->epoch, c);
 }
 
 /* The arena to fill gets a generation that nobody has leases of. Waits for sends, the lock given up

@@ -206,6 +206,17 @@ bool drain_end(fanin_server *s, publication *p, drain *d)
     return left == 0;
 }
 
+bool drain_finish(fanin_server *s, publication *p, drain *d, uint64_t spared,
+                  const commit *of)
+{
+    for (lease *l = p->oldest; l; l = l->newer)
+        if (spared == 0 || l->epoch != spared)
+            drain_add(s, d, l);
+    while ((!of || p->pending == of) && drain_wait(s, d))
+        ;
+    return drain_end(s, p, d);
+}
+
 /* ----------------------------------------------------------------- logging */
 
 void drain_tell(fanin_server *s)

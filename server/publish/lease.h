@@ -129,6 +129,10 @@ void share_take(bucket *b, uint64_t now, uint32_t share_ms, uint64_t used_ns);
 /** The publication's from now to drain_end(); nothing else may drain it. @p limit: it waits no
     longer. */
 void drain_begin(publication *p, drain *d, deadline limit);
+/** Waits for its leases but those of the epoch @p spared (0: for all), until the publication's
+    commit is not @p of any more (NULL: it may be any), and ends as drain_end(). */
+bool drain_finish(fanin_server *s, publication *p, drain *d, uint64_t spared,
+                  const commit *of);
 /** Waits for the lease as well. */
 void drain_add(fanin_server *s, drain *d, lease *l);
 /** The lock is given up while it waits; false: there is nothing left to wait for. */

@@ -149,11 +149,7 @@ static void drain_readers(fanin_server *s, publication *p)
         return;
     drain_begin(p, &d,
                 RULE(RULE_DRAIN_DEADLINE) ? deadline_in_ms(s->lease_ms) : UINT64_MAX);
-    for (lease *l = p->oldest; l; l = l->newer)
-        drain_add(s, &d, l);
-    while (drain_wait(s, &d))
-        ;
-    if (!drain_end(s, p, &d) && !d.cut)
+    if (!drain_finish(s, p, &d, 0, NULL) && !d.cut)
         s->stats.drains_expired++;
 }
 

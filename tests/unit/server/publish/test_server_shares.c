@@ -129,11 +129,7 @@ static lease *grant_to(crowd *c, size_t peer)
 static bool crowd_drain(crowd *c)
 {
     drain_begin(&c->publication, &c->drain, deadline_in_ms(HOUR_MS));
-    for (lease *l = c->publication.oldest; l; l = l->newer)
-        drain_add(&c->server, &c->drain, l);
-    while (drain_wait(&c->server, &c->drain))
-        ;
-    return drain_end(&c->server, &c->publication, &c->drain);
+    return drain_finish(&c->server, &c->publication, &c->drain, 0, NULL);
 }
 
 static void many_addresses_have_a_few_shares(void **state)
