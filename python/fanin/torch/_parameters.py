@@ -18,6 +18,7 @@ from fanin._dtypes import torch_dtype
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
+from fanin.torch._derived import Stages
 from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
 from fanin.torch._segments import count_segments
@@ -123,6 +124,8 @@ class Parameters:
         self._lent: list[Lent] = []
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
+        #: What makes values that no parameter holds, at each step.
+        self.stages = Stages()
 
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
@@ -273,6 +276,7 @@ class Parameters:
     def release(self) -> None:
         """Releases all storage, so that offloading frees it; the next look registers it again."""
         self.take_back()
+        self.stages.release()
         self._columns, self._lent, self._by_param = [], [], {}
         for item in self._items:
             if item.state is not None:

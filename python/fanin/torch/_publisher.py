@@ -245,6 +245,7 @@ class Publisher:
                 walked.enter_context(run.parameters.walked())
             walked.enter_context(self._rewriting(runs))
             yield
+            self._await_fills(run for run, _ in runs)
             self._tell_all(runs, [self._resolved(run) for run, _ in runs])
 
     def publish(self, step: Steps, *, digests: bool | None = None) -> None:
@@ -266,6 +267,7 @@ class Publisher:
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):
+            self._await_fills(run for run, _ in runs)
             self._refuse_written(run for run, _ in runs)
             changes = self._look([run for run, _ in runs])
             with self._rewriting(runs):
@@ -323,7 +325,8 @@ class Publisher:
                 if step is not None:
                     self._check_step(one, step)
         if step is None:
-            self._continue(runs, None)
+            with self._missed(runs):
+                self._continue(runs, None)
             return
         pairs = [(one, step) for one in runs]
         with self._told_of_failure(pairs):
@@ -333,12 +336,15 @@ class Publisher:
 
     def _continue(self, runs: list[OneRun], step: int | None) -> None:
         """Ends the runs' pauses; step: their next one, None: they are readable again."""
+        self._await_fills(runs)
         changes = [self._resolved(one) for one in runs]
         for one, change in zip(runs, changes, strict=True):
             self._tell(one, change)
             if step is not None and one.step is not None:
                 # What was published must not be readable from memory that holds other values.
                 self._server.abort_update(one.publication)
+            if step is None:
+                one.parameters.stages.fill()
             self._server.resume(one.publication)
             one.paused = False
             if step is None:
@@ -480,11 +486,22 @@ class Publisher:
         """Around all that may fail of the try to publish the runs at these steps."""
         for run, step in runs:
             run.at = (int(step), run.at[1] + 1 if run.at[0] == step else 0)
+        with self._missed(run for run, _ in runs):
+            try:
+                yield
+            except BaseException as error:
+                for run, _ in runs:
+                    self._unpublished(run, error, run.at)
+                raise
+
+    @contextlib.contextmanager
+    def _missed(self, runs: Iterable[OneRun]) -> Iterator[None]:
+        """Around what may fail before the runs' stages have filled, for which other ranks wait."""
         try:
             yield
-        except BaseException as error:
-            for run, _ in runs:
-                self._unpublished(run, error, run.at)
+        except Exception:  # a rank that is being ended waits for nobody
+            for run in _ordered(runs):
+                run.parameters.stages.miss()
             raise
 
     @contextlib.contextmanager
@@ -684,9 +701,11 @@ class Publisher:
                 run.stands = False
                 begun.append(run)
             yield
-            # Ranks may name their runs in any order, and must not wait for each other's.
-            for run, _ in sorted(runs, key=lambda one: one[0].publication):
+            ordered = _ordered(run for run, _ in runs)
+            for run in ordered:
                 self._prove(run)
+            for run in ordered:
+                run.parameters.stages.fill()
             for run, step in runs:
                 self._commit(run, step)
                 begun.remove(run)
@@ -698,6 +717,10 @@ class Publisher:
         finally:
             for other, counts in shared:
                 other.parameters.allow(counts)
+
+    def _await_fills(self, runs: Iterable[OneRun]) -> None:
+        for run in runs:
+            run.parameters.stages.await_fill()
 
     def _lend(self, run: OneRun) -> None:
         if not self._snapshot and run.stands:
@@ -721,6 +744,11 @@ class Publisher:
                 _order(streams[:1], streams[1:])
             run.committed = torch.cuda.Event()
             run.committed.record(streams[0])
+
+
+def _ordered(runs: Iterable[OneRun]) -> list[OneRun]:
+    """As on every rank: those may name their runs in any order, and wait for each other."""
+    return sorted(runs, key=lambda run: run.publication)
 
 
 def _order(before: list[Any], after: list[Any]) -> None:
