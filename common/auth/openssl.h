@@ -47,6 +47,8 @@ long SSL_CTX_ctrl(SSL_CTX *, int command, long number, void *pointer);
 uint64_t SSL_CTX_set_options(SSL_CTX *, uint64_t);
 int SSL_CTX_set_ciphersuites(SSL_CTX *, const char *);
 int SSL_CTX_set_num_tickets(SSL_CTX *, size_t);
+void SSL_CTX_set_msg_callback(SSL_CTX *, void (*)(int is_sent, int version, int type,
+                                                  const void *, size_t, SSL *, void *));
 void SSL_CTX_set_verify(SSL_CTX *, int mode, verify_fn);
 void SSL_CTX_set_verify_depth(SSL_CTX *, int depth);
 void SSL_CTX_set_security_level(SSL_CTX *, int level);
@@ -138,6 +140,7 @@ unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
     X(SSL_CTX_set_options)                                                             \
     X(SSL_CTX_set_ciphersuites)                                                        \
     X(SSL_CTX_set_num_tickets)                                                         \
+    X(SSL_CTX_set_msg_callback)                                                        \
     X(SSL_CTX_set_verify)                                                              \
     X(SSL_CTX_set_verify_depth)                                                        \
     X(SSL_CTX_set_security_level)                                                      \

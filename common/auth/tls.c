@@ -50,6 +50,18 @@ static int broken(tls *t)
 
 /* ----------------------------------------------------------------- receiving */
 
+/* After the handshake these are changes of keys, which may take locks of OpenSSL's. */
+void tls_on_message(int is_sent, int version, int type, const void *data, size_t size,
+                    SSL *ssl, void *cookie)
+{
+    (void)version, (void)data, (void)size, (void)cookie;
+    tls *t = openssl_of_callback()->SSL_get_ex_data(ssl, TLS_DATA);
+    if (is_sent || type != RECORD_HANDSHAKE || !t->up || t->within)
+        return;
+    openssl_enter(t->end->o);
+    t->within = t->asked = true;
+}
+
 /* Bytes of one record at most; 0: the other closed; -1: errno. */
 static ssize_t receive_some(tls *t, void *to, size_t room)
 {
@@ -62,6 +74,9 @@ static ssize_t receive_some(tls *t, void *to, size_t room)
     const openssl *o = tls_data_enter(t);
     t->sys_errno = 0;
     int result = o->SSL_read_ex(t->ssl, to, room, &got);
+    if (t->within)
+        openssl_leave();
+    t->within = false;
     if (result == 1) {
         t->idle = 0;
         return (ssize_t)got;
@@ -118,30 +133,26 @@ bool tls_pending(const tls *t)
 
 /* ------------------------------------------------------------------- sending */
 
-/* A change of keys may take locks of OpenSSL's. */
-static bool change_keys(tls *t)
-{
-    const openssl *o = t->end->o;
-    t->records = 0;
-    openssl_enter(o);
-    bool good = o->SSL_key_update(t->ssl, KEY_UPDATE_ALONE) == 1 &&
-                o->SSL_do_handshake(t->ssl) == 1;
-    openssl_leave();
-    return good;
-}
-
 /* False, with errno: nothing may be sent any more. */
 static bool seal(tls *t, const void *data, size_t size)
 {
     size_t written;
-    const openssl *o = tls_data_enter(t);
+    const openssl *o = t->end->o;
     t->sys_errno = 0;
     t->records += size / TLS_RECORD + 1;
-    if ((t->records <= RECORDS_MOST || change_keys(t)) &&
-        o->SSL_write_ex(t->ssl, data, size, &written) == 1)
-        return true;
-    (void)broken(t);
-    return false;
+    bool is_worn = t->records > RECORDS_MOST, changes_keys = is_worn || t->asked;
+    openssl_enter(o);
+    if (!changes_keys) /* it takes no locks then */
+        openssl_leave();
+    bool sealed = (!is_worn || o->SSL_key_update(t->ssl, KEY_UPDATE_ALONE) == 1) &&
+                  o->SSL_write_ex(t->ssl, data, size, &written) == 1;
+    if (changes_keys)
+        openssl_leave();
+    t->records = is_worn ? 0 : t->records;
+    t->asked = false;
+    if (!sealed)
+        (void)broken(t);
+    return sealed;
 }
 
 ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n)

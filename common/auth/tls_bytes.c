@@ -13,7 +13,6 @@
 /* ---------------------------------------------------------------------- tls hello */
 
 #define RECORD_HEADER 5
-#define RECORD_HANDSHAKE 22
 #define CLIENT_HELLO 1
 #define MESSAGE_HEADER 4
 
@@ -55,6 +54,7 @@ static ssize_t hello_guard_pass(hello_guard *g, const uint8_t *data, size_t size
 #define FIRST                                                                          \
     ((size_t)4 << 10) /* received at once at first; grows while that is full */
 #define IN_MOST ((size_t)256 << 10) /* received at once */
+#define OUT_KEPT ((size_t)64 << 10) /* of what was sent, while nothing comes */
 
 /* Encrypted bytes without data that are taken at most: two records of any length. */
 #define IDLE_MOST ((size_t)34 << 10)
@@ -92,6 +92,25 @@ static bool tls_bytes_reserve(tls_bytes *b, size_t more)
     return true;
 }
 
+/* False: no memory. */
+static bool tls_bytes_add(tls_bytes *b, const void *data, size_t size)
+{
+    if (!tls_bytes_reserve(b, size))
+        return false;
+    memcpy(b->data + b->size, data, size);
+    b->size += size;
+    return true;
+}
+
+/* Nothing has come, so this end may wait for long: room for a slice is given back. */
+static void give_room_back(tls_bytes *b)
+{
+    if (tls_left(b) > 0 || b->capacity <= OUT_KEPT)
+        return;
+    free(b->data);
+    *b = (tls_bytes){0};
+}
+
 /* Receives once, behind what is there: more than 0, 0 at the end, -1 with t->sys_errno. */
 static ssize_t refill(tls *t)
 {
@@ -114,6 +133,8 @@ static ssize_t refill(tls *t)
     t->sys_errno = n < 0 ? errno : 0;
     in->size += n > 0 ? (size_t)n : 0;
     t->closed = n == 0;
+    if (t->sys_errno == EAGAIN)
+        give_room_back(&t->out);
     return n;
 }
 
@@ -158,16 +179,35 @@ static bool is_tls(tls *t)
     return t->heard;
 }
 
+/* An alert, of a connection whose records the kernel makes. */
+static void send_alert(tls *t, const void *data, size_t size)
+{
+    struct iovec all = {(void *)(uintptr_t)data, size};
+    union {
+        struct cmsghdr head;
+        uint8_t bytes[CMSG_SPACE(1)];
+    } type = {0};
+    struct msghdr message = {.msg_iov = &all,
+                             .msg_iovlen = 1,
+                             .msg_control = type.bytes,
+                             .msg_controllen = sizeof type.bytes};
+    type.head.cmsg_level = SOL_TLS;
+    type.head.cmsg_type = TLS_SET_RECORD_TYPE;
+    type.head.cmsg_len = CMSG_LEN(1);
+    *CMSG_DATA(&type.head) = RECORD_ALERT;
+    (void)sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 /* As OpenSSL would: a fatal alert, decode_error. */
 static void refuse_hello(tls *t)
 {
     static const uint8_t alert[TLS_ALERT_SIZE] = {0x15, 3, 3, 0, 2, 2, 50};
     t->fault = TLS_BROKEN;
     t->why = TLS_HELLO_ODD;
-    if (!tls_bytes_reserve(&t->out, sizeof alert))
-        return;
-    memcpy(t->out.data + t->out.size, alert, sizeof alert);
-    t->out.size += sizeof alert;
+    if (t->by_kernel)
+        send_alert(t, alert + RECORD_HEADER, sizeof alert - RECORD_HEADER);
+    else
+        (void)tls_bytes_add(&t->out, alert, sizeof alert);
 }
 
 /* How many bytes of what has come OpenSSL may have; 0: more have to come first; -1: none, ever. */
@@ -221,25 +261,6 @@ static int bio_read(BIO *bio, char *to, int room)
     return (int)step;
 }
 
-/* An alert, of a connection whose records the kernel makes. */
-static void send_alert(tls *t, const void *data, size_t size)
-{
-    struct iovec all = {(void *)(uintptr_t)data, size};
-    union {
-        struct cmsghdr head;
-        uint8_t bytes[CMSG_SPACE(1)];
-    } type = {0};
-    struct msghdr message = {.msg_iov = &all,
-                             .msg_iovlen = 1,
-                             .msg_control = type.bytes,
-                             .msg_controllen = sizeof type.bytes};
-    type.head.cmsg_level = SOL_TLS;
-    type.head.cmsg_type = TLS_SET_RECORD_TYPE;
-    type.head.cmsg_len = CMSG_LEN(1);
-    *CMSG_DATA(&type.head) = RECORD_ALERT;
-    (void)sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
 static int bio_write(BIO *bio, const char *data, int size)
 {
     const openssl *o = openssl_of_callback();
@@ -250,12 +271,10 @@ static int bio_write(BIO *bio, const char *data, int size)
             send_alert(t, data, (size_t)size);
         return size;
     }
-    if (!tls_bytes_reserve(&t->out, (size_t)size)) {
+    if (!tls_bytes_add(&t->out, data, (size_t)size)) {
         t->sys_errno = ENOMEM;
         return -1;
     }
-    memcpy(t->out.data + t->out.size, data, (size_t)size);
-    t->out.size += (size_t)size;
     return size;
 }
 

@@ -38,6 +38,7 @@ SSL_CTX *tls_context_new(const openssl *o)
         return NULL;
     }
     o->SSL_CTX_set_options(c, OP_KTLS | OP_NO_TICKET | OP_OWN_ORDER);
+    o->SSL_CTX_set_msg_callback(c, tls_on_message);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MOST_CERTIFICATES, CERTIFICATES_MOST, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);

@@ -51,7 +51,9 @@ struct tls {
     size_t idle;      /**< encrypted bytes taken since there was data in them */
     bool more;        /**< the last receive ended for lack of room */
     bool by_kernel;   /**< it seals what is sent */
-    int control;      /**< the type of its next record, which is no data */
+    bool within;      /**< OpenSSL, which opens what may take locks */
+    bool asked;  /**< the other has changed its keys, and may want others of this end */
+    int control; /**< the type of its next record, which is no data */
     bool up, closed;
     hello_guard guard; /**< a rank's, until it is up */
     bool heard;        /**< something has come */
@@ -64,6 +66,7 @@ struct tls {
 
 #define TLS_NAMES 200
 #define TLS_RECORD ((size_t)16 << 10) /**< plain bytes of a record at most */
+#define RECORD_HANDSHAKE 22
 
 /* Index of the tls among an SSL's data. */
 #define TLS_DATA 0
@@ -75,6 +78,10 @@ SSL_CTX *tls_context_new(const openssl *o);
 fanin_status tls_no_context(const openssl *o, fanin_error *error);
 /** NULL is fine. */
 void tls_context_free(const openssl *o, SSL_CTX *context);
+
+/** OpenSSL's callback: it has read a message, which it takes next, or sent one. */
+void tls_on_message(int is_sent, int version, int type, const void *data, size_t size,
+                    SSL *ssl, void *cookie);
 
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);

@@ -2,7 +2,6 @@
 /* Two ends of TLS on a pair of sockets. Who is between them: test_tls_middle.c. */
 #include "secrets.h"
 #include "testing.h"
-#include "tls.h"
 #include "tls_internal.h"
 #include <errno.h>
 #include <stdio.h>
@@ -301,6 +300,36 @@ static void a_hello_is_short(void **state)
         assert_int_equal(hear_hello(bad[i], sizeof bad[i], TLS_BROKEN), TLS_FAILED);
 }
 
+/* The kernel, which has the keys by then, makes the record. */
+static void an_alert_is_sealed_by_who_has_the_keys(void **state)
+{
+    static const uint8_t no_hello[] = {0x16, 3, 1, 2, 0, 2, 0, 1, 0xfc};
+    pair p;
+    start(&p, '1', '1');
+    p.t[0]->by_kernel = true;
+    assert_int_equal(send(p.fds[1], no_hello, sizeof no_hello, 0), sizeof no_hello);
+    assert_int_equal(tls_handshake(p.t[0]), TLS_FAILED);
+    assert_int_equal(recv(p.fds[1], got, sizeof got, MSG_DONTWAIT), 2);
+    assert_memory_equal(got, "\x02\x32", 2);
+    stop(&p);
+}
+
+/* Who has been sent a slice and says nothing costs little memory. */
+static void room_for_a_slice_is_given_back(void **state)
+{
+    pair p;
+    start(&p, '1', '1');
+    shake_well(&p);
+    fill();
+    move(&p, 0, LARGE);
+    assert_true(tls_memory(p.t[0]) > TLS_SEND_MOST);
+    assert_int_equal(tls_receive(p.t[0], p.fds[0], got, 1), -1);
+    assert_int_equal(errno, EAGAIN);
+    assert_true(tls_memory(p.t[0]) < TLS_SEND_MOST);
+    move(&p, 0, LARGE);
+    stop(&p);
+}
+
 int main(void)
 {
     if (openssl_is_missing())
@@ -309,6 +338,8 @@ int main(void)
         cmocka_unit_test(bytes_arrive),
         cmocka_unit_test(before_the_handshake_nothing_goes),
         cmocka_unit_test(a_hello_is_short),
+        cmocka_unit_test(an_alert_is_sealed_by_who_has_the_keys),
+        cmocka_unit_test(room_for_a_slice_is_given_back),
         cmocka_unit_test(what_is_left_is_told),
         cmocka_unit_test(a_send_is_a_slice),
         cmocka_unit_test(a_part_of_a_record_is_nothing),

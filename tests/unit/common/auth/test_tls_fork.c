@@ -2,7 +2,7 @@
 /* A process that is forked while another thread is within OpenSSL, which may hold locks there. */
 #include "secrets.h"
 #include "testing.h"
-#include "tls.h"
+#include "tls_internal.h"
 #include <pthread.h>
 #include <semaphore.h>
 #include <sys/socket.h>
@@ -73,6 +73,70 @@ static void a_child_of_who_shakes_hands_is_told(void **state)
     close(fds[1]);
 }
 
+/* Whether a child forked at the end of a call that moves data may use OpenSSL. */
+static openssl theirs;
+static fanin_status reading, writing;
+
+static int read_and_fork(SSL *ssl, void *to, size_t room, size_t *got)
+{
+    int result = theirs.SSL_read_ex(ssl, to, room, got);
+    reading = reader_in_child();
+    return result;
+}
+
+static int write_and_fork(SSL *ssl, const void *from, size_t size, size_t *taken)
+{
+    int result = theirs.SSL_write_ex(ssl, from, size, taken);
+    writing = reader_in_child();
+    return result;
+}
+
+static void say(tls *from, int fd, tls *to, int other)
+{
+    uint8_t byte = 1;
+    const struct iovec all = {&byte, 1};
+    assert_int_equal(tls_send(from, fd, &all, 1), 1);
+    assert_int_equal(tls_receive(to, other, &byte, 1), 1);
+}
+
+static void a_child_of_who_is_asked_for_new_keys_is_told(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    tls_end *ends[2];
+    tls *t[2];
+    int fds[2];
+    tls_step steps[2] = {TLS_WAIT, TLS_WAIT};
+    assert_ok(tls_end_of_rank(secret_of('1'), world, 0, &ends[0], &error), error);
+    assert_ok(tls_end_of_reader(secret_of('1'), &ends[1], &error), error);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
+    for (int i = 0; i < 2; i++)
+        assert_non_null(t[i] = tls_new(ends[i], fds[i]));
+    for (int turn = 0; turn < 4; turn++)
+        for (int i = 1; i >= 0; i--)
+            steps[i] = steps[i] == TLS_WAIT ? tls_handshake(t[i]) : steps[i];
+    assert_true(steps[0] == TLS_UP && steps[1] == TLS_UP);
+    theirs = *ends[0]->o;
+    openssl *o = (openssl *)(uintptr_t)ends[0]->o;
+    o->SSL_read_ex = read_and_fork;
+    o->SSL_write_ex = write_and_fork;
+    say(t[1], fds[1], t[0], fds[0]);
+    assert_true(reading == FANIN_OK && writing == FANIN_OK);
+    assert_int_equal(o->SSL_key_update(t[1]->ssl, 1), 1); /* and wants an answer */
+    say(t[1], fds[1], t[0], fds[0]);
+    assert_int_equal(reading, FANIN_ERR_FORKED);
+    say(t[0], fds[0], t[1], fds[1]); /* the answer goes before it */
+    assert_int_equal(writing, FANIN_ERR_FORKED);
+    assert_int_equal(reading, FANIN_ERR_FORKED);
+    say(t[0], fds[0], t[1], fds[1]);
+    assert_true(reading == FANIN_OK && writing == FANIN_OK);
+    *o = theirs;
+    for (int i = 0; i < 2; i++) {
+        tls_free(&t[i]);
+        tls_end_free(&ends[i]);
+        close(fds[i]);
+    }
+}
+
 int main(void)
 {
     if (openssl_is_missing())
@@ -81,6 +145,7 @@ int main(void)
     sem_init(&may_leave, 0, 0);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_child_of_who_shakes_hands_is_told),
+        cmocka_unit_test(a_child_of_who_is_asked_for_new_keys_is_told),
     };
     return cmocka_run_group_tests_name("tls_fork", tests, NULL, secrets_tear_down);
 }
