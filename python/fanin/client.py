@@ -398,7 +398,7 @@ class Client(ClosableHandle):
             RequestError: *tensors* is empty, or one is read-only.
         """
         packed, memory = self._packed(tensors)
-        stream = _stream_of(packed) if stream is None else stream
+        stream = current_stream(packed.cuda_devices) if stream is None else stream
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
@@ -437,7 +437,7 @@ class Client(ClosableHandle):
                 *rank_progress*.
         """
         packed, memory = self._packed(tensors)
-        stream = _stream_of(packed) if stream is None else stream
+        stream = current_stream(packed.cuda_devices) if stream is None else stream
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
@@ -885,16 +885,16 @@ class Client(ClosableHandle):
                 self._library.fanin_client_cancel(self._handle)
 
 
-def _stream_of(packed: Described) -> Stream | None:
-    """PyTorch's current stream on the device of *packed*; waits for those of other devices.
+def current_stream(devices: Sequence[int]) -> Stream | None:
+    """PyTorch's current stream on the first of *devices*; waits for those of the others.
 
     Its allocator gives out memory in the order of that stream: what lay there before may be read
     or written by work that is still on it.
     """
     torch = sys.modules.get("torch")
-    if not packed.cuda_devices or torch is None or not torch.cuda.is_initialized():
+    if not devices or torch is None or not torch.cuda.is_initialized():
         return None
-    first, *others = map(torch.cuda.current_stream, packed.cuda_devices)
+    first, *others = map(torch.cuda.current_stream, devices)
     for other in others:
         other.synchronize()
     return Stream(first.cuda_stream, first.device_index)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Extent", "count_steps", "extent_of"]
+__all__ = ["count_steps"]
 
 _Owner = TypeVar("_Owner")
 
@@ -54,27 +54,3 @@ def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
 # Once, and never taken back: a step goes through PyTorch's hooks and fails if one comes or goes
 # meanwhile, and an owner goes whenever the garbage collector finds it.
 register_optimizer_step_post_hook(_stepped)
-
-
-class Extent(NamedTuple):
-    """Where a tensor's elements lie: between *first* and *end*, addresses in one storage."""
-
-    storage: int
-    first: int
-    end: int
-
-    def overlaps(self, other: Extent) -> bool:
-        return self.storage == other.storage and self.first < other.end and other.first < self.end
-
-
-def extent_of(tensor: Any) -> Extent | None:
-    """Of this rank's part, if it is a DTensor; None if it has no elements or no memory."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        storage, first = local.untyped_storage().data_ptr(), local.data_ptr()
-    except RuntimeError:  # it only stands for a tensor
-        return None
-    if storage == 0 or local.numel() == 0:
-        return None
-    steps = ((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
-    return Extent(storage, first, first + (sum(steps) + 1) * local.element_size())
