@@ -70,11 +70,7 @@ def test_who_knows_the_world_plays_no_rank_of_it(tmp_path: Path, mine: str, thei
     which are no secrets. Without a secret it is believed, also by who knew the rank; with one by
     nobody."""
     files = {name: secret(tmp_path, name) if name else "" for name in (mine, theirs)}
-    world: dict[str, Any] = {
-        "world_id": bytes(range(1, 17)),
-        "world_size": 3,
-        "use_ucx": False,
-    }
+    world: dict[str, Any] = {"world_id": bytes(range(1, 17)), "world_size": 3, "use_ucx": False}
     lie = shards_of(1, 66)
     with ExitStack() as stack:
         ranks = [
@@ -210,10 +206,7 @@ def test_engines_pull_with_it(tmp_path: Path) -> None:
             else:
                 assert service.pull(wanted).transport == "stream"
             service.close()
-        more: dict[str, Any] = {
-            "trainer": addresses(ranks),
-            "cache_dir": tmp_path / "sglang",
-        }
+        more: dict[str, Any] = {"trainer": addresses(ranks), "cache_dir": tmp_path / "sglang"}
         assert SGLangEngine(http.url, **more, secret_file=one, **TCP).load(0, 1).pull.step == 1
         with pytest.raises(fanin.ConnectionFailedError, match="demands the launch's secret"):
             SGLangEngine(http.url, **more, **TCP).load(0, 1)

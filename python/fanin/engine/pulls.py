@@ -48,7 +48,7 @@ __all__ = [
     "which",
 ]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 Progress: TypeAlias = Callable[[int, int], None]
 PlacesIn: TypeAlias = Callable[[Any, bool, float], list[Mapping[str, Any]] | None]
@@ -252,6 +252,11 @@ class Adapter:
     suspended: bool = False
     landing: str = "directory"
     landing_why: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What is told of it, as plain values."""
+        same = "run step world dtype trust_config bytes reused landing landing_why".split()
+        return {**{one: getattr(self, one) for one in same}, "path": str(self.path)}
 
     @property
     def content(self) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from fanin.engine.pulls import Adapter
 
 __all__ = ["EngineLink", "Keeper", "holders"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _POLL = 0.1
 _POLL_SLOW = 1.0
@@ -350,17 +350,8 @@ class Keeper:
         def show(adapter: Adapter) -> dict[str, Any]:
             return {
                 "name": adapter.name,
-                "run": adapter.run,
-                "step": adapter.step,
-                "world": adapter.world,
-                "dtype": adapter.dtype,
-                "trust_config": adapter.trust_config,
-                "path": str(adapter.path),
-                "bytes": adapter.bytes,
+                **adapter.told(),
                 "seconds": round(adapter.seconds, 6),
-                "reused": adapter.reused,
-                "landing": adapter.landing,
-                "landing_why": adapter.landing_why,
                 "transport": adapter.transport,
             }
 

@@ -274,16 +274,7 @@ class Api:
         return {
             "status": "ok",
             "lora_name": adapter.name,
-            "run": adapter.run,
-            "step": adapter.step,
-            "world": adapter.world,
-            "dtype": adapter.dtype,
-            "trust_config": adapter.trust_config,
-            "path": str(adapter.path),
-            "landing": adapter.landing,
-            "landing_why": adapter.landing_why,
-            "bytes": adapter.bytes,
-            "reused": adapter.reused,
+            **adapter.told(),
             "pull_seconds": round(adapter.seconds, 6),
             "load_seconds": round(time.monotonic() - loaded, 6),
         }
