@@ -9,86 +9,99 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ----------------------------------------------- which fields are trusted */
+/* --------------------------------------------- which fields there are, and trust */
 
 /* Lists in lists in lists are more than any of PEFT's fields has. */
 #define LIST_DEPTH 3
 
-/* What a field may hold. */
+/* What the text of a metadata pair says. */
+typedef enum field_kind {
+    FIELD_UNTOLD, /* only in a whole configuration */
+    FIELD_STRING,
+    FIELD_INTEGER, /* positive */
+    FIELD_NUMBER,  /* not negative */
+    FIELD_BOOL,
+    FIELD_BOOL_OR_STRING,
+    FIELD_LIST, /* of strings */
+    FIELD_LIST_OR_STRING,
+    FIELD_OBJECT,
+    FIELD_JSON,
+} field_kind;
+
+/* What a field of a configuration may hold. */
 typedef enum trusted_kind {
+    TRUSTED_NEVER,
     TRUSTED_PLAIN,  /* a string, number or truth value, or lists of them */
     TRUSTED_TABLE,  /* an object of numbers */
     TRUSTED_TOKENS, /* a list, or an object of lists */
     TRUSTED_PARTS   /* an object with the plain parts that are listed */
 } trusted_kind;
 
-typedef struct trusted_field {
+typedef struct peft_known {
     const char *name;
-    trusted_kind kind;
+    field_kind told;
+    trusted_kind kind;        /* where the trainer is not trusted */
     const char *const *parts; /* NULL ends them */
-} trusted_field;
+} peft_known;
 
 #define PARTS(...) ((const char *const[]){__VA_ARGS__, NULL})
 
 /*
- * PEFT 0.21's LoraConfig but for auto_mapping (imports a class), megatron_core and megatron_config
- * (imports a module), revision (of the base model, whose code may be remote), runtime_config (never
- * of a file), and the files that CorDA reads and writes.
+ * Trusted is PEFT 0.21's LoraConfig but for auto_mapping (imports a class), megatron_core and
+ * megatron_config (imports a module), revision (of the base model, whose code may be remote),
+ * runtime_config (never of a file), and the files that CorDA reads and writes.
  */
-static const trusted_field trusted[] = {
-    {.name = "alora_invocation_tokens"},
-    {.name = "alpha_pattern", TRUSTED_TABLE},
-    {.name = "arrow_config",
-     TRUSTED_PARTS,
+static const peft_known fields[] = {
+    {"alora_invocation_tokens", FIELD_UNTOLD, TRUSTED_PLAIN, NULL},
+    {"alpha_pattern", FIELD_OBJECT, TRUSTED_TABLE, NULL},
+    {"arrow_config", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("gks_adapter_names", "rng_seed", "router_temperature", "task_adapter_names",
            "top_k", "use_gks")},
-    {.name = "base_model_name_or_path"},
-    {.name = "bias"},
-    {.name = "corda_config",
-     TRUSTED_PARTS,
+    {"auto_mapping", FIELD_OBJECT, TRUSTED_NEVER, NULL},
+    {"base_model_name_or_path", FIELD_STRING, TRUSTED_PLAIN, NULL},
+    {"bias", FIELD_STRING, TRUSTED_PLAIN, NULL},
+    {"corda_config", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("corda_method", "prune_temporary_fields", "use_float16_for_covariance",
            "verbose")},
-    {.name = "ensure_weight_tying"},
-    {.name = "eva_config",
-     TRUSTED_PARTS,
+    {"ensure_weight_tying", FIELD_UNTOLD, TRUSTED_PLAIN, NULL},
+    {"eva_config", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("adjust_scaling_factors", "label_mask_value", "rho", "tau", "use_label_mask",
            "whiten")},
-    {.name = "exclude_modules"},
-    {.name = "fan_in_fan_out"},
-    {.name = "inference_mode"},
-    {.name = "init_lora_weights"},
-    {.name = "kasa_config", TRUSTED_PARTS, PARTS("beta", "gamma")},
-    {.name = "layer_replication"},
-    {.name = "layers_pattern"},
-    {.name = "layers_to_transform"},
-    {.name = "loftq_config", TRUSTED_PARTS, PARTS("loftq_bits", "loftq_iter")},
-    {.name = "lora_alpha"},
-    {.name = "lora_bias"},
-    {.name = "lora_dropout"},
-    {.name = "lora_ga_config",
-     TRUSTED_PARTS,
+    {"exclude_modules", FIELD_LIST_OR_STRING, TRUSTED_PLAIN, NULL},
+    {"fan_in_fan_out", FIELD_BOOL, TRUSTED_PLAIN, NULL},
+    {"inference_mode", FIELD_BOOL, TRUSTED_PLAIN, NULL},
+    {"init_lora_weights", FIELD_BOOL_OR_STRING, TRUSTED_PLAIN, NULL},
+    {"kasa_config", FIELD_UNTOLD, TRUSTED_PARTS, PARTS("beta", "gamma")},
+    {"layer_replication", FIELD_UNTOLD, TRUSTED_PLAIN, NULL},
+    {"layers_pattern", FIELD_LIST_OR_STRING, TRUSTED_PLAIN, NULL},
+    {"layers_to_transform", FIELD_JSON, TRUSTED_PLAIN, NULL},
+    {"loftq_config", FIELD_UNTOLD, TRUSTED_PARTS, PARTS("loftq_bits", "loftq_iter")},
+    {"lora_alpha", FIELD_NUMBER, TRUSTED_PLAIN, NULL},
+    {"lora_bias", FIELD_BOOL, TRUSTED_PLAIN, NULL},
+    {"lora_dropout", FIELD_NUMBER, TRUSTED_PLAIN, NULL},
+    {"lora_ga_config", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("direction", "scale", "stable_gamma")},
-    {.name = "modules_to_save"},
-    {.name = "monteclora_config",
-     TRUSTED_PARTS,
+    {"modules_to_save", FIELD_LIST, TRUSTED_PLAIN, NULL},
+    {"monteclora_config", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("buffer_size", "dirichlet_prior", "kl_loss_weight", "num_samples",
            "sample_scaler", "use_entropy")},
-    {.name = "peft_type"},
-    {.name = "peft_version"},
-    {.name = "qalora_group_size"},
-    {.name = "r"},
-    {.name = "rank_pattern", TRUSTED_TABLE},
-    {.name = "target_modules"},
-    {.name = "target_parameters"},
-    {.name = "task_type"},
-    {.name = "trainable_token_indices", TRUSTED_TOKENS},
-    {.name = "use_bdlora",
-     TRUSTED_PARTS,
+    {"peft_type", FIELD_STRING, TRUSTED_PLAIN, NULL},
+    {"peft_version", FIELD_STRING, TRUSTED_PLAIN, NULL},
+    {"qalora_group_size", FIELD_UNTOLD, TRUSTED_PLAIN, NULL},
+    {"r", FIELD_INTEGER, TRUSTED_PLAIN, NULL},
+    {"rank_pattern", FIELD_OBJECT, TRUSTED_TABLE, NULL},
+    {"revision", FIELD_STRING, TRUSTED_NEVER, NULL},
+    {"target_modules", FIELD_LIST_OR_STRING, TRUSTED_PLAIN, NULL},
+    {"target_parameters", FIELD_LIST, TRUSTED_PLAIN, NULL},
+    {"task_type", FIELD_STRING, TRUSTED_PLAIN, NULL},
+    {"trainable_token_indices", FIELD_JSON, TRUSTED_TOKENS, NULL},
+    {"use_bdlora", FIELD_UNTOLD, TRUSTED_PARTS,
      PARTS("match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b")},
-    {.name = "use_dora"},
-    {.name = "use_qalora"},
-    {.name = "use_rslora"},
-    {.name = "velora_config", TRUSTED_PARTS, PARTS("init_type", "num_groups", "scale")},
+    {"use_dora", FIELD_BOOL, TRUSTED_PLAIN, NULL},
+    {"use_qalora", FIELD_UNTOLD, TRUSTED_PLAIN, NULL},
+    {"use_rslora", FIELD_BOOL, TRUSTED_PLAIN, NULL},
+    {"velora_config", FIELD_UNTOLD, TRUSTED_PARTS,
+     PARTS("init_type", "num_groups", "scale")},
 };
 
 /* Names come from the trainer, and end in a log. */
@@ -136,7 +149,7 @@ static bool is_in_list(const char *name, const char *const *names)
 }
 
 /* False: a known part has no plain value. */
-static bool filter_parts(json_t *object, const trusted_field *field, buffer *dropped)
+static bool filter_parts(json_t *object, const peft_known *field, buffer *dropped)
 {
     const char *key;
     json_t *value;
@@ -163,17 +176,17 @@ static bool has_trusted_kind(json_t *value, trusted_kind kind)
         return is_plain_text(value, LIST_DEPTH) || is_object_of(value, false);
     case TRUSTED_PARTS:
         return json_is_object(value);
-    case TRUSTED_PLAIN:
+    default:
         break;
     }
     return is_plain_text(value, LIST_DEPTH);
 }
 
-static const trusted_field *find_trusted(const char *name)
+static const peft_known *find_field(const char *name)
 {
-    for (size_t i = 0; i < sizeof trusted / sizeof trusted[0]; i++) {
-        if (strcmp(trusted[i].name, name) == 0)
-            return &trusted[i];
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+        if (strcmp(fields[i].name, name) == 0)
+            return &fields[i];
     }
     return NULL;
 }
@@ -193,10 +206,10 @@ const char *peft_trust_filter(json_t *config, buffer *dropped)
     void *next;
     json_object_foreach_safe(config, next, key, value)
     {
-        const trusted_field *field = find_trusted(key);
+        const peft_known *field = find_field(key);
         if (json_is_null(value) || is_default(key, value))
             continue;
-        if (!field) {
+        if (!field || field->kind == TRUSTED_NEVER) {
             note_dropped(dropped, key, NULL);
             json_object_del(config, key);
         } else if (!has_trusted_kind(value, field->kind) ||
@@ -243,49 +256,6 @@ fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
                        "the pattern '%.200s' in %s takes too long to match %.*s",
                        pattern_text(p), field, (int)size, path);
 }
-
-typedef enum field_kind {
-    FIELD_STRING,
-    FIELD_INTEGER, /* positive */
-    FIELD_NUMBER,  /* not negative */
-    FIELD_BOOL,
-    FIELD_BOOL_OR_STRING,
-    FIELD_LIST, /* of strings */
-    FIELD_LIST_OR_STRING,
-    FIELD_OBJECT,
-    FIELD_JSON,
-} field_kind;
-
-static const struct {
-    const char *name;
-    field_kind kind;
-} fields[] = {
-    {"alpha_pattern", FIELD_OBJECT},
-    {"auto_mapping", FIELD_OBJECT},
-    {"base_model_name_or_path", FIELD_STRING},
-    {"bias", FIELD_STRING},
-    {"exclude_modules", FIELD_LIST_OR_STRING},
-    {"fan_in_fan_out", FIELD_BOOL},
-    {"inference_mode", FIELD_BOOL},
-    {"init_lora_weights", FIELD_BOOL_OR_STRING},
-    {"layers_pattern", FIELD_LIST_OR_STRING},
-    {"layers_to_transform", FIELD_JSON},
-    {"lora_alpha", FIELD_NUMBER},
-    {"lora_bias", FIELD_BOOL},
-    {"lora_dropout", FIELD_NUMBER},
-    {"modules_to_save", FIELD_LIST},
-    {"peft_type", FIELD_STRING},
-    {"peft_version", FIELD_STRING},
-    {"r", FIELD_INTEGER},
-    {"rank_pattern", FIELD_OBJECT},
-    {"revision", FIELD_STRING},
-    {"target_modules", FIELD_LIST_OR_STRING},
-    {"target_parameters", FIELD_LIST},
-    {"task_type", FIELD_STRING},
-    {"trainable_token_indices", FIELD_JSON},
-    {"use_dora", FIELD_BOOL},
-    {"use_rslora", FIELD_BOOL},
-};
 
 /* What a person would have to write instead. */
 static const char *const kind_texts[] = {
@@ -440,9 +410,10 @@ static fanin_status merge_field(peft_maker *m, const char *name, field_kind kind
 fanin_status peft_fields_merge(peft_maker *m)
 {
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
-        const char *text = peft_pair(m, fields[i].name);
+        const char *text =
+            fields[i].told == FIELD_UNTOLD ? NULL : peft_pair(m, fields[i].name);
         fanin_status status =
-            text ? merge_field(m, fields[i].name, fields[i].kind, text) : FANIN_OK;
+            text ? merge_field(m, fields[i].name, fields[i].told, text) : FANIN_OK;
         if (status != FANIN_OK)
             return status;
     }
