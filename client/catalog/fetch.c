@@ -27,7 +27,8 @@ static void fail_fetch(fetch *f, fanin_status status, const char *what)
     connection *c = f->client->peers[f->peer].control;
     error_place place = connection_place(c, "catalog");
     if (status == FANIN_ERR_LIMIT)
-        place.remedy = "raise max_catalog in the client's configuration";
+        place.remedy =
+            "publish fewer tensors, or raise max_catalog of fanin_client_config";
     error_set(&f->error, status, &place, "rank %u at %s %s", connection_peer(c)->rank,
               connection_text(c), what);
     ended(f);

@@ -30,7 +30,7 @@ const char *sessions_remedy(const fanin_server *s)
     return s->sessions_limited
                ? "close idle clients, or raise the trainer's hard limit of open files "
                  "(ulimit -Hn, LimitNOFILE, --ulimit nofile)"
-               : "close idle clients, or raise max_sessions";
+               : "close idle clients, or raise max_sessions of fanin_server_config";
 }
 
 /* Lock held. */

@@ -67,7 +67,7 @@ fanin_status descriptors_allow(fanin_server_config *c, const logger *log,
     char remedy[160];
     snprintf(remedy, sizeof remedy,
              "raise it with `ulimit -n %" PRIu64
-             "` (hard limit), or lower max_sessions",
+             "` (hard limit), or lower max_sessions of fanin_server_config",
              (uint64_t)need);
     error_place place = {.phase = "create", .remedy = remedy};
     return error_set(error, FANIN_ERR_LIMIT, &place,
