@@ -21,6 +21,7 @@ from fanin.check import trained as digests_of
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
 from fanin.info import Target, addresses_of, path_of
 from fanin.names import check_run, check_step
+from fanin.sglang.asking import told_by_sglang
 
 from .driver import Driver
 from .endpoints import (
@@ -728,8 +729,7 @@ def driver_of(kind: str, wire: Wire, deadline: float) -> Driver:
         return VLLM(wire)
     if reply.status != 200:
         raise wire.refusal(reply, "/model_info", "look into the engine's log")
-    body = reply.json()
-    return (SGLang if isinstance(body, dict) and "model_path" in body else VLLM)(wire)
+    return (SGLang if told_by_sglang(reply) else VLLM)(wire)
 
 
 def _judged(plan: Plan, syncs: Sequence[EngineSync], started: float, what: str) -> SyncResult:

@@ -32,8 +32,13 @@ def is_sglang(engine: Any, timeout: float, api_key: str | None = None) -> bool:
         reply = ask_json("GET", base_url(engine), "/model_info", deadline=deadline, api_key=api_key)
     except FAILURES:
         return False
+    return reply.status == 200 and told_by_sglang(reply)
+
+
+def told_by_sglang(reply: Any) -> bool:
+    """Whether a server's answer to ``/model_info`` is one of SGLang's."""
     told = reply.json()
-    return reply.status == 200 and isinstance(told, dict) and "model_path" in told
+    return isinstance(told, dict) and "model_path" in told
 
 
 def ask(
