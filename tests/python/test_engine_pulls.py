@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import threading
@@ -209,7 +210,7 @@ def test_closing_cancels(bench: Bench) -> None:
 
 def test_another_base_model_is_told_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     adapter = bench.service.pull(bench.wanted(1))
-    with caplog.at_level("WARNING", "vllm.fanin"):
+    with caplog.at_level("WARNING", "fanin.engine"):
         bench.service.warn_of_base_model(adapter, "/models/base")
         assert not caplog.records
         for _ in range(2):
@@ -353,10 +354,10 @@ def a_pull(step: int, **more: Any) -> Adapter:
 
 
 def test_a_pull_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    lines = PullLog(logging.getLogger("vllm.fanin"))
+    lines = PullLog(logging.getLogger("fanin.engine"))
     spent = {"connect": 0.0, "read": 0.012, "end": 0.00123}
     how: dict[str, Any] = {"phases": spent, "ranks": 2, "shown": "the secret /run/s"}
-    with caplog.at_level("INFO", "vllm.fanin"):
+    with caplog.at_level("INFO", "fanin.engine"):
         lines.tell(a_pull(7, bytes=1000, seconds=0.02, transport="stream", **how))
         lines.tell(a_pull(8, bytes=9, reused=True, landing="slot", landing_why="why"))
     assert [record.getMessage() for record in caplog.records] == [
@@ -368,10 +369,18 @@ def test_a_pull_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_vllm_shows_these_lines() -> None:
+    """vLLM gives handlers to no logger but its own."""
+    importlib.import_module("fanin.vllm")
+    lines = logging.getLogger("fanin.engine")
+    assert lines.parent is logging.getLogger("vllm.fanin")
+    assert logging.getLogger("fanin").parent is logging.root
+
+
 def test_lines_of_pulls_are_few(caplog: pytest.LogCaptureFixture) -> None:
     now = [5.0]
-    lines = PullLog(logging.getLogger("vllm.fanin"), lambda: now[0])
-    with caplog.at_level("INFO", "vllm.fanin"):
+    lines = PullLog(logging.getLogger("fanin.engine"), lambda: now[0])
+    with caplog.at_level("INFO", "fanin.engine"):
         for step in range(30):
             lines.tell(a_pull(step))
         assert len(caplog.records) == 20
@@ -381,7 +390,7 @@ def test_lines_of_pulls_are_few(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 21
     assert "step30 " in caplog.messages[-1]
     assert caplog.messages[-1].endswith("; lines of 10 pulls were left out")
-    with caplog.at_level("DEBUG", "vllm.fanin"):
+    with caplog.at_level("DEBUG", "fanin.engine"):
         lines.tell(a_pull(32))
     assert caplog.records[-1].levelname == "DEBUG" and "step32 " in caplog.messages[-1]
 

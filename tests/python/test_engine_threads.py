@@ -95,7 +95,7 @@ def test_a_failure_is_logged_and_ends_no_thread(caplog: pytest.LogCaptureFixture
     def fail() -> None:
         raise RuntimeError("no disk")
 
-    with caplog.at_level(logging.ERROR, "vllm.fanin"):
+    with caplog.at_level(logging.ERROR, "fanin.engine"):
         hands.give(fail)
         at_rest(hands)
     assert "no disk" in caplog.text

@@ -541,7 +541,7 @@ def test_warns_of_a_small_cache(bench: Bench, caplog: pytest.LogCaptureFixture) 
     async def work() -> None:
         await bench.state.attach(bench.engine)
 
-    with caplog.at_level("WARNING", "vllm.fanin"):
+    with caplog.at_level("WARNING", "fanin.engine"):
         run(work())
     assert any("--max-cpu-loras 2" in record.getMessage() for record in caplog.records)
 

@@ -20,7 +20,7 @@ from fanin.errors import HostError, NotFoundError
 
 __all__ = ["Done", "Held", "Jobs", "Progress"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _pulls, _deletions = Hands("fanin-pull"), Hands("fanin-delete")
 

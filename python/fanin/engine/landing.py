@@ -18,7 +18,7 @@ from fanin.errors import PeerError
 
 __all__ = ["Landing", "Progress", "Summary", "groups_of", "lend", "torch_dtype_of"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _SAY_EVERY = 5.0
 

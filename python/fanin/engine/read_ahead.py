@@ -16,7 +16,7 @@ from fanin.errors import CancelledError, FaninError, PeerError, PullTimeoutError
 
 __all__ = ["Prefetch", "StepMemory"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _GIVE_UP = 15.0
 # For the ranks to say which launch they are, while the engine is paused; one round is less than a

@@ -42,7 +42,7 @@ from fanin.errors import (
 
 __all__ = ["SharedPulls", "WorkerCalls"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _MOST = 1024
 _GRACE = 5.0

@@ -27,7 +27,7 @@ from fanin.errors import (
 
 __all__ = ["ByDirectory", "Run", "SlotWay", "fields"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _PATIENCE = 600.0  # for learning a layout
 _KNOWN = 64  # layouts

@@ -16,7 +16,7 @@ from fanin._otel import carry
 
 __all__ = ["Hands", "in_thread"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 _T = TypeVar("_T")
 Work: TypeAlias = Callable[[], Any]
 

@@ -38,7 +38,7 @@ __all__ = ["TrainerWatch"]
 
 _T = TypeVar("_T")
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _EVERY = 1.0
 _PATIENCE = 5.0

@@ -17,7 +17,7 @@ from fanin.info import secret_arguments
 
 __all__ = ["Published", "Trainer", "left", "without"]
 
-_log = logging.getLogger("vllm.fanin")
+_log = logging.getLogger("fanin.engine")
 
 _CONNECT = 10.0
 

@@ -28,6 +28,7 @@ __all__ = ["endpoint_plugin", "register"]
 
 # Below vLLM's logger, so that its handlers and its level show these lines.
 _log = logging.getLogger("vllm.fanin")
+logging.getLogger("fanin").getChild("engine").parent = _log
 
 
 def register() -> None:
