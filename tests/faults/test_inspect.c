@@ -9,10 +9,7 @@
 #include "testing.h"
 #include <netinet/in.h>
 #include <signal.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define RANKS 3
 /* A rank that says nothing costs so much; those that live are asked before. */
@@ -191,43 +188,31 @@ static void try_old_client(oddity what, uint32_t odd)
     tear_down(&s);
 }
 
-static void a_stopped_rank(void **state)
+TEST(a_stopped_rank)
 {
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(STOPPED, odd);
 }
 
-static void a_killed_rank(void **state)
+TEST(a_killed_rank)
 {
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(KILLED, odd);
 }
 
-static void a_mute_rank(void **state)
+TEST(a_mute_rank)
 {
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(MUTE, odd);
 }
 
-static void a_rank_that_stops_later(void **state)
+TEST(a_rank_that_stops_later)
 {
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_old_client(STOPPED, odd);
 }
 
-static void a_rank_that_dies_later(void **state)
+TEST(a_rank_that_dies_later)
 {
     try_old_client(KILLED, 1);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_stopped_rank),
-        cmocka_unit_test(a_killed_rank),
-        cmocka_unit_test(a_mute_rank),
-        cmocka_unit_test(a_rank_that_stops_later),
-        cmocka_unit_test(a_rank_that_dies_later),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

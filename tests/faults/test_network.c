@@ -10,10 +10,6 @@
 #include "testing.h"
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define RANKS 4
 #define VICTIM 1
@@ -130,6 +126,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static void on_progress(void *cookie, uint64_t done, uint64_t total)
 {
     if (f.triggered)
@@ -201,7 +199,7 @@ static void cut_in_read(void)
     expect_back();
 }
 
-static void test_link_cut(void **state)
+CASE(test_link_cut)
 {
     if (!separate)
         skip();
@@ -210,7 +208,7 @@ static void test_link_cut(void **state)
 }
 
 /* In the middle of records. */
-static void test_secured_link_cut(void **state)
+CASE(test_secured_link_cut)
 {
     if (!separate || !has_openssl)
         skip();
@@ -220,7 +218,7 @@ static void test_secured_link_cut(void **state)
 
 /* What this side has said is on its way, and nothing comes back: on the first control connection.
    */
-static void test_link_cut_in_handshake(void **state)
+CASE(test_link_cut_in_handshake)
 {
     if (!separate || !has_openssl)
         skip();
@@ -245,7 +243,7 @@ static void test_link_cut_in_handshake(void **state)
 }
 
 /* On the first data connection: the control connections have their secret. */
-static void test_link_cut_in_data_handshake(void **state)
+CASE(test_link_cut_in_data_handshake)
 {
     if (!separate || !has_openssl)
         skip();
@@ -262,7 +260,7 @@ static void test_link_cut_in_data_handshake(void **state)
 /* Packets of one rank vanish: no reset, no refusal, nothing. */
 #define DROP_VICTIM "iptables -A INPUT -p tcp --sport 6001 -j DROP"
 
-static void test_packets_dropped(void **state)
+CASE(test_packets_dropped)
 {
     if (!can_filter())
         skip();
@@ -275,7 +273,7 @@ static void test_packets_dropped(void **state)
     assert_ok(pull(NULL), error);
 }
 
-static void test_packets_dropped_replica(void **state)
+CASE(test_packets_dropped_replica)
 {
     if (!can_filter())
         skip();
@@ -286,7 +284,7 @@ static void test_packets_dropped_replica(void **state)
     assert_ok(pull(NULL), error);
 }
 
-static void test_dropped_before_connect(void **state)
+CASE(test_dropped_before_connect)
 {
     if (!can_filter())
         skip();
@@ -305,7 +303,7 @@ static void test_dropped_before_connect(void **state)
 #define DROP_ANSWERS                                                                   \
     "iptables -A INPUT -p tcp --sport 6001 -m length --length 120:65535 -j DROP"
 
-static void test_answers_dropped_in_handshake(void **state)
+CASE(test_answers_dropped_in_handshake)
 {
     if (!can_filter() || !has_openssl)
         skip();
@@ -319,7 +317,7 @@ static void test_answers_dropped_in_handshake(void **state)
     expect_back();
 }
 
-static void test_secured_packets_dropped(void **state)
+CASE(test_secured_packets_dropped)
 {
     if (!can_filter() || !has_openssl)
         skip();
@@ -332,19 +330,8 @@ static void test_secured_packets_dropped(void **state)
     expect_back();
 }
 
-int main(int argc, char **argv)
+int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_teardown(test_link_cut, tear_down),
-        cmocka_unit_test_teardown(test_packets_dropped, tear_down),
-        cmocka_unit_test_teardown(test_packets_dropped_replica, tear_down),
-        cmocka_unit_test_teardown(test_dropped_before_connect, tear_down),
-        cmocka_unit_test_teardown(test_secured_link_cut, tear_down),
-        cmocka_unit_test_teardown(test_link_cut_in_handshake, tear_down),
-        cmocka_unit_test_teardown(test_link_cut_in_data_handshake, tear_down),
-        cmocka_unit_test_teardown(test_answers_dropped_in_handshake, tear_down),
-        cmocka_unit_test_teardown(test_secured_packets_dropped, tear_down),
-    };
     const openssl *o;
     has_openssl = openssl_load(&o, NULL) == FANIN_OK;
     separate = geteuid() == 0 && unshare(CLONE_NEWNET) == 0;
@@ -352,9 +339,7 @@ int main(int argc, char **argv)
         printf("# skipped: network namespaces need root\n");
     else if (!can_filter())
         printf("# partly skipped: there is no iptables\n");
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    int failed = cmocka_run_group_tests_name("network", tests, NULL, NULL);
+    int failed = tests_run(NULL);
     secrets_remove();
     return failed;
 }

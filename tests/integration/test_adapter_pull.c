@@ -9,20 +9,15 @@
 #include "fetch/pattern.h"
 #include "testing.h"
 #include <dirent.h>
-#include <errno.h>
 #include <fanin/safetensors.h>
 #include <fcntl.h>
 #include <jansson.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define RANKS 4
 #define PULL_MS 30000
@@ -111,6 +106,8 @@ static int tear_down(void **state)
     lab_close(&b.lab);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
 
 /* ------------------------------------------------------------------ pulling */
 
@@ -237,20 +234,20 @@ static void written_and_reused(fanin_path path)
     expect_alone(1);
 }
 
-static void test_stream(void **state)
+CASE(test_stream)
 {
     written_and_reused(FANIN_PATH_STREAM);
 }
 
 /* Several threads make pages, write into pieces of the digest, and end them. */
-static void test_threads(void **state)
+CASE(test_threads)
 {
     threads = RANKS;
     written_and_reused(FANIN_PATH_STREAM);
     threads = 1;
 }
 
-static void test_cma(void **state)
+CASE(test_cma)
 {
     if (!world_has_cma())
         skip();
@@ -271,7 +268,7 @@ static void expect_refused(const char *why, uint64_t pattern_step, uint64_t step
 }
 
 /* The same step of another life, and another step of the same life. */
-static void test_other_identity(void **state)
+CASE(test_other_identity)
 {
     assert_ok(pull(), error);
     exchange(0x43, 1, 1);
@@ -360,7 +357,7 @@ static outcome await_outcome(puller *p)
 }
 
 /* The second is let loose while the first is in the middle of its read. */
-static void test_two_at_once(void **state)
+CASE(test_two_at_once)
 {
     puller first = start_puller(SIGSTOP);
     await_reading(&first);
@@ -381,7 +378,7 @@ static void test_two_at_once(void **state)
 #define CROWD 6
 
 /* All start together; whoever is first reads, and nobody else. */
-static void test_crowd(void **state)
+CASE(test_crowd)
 {
     puller pullers[CROWD];
     unsigned readers = 0;
@@ -411,7 +408,7 @@ static void test_crowd(void **state)
 
 /* One that is stopped while it reads keeps the place; who waits for it does so no longer than
    it was told to. */
-static void test_stopped_holder(void **state)
+CASE(test_stopped_holder)
 {
     puller holder = start_puller(SIGSTOP);
     await_reading(&holder);
@@ -429,7 +426,7 @@ static void test_stopped_holder(void **state)
 }
 
 /* One that is killed while it reads leaves nothing that another could take for whole. */
-static void test_killed_holder(void **state)
+CASE(test_killed_holder)
 {
     puller holder = start_puller(SIGKILL);
     await_reading(&holder);
@@ -451,7 +448,7 @@ static void kill_rank(void *cookie, uint64_t done, uint64_t total)
     reported = true;
 }
 
-static void test_rank_dies(void **state)
+CASE(test_rank_dies)
 {
     fanin_pull_options options = defaults();
     options.progress = kill_rank;
@@ -462,7 +459,7 @@ static void test_rank_dies(void **state)
 }
 
 /* A filesystem of its own that is too small, then large enough. Needs root. */
-static void test_disk_full(void **state)
+CASE(test_disk_full)
 {
     if (geteuid() != 0 || unshare(CLONE_NEWNS) != 0 ||
         mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0) {
@@ -482,18 +479,4 @@ static void test_disk_full(void **state)
     assert_int_equal(umount(b.scratch), 0);
 }
 
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
 /* Those that fork processes that pull come before this one loads UCX. */
-int main(int argc, char **argv)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_two_at_once),    CASE(test_crowd),     CASE(test_stopped_holder),
-        CASE(test_killed_holder),  CASE(test_stream),    CASE(test_cma),
-        CASE(test_other_identity), CASE(test_rank_dies), CASE(test_disk_full),
-        CASE(test_threads),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("adapter_pull", tests, NULL, NULL);
-}

@@ -11,11 +11,8 @@
 #include "thread.h"
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #define ROWS 60
 #define COLUMNS 40000
@@ -210,7 +207,7 @@ static void expect_refused(const char *words)
     assert_true(error.remedy[0] != '\0');
 }
 
-static void who_has_one_pulls(void **state)
+TEST(who_has_one_pulls)
 {
     static const char *const ranks[] = {"rank0", "ranks"};
     char address[32];
@@ -232,7 +229,7 @@ static void pull_by_link(const char *address, bool altered)
     assert_true(status == FANIN_OK || error.message[0] != '\0');
 }
 
-static void no_altered_bit_arrives(void **state)
+TEST(no_altered_bit_arrives)
 {
     char address[32];
     fanin_server *server = start("rank0", "ca", address);
@@ -241,7 +238,7 @@ static void no_altered_bit_arrives(void **state)
 }
 
 /* What a reader's own end does not find, the rank does. */
-static void readers_are_refused(void **state)
+TEST(readers_are_refused)
 {
     static const identity rank = {.job = "job", .role = AS_ANY_RANK};
     char address[32];
@@ -264,7 +261,7 @@ static void readers_are_refused(void **state)
     fanin_server_destroy(&server, 0);
 }
 
-static void ranks_are_refused(void **state)
+TEST(ranks_are_refused)
 {
     static const identity other_rank = {.job = "job", .role = AS_RANK, .rank = 3},
                           other_job = {.job = "job2", .role = AS_READER},
@@ -294,7 +291,7 @@ static void ranks_are_refused(void **state)
 }
 
 /* One end has no certificate, or a secret instead. */
-static void both_ends_need_one(void **state)
+TEST(both_ends_need_one)
 {
     char address[32];
     fanin_client_config plain = make_client_config();
@@ -322,7 +319,7 @@ static void both_ends_need_one(void **state)
     fanin_server_destroy(&server, 0);
 }
 
-static void own_certificates_are_checked(void **state)
+TEST(own_certificates_are_checked)
 {
     static const struct {
         const char *cert, *words;
@@ -360,7 +357,7 @@ static void own_certificates_are_checked(void **state)
     assert_null(server);
 }
 
-static void files_of_others_are_refused(void **state)
+TEST(files_of_others_are_refused)
 {
     fanin_server *server = NULL;
     files f = of("rank0", "ca");
@@ -392,7 +389,7 @@ static void files_of_others_are_refused(void **state)
     fanin_server_destroy(&server, 0);
 }
 
-static void one_kind_is_given(void **state)
+TEST(one_kind_is_given)
 {
     fanin_client *client = NULL;
     const files f = of("reader", "ca");
@@ -447,7 +444,7 @@ static void connect_until(const char *address, const char *words)
     expect_logged(words);
 }
 
-static void new_files_are_read(void **state)
+TEST(new_files_are_read)
 {
     char address[32];
     replace("turning", "ranks");
@@ -474,7 +471,7 @@ static void join_files(const char *name, const char *a, const char *b, long with
 
 /* A file that was being written, or copied to a full disk. What cannot be read is not left out
    without a word. */
-static void torn_files_are_refused(void **state)
+TEST(torn_files_are_refused)
 {
     fanin_server *server = NULL;
     char address[32];
@@ -497,7 +494,7 @@ static void torn_files_are_refused(void **state)
 }
 
 /* Of the same file system as everything else of the rank, but for the thread that looks. */
-static void files_that_do_not_answer_stop_nobody(void **state)
+TEST(files_that_do_not_answer_stop_nobody)
 {
     char address[32];
     replace("turning", "ranks");
@@ -528,7 +525,7 @@ static void *let_go_later(void *cookie)
 }
 
 /* The thread that looks is in the log: connections are made meanwhile, and the end waits for it. */
-static void a_log_that_does_not_answer_stops_nobody(void **state)
+TEST(a_log_that_does_not_answer_stops_nobody)
 {
     char address[32];
     pthread_t thread;
@@ -553,6 +550,8 @@ static int tear_down(void **state)
     return system(command); /* NOLINT(cert-env33-c): of the test's own folder */
 }
 
+TESTS_BETWEEN(NULL, tear_down)
+
 int main(void)
 {
     const openssl *o;
@@ -572,19 +571,5 @@ int main(void)
         return 77;
     }
     condition_init(&disk.turn);
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(who_has_one_pulls),
-        cmocka_unit_test(no_altered_bit_arrives),
-        cmocka_unit_test(readers_are_refused),
-        cmocka_unit_test(ranks_are_refused),
-        cmocka_unit_test(both_ends_need_one),
-        cmocka_unit_test(own_certificates_are_checked),
-        cmocka_unit_test(files_of_others_are_refused),
-        cmocka_unit_test(one_kind_is_given),
-        cmocka_unit_test(new_files_are_read),
-        cmocka_unit_test(torn_files_are_refused),
-        cmocka_unit_test(files_that_do_not_answer_stop_nobody),
-        cmocka_unit_test(a_log_that_does_not_answer_stops_nobody),
-    };
-    return cmocka_run_group_tests_name("certified", tests, NULL, tear_down);
+    return tests_run(NULL);
 }

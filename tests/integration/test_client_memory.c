@@ -10,10 +10,6 @@
 #include "testing.h"
 
 #include <jansson.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define RANKS 3
 #define CALLS_MOST 20000
@@ -169,14 +165,14 @@ static void check(call_fn call)
     assert_true(calls > 3);
 }
 
-static void pulls_recover(void **state)
+TEST(pulls_recover)
 {
     check(pull_memory);
 }
 
 /* One allocation fails and all behind it succeed: what was left out for want of memory must not be
    missed later, as a silence of the rank or as other bytes. */
-static void single_failures_blame_nobody(void **state)
+TEST(single_failures_blame_nobody)
 {
     fanin_client *client = world_client(&served, FANIN_PATH_STREAM);
     bool failed = true;
@@ -196,27 +192,27 @@ static void single_failures_blame_nobody(void **state)
     fanin_client_destroy(&client);
 }
 
-static void directories_recover(void **state)
+TEST(directories_recover)
 {
     check(pull_directory);
 }
 
-static void sessions_recover(void **state)
+TEST(sessions_recover)
 {
     check(pull_session);
 }
 
-static void prepared_destinations_recover(void **state)
+TEST(prepared_destinations_recover)
 {
     check(pull_prepared);
 }
 
-static void listing_recovers(void **state)
+TEST(listing_recovers)
 {
     check(list_all);
 }
 
-static void connecting_recovers(void **state)
+TEST(connecting_recovers)
 {
     check(connect_again);
 }
@@ -235,16 +231,4 @@ static int tear_down(void **state)
     return rmdir(root);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(pulls_recover),
-        cmocka_unit_test(single_failures_blame_nobody),
-        cmocka_unit_test(directories_recover),
-        cmocka_unit_test(sessions_recover),
-        cmocka_unit_test(prepared_destinations_recover),
-        cmocka_unit_test(listing_recovers),
-        cmocka_unit_test(connecting_recovers),
-    };
-    return cmocka_run_group_tests_name("client_memory", tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

@@ -7,16 +7,11 @@
 #include "ends.h"
 #include "local_world.h"
 #include "testing.h"
-#include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #define RANKS 8
 #define WITNESS 16 /* bytes of the read that proves who is read */
@@ -112,6 +107,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static void connect_with(fanin_path path, unsigned threads)
 {
     fanin_client_config config = make_client_config();
@@ -146,130 +143,6 @@ static void expect_failure(fanin_status status, const char *words)
         fail_msg("not '%s' in: %s", words, error.message);
 }
 
-/* ---------------------------------------------------------------- what comes */
-
-static void every_cut_comes(void **state)
-{
-    static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
-                                     CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
-    static const unsigned threads[] = {1, 3, 20};
-    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
-        for (size_t j = 0; j < sizeof threads / sizeof *threads; j++) {
-            world_start(&w, RANKS, cuts[i], j % 2 ? large : world_lora,
-                        j % 2 ? sizeof large / sizeof *large : world_lora_count);
-            world_commit(&w, 1);
-            connect_with(FANIN_PATH_CMA, threads[j]);
-            expect_pull(FANIN_PATH_CMA);
-            expect_pull(FANIN_PATH_CMA);
-            assert_int_equal(info.restarts, 0);
-            tear_down(NULL);
-        }
-    }
-}
-
-static void little_at_a_time_comes_too(void **state)
-{
-    static const size_t most[] = {1000, 4096, 100000};
-    begin(FANIN_PATH_CMA, 3);
-    for (size_t i = 0; i < sizeof most / sizeof *most; i++) {
-        kernel.most = most[i];
-        expect_pull(FANIN_PATH_CMA);
-    }
-}
-
-/* ------------------------------------------------------------ what is refused */
-
-static void what_the_kernel_forbids_is_streamed(void **state)
-{
-    static const struct {
-        int error;
-        fanin_status status;
-        const char *words;
-    } cases[] = {
-        {EPERM, FANIN_ERR_UNSUPPORTED, "does not let this process read"},
-        {ENOSYS, FANIN_ERR_TRANSPORT, "no process_vm_readv"},
-    };
-    for (size_t i = 0; i < 2; i++) {
-        kernel.refuses = cases[i].error;
-        begin(FANIN_PATH_AUTO, 0);
-        expect_pull(FANIN_PATH_STREAM);
-        connect_with(FANIN_PATH_CMA, 0);
-        expect_failure(cases[i].status, cases[i].words);
-        tear_down(NULL);
-    }
-}
-
-/* A publication's memory that is gone, say. */
-static void what_cannot_be_read_is_named(void **state)
-{
-    kernel.only_weights = true;
-    for (unsigned threads = 1; threads < 5; threads += 3) {
-        begin(FANIN_PATH_CMA, threads);
-        expect_pull(FANIN_PATH_CMA);
-        kernel.only_weights = true;
-        kernel.refuses = EFAULT;
-        expect_failure(FANIN_ERR_TRANSPORT, "by cma: memory that it publishes");
-        assert_true(error.rank >= 0 && error.rank < RANKS);
-        assert_non_null(strstr(error.key, "lora"));
-        assert_int_equal(error.sys_errno, EFAULT);
-        assert_non_null(strstr(error.remedy, "must stay"));
-        kernel.refuses = 0;
-        expect_pull(FANIN_PATH_CMA);
-        tear_down(NULL);
-    }
-    begin(FANIN_PATH_AUTO, 1);
-    expect_pull(FANIN_PATH_CMA);
-    kernel.only_weights = kernel.once = true;
-    kernel.refuses = EFAULT;
-    expect_pull(FANIN_PATH_CMA); /* but for one rank */
-    assert_int_equal(info.restarts, 1);
-}
-
-/* --------------------------------------------------------------- who is read */
-
-static void another_process_is_not_read(void **state)
-{
-    kernel.other_from = 1;
-    begin(FANIN_PATH_AUTO, 0);
-    expect_pull(FANIN_PATH_STREAM);
-    connect_with(FANIN_PATH_CMA, 0);
-    expect_failure(FANIN_ERR_UNSUPPORTED, "is not the rank");
-}
-
-static void nor_does_it_count_that_came_meanwhile(void **state)
-{
-    begin(FANIN_PATH_CMA, 2);
-    kernel.other_from = kernel.other_to =
-        RANKS + 1; /* the first after those of the probes */
-    expect_pull(FANIN_PATH_CMA);
-    assert_int_equal(info.restarts, 1);
-}
-
-/* ----------------------------------------------------------------- who has ended */
-
-static pid_t seen_as = -1;
-bool __real_connection_process(const void *c, pid_t *pid_out);
-bool __wrap_connection_process(const void *c, pid_t *pid_out);
-bool __wrap_connection_process(const void *c, pid_t *pid_out)
-{
-    bool known = __real_connection_process(c, pid_out);
-    *pid_out = seen_as >= 0 ? seen_as : *pid_out;
-    return known;
-}
-
-static void a_process_without_a_number_is_streamed(void **state)
-{
-    seen_as = 0;
-    begin(FANIN_PATH_AUTO, 0);
-    expect_pull(FANIN_PATH_STREAM);
-    connect_with(FANIN_PATH_CMA, 0);
-    expect_failure(FANIN_ERR_UNSUPPORTED, "pid namespace");
-    seen_as = getppid(); /* some other process, for once really read */
-    connect_with(FANIN_PATH_AUTO, 0);
-    expect_pull(FANIN_PATH_STREAM);
-    seen_as = -1;
-}
-
 /* -------------------------------------------- a process that becomes another */
 
 static int to_rank[2], from_rank[2];
@@ -300,7 +173,8 @@ static void become_another(void)
     assert_int_equal(read(from_rank[0], &word, 1), 0);
 }
 
-static void a_rank_that_becomes_another_program_is_lost(void **state)
+/* The first, since it forks: before threads are. */
+CASE(a_rank_that_becomes_another_program_is_lost)
 {
     enum { BYTES = 8 << 20 };
     char address[64];
@@ -339,6 +213,130 @@ static void a_rank_that_becomes_another_program_is_lost(void **state)
     free(into);
 }
 
+/* ---------------------------------------------------------------- what comes */
+
+CASE(every_cut_comes)
+{
+    static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
+                                     CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
+    static const unsigned threads[] = {1, 3, 20};
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        for (size_t j = 0; j < sizeof threads / sizeof *threads; j++) {
+            world_start(&w, RANKS, cuts[i], j % 2 ? large : world_lora,
+                        j % 2 ? sizeof large / sizeof *large : world_lora_count);
+            world_commit(&w, 1);
+            connect_with(FANIN_PATH_CMA, threads[j]);
+            expect_pull(FANIN_PATH_CMA);
+            expect_pull(FANIN_PATH_CMA);
+            assert_int_equal(info.restarts, 0);
+            tear_down(NULL);
+        }
+    }
+}
+
+CASE(little_at_a_time_comes_too)
+{
+    static const size_t most[] = {1000, 4096, 100000};
+    begin(FANIN_PATH_CMA, 3);
+    for (size_t i = 0; i < sizeof most / sizeof *most; i++) {
+        kernel.most = most[i];
+        expect_pull(FANIN_PATH_CMA);
+    }
+}
+
+/* ------------------------------------------------------------ what is refused */
+
+CASE(what_the_kernel_forbids_is_streamed)
+{
+    static const struct {
+        int error;
+        fanin_status status;
+        const char *words;
+    } cases[] = {
+        {EPERM, FANIN_ERR_UNSUPPORTED, "does not let this process read"},
+        {ENOSYS, FANIN_ERR_TRANSPORT, "no process_vm_readv"},
+    };
+    for (size_t i = 0; i < 2; i++) {
+        kernel.refuses = cases[i].error;
+        begin(FANIN_PATH_AUTO, 0);
+        expect_pull(FANIN_PATH_STREAM);
+        connect_with(FANIN_PATH_CMA, 0);
+        expect_failure(cases[i].status, cases[i].words);
+        tear_down(NULL);
+    }
+}
+
+/* A publication's memory that is gone, say. */
+CASE(what_cannot_be_read_is_named)
+{
+    kernel.only_weights = true;
+    for (unsigned threads = 1; threads < 5; threads += 3) {
+        begin(FANIN_PATH_CMA, threads);
+        expect_pull(FANIN_PATH_CMA);
+        kernel.only_weights = true;
+        kernel.refuses = EFAULT;
+        expect_failure(FANIN_ERR_TRANSPORT, "by cma: memory that it publishes");
+        assert_true(error.rank >= 0 && error.rank < RANKS);
+        assert_non_null(strstr(error.key, "lora"));
+        assert_int_equal(error.sys_errno, EFAULT);
+        assert_non_null(strstr(error.remedy, "must stay"));
+        kernel.refuses = 0;
+        expect_pull(FANIN_PATH_CMA);
+        tear_down(NULL);
+    }
+    begin(FANIN_PATH_AUTO, 1);
+    expect_pull(FANIN_PATH_CMA);
+    kernel.only_weights = kernel.once = true;
+    kernel.refuses = EFAULT;
+    expect_pull(FANIN_PATH_CMA); /* but for one rank */
+    assert_int_equal(info.restarts, 1);
+}
+
+/* --------------------------------------------------------------- who is read */
+
+CASE(another_process_is_not_read)
+{
+    kernel.other_from = 1;
+    begin(FANIN_PATH_AUTO, 0);
+    expect_pull(FANIN_PATH_STREAM);
+    connect_with(FANIN_PATH_CMA, 0);
+    expect_failure(FANIN_ERR_UNSUPPORTED, "is not the rank");
+}
+
+CASE(nor_does_it_count_that_came_meanwhile)
+{
+    begin(FANIN_PATH_CMA, 2);
+    kernel.other_from = kernel.other_to =
+        RANKS + 1; /* the first after those of the probes */
+    expect_pull(FANIN_PATH_CMA);
+    assert_int_equal(info.restarts, 1);
+}
+
+/* ----------------------------------------------------------------- who has ended */
+
+static pid_t seen_as = -1;
+bool __real_connection_process(const void *c, pid_t *pid_out);
+bool __wrap_connection_process(const void *c, pid_t *pid_out);
+bool __wrap_connection_process(const void *c, pid_t *pid_out)
+{
+    bool known = __real_connection_process(c, pid_out);
+    *pid_out = seen_as >= 0 ? seen_as : *pid_out;
+    return known;
+}
+
+CASE(a_process_without_a_number_is_streamed)
+{
+    seen_as = 0;
+    begin(FANIN_PATH_AUTO, 0);
+    expect_pull(FANIN_PATH_STREAM);
+    connect_with(FANIN_PATH_CMA, 0);
+    expect_failure(FANIN_ERR_UNSUPPORTED, "pid namespace");
+    seen_as = getppid(); /* some other process, for once really read */
+    connect_with(FANIN_PATH_AUTO, 0);
+    expect_pull(FANIN_PATH_STREAM);
+    seen_as = -1;
+}
+
 /* -------------------------------------------------------------- what ends it */
 
 static void cancel(void)
@@ -346,7 +344,7 @@ static void cancel(void)
     fanin_client_cancel(client);
 }
 
-static void a_pull_is_cancelled(void **state)
+CASE(a_pull_is_cancelled)
 {
     for (unsigned threads = 1; threads < 5; threads += 3) {
         begin(FANIN_PATH_CMA, threads);
@@ -362,7 +360,7 @@ static void a_pull_is_cancelled(void **state)
     }
 }
 
-static void a_pull_runs_out_of_time(void **state)
+CASE(a_pull_runs_out_of_time)
 {
     begin(FANIN_PATH_CMA, 2);
     expect_pull(FANIN_PATH_CMA);
@@ -375,24 +373,9 @@ static void a_pull_runs_out_of_time(void **state)
     expect_pull(FANIN_PATH_CMA);
 }
 
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        CASE(
-            a_rank_that_becomes_another_program_is_lost), /* forks: before threads are */
-        CASE(every_cut_comes),
-        CASE(little_at_a_time_comes_too),
-        CASE(what_the_kernel_forbids_is_streamed),
-        CASE(what_cannot_be_read_is_named),
-        CASE(another_process_is_not_read),
-        CASE(nor_does_it_count_that_came_meanwhile),
-        CASE(a_process_without_a_number_is_streamed),
-        CASE(a_pull_is_cancelled),
-        CASE(a_pull_runs_out_of_time),
-    };
     if (!world_has_cma())
         return 77;
-    return cmocka_run_group_tests_name("cma", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -100,13 +100,13 @@ static void leased(uint32_t lease_ms)
     rank_world_free(&w);
 }
 
-static void test_leased(void **state)
+TEST(test_leased)
 {
     leased(1000);
 }
 
 /* A session is not begun again by itself: its lease is one that no busy machine outlasts. */
-static void test_leased_sessions(void **state)
+TEST(test_leased_sessions)
 {
     pull_of_test = pull_in_parts;
     leased(30000);
@@ -170,7 +170,7 @@ static bool enough_of_both(const tally *t)
 }
 
 /* Without a lease pulls are overtaken; what they give is whole, or "stale". */
-static void test_unleased(void **state)
+TEST(test_unleased)
 {
     if (cannot_run())
         skip();
@@ -180,7 +180,7 @@ static void test_unleased(void **state)
     assert_true(t.stale >= PULLS / 10);
 }
 
-static void test_unleased_sessions(void **state)
+TEST(test_unleased_sessions)
 {
     pull_of_test = pull_in_parts;
     test_unleased(state);
@@ -194,7 +194,7 @@ static bool enough_torn(const tally *t)
 /* The same with the check at the end of a pull taken out: torn adapters get through, which
    proves that the test above can fail. For cma only: on a stream the server itself refuses
    reads under a token that is void, and no update begins in the middle of one. */
-static void test_unchecked(void **state)
+TEST(test_unchecked)
 {
     atomic_store(&client_rules_off, CLIENT_RULE_END_CHECK);
     if (cannot_run())
@@ -203,7 +203,7 @@ static void test_unchecked(void **state)
     assert_true(t.torn > 0);
 }
 
-static void test_unchecked_sessions(void **state)
+TEST(test_unchecked_sessions)
 {
     pull_of_test = pull_in_parts;
     test_unchecked(state);
@@ -252,7 +252,7 @@ static void *pull_some(void *cookie)
 
 /* However many readers come, updates go on: whoever reads is waited for, and who comes meanwhile
    waits. The lease is one that no busy machine outlasts. */
-static void test_many(void **state)
+TEST(test_many)
 {
     if (cannot_run())
         skip();
@@ -285,22 +285,11 @@ static void test_many(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_leased),   cmocka_unit_test(test_leased_sessions),
-#ifndef FANIN_TEST_HOOKS
-        cmocka_unit_test(test_unleased), cmocka_unit_test(test_unleased_sessions),
-#else
-        cmocka_unit_test(test_unchecked), cmocka_unit_test(test_unchecked_sessions),
-#endif
-        cmocka_unit_test(test_many),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
     if (argc > 2)
         path_of_test = fanin_path_from_name(argv[2]);
     if (argc > 3)
         data_threads = (uint32_t)atoi(argv[3]);
     if (argc > 4)
         reading_threads = (uint32_t)atoi(argv[4]);
-    return cmocka_run_group_tests_name("concurrency", tests, NULL, NULL);
+    return tests_run(argc > 1 ? argv[1] : NULL);
 }

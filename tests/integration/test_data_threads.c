@@ -8,9 +8,6 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #define RUN "lora:0"
@@ -184,7 +181,7 @@ static void stress(uint32_t data_threads, uint32_t lease_ms)
     free(s.memory);
 }
 
-static void test_leased(void **state)
+TEST(test_leased)
 {
     static const uint32_t threads[] = {1, 4};
     for (size_t i = 0; i < sizeof threads / sizeof *threads; i++)
@@ -192,18 +189,9 @@ static void test_leased(void **state)
 }
 
 /* begin_update waits for nothing but sends that are under way: pulls are overtaken. */
-static void test_unleased(void **state)
+TEST(test_unleased)
 {
     static const uint32_t threads[] = {1, 4};
     for (size_t i = 0; i < sizeof threads / sizeof *threads; i++)
         stress(threads[i], 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_leased),
-        cmocka_unit_test(test_unleased),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

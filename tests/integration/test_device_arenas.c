@@ -7,13 +7,9 @@
 #include "ends.h"
 #include "fake_cuda.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define DEVICES 3
 #define OF_DEVICE 1400 /* together more than are told as a whole */
@@ -127,7 +123,7 @@ static fanin_client *connect_by_ipc(uint16_t port)
 }
 
 /* Some tensors of the device in the middle, in each of several steps. */
-static void a_part_is_read_of_both_arenas(void **state)
+TEST(a_part_is_read_of_both_arenas)
 {
     const size_t device = 1;
     static float into[WANTED][ELEMENTS];
@@ -157,9 +153,8 @@ static void a_part_is_read_of_both_arenas(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_part_is_read_of_both_arenas)};
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     setenv("FAKE_CUDA_DEVICES", "3", 1);
     describe();
-    return cmocka_run_group_tests_name("device-arenas", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -15,9 +15,6 @@
 #include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define RANKS 3
 #define GIVE_UP_MS 2000
@@ -86,6 +83,8 @@ static int tear_down(void **state)
     assert_int_equal(system(command), 0);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 /* --------------------------------------------------------------------- pulls */
 
@@ -177,7 +176,7 @@ static void start_and_hold(puller *p)
 /* --------------------------------------------------------------------- tests */
 
 /* By pinned chunks, and straight into a file that was pinned before. */
-static void both_devices_gather(void **state)
+CASE(both_devices_gather)
 {
     set_up();
     pull_well(false);
@@ -193,7 +192,7 @@ static void both_devices_gather(void **state)
 }
 
 /* Devices that cannot load it: threads digest what has landed. */
-static void without_the_digest_kernel(void **state)
+CASE(without_the_digest_kernel)
 {
     fanin_error error = FANIN_ERROR_INIT;
     set_up_on(2, 3);
@@ -209,7 +208,7 @@ static void without_the_digest_kernel(void **state)
 }
 
 /* Few bytes are not worth a second device. */
-static void one_device_gathers_little(void **state)
+CASE(one_device_gathers_little)
 {
     set_up();
     b.client->devices->gather_bytes = (uint64_t)1 << 40;
@@ -218,7 +217,7 @@ static void one_device_gathers_little(void **state)
 }
 
 /* A device whose memory is full leaves it to the other one, and says so once. */
-static void a_full_device_does_not_gather(void **state)
+CASE(a_full_device_does_not_gather)
 {
     void *filler = NULL;
     set_up();
@@ -239,7 +238,7 @@ static void a_full_device_does_not_gather(void **state)
 }
 
 /* Devices that cannot reach each other: what the one that gathers cannot read comes by stream. */
-static void without_peer_access_one_gathers(void **state)
+CASE(without_peer_access_one_gathers)
 {
     puller p = {.spare = true};
     set_up();
@@ -253,7 +252,7 @@ static void without_peer_access_one_gathers(void **state)
 }
 
 /* Neither cancel nor a deadline leaves anything behind, and the next pull is whole. */
-static void a_pull_that_is_given_up_leaves_nothing(void **state)
+CASE(a_pull_that_is_given_up_leaves_nothing)
 {
     set_up();
     pull_well(true);
@@ -276,7 +275,7 @@ static void a_pull_that_is_given_up_leaves_nothing(void **state)
 }
 
 /* One of them fails in the middle: the rest of the pull's time is for another path. */
-static void a_device_fails_in_the_middle(void **state)
+CASE(a_device_fails_in_the_middle)
 {
     puller p = {.spare = true};
     set_up();
@@ -307,9 +306,9 @@ static int close_lab(void **state)
     return 0;
 }
 
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+TESTS_BETWEEN(open_lab, close_lab)
 
-int main(int argc, char **argv)
+int main(void)
 {
     char memory[32];
     snprintf(memory, sizeof memory, "%llu", (unsigned long long)DEVICE_BYTES);
@@ -317,16 +316,5 @@ int main(int argc, char **argv)
     setenv("FAKE_CUDA_DEVICES", "4", 1);
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
-    const struct CMUnitTest tests[] = {
-        CASE(both_devices_gather),
-        CASE(without_the_digest_kernel),
-        CASE(one_device_gathers_little),
-        CASE(a_full_device_does_not_gather),
-        CASE(without_peer_access_one_gathers),
-        CASE(a_pull_that_is_given_up_leaves_nothing),
-        CASE(a_device_fails_in_the_middle),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("device gather", tests, open_lab, close_lab);
+    return tests_run(NULL);
 }

@@ -17,14 +17,10 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #define SHARDS 40
 #define BYTES 50000
@@ -445,7 +441,7 @@ static int follow(void)
     return PASSED;
 }
 
-static void test_moved_shards(void **state)
+TEST(test_moved_shards)
 {
     trainer t;
     start(&t);
@@ -511,7 +507,7 @@ static int prepare(void)
     return end(&w);
 }
 
-static void test_what_is_read_is_mapped(void **state)
+TEST(test_what_is_read_is_mapped)
 {
     trainer t;
     start(&t);
@@ -539,7 +535,7 @@ static int lose(void)
 
 /* Removed while mapped: the trainer is told, frees, and goes on; the worker finds nothing and
    unmaps, until there is something again. */
-static void test_removed_shards(void **state)
+TEST(test_removed_shards)
 {
     trainer t;
     start(&t);
@@ -574,7 +570,7 @@ static int bear_pauses(void)
 
 /* Paused while mapped: the worker's next pull unmaps, then the memory can be freed; what takes its
    place, often at the same address, is mapped anew. */
-static void test_paused_shards(void **state)
+TEST(test_paused_shards)
 {
     trainer t;
     start(&t);
@@ -623,7 +619,7 @@ static int pull_well(void)
 
 /* The worker dies while it reads; the trainer's update begins as soon as its session is gone, and
    its memory can be freed. */
-static void test_killed_worker(void **state)
+TEST(test_killed_worker)
 {
     trainer t;
     start(&t);
@@ -663,7 +659,7 @@ static int be_overtaken(void)
 
 /* The trainer waits for the reader no longer than the lease, then rewrites under its kernel, or
    frees what it reads: what was read is thrown away, and the pull gives the new step whole. */
-static void test_overtaken_reader(void **state)
+TEST(test_overtaken_reader)
 {
     static const enum verb verbs[] = {COMMIT, MOVE};
     for (size_t i = 0; i < 2; i++) {
@@ -778,7 +774,7 @@ static int map_ahead_in_vain(void)
     return PASSED;
 }
 
-static void test_mapped_beside_catalogs(void **state)
+TEST(test_mapped_beside_catalogs)
 {
     trainer t;
     start(&t);
@@ -802,7 +798,7 @@ static int lose_rank_when_mapped(void)
     return end(&w);
 }
 
-static void test_rank_lost_when_mapped(void **state)
+TEST(test_rank_lost_when_mapped)
 {
     trainer t;
     start(&t);
@@ -826,7 +822,7 @@ static int map_nothing_ahead(void)
     return end(&w);
 }
 
-static void test_little_is_not_mapped_ahead(void **state)
+TEST(test_little_is_not_mapped_ahead)
 {
     trainer t;
     start(&t);
@@ -905,7 +901,7 @@ static int give_up_streams(void)
 }
 
 /* It is none of the device's fault: what was mapped is unmapped in the end. */
-static void test_a_callers_stream_is_no_stuck_device(void **state)
+TEST(test_a_callers_stream_is_no_stuck_device)
 {
     trainer t;
     start(&t);
@@ -944,7 +940,7 @@ static int give_up_probes(void)
     return PASSED;
 }
 
-static void test_probes_that_are_given_up(void **state)
+TEST(test_probes_that_are_given_up)
 {
     trainer t;
     start(&t);
@@ -954,26 +950,10 @@ static void test_probes_that_are_given_up(void **state)
     stop(&t);
 }
 
-int main(int argc, char **argv)
+int main(void)
 {
     sem_init(&mapped, 0, 0);
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_moved_shards),
-        cmocka_unit_test(test_removed_shards),
-        cmocka_unit_test(test_what_is_read_is_mapped),
-        cmocka_unit_test(test_removed_shards),
-        cmocka_unit_test(test_paused_shards),
-        cmocka_unit_test(test_killed_worker),
-        cmocka_unit_test(test_overtaken_reader),
-        cmocka_unit_test(test_mapped_beside_catalogs),
-        cmocka_unit_test(test_rank_lost_when_mapped),
-        cmocka_unit_test(test_little_is_not_mapped_ahead),
-        cmocka_unit_test(test_a_callers_stream_is_no_stuck_device),
-        cmocka_unit_test(test_probes_that_are_given_up),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("device memory's life", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -14,10 +14,6 @@
 #include <fanin/safetensors.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define RANKS 3
 #define HOST (-1)
@@ -81,6 +77,8 @@ static int tear_down(void **state)
     lab_stop(&b.lab);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 /* --------------------------------------------------------------- destinations */
 
@@ -246,27 +244,27 @@ static void pull_everywhere(lab_order order, fanin_path asked, fanin_path path)
     tear_down(NULL);
 }
 
-static void test_two_devices(void **state)
+CASE(test_two_devices)
 {
     pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
     pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
 }
 
 /* One GPU that all ranks share, with the worker too. */
-static void test_one_device(void **state)
+CASE(test_one_device)
 {
     pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_CUDA_IPC,
                     FANIN_PATH_CUDA_IPC);
     pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
 }
 
-static void test_host_ranks(void **state)
+CASE(test_host_ranks)
 {
     pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
     pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_CMA, FANIN_PATH_CMA);
 }
 
-static void test_snapshots(void **state)
+CASE(test_snapshots)
 {
     lab_order o = order_of(RANKS, 0, 1);
     o.snapshot = true;
@@ -275,7 +273,7 @@ static void test_snapshots(void **state)
 }
 
 /* Rank 0 on the host, the others on a device: each by what it can. */
-static void test_mixed_ranks(void **state)
+CASE(test_mixed_ranks)
 {
     lab_order o = order_of(RANKS, HOST, 1);
     o.flags = FANIN_SERVER_NO_UCX;
@@ -293,7 +291,7 @@ static void test_mixed_ranks(void **state)
 }
 
 /* Some tensors here, some there, in one call. */
-static void test_mixed_destinations(void **state)
+CASE(test_mixed_destinations)
 {
     static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
@@ -366,7 +364,7 @@ static void check_directory(const char *directory, fanin_dtype dtype)
     fanin_safetensors_close(&file);
 }
 
-static void test_directories(void **state)
+CASE(test_directories)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
@@ -418,7 +416,7 @@ static void pull_converted(int device, fanin_dtype asked, fanin_dtype dtype,
 }
 
 /* By the pull, and by the ranks' snapshots; what arrives as it was published in between. */
-static void test_conversions(void **state)
+CASE(test_conversions)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     verifies = true;
@@ -481,7 +479,7 @@ static void pull_directories(const char *scratch)
     }
 }
 
-static void test_converted_directories(void **state)
+CASE(test_converted_directories)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
@@ -498,7 +496,7 @@ static void test_converted_directories(void **state)
 }
 
 /* A part of each matrix, to places that are not neighbours. */
-static void test_parts(void **state)
+CASE(test_parts)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
@@ -555,7 +553,7 @@ static void check_fallback(lab_order order, const char *word)
     tear_down(NULL);
 }
 
-static void test_memory_without_handle(void **state)
+CASE(test_memory_without_handle)
 {
     static const char *const kinds[] = {"virtual", "pool", "managed"};
     for (size_t i = 0; i < 3; i++) {
@@ -567,7 +565,7 @@ static void test_memory_without_handle(void **state)
 }
 
 /* The ranks use the machine's third GPU, of which this process knows nothing. */
-static void test_invisible_device(void **state)
+CASE(test_invisible_device)
 {
     lab_order o = order_of(RANKS, 0, 0);
     snprintf(o.environment[0], sizeof o.environment[0], "FAKE_CUDA_DEVICES=3");
@@ -584,7 +582,7 @@ static void expect_refused(const target *t, size_t index, const char *words)
     assert_true(o.error.remedy[0] != '\0');
 }
 
-static void test_contradictions(void **state)
+CASE(test_contradictions)
 {
     target t;
     set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -617,7 +615,7 @@ static void prepare(const target *t)
 
 /* Prepared once: memory that was freed, and allocated again at the same address, also by another
    device, is found anew; memory that is not there is refused. */
-static void test_prepared_memory_moves(void **state)
+CASE(test_prepared_memory_moves)
 {
     target t;
     set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -642,7 +640,7 @@ static void test_prepared_memory_moves(void **state)
 }
 
 /* Both halves of a matrix, on two devices: not as one tensor, but as two of one name. */
-static void test_halves_on_two_devices(void **state)
+CASE(test_halves_on_two_devices)
 {
     target t[2];
     set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -681,7 +679,7 @@ static uint64_t count_opens(void)
 
 /* Host memory is looked at by the stretch, managed memory may be called the host's; each mapping is
    asked for its length. */
-static void test_host_destinations(void **state)
+CASE(test_host_destinations)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
@@ -703,7 +701,7 @@ static void test_host_destinations(void **state)
 }
 
 /* A box that ends outside of the allocation it begins in. */
-static void test_too_small_destination(void **state)
+CASE(test_too_small_destination)
 {
     target t;
     set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -739,7 +737,7 @@ static void pull_start(puller *p)
 
 /* The kernel of a pull stands still while a rank dies. The rank is named, nothing is written
    after the return, and the rank's next life is mapped anew. */
-static void test_rank_dies(void **state)
+CASE(test_rank_dies)
 {
     for (int device = HOST; device < 2; device++) {
         target t;
@@ -773,7 +771,7 @@ static void test_rank_dies(void **state)
 
 /* The same where another rank holds the same: the pull goes on with that one's, and the client
    works on. */
-static void test_replica_steps_in(void **state)
+CASE(test_replica_steps_in)
 {
     target t;
     lab_order order = order_of(4, 1, 1);
@@ -799,7 +797,7 @@ static void test_replica_steps_in(void **state)
 }
 
 /* The destinations are in use on a stream of the caller's until it gets there. */
-static void test_callers_stream(void **state)
+CASE(test_callers_stream)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     /* The caller's copy, a mark behind it and a wait for that; or the copy and a callback. */
@@ -840,7 +838,7 @@ static void test_callers_stream(void **state)
 }
 
 /* The last test: a device fails in the middle of a pull. */
-static void test_device_fails(void **state)
+CASE(test_device_fails)
 {
     target t, other;
     set_up(order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
@@ -882,36 +880,11 @@ static int close_lab(void **state)
     return 0;
 }
 
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+TESTS_BETWEEN(open_lab, close_lab)
 
-int main(int argc, char **argv)
+int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
-    const struct CMUnitTest tests[] = {
-        CASE(test_two_devices),
-        CASE(test_one_device),
-        CASE(test_host_ranks),
-        CASE(test_snapshots),
-        CASE(test_mixed_ranks),
-        CASE(test_mixed_destinations),
-        CASE(test_directories),
-        CASE(test_conversions),
-        CASE(test_converted_directories),
-        CASE(test_parts),
-        CASE(test_memory_without_handle),
-        CASE(test_invisible_device),
-        CASE(test_contradictions),
-        CASE(test_prepared_memory_moves),
-        CASE(test_halves_on_two_devices),
-        CASE(test_host_destinations),
-        CASE(test_too_small_destination),
-        CASE(test_rank_dies),
-        CASE(test_replica_steps_in),
-        CASE(test_callers_stream),
-        CASE(test_device_fails),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("device pulls", tests, open_lab, close_lab);
+    return tests_run(NULL);
 }

@@ -9,10 +9,6 @@
 #include "testing.h"
 #include "verify_scene.h"
 #include <cuda.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 /* A rank on one device, a destination on another or the same. */
 typedef struct stage {
@@ -54,7 +50,7 @@ static uint64_t pull_equal(stage *s, fanin_dtype dtype, int64_t gap)
     return after.digests - before.digests;
 }
 
-static void devices_digest_what_they_hold(void **state)
+TEST(devices_digest_what_they_hold)
 {
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
     for (int pair = 0; pair < 4; pair++) {
@@ -70,7 +66,7 @@ static void devices_digest_what_they_hold(void **state)
     }
 }
 
-static void unequal_bytes_are_named(void **state)
+TEST(unequal_bytes_are_named)
 {
     for (int pair = 0; pair < 4; pair++)
         for (int half = 0; half < 2; half++) {
@@ -86,7 +82,7 @@ static void unequal_bytes_are_named(void **state)
         }
 }
 
-static void unequal_directories_are_not_published(void **state)
+TEST(unequal_directories_are_not_published)
 {
     for (int from = 0; from < 2; from++) {
         char scratch[] = "/tmp/fanin-device-verify-XXXXXX", directory[64];
@@ -119,13 +115,4 @@ static int load_driver(void **state)
     return status != FANIN_OK ? 0 : -1;
 }
 
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(devices_digest_what_they_hold),
-        cmocka_unit_test(unequal_bytes_are_named),
-        cmocka_unit_test(unequal_directories_are_not_published),
-    };
-    return cmocka_run_group_tests_name("verified device pulls", tests, load_driver,
-                                       NULL);
-}
+TESTS_BETWEEN(load_driver, NULL)

@@ -6,11 +6,8 @@
 #include "testing.h"
 
 #include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 static _Atomic time_t later_s;
 
@@ -30,7 +27,7 @@ static void examine(const world *w, const doctor_facts *facts, doctor_ranks *out
     fanin_client_destroy(&client);
 }
 
-static void ranks_that_hang_are_found(void **state)
+TEST(ranks_that_hang_are_found)
 {
     world w = {.flags = FANIN_SERVER_NO_UCX};
     doctor_ranks found;
@@ -63,10 +60,4 @@ static void ranks_that_hang_are_found(void **state)
     world_stop(&w);
     free(facts);
     free(report);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {cmocka_unit_test(ranks_that_hang_are_found)};
-    return cmocka_run_group_tests_name("doctor ranks", tests, NULL, NULL);
 }

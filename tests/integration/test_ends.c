@@ -9,13 +9,9 @@
 #include "local_world.h"
 #include "obedient_rank.h"
 #include "testing.h"
-#include <errno.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define RUN "lora:0"
 #define BYTES ((size_t)4 << 20)
@@ -114,6 +110,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static void expect_step(uint64_t step)
 {
     for (size_t i = 0; i < BYTES; i++)
@@ -154,26 +152,26 @@ static void expect_lost(void)
 
 /* ---------------------------------------------------------------------- tests */
 
-static void updates_make_it_stale(void **state)
+CASE(updates_make_it_stale)
 {
     expect_stale_after("c");
     expect_stale_after("cc");
     expect_stale_after("u");
 }
 
-static void pauses_make_it_stale(void **state)
+CASE(pauses_make_it_stale)
 {
     expect_stale_after("pb");
     expect_stale_after("p");
 }
 
-static void removals_make_it_stale(void **state)
+CASE(removals_make_it_stale)
 {
     expect_stale_after("ra");
     expect_stale_after("r");
 }
 
-static void a_server_that_ended_confirms_nothing(void **state)
+CASE(a_server_that_ended_confirms_nothing)
 {
     read_all();
     obedient_tell(
@@ -181,14 +179,14 @@ static void a_server_that_ended_confirms_nothing(void **state)
     expect_lost();
 }
 
-static void a_killed_rank_confirms_nothing(void **state)
+CASE(a_killed_rank_confirms_nothing)
 {
     read_all();
     obedient_kill(&rank);
     expect_lost();
 }
 
-static void another_program_confirms_nothing(void **state)
+CASE(another_program_confirms_nothing)
 {
     char word = 'x';
     read_all();
@@ -197,7 +195,7 @@ static void another_program_confirms_nothing(void **state)
     expect_lost();
 }
 
-static void a_child_does_not_confirm_for_its_parent(void **state)
+CASE(a_child_does_not_confirm_for_its_parent)
 {
     read_all();
     obedient_tell(&rank, "f");
@@ -206,7 +204,7 @@ static void a_child_does_not_confirm_for_its_parent(void **state)
 }
 
 /* It may have the rank's number when that is dead, and all of its memory but this page. */
-static void a_child_lacks_the_witness(void **state)
+TEST(a_child_lacks_the_witness)
 {
     const uint8_t incarnation[16] = {1, 2, 3};
     uint8_t *witness = witness_make(incarnation);
@@ -226,7 +224,7 @@ static void a_child_lacks_the_witness(void **state)
 }
 
 /* Who is cancelled behind the last byte hears of it in this call, not in the next. */
-static void a_cancel_behind_the_last_byte_counts(void **state)
+CASE(a_cancel_behind_the_last_byte_counts)
 {
     read_all();
     fanin_client_cancel(client);
@@ -235,7 +233,7 @@ static void a_cancel_behind_the_last_byte_counts(void **state)
     assert_ok(end(), error);
 }
 
-static void what_is_accepted_among_updates_is_whole(void **state)
+CASE(what_is_accepted_among_updates_is_whole)
 {
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     char on = 'o';
@@ -258,23 +256,9 @@ static void what_is_accepted_among_updates_is_whole(void **state)
     assert_true(good > 0);
 }
 
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        CASE(updates_make_it_stale),
-        CASE(pauses_make_it_stale),
-        CASE(removals_make_it_stale),
-        CASE(a_server_that_ended_confirms_nothing),
-        CASE(a_killed_rank_confirms_nothing),
-        CASE(another_program_confirms_nothing),
-        CASE(a_child_does_not_confirm_for_its_parent),
-        cmocka_unit_test(a_child_lacks_the_witness),
-        CASE(a_cancel_behind_the_last_byte_counts),
-        CASE(what_is_accepted_among_updates_is_whole),
-    };
     if (!world_has_cma())
         return 77;
-    return cmocka_run_group_tests_name("ends", tests, NULL, NULL);
+    return tests_run(NULL);
 }

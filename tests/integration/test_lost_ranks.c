@@ -11,10 +11,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 /* More than a pull that is not in vain needs; who waits for it has failed. */
 #define LONG_MS 6000
@@ -49,6 +46,8 @@ static int tear_down(void **state)
     world_stop(&w);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin(size_t size, world_cut cut, uint64_t step)
 {
@@ -103,7 +102,7 @@ static void assert_names_seven(fanin_status status, int32_t rank)
 }
 
 /* Whether it is lost before, while or after the others begin to wait. */
-static void a_lost_rank_ends_the_wait(void **state)
+CASE(a_lost_rank_ends_the_wait)
 {
     begin_with_client(8, CUT_CHUNK0, 1);
     expect_step(FANIN_STEP_NEWEST, 0, 1);
@@ -127,7 +126,7 @@ static void *commit_three(void *cookie)
     return NULL;
 }
 
-static void a_lost_replica_does_not(void **state)
+CASE(a_lost_replica_does_not)
 {
     begin_with_client(4, CUT_HSDP, 1);
     world_stop_rank(&w, 3);
@@ -140,7 +139,7 @@ static void a_lost_replica_does_not(void **state)
     pthread_join(thread, NULL);
 }
 
-static void a_dead_rank_sets_no_target(void **state)
+CASE(a_dead_rank_sets_no_target)
 {
     begin_with_client(4, CUT_HSDP, 4);
     world_commit_rank(&w, 3, 5);
@@ -151,7 +150,7 @@ static void a_dead_rank_sets_no_target(void **state)
     assert_null(dies.of);
 }
 
-static void the_slowest_is_named_first(void **state)
+CASE(the_slowest_is_named_first)
 {
     begin_with_client(8, CUT_CHUNK0, 3);
     for (size_t i = 0; i < 8; i++)
@@ -207,7 +206,7 @@ static void connect_with(uint32_t timeout_ms)
     connect_in(LONG_MS, timeout_ms);
 }
 
-static void a_silent_replica_costs_no_deadline(void **state)
+CASE(a_silent_replica_costs_no_deadline)
 {
     begin(4, CUT_HSDP, 3);
     world_stop_rank(&w, 3);
@@ -223,7 +222,7 @@ static void a_silent_replica_costs_no_deadline(void **state)
     close(silent);
 }
 
-static void a_silent_rank_is_told_by_its_address(void **state)
+CASE(a_silent_rank_is_told_by_its_address)
 {
     begin(4, CUT_CHUNK0, 3);
     world_stop_rank(&w, 2);
@@ -244,7 +243,7 @@ static void a_silent_rank_is_told_by_its_address(void **state)
 
 /* The connection that a call has just begun leads to a process that is gone by the next one, and
    another listens there: that one is asked in the same call. */
-static void a_connection_left_half_made_is_made_again(void **state)
+CASE(a_connection_left_half_made_is_made_again)
 {
     begin_with_client(2, CUT_CHUNK0, 3);
     world_stop_rank(&w, 0);
@@ -260,7 +259,7 @@ static void a_connection_left_half_made_is_made_again(void **state)
 
 /* One that is left half made, and that nobody answers, has its time over both calls, and is not
    made again. */
-static void who_does_not_answer_has_one_time(void **state)
+CASE(who_does_not_answer_has_one_time)
 {
     begin(2, CUT_CHUNK0, 3);
     world_stop_rank(&w, 0);
@@ -321,7 +320,7 @@ static void *pass_on(void *cookie)
 /* A rank is lost by what it says, another one takes long to come, and is not waited for at first:
    that the one
    before was no rank is no reason to fail. */
-static void who_comes_late_is_waited_for_whatever_was_there_before(void **state)
+CASE(who_comes_late_is_waited_for_whatever_was_there_before)
 {
     pthread_t other;
     void *left;
@@ -359,7 +358,7 @@ static void who_comes_late_is_waited_for_whatever_was_there_before(void **state)
 }
 
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
-static void a_lost_replica_is_not_to_blame(void **state)
+CASE(a_lost_replica_is_not_to_blame)
 {
     static const size_t lost[] = {0, 1, 3};
     uint64_t got;
@@ -377,7 +376,7 @@ static void a_lost_replica_is_not_to_blame(void **state)
 }
 
 /* All that are left have announced the step, and do not hold all of it: no pull can get that. */
-static void nobody_waits_for_what_is_in_vain(void **state)
+CASE(nobody_waits_for_what_is_in_vain)
 {
     uint64_t got = 0;
     const fanin_pull_options second = make_options(FANIN_STEP_EXACT, 2);
@@ -407,7 +406,7 @@ static void hold(void *gate)
 
 /* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more.
    */
-static void a_rank_that_stops_is_named_first(void **state)
+CASE(a_rank_that_stops_is_named_first)
 {
     rank_proxy proxy;
     sem_t gate;
@@ -434,7 +433,7 @@ static void kill_first(void *cookie)
 }
 
 /* The last one dies when it is asked what it has, and this client has never seen a table. */
-static void nobody_is_left(void **state)
+CASE(nobody_is_left)
 {
     rank_proxy proxy;
     begin(2, CUT_CHUNK0, 1);
@@ -449,26 +448,4 @@ static void nobody_is_left(void **state)
     assert_true(error.rank == 0 || error.rank == 1);
     fanin_client_destroy(&client);
     rank_proxy_stop(&proxy);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(a_lost_rank_ends_the_wait),
-        CASE(a_lost_replica_does_not),
-        CASE(a_dead_rank_sets_no_target),
-        CASE(the_slowest_is_named_first),
-        CASE(a_silent_replica_costs_no_deadline),
-        CASE(a_silent_rank_is_told_by_its_address),
-        CASE(a_connection_left_half_made_is_made_again),
-        CASE(who_does_not_answer_has_one_time),
-        CASE(a_rank_that_stops_is_named_first),
-        CASE(who_comes_late_is_waited_for_whatever_was_there_before),
-        CASE(a_lost_replica_is_not_to_blame),
-        CASE(nobody_waits_for_what_is_in_vain),
-        CASE(nobody_is_left),
-    };
-    return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);
 }

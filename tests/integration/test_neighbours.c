@@ -3,8 +3,6 @@
 #include "ends.h"
 #include "rank_proxy.h"
 #include "testing.h"
-#include <stdio.h>
-#include <string.h>
 
 #define PUBLICATION "lora:0"
 
@@ -63,7 +61,7 @@ static uint64_t pull(const char *address, bool no_unix)
     return landed;
 }
 
-static void each_address_has_its_trainer(void **state)
+TEST(each_address_has_its_trainer)
 {
     static const char *const binds[] = {"127.0.0.1", "127.0.0.2", "127.1.2.3", "::1"};
     trainer all[4];
@@ -98,7 +96,7 @@ static void nothing(void *cookie)
 }
 
 /* Whoever has taken the Unix name of an address says another one: TCP it is. */
-static void a_foreign_unix_socket_is_left(void **state)
+TEST(a_foreign_unix_socket_is_left)
 {
     trainer t;
     assert_true(start(&t, "127.0.0.1", 0, 42));
@@ -114,13 +112,4 @@ static void a_foreign_unix_socket_is_left(void **state)
         rank_proxy_stop(&proxy);
     }
     fanin_server_destroy(&t.server, 0);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_address_has_its_trainer),
-        cmocka_unit_test(a_foreign_unix_socket_is_left),
-    };
-    return cmocka_run_group_tests_name("neighbours", tests, NULL, NULL);
 }

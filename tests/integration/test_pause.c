@@ -8,9 +8,6 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #define RUN "lora:0"
@@ -26,6 +23,8 @@ static int tear_down(void **state)
     world_stop(&w);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin(size_t size, world_cut cut)
 {
@@ -65,7 +64,7 @@ static void expect_paused(fanin_client *by, int32_t rank)
     assert_string_equal(error.key, RUN);
 }
 
-static void test_one_rank(void **state)
+CASE(test_one_rank)
 {
     begin(4, CUT_CHUNK0);
     fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
@@ -108,7 +107,7 @@ static void expect_wait_ends(const waiting *t)
 }
 
 /* For a step that is not there yet, and whose deadline is far away. */
-static void test_waiting_pull(void **state)
+CASE(test_waiting_pull)
 {
     begin(2, CUT_CHUNK0);
     for (int round = 0; round < 20; round++) {
@@ -128,7 +127,7 @@ static void pause_second(void *cookie)
 }
 
 /* The same when the rank is asked, and when it has been waited for so long that it owes a sign. */
-static void test_paused_meanwhile(void **state)
+CASE(test_paused_meanwhile)
 {
     static const message_type when[] = {MSG_WAIT, MSG_PING};
     fanin_client_config config;
@@ -150,7 +149,7 @@ static void test_paused_meanwhile(void **state)
 }
 
 /* What a paused rank holds may be had from another one. */
-static void test_replicas(void **state)
+CASE(test_replicas)
 {
     begin(4, CUT_HSDP);
     expect_step(client, 1);
@@ -203,7 +202,7 @@ static bool see_pair(void *cookie, const char *key, const char *value)
     return true;
 }
 
-static void test_looking(void **state)
+CASE(test_looking)
 {
     begin(2, CUT_CHUNK0);
     fanin_error error = FANIN_ERROR_INIT;
@@ -377,12 +376,12 @@ static void offload_on(fanin_path path)
     trainer_stop(&t);
 }
 
-static void test_offload_stream(void **state)
+TEST(test_offload_stream)
 {
     offload_on(FANIN_PATH_STREAM);
 }
 
-static void test_offload_cma(void **state)
+TEST(test_offload_cma)
 {
     if (!world_has_cma())
         skip();
@@ -423,7 +422,7 @@ static void *read_on(void *cookie)
 
 /* Pulls without pause, of the reader, while the trainer's memory comes and goes: each has the bytes
    of its step, or says that the trainer is paused. */
-static void test_reader_loop(void **state)
+TEST(test_reader_loop)
 {
     trainer t = {0};
     trainer_start(&t);
@@ -445,21 +444,4 @@ static void test_reader_loop(void **state)
     expect_pulled(&t, r.client);
     fanin_client_destroy(&r.client);
     trainer_stop(&t);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_one_rank),
-        CASE(test_waiting_pull),
-        CASE(test_paused_meanwhile),
-        CASE(test_replicas),
-        CASE(test_looking),
-        cmocka_unit_test(test_offload_stream),
-        cmocka_unit_test(test_offload_cma),
-        cmocka_unit_test(test_reader_loop),
-    };
-    return cmocka_run_group_tests_name("pause", tests, NULL, NULL);
 }

@@ -5,9 +5,6 @@
 #include "call.h"
 #include "ends.h"
 #include "local_world.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* What a test has, and what was said last. */
 static world w;
@@ -61,6 +58,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static void begin_world(size_t size, world_cut cut, fanin_path path)
 {
     tear_down(NULL);
@@ -98,7 +97,7 @@ static fanin_status begin(fanin_session **session)
 
 /* --------------------------------------------------------------- what it outlives */
 
-static void test_steps_and_paths(void **state)
+CASE(test_steps_and_paths)
 {
     static const world_cut cuts[] = {CUT_CHUNK0, CUT_STRIDED, CUT_HSDP};
     for (size_t i = 0; i < 2 * sizeof cuts / sizeof *cuts; i++) {
@@ -114,7 +113,7 @@ static void test_steps_and_paths(void **state)
 }
 
 /* Tensors of a caller that was built with newer headers. */
-static void test_larger_tensors(void **state)
+CASE(test_larger_tensors)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     fanin_destination_free(&into);
@@ -123,7 +122,7 @@ static void test_larger_tensors(void **state)
 }
 
 /* A rank's next life has another catalog, and the client's next connections forget all of them. */
-static void test_restarts_and_connections(void **state)
+CASE(test_restarts_and_connections)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     expect(1);
@@ -138,7 +137,7 @@ static void test_restarts_and_connections(void **state)
 }
 
 /* The same names in another launch, cut otherwise; the client is another one, too. */
-static void test_another_trainer(void **state)
+CASE(test_another_trainer)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     expect(1);
@@ -150,7 +149,7 @@ static void test_another_trainer(void **state)
 }
 
 /* What the trainer publishes has changed its shape: that is told, and ends when it is as it was. */
-static void test_another_shape(void **state)
+CASE(test_another_shape)
 {
     begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
     expect(1);
@@ -179,7 +178,7 @@ static void test_another_shape(void **state)
 }
 
 /* Described for one call and prepared, in turns: one layout, one plan. */
-static void test_beside_descriptions(void **state)
+CASE(test_beside_descriptions)
 {
     begin_world(3, CUT_CHUNK0, FANIN_PATH_STREAM);
     for (int i = 0; i < 2; i++) {
@@ -190,7 +189,7 @@ static void test_beside_descriptions(void **state)
 
 /* --------------------------------------------------------------------- sessions */
 
-static void test_session(void **state)
+CASE(test_session)
 {
     fanin_session *session = NULL;
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -214,7 +213,7 @@ static fanin_status pull_often(void *cookie)
     return status;
 }
 
-static void test_two_clients_at_once(void **state)
+CASE(test_two_clients_at_once)
 {
     call calls[2];
     fanin_client *clients[2];
@@ -240,7 +239,7 @@ static void expect_wrong(const fanin_tensor *tensors, size_t count)
     assert_null(none);
 }
 
-static void test_wrong_arguments(void **state)
+CASE(test_wrong_arguments)
 {
     fanin_session *session = NULL;
     begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -279,7 +278,7 @@ static void test_wrong_arguments(void **state)
 }
 
 /* A tensor without memory is found when a pull would write it. */
-static void test_no_address(void **state)
+CASE(test_no_address)
 {
     begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
     fanin_destination_free(&into);
@@ -293,7 +292,7 @@ static void test_no_address(void **state)
 
 /* Strides that lead around the end of the addresses are found before anything is written: in both
    ways of describing. */
-static void test_strides_that_wrap(void **state)
+CASE(test_strides_that_wrap)
 {
     static const int64_t wide[] = {INT64_MIN, INT64_MAX, INT64_MIN / 9, INT64_MAX / 8};
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
@@ -314,26 +313,4 @@ static void test_strides_that_wrap(void **state)
         assert_int_equal(pull(client), FANIN_ERR_ARGUMENT);
         assert_string_equal(error.key, t.name);
     }
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(int argc, char **argv)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_steps_and_paths),
-        CASE(test_larger_tensors),
-        CASE(test_restarts_and_connections),
-        CASE(test_another_trainer),
-        CASE(test_another_shape),
-        CASE(test_beside_descriptions),
-        CASE(test_session),
-        CASE(test_two_clients_at_once),
-        CASE(test_wrong_arguments),
-        CASE(test_no_address),
-        CASE(test_strides_that_wrap),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("prepared", tests, NULL, NULL);
 }

@@ -4,8 +4,6 @@
 #include "ends.h"
 #include "local_world.h"
 #include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* What a test has, and what its client said last. */
 static world w;
@@ -19,6 +17,8 @@ static int tear_down(void **state)
     world_stop(&w);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin(size_t size, world_cut cut, uint64_t step, fanin_path path)
 {
@@ -44,7 +44,7 @@ static uint64_t pulled(fanin_step_rule rule, uint64_t step)
     return world_pulled(&w, client, rule, step);
 }
 
-static void test_stream_unix(void **state)
+CASE(test_stream_unix)
 {
     static const struct {
         world_cut cut;
@@ -60,7 +60,7 @@ static void test_stream_unix(void **state)
     }
 }
 
-static void test_stream_tcp(void **state)
+CASE(test_stream_tcp)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
@@ -97,12 +97,12 @@ static void pull_snapshots(fanin_path path)
     }
 }
 
-static void test_snapshots_stream(void **state)
+CASE(test_snapshots_stream)
 {
     pull_snapshots(FANIN_PATH_STREAM);
 }
 
-static void test_snapshots_cma(void **state)
+CASE(test_snapshots_cma)
 {
     if (!world_has_cma())
         skip();
@@ -110,7 +110,7 @@ static void test_snapshots_cma(void **state)
 }
 
 /* auto: cma where it can be, which needs no UCX; stream with a reason where it cannot. */
-static void test_auto(void **state)
+CASE(test_auto)
 {
     fanin_client_config config = make_client_config();
     config.no_unix = true;
@@ -135,7 +135,7 @@ static void test_auto(void **state)
 }
 
 /* A slice of one tensor into strided memory; nothing beside it is written. */
-static void test_slice(void **state)
+CASE(test_slice)
 {
     world_begin(&w, 3, CUT_CHUNK0, 1);
     const world_tensor *t = &world_lora[3]; /* [5000, 3] f32 */
@@ -214,7 +214,7 @@ static void pull_other_strides(fanin_path path)
     tear_down(NULL);
 }
 
-static void test_other_strides(void **state)
+CASE(test_other_strides)
 {
     pull_other_strides(FANIN_PATH_STREAM);
     if (world_has_cma())
@@ -257,7 +257,7 @@ static void pull_cut_anew(fanin_path path)
     tear_down(NULL);
 }
 
-static void test_cut_anew(void **state)
+CASE(test_cut_anew)
 {
     pull_cut_anew(FANIN_PATH_STREAM);
     if (world_has_cma())
@@ -267,7 +267,7 @@ static void test_cut_anew(void **state)
 /* Columns of every width at which a run is scattered or received in place, beside gaps that are
    read along and beside such that are not: what comes behind them on the connection must still be
    what it is taken for. */
-static void test_columns(void **state)
+CASE(test_columns)
 {
     enum { ROWS = 600, COLUMNS = 2048, OTHERS = 5 };
     static const world_tensor tensors[] = {
@@ -309,7 +309,7 @@ static void test_columns(void **state)
 
 /* Enough of them over TCP that threads check the checksums: runs that are received in place, with
    room between them. */
-static void test_columns_tcp(void **state)
+CASE(test_columns_tcp)
 {
     enum { ROWS = 3000, COLUMNS = 8192, FIRST = 4000, WIDTH = 4001, PITCH = 4100 };
     static const world_tensor tensors[] = {
@@ -355,7 +355,7 @@ static void *commit_later(void *cookie)
     return NULL;
 }
 
-static void test_step_rules(void **state)
+CASE(test_step_rules)
 {
     begin(4, CUT_CHUNK0, 0, FANIN_PATH_AUTO);
     /* Not yet published: waited for. */
@@ -372,7 +372,7 @@ static void test_step_rules(void **state)
 }
 
 /* One rank is a step ahead: the pull waits for the others, then has one step. */
-static void test_ranks_apart(void **state)
+CASE(test_ranks_apart)
 {
     begin(3, CUT_CHUNK0, 1, FANIN_PATH_STREAM);
     world_commit_rank(&w, 1, 2);
@@ -389,7 +389,7 @@ static void test_ranks_apart(void **state)
 }
 
 /* Replicas: a dead rank, and one that is behind, are done without. */
-static void test_replicas(void **state)
+CASE(test_replicas)
 {
     begin(4, CUT_HSDP, 1, FANIN_PATH_AUTO);
     assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
@@ -407,7 +407,7 @@ static void test_replicas(void **state)
 }
 
 /* All ranks restart with other bytes for the same steps: never the old ones, never mixed. */
-static void test_restart(void **state)
+CASE(test_restart)
 {
     begin(3, CUT_CHUNK0, 4, FANIN_PATH_AUTO);
     assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
@@ -427,7 +427,7 @@ static void test_restart(void **state)
 }
 
 /* The catalog changes between pulls: new tensor, removed tensor, moved pointer. */
-static void test_catalog_changes(void **state)
+CASE(test_catalog_changes)
 {
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count - 2);
     world_commit(&w, 1);
@@ -469,7 +469,7 @@ static bool see_step(void *cookie, const fanin_watch_event *event)
 }
 
 /* A watch speaks while nothing happens, and is refused for a run that is not there. */
-static void test_quiet_watch(void **state)
+CASE(test_quiet_watch)
 {
     bool seen = false;
     begin(3, CUT_CHUNK0, 1, FANIN_PATH_STREAM);
@@ -490,7 +490,7 @@ static void *cancel_it(void *cookie)
     return NULL;
 }
 
-static void test_cancel(void **state)
+CASE(test_cancel)
 {
     pthread_t thread;
     begin(2, CUT_CHUNK0, 0, FANIN_PATH_STREAM);
@@ -499,19 +499,4 @@ static void test_cancel(void **state)
     pthread_join(thread, NULL);
     world_commit(&w, 1);
     assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_stream_unix),   CASE(test_stream_tcp),       CASE(test_auto),
-        CASE(test_slice),         CASE(test_columns),          CASE(test_columns_tcp),
-        CASE(test_step_rules),    CASE(test_ranks_apart),      CASE(test_replicas),
-        CASE(test_restart),       CASE(test_catalog_changes),  CASE(test_cancel),
-        CASE(test_quiet_watch),   CASE(test_snapshots_stream), CASE(test_snapshots_cma),
-        CASE(test_other_strides), CASE(test_cut_anew),
-    };
-    return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
 }

@@ -3,9 +3,6 @@
    right, whichever way the tensors are cut and read. */
 #include "local_world.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define TENSORS 4500
 #define RANKS 4
@@ -30,6 +27,8 @@ static int tear_down(void **state)
     world_stop(&w);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 /* Every step-th tensor from the first on, into memory of its own, at @p at. */
 static void expect_pull(uint32_t first, uint32_t step, uint64_t at)
@@ -73,14 +72,14 @@ static void pull_parts(world_cut cut, fanin_path path)
     tear_down(NULL);
 }
 
-static void parts_are_pulled_by_stream(void **state)
+CASE(parts_are_pulled_by_stream)
 {
     static const world_cut cuts[] = {CUT_CHUNK0, CUT_GRID, CUT_STRIDED, CUT_HSDP};
     for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++)
         pull_parts(cuts[i], FANIN_PATH_STREAM);
 }
 
-static void parts_are_pulled_by_cma(void **state)
+CASE(parts_are_pulled_by_cma)
 {
     if (!world_has_cma())
         skip();
@@ -99,7 +98,7 @@ static bool count_entry(void *cookie, const fanin_entry *entry)
 
 /* Who lists a catalog sees all of it, also after parts; and replicas stand in for a lost rank by
    parts. */
-static void parts_hide_nothing(void **state)
+CASE(parts_hide_nothing)
 {
     size_t n = 0;
     world_start(&w, RANKS, CUT_HSDP, tensors, TENSORS);
@@ -120,10 +119,5 @@ static void parts_hide_nothing(void **state)
 int main(void)
 {
     make_tensors();
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_teardown(parts_are_pulled_by_stream, tear_down),
-        cmocka_unit_test_teardown(parts_are_pulled_by_cma, tear_down),
-        cmocka_unit_test_teardown(parts_hide_nothing, tear_down),
-    };
-    return cmocka_run_group_tests_name("pull-parts", tests, NULL, NULL);
+    return tests_run(NULL);
 }

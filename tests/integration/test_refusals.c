@@ -5,12 +5,8 @@
  */
 #include "ends.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/fsuid.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define RANKS 3
 #define COLUMNS 8
@@ -115,6 +111,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 /* ------------------------------------------------------------------ client */
 
 static fanin_status try_connect(size_t count, const fanin_client_config *config)
@@ -188,13 +186,13 @@ static void expect_of(fanin_status got, fanin_status wanted, const char *words,
 /* ------------------------------------------------------------ the worlds */
 
 /* The control: nothing wrong, nothing refused. */
-static void test_good(void **state)
+CASE(test_good)
 {
     start_good();
     assert_ok(pull_from(), error);
 }
 
-static void test_rank_missing(void **state)
+CASE(test_rank_missing)
 {
     start_good();
     fanin_client *client = connected();
@@ -216,19 +214,19 @@ static void test_rank_missing(void **state)
     assert_string_equal(error.address, t.addresses[0]);
 }
 
-static void test_too_few_addresses(void **state)
+CASE(test_too_few_addresses)
 {
     start_good();
     expect(try_connect(2, NULL), FANIN_ERR_WORLD, "3, but 2 addresses");
 }
 
-static void test_world_size(void **state)
+CASE(test_world_size)
 {
     start_ranks(1, &(twist){.rank = -1, .world_size = 4});
     expect_of(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "world size is 4", 1);
 }
 
-static void test_world_id(void **state)
+CASE(test_world_id)
 {
     start_ranks(2, &(twist){.rank = -1, .world = 0x22});
     expect_of(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "rank 2", 2);
@@ -246,7 +244,7 @@ static void test_world_id(void **state)
     assert_ok(try_connect(RANKS, &config), error);
 }
 
-static void test_rank_twice(void **state)
+CASE(test_rank_twice)
 {
     start_ranks(2, &(twist){.rank = 0});
     expect(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "twice");
@@ -259,7 +257,7 @@ static void test_rank_twice(void **state)
     assert_string_equal(error.address, t.addresses[1]);
 }
 
-static void test_server_name(void **state)
+CASE(test_server_name)
 {
     start_ranks(1, &(twist){.rank = -1, .name = "other_job"});
     fanin_client_config config = make_client_config();
@@ -276,7 +274,7 @@ static void expect_mismatch(const char *words, int32_t rank, const char *key)
     assert_string_equal(error.key, key);
 }
 
-static void test_key_absent(void **state)
+CASE(test_key_absent)
 {
     start_ranks(RANKS, NULL);
     for (uint32_t i = 0; i < RANKS; i++) {
@@ -288,7 +286,7 @@ static void test_key_absent(void **state)
     expect_mismatch("on rank 0 but not on rank 1", 1, LORA_A);
 }
 
-static void test_metadata(void **state)
+CASE(test_metadata)
 {
     static const fanin_pair other[] = {
         {"base_model_name_or_path", "test/model"}, {"lora_alpha", "16"}, {"r", "8"}};
@@ -316,7 +314,7 @@ static void put_typed(uint32_t slot, fanin_dtype dtype, uint64_t rows)
     commit(slot, 1);
 }
 
-static void test_tensors_differ(void **state)
+CASE(test_tensors_differ)
 {
     start_ranks(RANKS, NULL);
     for (uint32_t i = 0; i < RANKS; i++)
@@ -333,7 +331,7 @@ static void test_tensors_differ(void **state)
 
 /* ---------------------------------------------------- what the caller asks for */
 
-static void test_wrong_wishes(void **state)
+CASE(test_wrong_wishes)
 {
     start_good();
     fanin_client *client = connected();
@@ -358,7 +356,7 @@ static void test_wrong_wishes(void **state)
     fanin_client_destroy(&client);
 }
 
-static void test_steps(void **state)
+CASE(test_steps)
 {
     start_good();
     for (uint32_t i = 0; i < RANKS; i++)
@@ -407,7 +405,7 @@ static fanin_status pull_directory(const char *directory)
 }
 
 /* As by a mount that gives files to others than who makes them. */
-static void test_directory_of_other_owners(void **state)
+CASE(test_directory_of_other_owners)
 {
     char scratch[64], path[128];
     if (geteuid() != 0)
@@ -425,7 +423,7 @@ static void test_directory_of_other_owners(void **state)
     assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
 }
 
-static void test_callbacks_absent(void **state)
+CASE(test_callbacks_absent)
 {
     start_good();
     fanin_client *client = connect_client(NULL, t.list, RANKS);
@@ -444,27 +442,4 @@ static void test_callbacks_absent(void **state)
         assert_int_equal(all[i], FANIN_ERR_ARGUMENT);
     assert_says(error.message, "there is no callback");
     fanin_client_destroy(&client);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_good),
-        CASE(test_rank_missing),
-        CASE(test_too_few_addresses),
-        CASE(test_world_size),
-        CASE(test_world_id),
-        CASE(test_rank_twice),
-        CASE(test_server_name),
-        CASE(test_key_absent),
-        CASE(test_metadata),
-        CASE(test_tensors_differ),
-        CASE(test_wrong_wishes),
-        CASE(test_steps),
-        CASE(test_directory_of_other_owners),
-        CASE(test_callbacks_absent),
-    };
-    return cmocka_run_group_tests_name("refusals", tests, NULL, NULL);
 }

@@ -8,14 +8,10 @@
 #include "testing.h"
 #include "tls_internal.h"
 #include <dlfcn.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/random.h>
-#include <unistd.h>
 
 #define ROWS 30
 #define COLUMNS 10000
@@ -313,7 +309,7 @@ static void launch(bool look_meanwhile)
     fanin_server_destroy(&server, 0);
 }
 
-static void nothing_of_it_is_logged(void **state)
+TEST(nothing_of_it_is_logged)
 {
     found f = {0};
     launch(false);
@@ -331,7 +327,7 @@ static void nothing_of_it_is_logged(void **state)
     explicit_bzero(leak, sizeof leak);
 }
 
-static void nothing_of_it_is_left_in_memory(void **state)
+TEST(nothing_of_it_is_left_in_memory)
 {
     launch(true);
     found f = look_in_memory();
@@ -353,13 +349,11 @@ static int tear_down(void **state)
     return 0;
 }
 
+TESTS_BETWEEN(set_up, tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(nothing_of_it_is_logged),
-        cmocka_unit_test(nothing_of_it_is_left_in_memory),
-    };
-    return cmocka_run_group_tests_name("secret_leaks", tests, set_up, tear_down);
+    return tests_run(NULL);
 }

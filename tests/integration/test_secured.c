@@ -10,11 +10,7 @@
 #include "server_peer.h"
 #include "testing.h"
 #include "tls.h"
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define ROWS 60
 #define COLUMNS 40000 /* nine megabytes: more than sockets and TLS hold */
@@ -90,7 +86,23 @@ static void expect_right(void)
     assert_memory_equal(landed, published, sizeof landed);
 }
 
-static void who_has_it_pulls(void **state)
+static unsigned files;
+
+static int count_files(void **state)
+{
+    files = open_files();
+    return 0;
+}
+
+static int expect_as_many_files(void **state)
+{
+    assert_int_equal(open_files(), files);
+    return 0;
+}
+
+#define CASE(name) TEST_WITH(name, count_files, expect_as_many_files)
+
+CASE(who_has_it_pulls)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -113,7 +125,7 @@ static void expect_refused(const char *words, const char *remedy)
     assert_null(strstr(error.remedy, "55555555"));
 }
 
-static void others_are_refused(void **state)
+CASE(others_are_refused)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -135,7 +147,7 @@ static void others_are_refused(void **state)
 }
 
 /* A rank that has the readers' key, and that of another rank, or none. */
-static void ranks_that_prove_nothing_are_refused(void **state)
+CASE(ranks_that_prove_nothing_are_refused)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -153,7 +165,7 @@ static void ranks_that_prove_nothing_are_refused(void **state)
 }
 
 /* Neither is an intruder: that ends the job's pulls, and has people look for who has the secret. */
-static void who_lacks_memory_is_no_impostor(void **state)
+CASE(who_lacks_memory_is_no_impostor)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -185,7 +197,7 @@ static void pull_by_link(const char *address, bool altered)
         assert_true(error.message[0] != '\0');
 }
 
-static void no_altered_bit_arrives(void **state)
+CASE(no_altered_bit_arrives)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -230,7 +242,7 @@ static void altered(flip_way way, const char *words_of_reader,
     rank_proxy_stop(&proxy);
 }
 
-static void who_alters_is_told_of(void **state)
+CASE(who_alters_is_told_of)
 {
     altered(FLIP_TO_RANK, "alert bad record mac",
             "cannot go on by TLS: decryption failed or bad record mac");
@@ -240,7 +252,7 @@ static void who_alters_is_told_of(void **state)
 
 /* Where each connection breaks, for as long as the pull may take: its end says what it was, and the
    rank has not shaken hands as fast as it can all the while. */
-static void a_way_that_alters_is_tried_with_pauses(void **state)
+CASE(a_way_that_alters_is_tried_with_pauses)
 {
     char address[32];
     fanin_server *server = start(secret_of('1'), address);
@@ -258,7 +270,7 @@ static void a_way_that_alters_is_tried_with_pauses(void **state)
 }
 
 /* Half a handshake, and what is none, ends soon, and keeps nobody else from reading. */
-static void unfinished_handshakes_end(void **state)
+CASE(unfinished_handshakes_end)
 {
     static const uint8_t half[] = {0x16, 3, 1, 2, 0, 1};
     char address[32];
@@ -288,7 +300,7 @@ static peer speak(fanin_server *server, const tls_end *end, role as,
 /* Each has the launch's key, and none attaches to another's session or reads by another's lease:
    the id of a
    session is told to its own control connection alone, and no connection without TLS is heard. */
-static void sessions_are_their_own(void **state)
+CASE(sessions_are_their_own)
 {
     static uint8_t memory[64];
     const uint8_t guess[16] = {1};
@@ -330,7 +342,7 @@ static void sessions_are_their_own(void **state)
     server_stop(&server, 0);
 }
 
-static void bad_files_are_told(void **state)
+CASE(bad_files_are_told)
 {
     fanin_client *client = NULL;
     fanin_server *server = NULL;
@@ -354,38 +366,11 @@ static int start_once(void **state)
     return 0;
 }
 
-static unsigned files;
-
-static int count_files(void **state)
-{
-    files = open_files();
-    return 0;
-}
-
-static int expect_as_many_files(void **state)
-{
-    assert_int_equal(open_files(), files);
-    return 0;
-}
-
-#define CASE(name)                                                                     \
-    cmocka_unit_test_setup_teardown(name, count_files, expect_as_many_files)
+TESTS_BETWEEN(start_once, secrets_tear_down)
 
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        CASE(who_has_it_pulls),
-        CASE(others_are_refused),
-        CASE(ranks_that_prove_nothing_are_refused),
-        CASE(who_lacks_memory_is_no_impostor),
-        CASE(no_altered_bit_arrives),
-        CASE(who_alters_is_told_of),
-        CASE(a_way_that_alters_is_tried_with_pauses),
-        CASE(unfinished_handshakes_end),
-        CASE(sessions_are_their_own),
-        CASE(bad_files_are_told),
-    };
-    return cmocka_run_group_tests_name("secured", tests, start_once, secrets_tear_down);
+    return tests_run(NULL);
 }

@@ -56,6 +56,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static fanin_server_stats stats(void)
 {
     fanin_server_stats out = {.struct_size = sizeof out};
@@ -99,7 +101,7 @@ static void expect_an_answer_by_tls(void)
     assert_int_equal(stats().protocol_errors, 0);
 }
 
-static void amid_its_handshake(void **state)
+CASE(amid_its_handshake)
 {
     begin();
     await_hello_of_tls();
@@ -111,7 +113,7 @@ static void amid_its_handshake(void **state)
     expect_an_answer_by_tls();
 }
 
-static void before_its_handshake(void **state)
+CASE(before_its_handshake)
 {
     fanin_error lost = FANIN_ERROR_INIT;
     begin();
@@ -122,7 +124,7 @@ static void before_its_handshake(void **state)
 }
 
 /* None is begun that nobody could say how to secure. */
-static void after_its_loss_none_is_begun(void **state)
+CASE(after_its_loss_none_is_begun)
 {
     fanin_error lost = FANIN_ERROR_INIT, error = FANIN_ERROR_INIT;
     stream_link *none = NULL;
@@ -135,14 +137,11 @@ static void after_its_loss_none_is_begun(void **state)
     assert_null(none);
 }
 
+TESTS_BETWEEN(NULL, secrets_tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_teardown(amid_its_handshake, tear_down),
-        cmocka_unit_test_teardown(before_its_handshake, tear_down),
-        cmocka_unit_test_teardown(after_its_loss_none_is_begun, tear_down),
-    };
-    return cmocka_run_group_tests_name("secured-link", tests, NULL, secrets_tear_down);
+    return tests_run(NULL);
 }

@@ -4,10 +4,7 @@
 #include "call.h"
 #include "ends.h"
 #include "local_world.h"
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 /* What a test has, and what was said last. */
 static world w;
@@ -61,6 +58,8 @@ static int tear_down(void **state)
     world_stop(&w);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin_world(size_t size, world_cut cut, fanin_path path)
 {
@@ -174,19 +173,19 @@ static void every_cut(fanin_path path)
     }
 }
 
-static void test_stream(void **state)
+CASE(test_stream)
 {
     every_cut(FANIN_PATH_STREAM);
 }
 
-static void test_cma(void **state)
+CASE(test_cma)
 {
     if (!world_has_cma())
         skip();
     every_cut(FANIN_PATH_CMA);
 }
 
-static void test_tcp(void **state)
+CASE(test_tcp)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
@@ -198,7 +197,7 @@ static void test_tcp(void **state)
     expect_session(1, FANIN_PATH_STREAM);
 }
 
-static void test_snapshots(void **state)
+CASE(test_snapshots)
 {
     w.snapshots = true;
     world_begin(&w, 3, CUT_CHUNK0, 1);
@@ -212,7 +211,7 @@ static void test_snapshots(void **state)
 }
 
 /* The trainer publishes its next copy, and that is no matter: the arena that is read stays. */
-static void test_snapshot_committed_meanwhile(void **state)
+CASE(test_snapshot_committed_meanwhile)
 {
     fanin_result_info info;
     w.snapshots = true;
@@ -230,7 +229,7 @@ static void test_snapshot_committed_meanwhile(void **state)
 
 /* ... until the arena is needed again: the commit after the next waits for the lease time, no
    longer. */
-static void test_snapshot_overtaken(void **state)
+CASE(test_snapshot_overtaken)
 {
     w.snapshots = true;
     w.lease_ms = 1;
@@ -245,7 +244,7 @@ static void test_snapshot_overtaken(void **state)
     expect_session(3, FANIN_PATH_STREAM);
 }
 
-static void test_read_again(void **state)
+CASE(test_read_again)
 {
     fanin_result_info info;
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -260,7 +259,7 @@ static void test_read_again(void **state)
     assert_int_equal(info.bytes, bytes_of(0, 3) + bytes_of(1, 2));
 }
 
-static void test_nothing_read(void **state)
+CASE(test_nothing_read)
 {
     fanin_result_info info;
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -275,7 +274,7 @@ static void test_nothing_read(void **state)
 }
 
 /* Cuts of all kinds, so that kept parts are dropped and made again. */
-static void test_other_cuts(void **state)
+CASE(test_other_cuts)
 {
     fanin_result_info info;
     begin_world(3, CUT_STRIDED, FANIN_PATH_STREAM);
@@ -332,7 +331,7 @@ static void read_odd(fanin_path path, fanin_dtype dtype)
     free(whole);
 }
 
-static void test_odd_boxes(void **state)
+CASE(test_odd_boxes)
 {
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16};
     for (size_t i = 0; i < 2; i++) {
@@ -342,7 +341,7 @@ static void test_odd_boxes(void **state)
     }
 }
 
-static void test_verify(void **state)
+CASE(test_verify)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result_info info;
@@ -366,7 +365,7 @@ static void on_progress(void *cookie, uint64_t done, uint64_t total)
     *t = (told){done, total, t->calls + 1};
 }
 
-static void test_progress(void **state)
+CASE(test_progress)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     told t = {0};
@@ -385,7 +384,7 @@ static void test_progress(void **state)
 
 /* ------------------------------------------------------------------- bad ends */
 
-static void test_stale_by_stream(void **state)
+CASE(test_stale_by_stream)
 {
     fanin_error first;
     w.lease_ms = 1; /* the update does not wait for who has gone away */
@@ -420,7 +419,7 @@ static void stale_at_end(fanin_path path)
     expect_session(2, path);
 }
 
-static void test_stale_at_end(void **state)
+CASE(test_stale_at_end)
 {
     stale_at_end(FANIN_PATH_STREAM);
     if (world_has_cma())
@@ -433,7 +432,7 @@ static fanin_status update(void *server)
 }
 
 /* An update waits for the session between its reads, and goes on when it is given up. */
-static void test_abandoned(void **state)
+CASE(test_abandoned)
 {
     call c;
     w.lease_ms = 60000;
@@ -449,7 +448,7 @@ static void test_abandoned(void **state)
     fanin_session_abandon(NULL);
 }
 
-static void test_killed_rank(void **state)
+CASE(test_killed_rank)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     open_session();
@@ -466,7 +465,7 @@ static void test_killed_rank(void **state)
 }
 
 /* Also one whose bytes have all been read by then. */
-static void test_killed_before_the_end(void **state)
+CASE(test_killed_before_the_end)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     open_session();
@@ -480,7 +479,7 @@ static void test_killed_before_the_end(void **state)
     expect_session(1, FANIN_PATH_STREAM);
 }
 
-static void test_cancelled(void **state)
+CASE(test_cancelled)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     open_session();
@@ -495,7 +494,7 @@ static void test_cancelled(void **state)
     assert_null(session);
 }
 
-static void test_out_of_time(void **state)
+CASE(test_out_of_time)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_status status = FANIN_OK;
@@ -514,7 +513,7 @@ static void test_out_of_time(void **state)
 
 /* ------------------------------------------------------------------- wrong use */
 
-static void test_other_calls(void **state)
+CASE(test_other_calls)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_session *second = NULL;
@@ -536,7 +535,7 @@ static void test_other_calls(void **state)
     assert_ok(world_pull(&w, client, NULL, NULL, &error), error);
 }
 
-static void test_wrong_arguments(void **state)
+CASE(test_wrong_arguments)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result_info info;
@@ -560,7 +559,7 @@ static void test_wrong_arguments(void **state)
     end_well(&info);
 }
 
-static void test_two_clients(void **state)
+CASE(test_two_clients)
 {
     fanin_result_info info;
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -579,7 +578,7 @@ static void test_two_clients(void **state)
     end_well(&info);
 }
 
-static void test_client_gone(void **state)
+CASE(test_client_gone)
 {
     begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
     open_session();
@@ -596,7 +595,7 @@ static void test_client_gone(void **state)
     assert_null(session);
 }
 
-static void test_forked(void **state)
+CASE(test_forked)
 {
     fanin_result_info info;
     begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
@@ -612,37 +611,4 @@ static void test_forked(void **state)
     assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
     read_all(1);
     end_well(&info);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(test_stream),
-        CASE(test_cma),
-        CASE(test_tcp),
-        CASE(test_snapshots),
-        CASE(test_snapshot_committed_meanwhile),
-        CASE(test_snapshot_overtaken),
-        CASE(test_read_again),
-        CASE(test_nothing_read),
-        CASE(test_other_cuts),
-        CASE(test_odd_boxes),
-        CASE(test_verify),
-        CASE(test_progress),
-        CASE(test_stale_by_stream),
-        CASE(test_stale_at_end),
-        CASE(test_abandoned),
-        CASE(test_killed_rank),
-        CASE(test_killed_before_the_end),
-        CASE(test_cancelled),
-        CASE(test_out_of_time),
-        CASE(test_other_calls),
-        CASE(test_wrong_arguments),
-        CASE(test_two_clients),
-        CASE(test_client_gone),
-        CASE(test_forked),
-    };
-    return cmocka_run_group_tests_name("session", tests, NULL, NULL);
 }

@@ -57,6 +57,23 @@ static int all_ranks_again(void **state)
     return tear_down(state);
 }
 
+/* The same with one rank, which several threads read. */
+static int one_rank(void **state)
+{
+    ranks = 1;
+    victim = 0;
+    return 0;
+}
+
+#define CASE(name) TEST_WITH(name, NULL, all_ranks_again)
+#define CASE_ALSO_OF_ONE(name)                                                         \
+    static void name(void **state);                                                    \
+    TEST_WITH(name##_of_one_rank, one_rank, all_ranks_again)                           \
+    {                                                                                  \
+        name(state);                                                                   \
+    }                                                                                  \
+    CASE(name)
+
 static void begin_large(world_cut cut)
 {
     world_start(&w, ranks, cut, large, sizeof large / sizeof *large);
@@ -95,7 +112,7 @@ static void expect_pull(uint64_t step)
 
 /* ---------------------------------------------------------------- what comes */
 
-static void every_cut_comes(void **state)
+CASE(every_cut_comes)
 {
     static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
                                      CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
@@ -114,7 +131,7 @@ static void every_cut_comes(void **state)
 }
 
 /* Reads of parts, and digests, which the calling thread asks for over the same connections. */
-static void what_came_is_verified(void **state)
+CASE_ALSO_OF_ONE(what_came_is_verified)
 {
     begin_large(CUT_CHUNK0);
     for (int tcp = 0; tcp < 2; tcp++) {
@@ -136,7 +153,7 @@ static unsigned count_readers(pid_t *first)
 }
 
 /* Not when the calling thread looks around next, which it does once a second. */
-static void a_pull_ends_with_its_last_byte(void **state)
+CASE(a_pull_ends_with_its_last_byte)
 {
     uint64_t took;
     deadline at = deadline_in_ms(30000); /* on a busy machine most are late */
@@ -150,7 +167,7 @@ static void a_pull_ends_with_its_last_byte(void **state)
     assert_true(took < LOOKS_NS);
 }
 
-static void threads_are_kept_and_end(void **state)
+CASE(threads_are_kept_and_end)
 {
     pid_t first = 0, again = 0;
     begin_large(CUT_CHUNK0);
@@ -172,7 +189,7 @@ static void threads_are_kept_and_end(void **state)
 }
 
 /* The child has no thread and touches nothing; the parent goes on. */
-static void a_fork_changes_nothing(void **state)
+CASE(a_fork_changes_nothing)
 {
     pid_t first;
     begin_large(CUT_CHUNK0);
@@ -193,7 +210,7 @@ static void a_fork_changes_nothing(void **state)
     assert_int_equal(count_readers(&first), THREADS - 1);
 }
 
-static void too_many_are_refused(void **state)
+CASE(too_many_are_refused)
 {
     fanin_client_config config = make_client_config();
     fanin_client *none = NULL;
@@ -214,7 +231,7 @@ static unsigned data_connections(void)
 
 /* Where there are fewer ranks than threads, threads read connections of one rank, as many as there
    are. */
-static void a_rank_is_read_by_several(void **state)
+CASE(a_rank_is_read_by_several)
 {
     static const struct {
         size_t ranks;
@@ -244,7 +261,7 @@ static void a_rank_is_read_by_several(void **state)
 }
 
 /* What comes into a file, whose space is made as it comes, by all that read. */
-static void a_directory_is_written_by_several(void **state)
+CASE(a_directory_is_written_by_several)
 {
     static const world_tensor lora[] = {
         {"base_model.model.a.lora_A.weight", FANIN_DTYPE_F32, 2, {20, 100000}},
@@ -332,7 +349,7 @@ static void expect_named_once(void)
     assert_null(strstr(first + 1, proxy.address));
 }
 
-static void a_rank_dies(void **state)
+CASE_ALSO_OF_ONE(a_rank_dies)
 {
     for (int tcp = 0; tcp < 2; tcp++) {
         begin_with(kill_rank, tcp);
@@ -347,7 +364,7 @@ static void a_rank_dies(void **state)
     }
 }
 
-static void a_pull_is_cancelled(void **state)
+CASE_ALSO_OF_ONE(a_pull_is_cancelled)
 {
     begin_with(cancel, false);
     assert_int_equal(world_pull(&w, client, NULL, &info, &error), FANIN_ERR_CANCELLED);
@@ -355,7 +372,7 @@ static void a_pull_is_cancelled(void **state)
     expect_pull(1);
 }
 
-static void a_pull_runs_out_of_time(void **state)
+CASE_ALSO_OF_ONE(a_pull_runs_out_of_time)
 {
     begin_with(hold_up, true);
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
@@ -383,7 +400,7 @@ static void on_progress(void *cookie, const fanin_pull_progress *progress)
     release();
 }
 
-static void the_slowest_is_named(void **state)
+CASE(the_slowest_is_named)
 {
     unsigned told = 0;
     begin_with(hold_up, false);
@@ -419,7 +436,7 @@ static uint64_t pull_altered(void)
 
 /* The calling thread is told of it, and does not find it when it looks around, once a second. On a
    busy machine most pulls are late. */
-static void an_altered_bit_is_asked_for_again(void **state)
+CASE(an_altered_bit_is_asked_for_again)
 {
     deadline at = deadline_in_ms(30000);
     while (pull_altered() >= LOOKS_NS)
@@ -440,7 +457,7 @@ static void begin_many(void)
 }
 
 /* The only rank's, by one of its connections. */
-static void an_altered_bit_of_one_of_several(void **state)
+CASE(an_altered_bit_of_one_of_several)
 {
     for (unsigned connection = 1; connection <= THREADS; connection++) {
         flip f = {
@@ -458,45 +475,11 @@ static void an_altered_bit_of_one_of_several(void **state)
     }
 }
 
-/* The same with one rank, which several threads read. */
-static int one_rank(void **state)
-{
-    ranks = 1;
-    victim = 0;
-    return 0;
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, all_ranks_again)
-#define OF_ONE(name)                                                                   \
-    {                                                                                  \
-#name "_of_one_rank", name, one_rank, all_ranks_again, NULL                    \
-    }
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        CASE(every_cut_comes),
-        CASE(what_came_is_verified),
-        CASE(threads_are_kept_and_end),
-        CASE(a_pull_ends_with_its_last_byte),
-        CASE(a_fork_changes_nothing),
-        CASE(a_rank_is_read_by_several),
-        CASE(a_directory_is_written_by_several),
-        CASE(too_many_are_refused),
-        CASE(a_rank_dies),
-        CASE(a_pull_is_cancelled),
-        CASE(a_pull_runs_out_of_time),
-        CASE(the_slowest_is_named),
-        CASE(an_altered_bit_is_asked_for_again),
-        CASE(an_altered_bit_of_one_of_several),
-        OF_ONE(what_came_is_verified),
-        OF_ONE(a_rank_dies),
-        OF_ONE(a_pull_is_cancelled),
-        OF_ONE(a_pull_runs_out_of_time),
-    };
     const openssl *o;
     has_openssl = openssl_load(&o, NULL) == FANIN_OK;
-    int failed = cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
+    int failed = tests_run(NULL);
     secrets_remove();
     return failed;
 }

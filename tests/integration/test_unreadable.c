@@ -11,8 +11,6 @@
 #include "testing.h"
 
 #include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -122,7 +120,7 @@ static void expect_named(const way *w, bool unmap)
     end_scene(&s);
 }
 
-static void memory_that_is_gone_is_named(void **state)
+TEST(memory_that_is_gone_is_named)
 {
     static const way ways[] = {
         {.path = FANIN_PATH_AUTO},
@@ -152,7 +150,7 @@ fanin_status __wrap_pull_verify(pull *p, fanin_error *error)
     return __real_pull_verify(p, error);
 }
 
-static void a_digest_of_memory_that_is_gone_is_named(void **state)
+TEST(a_digest_of_memory_that_is_gone_is_named)
 {
     const way w = {.path = FANIN_PATH_STREAM, .verify = true};
     scene s;
@@ -188,7 +186,7 @@ ssize_t __wrap_sendmsg(int fd, const struct msghdr *m, int flags)
     return __real_sendmsg(fd, &less, flags);
 }
 
-static void a_short_count_is_not_a_full_socket(void **state)
+TEST(a_short_count_is_not_a_full_socket)
 {
     for (int no_unix = 0; no_unix < 2; no_unix++) {
         const way w = {.path = FANIN_PATH_STREAM, .no_unix = no_unix};
@@ -205,7 +203,7 @@ static void a_short_count_is_not_a_full_socket(void **state)
     }
 }
 
-static void a_snapshot_of_memory_that_is_gone_fails(void **state)
+TEST(a_snapshot_of_memory_that_is_gone_fails)
 {
     scene s;
     fanin_error error = FANIN_ERROR_INIT;
@@ -224,13 +222,4 @@ static void a_snapshot_of_memory_that_is_gone_fails(void **state)
     end_scene(&s);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(memory_that_is_gone_is_named),
-        cmocka_unit_test(a_digest_of_memory_that_is_gone_is_named),
-        cmocka_unit_test(a_short_count_is_not_a_full_socket),
-        cmocka_unit_test(a_snapshot_of_memory_that_is_gone_fails),
-    };
-    return cmocka_run_group_tests_name("unreadable", tests, NULL, secrets_tear_down);
-}
+TESTS_BETWEEN(NULL, secrets_tear_down)

@@ -8,11 +8,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <jansson.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 static fanin_pull_options asked(void)
 {
@@ -50,12 +46,12 @@ static void pull_every_cut(fanin_path path)
     }
 }
 
-static void stream_is_verified(void **state)
+TEST(stream_is_verified)
 {
     pull_every_cut(FANIN_PATH_STREAM);
 }
 
-static void cma_is_verified(void **state)
+TEST(cma_is_verified)
 {
     if (!world_has_cma())
         skip();
@@ -71,7 +67,7 @@ static void set_scene(verify_scene *s, void (*trigger)(void *))
     scene_start(s, published, published, trigger);
 }
 
-static void conversions_are_verified(void **state)
+TEST(conversions_are_verified)
 {
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
     static uint8_t landed[SCENE_BYTES];
@@ -90,7 +86,7 @@ static void conversions_are_verified(void **state)
     scene_stop(&s);
 }
 
-static void unequal_bytes_are_named(void **state)
+TEST(unequal_bytes_are_named)
 {
     static float landed[SCENE_FLOATS];
     for (int i = 0; i < 2; i++) {
@@ -123,7 +119,7 @@ static void want_both(fanin_tensor wanted[2], fanin_box boxes[2],
 }
 
 /* The last of those that are asked for at once. */
-static void the_last_tensor_is_compared_too(void **state)
+TEST(the_last_tensor_is_compared_too)
 {
     static uint8_t landed[SCENE_BYTES];
     fanin_error error = FANIN_ERROR_INIT;
@@ -139,7 +135,7 @@ static void the_last_tensor_is_compared_too(void **state)
     scene_stop(&s);
 }
 
-static void an_update_is_only_stale(void **state)
+TEST(an_update_is_only_stale)
 {
     static float landed[SCENE_FLOATS];
     verify_scene s;
@@ -171,7 +167,7 @@ static void note_connections(void *cookie)
 }
 
 /* Digests come by data connections, whatever the bytes come by. */
-static void connections_are_made_before_leases(void **state)
+TEST(connections_are_made_before_leases)
 {
     fanin_pull_options options = asked();
     fanin_client_config config;
@@ -246,7 +242,7 @@ static bool says_verified(const char *directory)
     return says;
 }
 
-static void directories_say_what_was_done(void **state)
+TEST(directories_say_what_was_done)
 {
     char scratch[64], directory[96];
     verify_scene s;
@@ -266,7 +262,7 @@ static void directories_say_what_was_done(void **state)
 }
 
 /* Nothing of it is left, and the directory of an earlier step is as it was. */
-static void unequal_directories_are_not_published(void **state)
+TEST(unequal_directories_are_not_published)
 {
     char scratch[64], older[96], newer[96], file[128];
     struct stat before[3], after;
@@ -303,7 +299,7 @@ static void unequal_directories_are_not_published(void **state)
 }
 
 /* The part that is unequal is named by the read that brought it, and the session is over. */
-static void parts_of_sessions_are_verified(void **state)
+TEST(parts_of_sessions_are_verified)
 {
     static uint8_t landed[SCENE_BYTES];
     fanin_error error = FANIN_ERROR_INIT;
@@ -322,21 +318,4 @@ static void parts_of_sessions_are_verified(void **state)
     assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_TRANSPORT);
     assert_string_equal(error.key, SCENE_A);
     scene_stop(&s);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(stream_is_verified),
-        cmocka_unit_test(cma_is_verified),
-        cmocka_unit_test(conversions_are_verified),
-        cmocka_unit_test(unequal_bytes_are_named),
-        cmocka_unit_test(the_last_tensor_is_compared_too),
-        cmocka_unit_test(an_update_is_only_stale),
-        cmocka_unit_test(connections_are_made_before_leases),
-        cmocka_unit_test(directories_say_what_was_done),
-        cmocka_unit_test(unequal_directories_are_not_published),
-        cmocka_unit_test(parts_of_sessions_are_verified),
-    };
-    return cmocka_run_group_tests_name("verify", tests, NULL, NULL);
 }

@@ -7,9 +7,9 @@
 #ifndef OWN_PROCESS_H
 #define OWN_PROCESS_H
 
+#include "testing.h"
+
 #include <fanin/error.h>
-#include <stdbool.h>
-#include <stdio.h>
 
 enum { PASSED = 0, FAILED = 1, SKIPPED = 77 };
 
@@ -20,14 +20,15 @@ typedef struct own_process {
     bool checked;        /**< it ends by exit(), with the checks of leaks and threads */
 } own_process;
 
-/** own_process_test(body, .signal = SIGABRT) */
-#define own_process_test(name, ...)                                                    \
+/** The head of such a case: OWN_PROCESS(name, .signal = SIGABRT) { ... } */
+#define OWN_PROCESS(name, ...)                                                         \
+    static int name(void);                                                             \
+    __attribute__((constructor)) static void add_##name(void)                          \
     {                                                                                  \
-#name, own_process_run, NULL, NULL, &(own_process)                             \
-        {                                                                              \
-            .body = name, __VA_ARGS__                                                  \
-        }                                                                              \
-    }
+        static own_process of = {.body = name, __VA_ARGS__};                           \
+        tests_add(#name, own_process_run, NULL, NULL, &of);                            \
+    }                                                                                  \
+    static int name(void)
 void own_process_run(void **state);
 
 extern fanin_error failure; /**< of the case's calls, for CHECK to print */

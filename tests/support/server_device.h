@@ -12,11 +12,11 @@
 
 /** Says which driver to load: for a group of tests. */
 int device_set_up(void **state);
-/** As server_test(), and what device_alloc() gave is freed behind it. */
-#define device_test(name) cmocka_unit_test_teardown(name, device_tear_down)
+/** As SERVER_TEST(), and what device_alloc() gave is freed behind it. */
+#define DEVICE_TEST(name) TEST_WITH(name, NULL, device_tear_down)
 int device_tear_down(void **state);
 /** Then nothing is left but the driver's modules and contexts. */
-#define device_clean_test(name) cmocka_unit_test_teardown(name, device_tear_down_clean)
+#define DEVICE_CLEAN_TEST(name) TEST_WITH(name, NULL, device_tear_down_clean)
 int device_tear_down_clean(void **state);
 
 /** Memory of a device with device_byte() of its index in each byte. */

@@ -3,7 +3,7 @@
  * @file
  * A server of one rank in the test's process, and a peer that speaks to it frame by frame:
  * also frames that no client would send. Everything fails the test when it fails, and after
- * 10 s. A test leaves its peers and servers open: server_test() ends them. Thread: any.
+ * 10 s. A test leaves its peers and servers open: SERVER_TEST() ends them. Thread: any.
  */
 #ifndef SERVER_PEER_H
 #define SERVER_PEER_H
@@ -17,7 +17,7 @@
 /* --------------------------------------------------------------- the server */
 
 /** A test whose peers and servers, those that it has left open, are ended behind it. */
-#define server_test(name) cmocka_unit_test_teardown(name, server_tear_down)
+#define SERVER_TEST(name) TEST_WITH(name, NULL, server_tear_down)
 int server_tear_down(void **state);
 void server_close_peers(void); /**< all that are open */
 

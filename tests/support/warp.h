@@ -8,19 +8,14 @@
 #ifndef WARP_H
 #define WARP_H
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "testing.h"
+
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <vector_functions.h>
 
 extern "C" {
 #include "random.h"
-#include <cmocka.h>
 }
 
 #define WARP 32

@@ -7,9 +7,6 @@
 #include "recode.h"
 #include "samples.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 static key_table *decode_keys(const buffer *b)
 {
@@ -33,7 +30,7 @@ static void refuse_keys(const buffer *b, const char *message)
 
 /* ------------------------------------------------------------- key tables */
 
-static void keys_come_back(void **state)
+TEST(keys_come_back)
 {
     samples all = samples_of_keys();
     key_table *t = decode_keys(&all.list[0].bytes);
@@ -84,7 +81,7 @@ static void more_key(buffer *b, uint64_t shared, const char *tail)
     pack_array(b, 0);
 }
 
-static void names_have_one_form(void **state)
+TEST(names_have_one_form)
 {
     static const struct {
         uint64_t shared;
@@ -122,7 +119,7 @@ static void names_have_one_form(void **state)
 }
 
 /* What a name shares with the one before may end inside of a character. */
-static void names_are_cut_anywhere(void **state)
+TEST(names_are_cut_anywhere)
 {
     static const struct {
         uint64_t shared;
@@ -147,7 +144,7 @@ static void names_are_cut_anywhere(void **state)
     }
 }
 
-static void names_have_limits(void **state)
+TEST(names_have_limits)
 {
     char name[FANIN_MAX_NAME + 1];
     memset(name, 'n', sizeof name);
@@ -171,7 +168,7 @@ static void names_have_limits(void **state)
     buffer_free(&b);
 }
 
-static void shapes_are_checked(void **state)
+TEST(shapes_are_checked)
 {
     static const struct {
         fanin_dtype dtype;
@@ -213,7 +210,7 @@ static void shapes_are_checked(void **state)
     buffer_free(&b);
 }
 
-static void pairs_are_checked(void **state)
+TEST(pairs_are_checked)
 {
     static const fanin_pair twice[] = {{"a", "1"}, {"a", "2"}};
     static const fanin_pair unsorted[] = {{"b", "1"}, {"a", "2"}};
@@ -245,7 +242,7 @@ static void pairs_are_checked(void **state)
     buffer_free(&b);
 }
 
-static void key_tables_are_whole_and_alone(void **state)
+TEST(key_tables_are_whole_and_alone)
 {
     samples all = samples_of_keys();
     buffer *b = &all.list[0].bytes;
@@ -325,7 +322,7 @@ static int make_moe(void **state)
     return n == MOE_KEYS ? 0 : -1;
 }
 
-static void large_key_tables_are_small(void **state)
+TEST(large_key_tables_are_small)
 {
     buffer b = {0};
     key_table_encode(&b, moe_keys, MOE_KEYS, NULL, 0);
@@ -342,7 +339,7 @@ static void large_key_tables_are_small(void **state)
 }
 
 /* In any order, with names between that are not there: what the plain search finds. */
-static void names_are_found_near_the_last_one(void **state)
+TEST(names_are_found_near_the_last_one)
 {
     static const uint32_t steps[] = {1, 3, 63, 64, 65, 20000, MOE_KEYS - 1};
     buffer b = {0};
@@ -395,7 +392,7 @@ static box_record *moe_boxes(uint32_t rank, uint64_t align, uint64_t gap,
     return boxes;
 }
 
-static void large_box_tables_are_small(void **state)
+TEST(large_box_tables_are_small)
 {
     buffer b = {0}, k = {0};
     uint64_t n;
@@ -486,7 +483,7 @@ static uint64_t chunks(box_record out[2], uint32_t dim, uint32_t parts, uint32_t
     return n;
 }
 
-static void chunk_rules_are_found(void **state)
+TEST(chunk_rules_are_found)
 {
     box_record boxes[3];
     uint32_t got[3];
@@ -506,7 +503,7 @@ static void chunk_rules_are_found(void **state)
     assert_memory_equal(got, ((uint32_t[]){1, 4, 3}), sizeof got);
 }
 
-static void other_cuts_are_explicit(void **state)
+TEST(other_cuts_are_explicit)
 {
     box_record boxes[3];
     uint32_t got[3];
@@ -531,7 +528,7 @@ static void other_cuts_are_explicit(void **state)
 }
 
 /* Random boxes of random tensors, in random places. */
-static void explicit_boxes_come_back(void **state)
+TEST(explicit_boxes_come_back)
 {
     random_source r = {6};
     static const fanin_dtype dtypes[] = {FANIN_DTYPE_U8, FANIN_DTYPE_BF16,
@@ -631,7 +628,7 @@ static buffer written(const words *w)
     return b;
 }
 
-static void other_forms_are_refused(void **state)
+TEST(other_forms_are_refused)
 {
     static const struct {
         const char *why; /* NULL: good */
@@ -723,7 +720,7 @@ static void other_forms_are_refused(void **state)
     end_world(&w);
 }
 
-static void packed_dtypes_are_cut_at_whole_bytes(void **state)
+TEST(packed_dtypes_are_cut_at_whole_bytes)
 {
     static const key_entry packed = {
         .name = "p", .dtype = FANIN_DTYPE_F4, .n_dims = 1, .shape = {6}};
@@ -743,7 +740,7 @@ static void packed_dtypes_are_cut_at_whole_bytes(void **state)
 
 /* ------------------------------------------------------------- regions */
 
-static void regions_come_back(void **state)
+TEST(regions_come_back)
 {
     samples all = samples_of_regions();
     region_table *t;
@@ -764,7 +761,7 @@ static void regions_come_back(void **state)
     samples_free(&all);
 }
 
-static void wrong_regions_are_refused(void **state)
+TEST(wrong_regions_are_refused)
 {
     static const uint8_t rkey[LIMIT_RKEY + 1];
     const region_entry good = {
@@ -794,26 +791,4 @@ static void wrong_regions_are_refused(void **state)
     }
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(keys_come_back),
-        cmocka_unit_test(names_have_one_form),
-        cmocka_unit_test(names_are_cut_anywhere),
-        cmocka_unit_test(names_have_limits),
-        cmocka_unit_test(shapes_are_checked),
-        cmocka_unit_test(pairs_are_checked),
-        cmocka_unit_test(key_tables_are_whole_and_alone),
-        cmocka_unit_test(large_key_tables_are_small),
-        cmocka_unit_test(names_are_found_near_the_last_one),
-        cmocka_unit_test(large_box_tables_are_small),
-        cmocka_unit_test(chunk_rules_are_found),
-        cmocka_unit_test(other_cuts_are_explicit),
-        cmocka_unit_test(explicit_boxes_come_back),
-        cmocka_unit_test(other_forms_are_refused),
-        cmocka_unit_test(packed_dtypes_are_cut_at_whole_bytes),
-        cmocka_unit_test(regions_come_back),
-        cmocka_unit_test(wrong_regions_are_refused),
-    };
-    return cmocka_run_group_tests_name("catalog", tests, make_moe, NULL);
-}
+TESTS_BETWEEN(make_moe, NULL)

@@ -3,7 +3,6 @@
 #include "framing.h"
 #include "samples.h"
 #include "testing.h"
-#include <string.h>
 
 /* Hands over at most @p most bytes of it; how many. */
 static size_t feed(framing *f, const uint8_t *data, size_t most)
@@ -55,7 +54,7 @@ static void take_all(const buffer *sent, bool sealed, bool exact, size_t first,
     framing_free(&f);
 }
 
-static void frames_come_in_any_pieces(void **state)
+TEST(frames_come_in_any_pieces)
 {
     (void)state;
     for (int sealed = 0; sealed < 2; sealed++) {
@@ -82,7 +81,7 @@ static framing_result take_of(const void *data, size_t size, bool sealed, framed
     return result;
 }
 
-static void foreign_bytes_are_refused(void **state)
+TEST(foreign_bytes_are_refused)
 {
     (void)state;
     static const struct {
@@ -109,7 +108,7 @@ static void foreign_bytes_are_refused(void **state)
     }
 }
 
-static void long_bodies_are_refused_by_their_header(void **state)
+TEST(long_bodies_are_refused_by_their_header)
 {
     (void)state;
     uint8_t head[FRAME_SIZE];
@@ -125,7 +124,7 @@ static void long_bodies_are_refused_by_their_header(void **state)
     assert_true(got.head.request == 7);
 }
 
-static void altered_bits_are_noticed(void **state)
+TEST(altered_bits_are_noticed)
 {
     (void)state;
     buffer sent = {.sealed = true};
@@ -143,7 +142,7 @@ static void altered_bits_are_noticed(void **state)
     buffer_free(&sent);
 }
 
-static void no_more_than_a_longest_frame_waits(void **state)
+TEST(no_more_than_a_longest_frame_waits)
 {
     (void)state;
     static const uint8_t nothing[LIMIT_REQUEST];
@@ -189,7 +188,7 @@ static framing_result greet(const buffer *hello, const buffer *answer, size_t si
     return result;
 }
 
-static void greetings_say_whether_frames_are_sealed(void **state)
+TEST(greetings_say_whether_frames_are_sealed)
 {
     (void)state;
     buffer hello = {0}, error = {0};
@@ -229,7 +228,7 @@ static void greetings_say_whether_frames_are_sealed(void **state)
 
 /* ------------------------------------------------------------- bodies elsewhere */
 
-static void bodies_may_be_received_elsewhere(void **state)
+TEST(bodies_may_be_received_elsewhere)
 {
     (void)state;
     for (int sealed = 0; sealed < 2; sealed++) {
@@ -266,18 +265,4 @@ static void bodies_may_be_received_elsewhere(void **state)
         framing_free(&f);
         buffer_free(&sent);
     }
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(frames_come_in_any_pieces),
-        cmocka_unit_test(foreign_bytes_are_refused),
-        cmocka_unit_test(long_bodies_are_refused_by_their_header),
-        cmocka_unit_test(altered_bits_are_noticed),
-        cmocka_unit_test(no_more_than_a_longest_frame_waits),
-        cmocka_unit_test(greetings_say_whether_frames_are_sealed),
-        cmocka_unit_test(bodies_may_be_received_elsewhere),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

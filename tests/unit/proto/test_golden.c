@@ -8,9 +8,6 @@
 #include "recode.h"
 #include "samples.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 static FILE *open_golden(const char *name, const char *mode)
 {
@@ -52,7 +49,7 @@ static void compare_golden(const sample *s)
 }
 
 /* A sealed frame, and that any other bit does not fit. */
-static void seals_have_their_bytes(void **state)
+TEST(seals_have_their_bytes)
 {
     sample s = {.name = "ping_sealed", .bytes = {.sealed = true}};
     encode_empty(&s.bytes, SAMPLE_REQUEST, MSG_PING);
@@ -78,7 +75,7 @@ static void seals_have_their_bytes(void **state)
     buffer_free(&s.bytes);
 }
 
-static void messages_have_their_bytes(void **state)
+TEST(messages_have_their_bytes)
 {
     samples all = samples_of_messages();
     for (size_t i = 0; i < all.count; i++) {
@@ -104,7 +101,7 @@ static void messages_have_their_bytes(void **state)
     samples_free(&all);
 }
 
-static void every_message_has_a_sample(void **state)
+TEST(every_message_has_a_sample)
 {
     samples all = samples_of_messages();
     for (int type = MSG_HELLO; type <= MSG_DIGEST_OK; type++) {
@@ -117,7 +114,7 @@ static void every_message_has_a_sample(void **state)
     samples_free(&all);
 }
 
-static void key_tables_have_their_bytes(void **state)
+TEST(key_tables_have_their_bytes)
 {
     samples all = samples_of_keys();
     for (size_t i = 0; i < all.count; i++) {
@@ -137,7 +134,7 @@ static void key_tables_have_their_bytes(void **state)
     samples_free(&all);
 }
 
-static void box_tables_have_their_bytes(void **state)
+TEST(box_tables_have_their_bytes)
 {
     samples all_keys = samples_of_keys(), all = samples_of_boxes();
     key_table *keys;
@@ -162,7 +159,7 @@ static void box_tables_have_their_bytes(void **state)
     samples_free(&all_keys);
 }
 
-static void region_tables_have_their_bytes(void **state)
+TEST(region_tables_have_their_bytes)
 {
     samples all = samples_of_regions();
     for (size_t i = 0; i < all.count; i++) {
@@ -182,7 +179,7 @@ static void region_tables_have_their_bytes(void **state)
 }
 
 /* What another client has to find in the table of a snapshot on the path cuda_ipc. */
-static void arenas_have_keys_to_map(void **state)
+TEST(arenas_have_keys_to_map)
 {
     samples all = samples_of_regions();
     const buffer *blob = &all.list[all.count - 1].bytes;
@@ -210,18 +207,4 @@ static void arenas_have_keys_to_map(void **state)
     }
     region_table_free(&table);
     samples_free(&all);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(seals_have_their_bytes),
-        cmocka_unit_test(messages_have_their_bytes),
-        cmocka_unit_test(every_message_has_a_sample),
-        cmocka_unit_test(key_tables_have_their_bytes),
-        cmocka_unit_test(box_tables_have_their_bytes),
-        cmocka_unit_test(region_tables_have_their_bytes),
-        cmocka_unit_test(arenas_have_keys_to_map),
-    };
-    return cmocka_run_group_tests_name("golden", tests, NULL, NULL);
 }

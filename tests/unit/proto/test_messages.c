@@ -5,8 +5,6 @@
 #include "samples.h"
 #include "cursor.h"
 #include "testing.h"
-#include <stdlib.h>
-#include <string.h>
 
 static body body_of(const buffer *b)
 {
@@ -40,7 +38,7 @@ static void expect(const buffer *b, message_type type, fanin_status expected,
 
 /* ------------------------------------------------------------- frames */
 
-static void frames_come_back(void **state)
+TEST(frames_come_back)
 {
     frame f = {.type = (message_type)0xabcd, .request = UINT64_MAX - 1, .length = 77};
     frame again;
@@ -54,7 +52,7 @@ static void frames_come_back(void **state)
     assert_int_equal(again.length, 77);
 }
 
-static void foreign_frames_are_refused(void **state)
+TEST(foreign_frames_are_refused)
 {
     frame f = {.type = MSG_PING, .request = 1, .length = 1}, out;
     uint8_t good[FRAME_SIZE], bytes[FRAME_SIZE];
@@ -80,7 +78,7 @@ static void foreign_frames_are_refused(void **state)
 
 /* ------------------------------------------------------------- the rules of bodies */
 
-static void bodies_follow_the_rules(void **state)
+TEST(bodies_follow_the_rules)
 {
     buffer b = numbers(2, (uint64_t[][2]){{1, 0}, {2, 9}});
     expect(&b, MSG_END_OK, FANIN_ERR_PROTOCOL, "a boolean is expected");
@@ -102,7 +100,7 @@ static void bodies_follow_the_rules(void **state)
     buffer_free(&b);
 }
 
-static void unknown_fields(void **state)
+TEST(unknown_fields)
 {
     buffer b = numbers(3, (uint64_t[][2]){{1, 5}, {40, 1}, {63, 1}});
     expect(&b, MSG_PING, FANIN_OK, NULL);
@@ -134,7 +132,7 @@ static void unknown_fields(void **state)
 }
 
 /* Which arena holds the bytes is critical, and there only if it is another than the first. */
-static void begin_ok_names_the_arena(void **state)
+TEST(begin_ok_names_the_arena)
 {
     for (uint32_t first = 0; first < 4; first += 3) {
         buffer b = {0};
@@ -163,7 +161,7 @@ static void begin_ok_names_the_arena(void **state)
 }
 
 /* Without any one of its required fields a message is refused; with all it is not. */
-static void required_fields(void **state)
+TEST(required_fields)
 {
     samples all = samples_of_messages();
     int refused = 0;
@@ -205,7 +203,7 @@ static void required_fields(void **state)
     samples_free(&all);
 }
 
-static void cut_or_damaged_bodies_never_crash(void **state)
+TEST(cut_or_damaged_bodies_never_crash)
 {
     samples all = samples_of_messages();
     for (size_t i = 0; i < all.count; i++) {
@@ -229,7 +227,7 @@ static void cut_or_damaged_bodies_never_crash(void **state)
 
 /* ------------------------------------------------------------- ranges */
 
-static void hello_ranges(void **state)
+TEST(hello_ranges)
 {
     msg_hello m = {.version_min = 2, .version_max = 1, .role = ROLE_DATA}, out;
     buffer b = {0};
@@ -253,7 +251,7 @@ static void hello_ranges(void **state)
     buffer_free(&b);
 }
 
-static void hello_ok_ranges(void **state)
+TEST(hello_ok_ranges)
 {
     msg_hello_ok m = {.version = 1, .rank = 8, .world_size = 8, .server_name = "s"};
     msg_hello_ok out;
@@ -282,7 +280,7 @@ static void hello_ok_ranges(void **state)
     buffer_free(&b);
 }
 
-static void pages_stay_in_their_table(void **state)
+TEST(pages_stay_in_their_table)
 {
     static const struct {
         uint64_t total, offset;
@@ -310,7 +308,7 @@ static void pages_stay_in_their_table(void **state)
     }
 }
 
-static void states_paths_and_rules_are_enumerated(void **state)
+TEST(states_paths_and_rules_are_enumerated)
 {
     msg_event event = {.publication = "lora:0", .state = WIRE_STATE_PAUSED + 1};
     msg_wait wait = {.publication = "lora:0", .rule = WIRE_RULE_AT_LEAST + 1};
@@ -338,7 +336,7 @@ static void states_paths_and_rules_are_enumerated(void **state)
     }
 }
 
-static void foreign_bytes_in_texts_are_replaced(void **state)
+TEST(foreign_bytes_in_texts_are_replaced)
 {
     msg_error m = {.code = FANIN_ERR_IO, .message = "cannot open \xff\xfe"}, out;
     buffer b = {0};
@@ -349,7 +347,7 @@ static void foreign_bytes_in_texts_are_replaced(void **state)
     buffer_free(&b);
 }
 
-static void texts_that_are_too_long_are_refused(void **state)
+TEST(texts_that_are_too_long_are_refused)
 {
     char name[81];
     memset(name, 'n', sizeof name);
@@ -365,7 +363,7 @@ static void texts_that_are_too_long_are_refused(void **state)
 
 /* ------------------------------------------------------------- lists and reads */
 
-static void lists_of_publications(void **state)
+TEST(lists_of_publications)
 {
     static msg_list_entry entries[LIMIT_PUBLICATIONS + 1];
     msg_list_entry *again;
@@ -410,7 +408,7 @@ static fanin_status stats_status(const msg_stats_ok *m)
 }
 
 /* As many publications and holders as there may be, each at its longest, are one reply. */
-static void statistics_are_bounded(void **state)
+TEST(statistics_are_bounded)
 {
     static stats_entry entries[LIMIT_STATS + 1];
     static stats_holder holders[LIMIT_STATS + 1];
@@ -456,7 +454,7 @@ static fanin_status read_status(uint64_t bytes, const read_entry *entries, uint3
     return status;
 }
 
-static void reads_are_bounded(void **state)
+TEST(reads_are_bounded)
 {
     const uint64_t most = LIMIT_READ_BYTES;
     read_entry whole = {.box = 5, .count = 3};
@@ -488,7 +486,7 @@ static void reads_are_bounded(void **state)
     assert_int_equal(read_status(1, &beyond, 1), FANIN_ERR_PROTOCOL);
 }
 
-static void reads_of_many_entries(void **state)
+TEST(reads_of_many_entries)
 {
     static read_entry entries[LIMIT_READ_ENTRIES + 1];
     for (uint32_t i = 0; i <= LIMIT_READ_ENTRIES; i++)
@@ -505,28 +503,4 @@ static void reads_of_many_entries(void **state)
         &(msg_read){.bytes = 1, .entries = entries, .n_entries = LIMIT_READ_ENTRIES});
     assert_true(b.size - FRAME_SIZE <= LIMIT_READ_REQUEST);
     buffer_free(&b);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(frames_come_back),
-        cmocka_unit_test(foreign_frames_are_refused),
-        cmocka_unit_test(bodies_follow_the_rules),
-        cmocka_unit_test(unknown_fields),
-        cmocka_unit_test(begin_ok_names_the_arena),
-        cmocka_unit_test(required_fields),
-        cmocka_unit_test(cut_or_damaged_bodies_never_crash),
-        cmocka_unit_test(hello_ranges),
-        cmocka_unit_test(hello_ok_ranges),
-        cmocka_unit_test(pages_stay_in_their_table),
-        cmocka_unit_test(states_paths_and_rules_are_enumerated),
-        cmocka_unit_test(foreign_bytes_in_texts_are_replaced),
-        cmocka_unit_test(texts_that_are_too_long_are_refused),
-        cmocka_unit_test(lists_of_publications),
-        cmocka_unit_test(statistics_are_bounded),
-        cmocka_unit_test(reads_are_bounded),
-        cmocka_unit_test(reads_of_many_entries),
-    };
-    return cmocka_run_group_tests_name("messages", tests, NULL, NULL);
 }

@@ -27,7 +27,7 @@ static void come_back(uint64_t n)
     number_column_free(&c);
 }
 
-static void all_come_back(void **state)
+TEST(all_come_back)
 {
     random_source r = {7};
     (void)state;
@@ -44,7 +44,7 @@ static void all_come_back(void **state)
     }
 }
 
-static void the_widest_come_back(void **state)
+TEST(the_widest_come_back)
 {
     (void)state;
     for (uint64_t i = 0; i < MOST; i++)
@@ -55,7 +55,7 @@ static void the_widest_come_back(void **state)
     come_back(MOST);
 }
 
-static void even_ones_take_no_bits(void **state)
+TEST(even_ones_take_no_bits)
 {
     (void)state;
     for (uint64_t i = 0; i < MOST; i++)
@@ -67,7 +67,7 @@ static void even_ones_take_no_bits(void **state)
 }
 
 /* One that is out of the way costs its own block only. */
-static void one_jump_widens_its_block_only(void **state)
+TEST(one_jump_widens_its_block_only)
 {
     (void)state;
     for (uint64_t i = 0; i < MOST; i++)
@@ -87,7 +87,7 @@ static bool fill(number_column *c)
 }
 
 /* Whichever allocation fails: it says so, or did not need it. */
-static void without_memory_it_says_so(void **state)
+TEST(without_memory_it_says_so)
 {
     random_source r = {8};
     bool failed = true;
@@ -107,16 +107,4 @@ static void without_memory_it_says_so(void **state)
         number_column_free(&c);
     }
     assert_true(refused > 3);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(all_come_back),
-        cmocka_unit_test(the_widest_come_back),
-        cmocka_unit_test(even_ones_take_no_bits),
-        cmocka_unit_test(one_jump_widens_its_block_only),
-        cmocka_unit_test(without_memory_it_says_so),
-    };
-    return cmocka_run_group_tests_name("number_column", tests, NULL, NULL);
 }

@@ -6,10 +6,6 @@
 #include "random.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define KEYS 24
 #define BOXES_MAX (3 * KEYS)
 
@@ -38,7 +34,7 @@ static void check_set(const key_set *s, const bool marks[KEYS])
     assert_int_equal(s->n, ranges);
 }
 
-static void sets_are_what_is_marked(void **state)
+TEST(sets_are_what_is_marked)
 {
     random_source r = {1};
     for (int round = 0; round < 2000; round++) {
@@ -65,7 +61,7 @@ static void sets_are_what_is_marked(void **state)
     }
 }
 
-static void sets_come_back(void **state)
+TEST(sets_come_back)
 {
     random_source r = {2};
     for (int round = 0; round < 500; round++) {
@@ -83,7 +79,7 @@ static void sets_come_back(void **state)
     }
 }
 
-static void other_forms_of_sets_are_refused(void **state)
+TEST(other_forms_of_sets_are_refused)
 {
     static const struct {
         uint64_t words[4];
@@ -109,7 +105,7 @@ static void other_forms_of_sets_are_refused(void **state)
     }
 }
 
-static void too_many_ranges_are_refused(void **state)
+TEST(too_many_ranges_are_refused)
 {
     for (uint32_t n = LIMIT_KEY_RANGES; n <= LIMIT_KEY_RANGES + 1; n++) {
         buffer b = {0};
@@ -252,7 +248,7 @@ static void check_part(const scene *s, const box_table *part, const bool marks[K
     key_set_free(&keys);
 }
 
-static void parts_come_back_and_are_joined(void **state)
+TEST(parts_come_back_and_are_joined)
 {
     random_source r = {3};
     for (int round = 0; round < 600; round++) {
@@ -290,7 +286,7 @@ static void parts_come_back_and_are_joined(void **state)
     }
 }
 
-static void parts_cut_short_are_refused(void **state)
+TEST(parts_cut_short_are_refused)
 {
     random_source r = {4};
     for (int round = 0; round < 20; round++) {
@@ -333,7 +329,7 @@ static buffer hand_made(uint32_t key, uint64_t ordinal, uint64_t world)
     return b;
 }
 
-static void parts_that_contradict_are_not_joined(void **state)
+TEST(parts_that_contradict_are_not_joined)
 {
     static const struct {
         uint32_t key[2];
@@ -361,18 +357,4 @@ static void parts_that_contradict_are_not_joined(void **state)
         buffer_free(&b);
     }
     scene_free(&s);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sets_are_what_is_marked),
-        cmocka_unit_test(sets_come_back),
-        cmocka_unit_test(other_forms_of_sets_are_refused),
-        cmocka_unit_test(too_many_ranges_are_refused),
-        cmocka_unit_test(parts_come_back_and_are_joined),
-        cmocka_unit_test(parts_cut_short_are_refused),
-        cmocka_unit_test(parts_that_contradict_are_not_joined),
-    };
-    return cmocka_run_group_tests_name("parts", tests, NULL, NULL);
 }

@@ -5,7 +5,6 @@
 #include "random.h"
 #include "testing.h"
 #include <msgpack.h>
-#include <string.h>
 
 static const scan_limits usual = {.depth = 4, .objects = 1000};
 
@@ -15,7 +14,7 @@ static bool scan(const char *bytes, size_t size, size_t *used, const char **why)
     return scan_object((const uint8_t *)bytes, size, &usual, used, why);
 }
 
-static void one_object_is_measured(void **state)
+TEST(one_object_is_measured)
 {
     static const struct {
         const char *bytes;
@@ -57,7 +56,7 @@ static void one_object_is_measured(void **state)
     }
 }
 
-static void what_is_not_allowed_is_refused(void **state)
+TEST(what_is_not_allowed_is_refused)
 {
     static const uint8_t refused[] = {0xc1, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                       0xd4, 0xd5, 0xd6, 0xd7, 0xd8};
@@ -72,7 +71,7 @@ static void what_is_not_allowed_is_refused(void **state)
     assert_string_equal(why, "objects are nested too deeply");
 }
 
-static void huge_announcements_cost_nothing(void **state)
+TEST(huge_announcements_cost_nothing)
 {
     size_t used;
     const char *why;
@@ -93,7 +92,7 @@ static void huge_announcements_cost_nothing(void **state)
 }
 
 /* Whatever the scan accepts, msgpack-c reads as one object of that size. */
-static void random_bytes_are_read_as_msgpack_does(void **state)
+TEST(random_bytes_are_read_as_msgpack_does)
 {
     random_source r = {4};
     int accepted = 0;
@@ -126,7 +125,7 @@ static cursor over(const buffer *b, bool canonical)
     return (cursor){.at = b->data, .end = b->data + b->size, .canonical = canonical};
 }
 
-static void integers_come_back(void **state)
+TEST(integers_come_back)
 {
     random_source r = {5};
     for (int i = 0; i < 20000; i++) {
@@ -146,7 +145,7 @@ static void integers_come_back(void **state)
     }
 }
 
-static void longer_forms_are_not_canonical(void **state)
+TEST(longer_forms_are_not_canonical)
 {
     static const struct {
         const char *bytes;
@@ -187,7 +186,7 @@ static void longer_forms_are_not_canonical(void **state)
         }
 }
 
-static void ranges_and_kinds_are_checked(void **state)
+TEST(ranges_and_kinds_are_checked)
 {
     buffer b = {0};
     uint64_t u;
@@ -223,7 +222,7 @@ static void ranges_and_kinds_are_checked(void **state)
     buffer_free(&b);
 }
 
-static void strings_are_checked(void **state)
+TEST(strings_are_checked)
 {
     buffer b = {0};
     bytes_view v;
@@ -255,7 +254,7 @@ static void strings_are_checked(void **state)
     buffer_free(&b);
 }
 
-static void skipping_goes_over_whole_objects(void **state)
+TEST(skipping_goes_over_whole_objects)
 {
     buffer b = {0};
     uint64_t u;
@@ -275,20 +274,4 @@ static void skipping_goes_over_whole_objects(void **state)
     assert_false(cursor_skip(&c, NULL));
     assert_false(cursor_is_array(&c));
     buffer_free(&b);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(one_object_is_measured),
-        cmocka_unit_test(what_is_not_allowed_is_refused),
-        cmocka_unit_test(huge_announcements_cost_nothing),
-        cmocka_unit_test(random_bytes_are_read_as_msgpack_does),
-        cmocka_unit_test(integers_come_back),
-        cmocka_unit_test(longer_forms_are_not_canonical),
-        cmocka_unit_test(ranges_and_kinds_are_checked),
-        cmocka_unit_test(strings_are_checked),
-        cmocka_unit_test(skipping_goes_over_whole_objects),
-    };
-    return cmocka_run_group_tests_name("scan", tests, NULL, NULL);
 }

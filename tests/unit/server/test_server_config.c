@@ -8,7 +8,6 @@
 #include <fanin/client.h>
 
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -16,14 +15,10 @@
 #include <inttypes.h>
 #include <regex.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 static uint8_t memory[1000];
 
@@ -71,7 +66,7 @@ static bool own_link_local(char out[64])
     return found;
 }
 
-static void a_link_local_address_is_served(void **state)
+SERVER_TEST(a_link_local_address_is_served)
 {
     char bind[64], address[96];
     fanin_error error = FANIN_ERROR_INIT;
@@ -100,7 +95,7 @@ static void a_link_local_address_is_served(void **state)
     expect_refused(&c, FANIN_ERR_ARGUMENT, "names no interface");
 }
 
-static void openness_is_said_aloud(void **state)
+SERVER_TEST(openness_is_said_aloud)
 {
     char address[64], secret[] = "/tmp/test-secret-XXXXXX";
     fanin_server_config c = server_config();
@@ -157,7 +152,7 @@ static void openness_is_said_aloud(void **state)
     server_stop(&s, 0);
 }
 
-static void bad_configurations_are_refused(void **state)
+SERVER_TEST(bad_configurations_are_refused)
 {
     static const struct {
         uint32_t rank, world_size;
@@ -224,7 +219,7 @@ static void bad_configurations_are_refused(void **state)
     assert_int_equal(fanin_server_port(NULL), 0);
 }
 
-static void a_port_in_use_is_named(void **state)
+SERVER_TEST(a_port_in_use_is_named)
 {
     fanin_server *s = server_start(NULL);
     fanin_server_config c = server_config();
@@ -245,7 +240,7 @@ static void a_port_in_use_is_named(void **state)
     assert_int_equal(fanin_server_port(s), again);
 }
 
-static void the_config_of_a_caller_may_be_shorter(void **state)
+SERVER_TEST(the_config_of_a_caller_may_be_shorter)
 {
     uint8_t bytes[sizeof(fanin_server_config)];
     memset(bytes, 0xee, sizeof bytes);
@@ -284,7 +279,7 @@ static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int mo
     return WEXITSTATUS(code);
 }
 
-static void descriptor_limits_are_checked(void **state)
+SERVER_TEST(descriptor_limits_are_checked)
 {
     assert_int_equal(create_with_limit(200, 200, 256, 0), 10);
     assert_int_equal(create_with_limit(300, 500, 256, 0), 12); /* raised */
@@ -297,7 +292,7 @@ static void descriptor_limits_are_checked(void **state)
     assert_int_equal(create_with_limit(60, 60, 0, 0), 10); /* not even for one client */
 }
 
-static void a_forked_child_touches_nothing(void **state)
+SERVER_TEST(a_forked_child_touches_nothing)
 {
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
@@ -332,7 +327,7 @@ static void a_forked_child_touches_nothing(void **state)
 }
 
 /* Trainers fork (data loaders): copies of descriptors in a child keep nothing alive. */
-static void a_child_with_copies_does_not_keep_connections(void **state)
+SERVER_TEST(a_child_with_copies_does_not_keep_connections)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s), q = peer_open(s), late;
@@ -399,7 +394,7 @@ static int without_standard_descriptors(void)
     return 0;
 }
 
-static void closed_standard_descriptors_get_nothing(void **state)
+SERVER_TEST(closed_standard_descriptors_get_nothing)
 {
     int status;
     pid_t child = fork();
@@ -411,7 +406,7 @@ static void closed_standard_descriptors_get_nothing(void **state)
     assert_int_equal(WEXITSTATUS(status), 0);
 }
 
-static void a_killed_rank_leaves_its_child_nothing(void **state)
+SERVER_TEST(a_killed_rank_leaves_its_child_nothing)
 {
     int report[2], hold[2], met[2]; /* met: the reader has a session */
     assert_int_equal(pipe(report), 0);
@@ -482,7 +477,7 @@ static bool thread_blocks_signals(const char *name)
     return found;
 }
 
-static void threads_block_signals(void **state)
+SERVER_TEST(threads_block_signals)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -504,7 +499,7 @@ static msg_error refused(fanin_server *s, bool over_unix, fanin_status code)
     return e;
 }
 
-static void connections_are_limited(void **state)
+SERVER_TEST(connections_are_limited)
 {
     fanin_server_config c = server_config();
     c.max_sessions = 6;
@@ -529,7 +524,7 @@ static void connections_are_limited(void **state)
 }
 
 /* Clients that connect first and pull later find room for their bytes. */
-static void sessions_leave_room_for_data(void **state)
+SERVER_TEST(sessions_leave_room_for_data)
 {
     fanin_server_config c = server_config();
     c.max_sessions = 8;
@@ -555,7 +550,7 @@ static void sessions_leave_room_for_data(void **state)
         peer_ping(&d[i]);
 }
 
-static void many_refused_peers_do_no_harm(void **state)
+SERVER_TEST(many_refused_peers_do_no_harm)
 {
     fanin_server_config c = server_config();
     c.max_sessions = 2;
@@ -569,7 +564,7 @@ static void many_refused_peers_do_no_harm(void **state)
     peer_ping(&q);
 }
 
-static void open_servers_mind_the_allow_list(void **state)
+SERVER_TEST(open_servers_mind_the_allow_list)
 {
     fanin_server_config c = server_config();
     c.flags |= FANIN_SERVER_OPEN;
@@ -584,7 +579,7 @@ static void open_servers_mind_the_allow_list(void **state)
     peer_ping(&p);
 }
 
-static void other_users_are_refused_on_the_unix_socket(void **state)
+SERVER_TEST(other_users_are_refused_on_the_unix_socket)
 {
     if (geteuid() != 0)
         skip();
@@ -611,7 +606,7 @@ static void other_users_are_refused_on_the_unix_socket(void **state)
     assert_int_equal(server_stats(s).sessions_refused, 1);
 }
 
-static void idle_sessions_are_closed(void **state)
+SERVER_TEST(idle_sessions_are_closed)
 {
     fanin_server_config c = server_config();
     c.idle_ms = 1000;
@@ -624,7 +619,7 @@ static void idle_sessions_are_closed(void **state)
     peer_expect(&waiting, MSG_WAIT_OK);
 }
 
-static void memory_is_limited(void **state)
+SERVER_TEST(memory_is_limited)
 {
     fanin_server_config c = server_config();
     c.max_memory = 8 << 20;
@@ -668,7 +663,7 @@ static void memory_is_limited(void **state)
     free(large);
 }
 
-static void destroy_lets_pulls_end(void **state)
+SERVER_TEST(destroy_lets_pulls_end)
 {
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
@@ -735,7 +730,7 @@ static double unix_seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static void prometheus_tells_of_publications(void **state)
+SERVER_TEST(prometheus_tells_of_publications)
 {
     static char text[65536];
     fanin_server *s = server_start(NULL);
@@ -782,7 +777,7 @@ static void prometheus_tells_of_publications(void **state)
     assert_null(strstr(text, "lora:b-2.x"));
 }
 
-static void prometheus_text_is_well_formed(void **state)
+SERVER_TEST(prometheus_text_is_well_formed)
 {
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
@@ -828,32 +823,4 @@ static void prometheus_text_is_well_formed(void **state)
     assert_int_equal(fanin_server_get_stats(s, &stats), FANIN_OK);
     assert_int_equal(stats.pulls_good, 77); /* beyond the caller's size */
     assert_int_equal(fanin_server_get_stats(s, NULL), FANIN_ERR_ARGUMENT);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(bad_configurations_are_refused),
-        server_test(a_link_local_address_is_served),
-        server_test(openness_is_said_aloud),
-        server_test(a_port_in_use_is_named),
-        server_test(the_config_of_a_caller_may_be_shorter),
-        server_test(descriptor_limits_are_checked),
-        server_test(a_forked_child_touches_nothing),
-        server_test(a_child_with_copies_does_not_keep_connections),
-        server_test(closed_standard_descriptors_get_nothing),
-        server_test(a_killed_rank_leaves_its_child_nothing),
-        server_test(threads_block_signals),
-        server_test(connections_are_limited),
-        server_test(sessions_leave_room_for_data),
-        server_test(many_refused_peers_do_no_harm),
-        server_test(open_servers_mind_the_allow_list),
-        server_test(other_users_are_refused_on_the_unix_socket),
-        server_test(idle_sessions_are_closed),
-        server_test(memory_is_limited),
-        server_test(destroy_lets_pulls_end),
-        server_test(prometheus_text_is_well_formed),
-        server_test(prometheus_tells_of_publications),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,16 +6,12 @@
 #include "testing.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <fanin/client.h>
 #include <fanin/safetensors.h>
 #include <jansson.h>
 #include <linux/capability.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
@@ -23,7 +19,6 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 /* ------------------------------------------------------------- faults */
 
@@ -142,6 +137,8 @@ static int teardown(void **state)
     assert_int_equal(count_entries("/proc/self/fd"), files);
     return system(command);
 }
+
+#define CASE(name) TEST_WITH(name, setup, teardown)
 
 /* How many entries @p path has, "." and ".." not counted; -1: it is not there. */
 static int count_entries(const char *path)
@@ -333,7 +330,7 @@ static void begin(void)
 
 /* ------------------------------------------------------------- making */
 
-static void a_directory_appears_whole(void **state)
+CASE(a_directory_appears_whole)
 {
     bool reuse = true;
     fanin_error error;
@@ -346,7 +343,7 @@ static void a_directory_appears_whole(void **state)
     assert_int_equal(count_entries(root), 1);
 }
 
-static void it_appears_without_shared_mappings(void **state)
+CASE(it_appears_without_shared_mappings)
 {
     no_shared_mappings = true;
     make_adapter(2);
@@ -355,7 +352,7 @@ static void it_appears_without_shared_mappings(void **state)
 }
 
 /* The space is there before the bytes come, without the system call for that too. */
-static void it_appears_without_fallocate(void **state)
+CASE(it_appears_without_fallocate)
 {
     struct stat made;
     no_fallocate = true;
@@ -370,7 +367,7 @@ static void it_appears_without_fallocate(void **state)
     assert_true((uint64_t)made.st_blocks * 512 >= BIG_ROWS * 1024);
 }
 
-static void nothing_is_there_before_it_is_published(void **state)
+CASE(nothing_is_there_before_it_is_published)
 {
     begin();
     fill(a, base, to, 3);
@@ -379,7 +376,7 @@ static void nothing_is_there_before_it_is_published(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void bytes_that_never_landed_are_found(void **state)
+CASE(bytes_that_never_landed_are_found)
 {
     for (int twice = 0; twice < 2; twice++) {
         fanin_error error = FANIN_ERROR_INIT;
@@ -396,7 +393,7 @@ static void bytes_that_never_landed_are_found(void **state)
     }
 }
 
-static void an_attempt_can_be_made_again(void **state)
+CASE(an_attempt_can_be_made_again)
 {
     uint8_t *again;
     prepare();
@@ -414,7 +411,7 @@ static void an_attempt_can_be_made_again(void **state)
     assert_whole(5);
 }
 
-static void a_catalog_may_move(void **state)
+CASE(a_catalog_may_move)
 {
     key_entry smaller[2] = {entries[0], entries[1]};
     smaller[1].shape[0] = 64;
@@ -443,7 +440,7 @@ static void a_catalog_may_move(void **state)
     }
 }
 
-static void an_empty_directory_is_replaced(void **state)
+CASE(an_empty_directory_is_replaced)
 {
     assert_int_equal(mkdir(place, 0750), 0);
     bool reuse = true;
@@ -457,7 +454,7 @@ static void an_empty_directory_is_replaced(void **state)
     assert_int_equal(info.st_mode & 07777, 0750);
 }
 
-static void a_trailing_slash_changes_nothing(void **state)
+CASE(a_trailing_slash_changes_nothing)
 {
     strcat(place, "//");
     make_adapter(8);
@@ -467,7 +464,7 @@ static void a_trailing_slash_changes_nothing(void **state)
 
 /* ------------------------------------------------------------- refusing */
 
-static void another_identity_is_refused(void **state)
+CASE(another_identity_is_refused)
 {
     make_adapter(1);
     adapter_identity other[4] = {identity, identity, identity, identity};
@@ -520,7 +517,7 @@ static void flip_byte(const char *path, off_t at)
     close(fd);
 }
 
-static void damaged_and_foreign_content_is_refused(void **state)
+CASE(damaged_and_foreign_content_is_refused)
 {
     char path[160];
     make_adapter(1);
@@ -546,7 +543,7 @@ static void damaged_and_foreign_content_is_refused(void **state)
     assert_exists("no readable fanin.json");
 }
 
-static void what_is_no_directory_is_refused(void **state)
+CASE(what_is_no_directory_is_refused)
 {
     FILE *file = fopen(place, "we");
     fclose(file);
@@ -563,7 +560,7 @@ static void what_is_no_directory_is_refused(void **state)
     assert_int_equal(count_entries(root), 2);
 }
 
-static void links_are_not_followed(void **state)
+CASE(links_are_not_followed)
 {
     static const char *const files[] = {"adapter_model.safetensors",
                                         "adapter_config.json", "fanin.json"};
@@ -596,7 +593,7 @@ static void links_are_not_followed(void **state)
     assert_true(reuse);
 }
 
-static void what_another_user_made_is_refused(void **state)
+CASE(what_another_user_made_is_refused)
 {
     char path[160];
     make_adapter(1);
@@ -630,7 +627,7 @@ static void what_another_user_made_is_refused(void **state)
 }
 
 /* Whoever may rename there could exchange what is being made. */
-static void a_parent_of_others_is_refused_before_anything_is_made(void **state)
+CASE(a_parent_of_others_is_refused_before_anything_is_made)
 {
     static const mode_t modes[] = {0770, 02775, 0777};
     fanin_error error = FANIN_ERROR_INIT;
@@ -659,7 +656,7 @@ static void find_temporary(char out[160])
     closedir(dir);
 }
 
-static void what_was_exchanged_meanwhile_is_noticed(void **state)
+CASE(what_was_exchanged_meanwhile_is_noticed)
 {
     char temporary[160] = "", stolen[160], elsewhere[160];
     snprintf(stolen, sizeof stolen, "%s/stolen", root);
@@ -683,7 +680,7 @@ static void what_was_exchanged_meanwhile_is_noticed(void **state)
     }
 }
 
-static void an_empty_directory_of_another_user_is_refused(void **state)
+CASE(an_empty_directory_of_another_user_is_refused)
 {
     assert_int_equal(mkdir(place, 0777), 0);
     bool reuse;
@@ -702,7 +699,7 @@ static void an_empty_directory_of_another_user_is_refused(void **state)
     adapter_close(&a);
 }
 
-static void nobody_else_may_write_what_is_published(void **state)
+CASE(nobody_else_may_write_what_is_published)
 {
     char path[160];
     struct stat info;
@@ -739,7 +736,7 @@ static int refused_under(mode_t mask)
     return status == FANIN_OK || error.message[0] == '\0' ? 2 : 0;
 }
 
-static void a_umask_that_denies_us_all_leaves_nothing(void **state)
+CASE(a_umask_that_denies_us_all_leaves_nothing)
 {
     static const mode_t masks[] = {0777, 0477, 0177, 0277};
     for (size_t i = 0; i < sizeof masks / sizeof masks[0]; i++) {
@@ -755,7 +752,7 @@ static void a_umask_that_denies_us_all_leaves_nothing(void **state)
 }
 
 /* Of a version that wrote no digest of adapter_config.json: its bytes are looked at. */
-static void a_directory_of_an_earlier_version_is_reused(void **state)
+CASE(a_directory_of_an_earlier_version_is_reused)
 {
     char *text, path[160];
     make_adapter(1);
@@ -781,7 +778,7 @@ static void a_directory_of_an_earlier_version_is_reused(void **state)
     assert_exists("another adapter_config.json");
 }
 
-static void a_lock_of_another_user_is_not_waited_for(void **state)
+CASE(a_lock_of_another_user_is_not_waited_for)
 {
     char path[160], file[160];
     fanin_error error = FANIN_ERROR_INIT;
@@ -824,7 +821,7 @@ static void a_lock_of_another_user_is_not_waited_for(void **state)
     }
 }
 
-static void what_appears_meanwhile_is_kept(void **state)
+CASE(what_appears_meanwhile_is_kept)
 {
     a = open_at(place);
     assert_int_equal(mkdir(place, 0777), 0);
@@ -836,7 +833,7 @@ static void what_appears_meanwhile_is_kept(void **state)
     assert_int_equal(count_entries(place), 1);
 }
 
-static void bad_places_are_refused(void **state)
+CASE(bad_places_are_refused)
 {
     char longest[400], path[512];
     memset(longest, 'x', sizeof longest);
@@ -872,7 +869,7 @@ static void bad_places_are_refused(void **state)
     assert_int_equal(error.sys_errno, ENOTDIR);
 }
 
-static void an_unwritable_parent_is_refused(void **state)
+CASE(an_unwritable_parent_is_refused)
 {
     if (geteuid() == 0) {
         /* Root may write everywhere but into the kernel's own filesystems. */
@@ -888,7 +885,7 @@ static void an_unwritable_parent_is_refused(void **state)
     assert_int_equal(chmod(root, 0700), 0);
 }
 
-static void a_failed_sync_leaves_nothing(void **state)
+CASE(a_failed_sync_leaves_nothing)
 {
     /* model, config, identity, directory, parent */
     for (int n = 1; n <= 5; n++) {
@@ -906,7 +903,7 @@ static void a_failed_sync_leaves_nothing(void **state)
     assert_int_equal(fsync_to_fail, 1);
 }
 
-static void a_full_disk_is_an_error(void **state)
+CASE(a_full_disk_is_an_error)
 {
     if (mount("none", root, "tmpfs", 0, "size=4m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
@@ -958,7 +955,7 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 
 #define MIB ((uint64_t)1 << 20)
 
-static void a_claim_takes_no_space(void **state)
+CASE(a_claim_takes_no_space)
 {
     a = map_claim(1, &size);
     /* The threads go ahead by 64 MiB, whenever they get to it. */
@@ -972,7 +969,7 @@ static void a_claim_takes_no_space(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void a_disk_that_fills_up_is_an_error(void **state)
+CASE(a_disk_that_fills_up_is_an_error)
 {
     if (mount("none", root, "tmpfs", 0, "size=1100m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
@@ -993,7 +990,7 @@ static void a_disk_that_fills_up_is_an_error(void **state)
     assert_int_equal(left, 0);
 }
 
-static void sizes_have_a_limit(void **state)
+CASE(sizes_have_a_limit)
 {
     if (mount("none", root, "tmpfs", 0, "size=32m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
@@ -1039,7 +1036,7 @@ static void limit_of_file_sizes(bool mappings, rlim_t bytes)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void a_limit_of_file_sizes_is_an_error(void **state)
+CASE(a_limit_of_file_sizes_is_an_error)
 {
     limit_of_file_sizes(true, 1 << 20);
     limit_of_file_sizes(true, 100);
@@ -1076,7 +1073,7 @@ static void assert_out_of_descriptors(const fanin_error *error, const char *what
 }
 
 /* Each step names what could not be opened and the limit, and nothing stays behind. */
-static void without_descriptors_nothing_is_left(void **state)
+CASE(without_descriptors_nothing_is_left)
 {
     struct rlimit before;
     bool reuse;
@@ -1162,7 +1159,7 @@ static void make_neighbours(void)
 }
 #define NEIGHBOURS 5
 
-static void leftovers_of_the_dead_are_removed(void **state)
+CASE(leftovers_of_the_dead_are_removed)
 {
     make_leftovers();
     make_neighbours();
@@ -1172,7 +1169,7 @@ static void leftovers_of_the_dead_are_removed(void **state)
     assert_true(is_there(".full.fanin-tmp-0123456789abcdef/thesis.tex"));
 }
 
-static void a_directory_can_be_swept(void **state)
+CASE(a_directory_can_be_swept)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t removed = 9;
@@ -1189,7 +1186,7 @@ static void a_directory_can_be_swept(void **state)
     assert_int_equal(error.sys_errno, ENOENT);
 }
 
-static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
+CASE(a_sweep_leaves_what_may_be_alive_or_not_ours)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t removed;
@@ -1247,7 +1244,7 @@ static pid_t start_holder(void)
     return child;
 }
 
-static void a_held_lock_is_waited_for(void **state)
+CASE(a_held_lock_is_waited_for)
 {
     pid_t child = start_holder();
     fanin_error error = FANIN_ERROR_INIT;
@@ -1282,7 +1279,7 @@ static int worker(void)
     return result;
 }
 
-static void of_many_processes_one_makes_it(void **state)
+CASE(of_many_processes_one_makes_it)
 {
     enum { WORKERS = 8 };
     int count[4] = {0};
@@ -1303,7 +1300,7 @@ static void of_many_processes_one_makes_it(void **state)
     assert_whole(11);
 }
 
-static void a_forked_child_does_not_keep_the_lock(void **state)
+CASE(a_forked_child_does_not_keep_the_lock)
 {
     a = open_at(place);
     pid_t child = fork();
@@ -1317,50 +1314,4 @@ static void a_forked_child_does_not_keep_the_lock(void **state)
     kill(child, SIGKILL);
     assert_int_equal(waitpid(child, NULL, 0), child);
     assert_int_equal(count_entries(root), 0);
-}
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        TEST(a_directory_appears_whole),
-        TEST(it_appears_without_shared_mappings),
-        TEST(it_appears_without_fallocate),
-        TEST(nothing_is_there_before_it_is_published),
-        TEST(bytes_that_never_landed_are_found),
-        TEST(an_attempt_can_be_made_again),
-        TEST(a_catalog_may_move),
-        TEST(an_empty_directory_is_replaced),
-        TEST(a_trailing_slash_changes_nothing),
-        TEST(another_identity_is_refused),
-        TEST(damaged_and_foreign_content_is_refused),
-        TEST(what_is_no_directory_is_refused),
-        TEST(links_are_not_followed),
-        TEST(what_another_user_made_is_refused),
-        TEST(a_parent_of_others_is_refused_before_anything_is_made),
-        TEST(what_was_exchanged_meanwhile_is_noticed),
-        TEST(an_empty_directory_of_another_user_is_refused),
-        TEST(nobody_else_may_write_what_is_published),
-        TEST(a_umask_that_denies_us_all_leaves_nothing),
-        TEST(a_directory_of_an_earlier_version_is_reused),
-        TEST(a_lock_of_another_user_is_not_waited_for),
-        TEST(what_appears_meanwhile_is_kept),
-        TEST(bad_places_are_refused),
-        TEST(an_unwritable_parent_is_refused),
-        TEST(a_failed_sync_leaves_nothing),
-        TEST(a_full_disk_is_an_error),
-        TEST(a_claim_takes_no_space),
-        TEST(a_disk_that_fills_up_is_an_error),
-        TEST(sizes_have_a_limit),
-        TEST(a_limit_of_file_sizes_is_an_error),
-        TEST(without_descriptors_nothing_is_left),
-        TEST(leftovers_of_the_dead_are_removed),
-        TEST(a_directory_can_be_swept),
-        TEST(a_sweep_leaves_what_may_be_alive_or_not_ours),
-        TEST(a_held_lock_is_waited_for),
-        TEST(of_many_processes_one_makes_it),
-        TEST(a_forked_child_does_not_keep_the_lock),
-    };
-    return cmocka_run_group_tests_name("adapter", tests, NULL, NULL);
 }

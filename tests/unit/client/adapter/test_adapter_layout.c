@@ -4,10 +4,6 @@
 #include "testing.h"
 
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 static char root[64];
 static logger nobody;
@@ -39,6 +35,8 @@ static int teardown(void **state)
     snprintf(command, sizeof command, "rm -rf '%s'", root);
     return system(command);
 }
+
+#define CASE(name) TEST_WITH(name, setup, teardown)
 
 /* Makes an adapter whose tensors hold @p fill. *laid_out: whether the layout was a kept one. */
 static void make_adapter(const char *name, const key_table *keys, fanin_dtype dtype,
@@ -82,7 +80,7 @@ static void compare(const char *a, const char *b, const char *file)
     assert_int_equal(system(command), 0);
 }
 
-static void a_kept_layout_makes_the_same_files(void **state)
+CASE(a_kept_layout_makes_the_same_files)
 {
     const key_table keys = {
         .entries = entries, .count = 2, .pairs = pairs, .n_pairs = 2, .id = {{1}}};
@@ -103,7 +101,7 @@ static void a_kept_layout_makes_the_same_files(void **state)
 }
 
 /* Other tables, types, publications are laid out anew. */
-static void another_adapter_is_laid_out_anew(void **state)
+CASE(another_adapter_is_laid_out_anew)
 {
     key_table keys = {
         .entries = entries, .count = 2, .pairs = pairs, .n_pairs = 2, .id = {{1}}};
@@ -121,15 +119,4 @@ static void another_adapter_is_laid_out_anew(void **state)
     assert_false(adapter_layout_fits(kept, &trusted, "lora:1"));
     assert_false(adapter_layout_fits(NULL, &trusted, "lora:1"));
     adapter_layout_free(&kept);
-}
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        TEST(a_kept_layout_makes_the_same_files),
-        TEST(another_adapter_is_laid_out_anew),
-    };
-    return cmocka_run_group_tests_name("adapter layout", tests, NULL, NULL);
 }

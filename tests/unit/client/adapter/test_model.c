@@ -6,19 +6,14 @@
 #include "testing.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <fanin/safetensors.h>
 #include <fcntl.h>
 #include <jansson.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 static bool no_shared_mappings;
 static bool no_mappings_in_range, unmapped_from_null;
@@ -99,6 +94,8 @@ static int teardown(void **state)
     snprintf(command, sizeof command, "rm -rf '%s'", root);
     return system(command);
 }
+
+#define CASE(name) TEST_WITH(name, setup, teardown)
 
 static int count_entries(const char *path)
 {
@@ -222,7 +219,7 @@ static fanin_status try_reuse(uint64_t file_bytes, bool *reuse, fanin_error *err
 
 /* ------------------------------------------------------------- tests */
 
-static void a_model_appears_whole_and_is_used_again(void **state)
+CASE(a_model_appears_whole_and_is_used_again)
 {
     (void)state;
     bool reuse = true;
@@ -235,7 +232,7 @@ static void a_model_appears_whole_and_is_used_again(void **state)
     assert_true(reuse);
 }
 
-static void it_appears_without_shared_mappings(void **state)
+CASE(it_appears_without_shared_mappings)
 {
     (void)state;
     no_shared_mappings = true;
@@ -244,7 +241,7 @@ static void it_appears_without_shared_mappings(void **state)
 }
 
 /* Nothing but the range is given back: who unmapped from NULL on would have the program itself. */
-static void a_mapping_that_fails_takes_nothing_with_it(void **state)
+CASE(a_mapping_that_fails_takes_nothing_with_it)
 {
     (void)state;
     const uint64_t *to;
@@ -261,7 +258,7 @@ static void a_mapping_that_fails_takes_nothing_with_it(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void files_lie_side_by_side(void **state)
+CASE(files_lie_side_by_side)
 {
     (void)state;
     const uint64_t *to;
@@ -278,7 +275,7 @@ static void files_lie_side_by_side(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void a_new_attempt_fills_it_anew(void **state)
+CASE(a_new_attempt_fills_it_anew)
 {
     (void)state;
     const uint64_t *to;
@@ -299,7 +296,7 @@ static void a_new_attempt_fills_it_anew(void **state)
     assert_whole();
 }
 
-static void a_table_of_other_sizes_is_mapped_anew(void **state)
+CASE(a_table_of_other_sizes_is_mapped_anew)
 {
     (void)state;
     const uint64_t *to;
@@ -318,7 +315,7 @@ static void a_table_of_other_sizes_is_mapped_anew(void **state)
     assert_whole();
 }
 
-static void other_files_of_the_same_step_are_refused(void **state)
+CASE(other_files_of_the_same_step_are_refused)
 {
     (void)state;
     bool reuse;
@@ -330,7 +327,7 @@ static void other_files_of_the_same_step_are_refused(void **state)
     assert_whole();
 }
 
-static void damage_in_any_file_is_found(void **state)
+CASE(damage_in_any_file_is_found)
 {
     (void)state;
     static const char *const files[] = {"model-00001-of-00003.safetensors",
@@ -357,7 +354,7 @@ static void damage_in_any_file_is_found(void **state)
     assert_ok(try_reuse(FILE_BYTES, &reuse, &error), error);
 }
 
-static void what_a_killed_process_left_is_removed(void **state)
+CASE(what_a_killed_process_left_is_removed)
 {
     (void)state;
     pid_t pid = fork();
@@ -420,7 +417,7 @@ static fanin_status with_limit(int resource, rlim_t most, char *message, size_t 
                                                                   : FANIN_OK;
 }
 
-static void limits_of_the_process_are_named(void **state)
+CASE(limits_of_the_process_are_named)
 {
     (void)state;
     char message[1024];
@@ -433,7 +430,7 @@ static void limits_of_the_process_are_named(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
-static void a_full_disk_is_an_error(void **state)
+CASE(a_full_disk_is_an_error)
 {
     (void)state;
     const uint64_t *to;
@@ -457,7 +454,7 @@ static void a_full_disk_is_an_error(void **state)
     assert_int_equal(left, 0);
 }
 
-static void a_model_has_a_size(void **state)
+CASE(a_model_has_a_size)
 {
     (void)state;
     const uint64_t *to;
@@ -468,24 +465,4 @@ static void a_model_has_a_size(void **state)
     assert_says(error.message, "the model has");
     assert_ok(adapter_check_size(a, 0, &error), error);
     adapter_close(&a);
-}
-
-int main(void)
-{
-#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, teardown)
-    const struct CMUnitTest tests[] = {
-        TEST(a_model_appears_whole_and_is_used_again),
-        TEST(it_appears_without_shared_mappings),
-        TEST(a_mapping_that_fails_takes_nothing_with_it),
-        TEST(files_lie_side_by_side),
-        TEST(a_new_attempt_fills_it_anew),
-        TEST(a_table_of_other_sizes_is_mapped_anew),
-        TEST(other_files_of_the_same_step_are_refused),
-        TEST(damage_in_any_file_is_found),
-        TEST(what_a_killed_process_left_is_removed),
-        TEST(limits_of_the_process_are_named),
-        TEST(a_full_disk_is_an_error),
-        TEST(a_model_has_a_size),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

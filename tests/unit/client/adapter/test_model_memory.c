@@ -7,10 +7,6 @@
 #include "testing.h"
 
 #include <dirent.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 enum { KEYS = 3, BYTES = 100, CALLS_MOST = 1000 };
 
@@ -106,14 +102,6 @@ static void fail_each(bool reuse, int left)
     assert_true(calls > 10);
 }
 
-static void every_allocation_may_fail(void **state)
-{
-    (void)state;
-    fail_each(false, 0);
-    assert_int_equal(count_entries(place), 6);
-    fail_each(true, 1);
-}
-
 static int setup(void **state)
 {
     (void)state;
@@ -133,10 +121,10 @@ static int teardown(void **state)
     return system(command);
 }
 
-int main(void)
+TEST_WITH(every_allocation_may_fail, setup, teardown)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(every_allocation_may_fail, setup, teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    (void)state;
+    fail_each(false, 0);
+    assert_int_equal(count_entries(place), 6);
+    fail_each(true, 1);
 }

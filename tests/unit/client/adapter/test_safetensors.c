@@ -5,17 +5,13 @@
 
 #include <jansson.h>
 #include <malloc.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 static const uint64_t shape_23[] = {2, 3};
 static const uint64_t shape_4[] = {4};
 
 /* ------------------------------------------------------------- writer */
 
-static void header_is_that_of_the_reference_writer(void **state)
+TEST(header_is_that_of_the_reference_writer)
 {
     const safetensors_item items[] = {
         {"a", FANIN_DTYPE_BF16, 2, shape_23, 12},
@@ -47,7 +43,7 @@ static void header_is_that_of_the_reference_writer(void **state)
     free(layout.header);
 }
 
-static void names_are_escaped_as_serde_does(void **state)
+TEST(names_are_escaped_as_serde_does)
 {
     const safetensors_item item = {
         "\"\\/\b\f\n\r\t\x01\x1f\x7f\xc3\xa9\xf0\x9f\x99\x82", FANIN_DTYPE_U8, 1,
@@ -62,7 +58,7 @@ static void names_are_escaped_as_serde_does(void **state)
     free(layout.header);
 }
 
-static void bad_names_are_refused(void **state)
+TEST(bad_names_are_refused)
 {
     static const char *const names[] = {"__metadata__", "a\xff", "\xc0\x80",
                                         "\xed\xa0\x80"};
@@ -77,7 +73,7 @@ static void bad_names_are_refused(void **state)
     }
 }
 
-static void an_empty_file_has_only_metadata(void **state)
+TEST(an_empty_file_has_only_metadata)
 {
     safetensors_layout layout;
     assert_int_equal(safetensors_lay_out(NULL, 0, NULL, &layout, NULL), FANIN_OK);
@@ -96,7 +92,7 @@ static fanin_status parse(const char *json, uint64_t data, fanin_safetensors **o
     return safetensors_parse(json, strlen(json), 8 + strlen(json) + data, out, error);
 }
 
-static void good_headers_are_read(void **state)
+TEST(good_headers_are_read)
 {
     static const struct {
         const char *json;
@@ -140,7 +136,7 @@ static void good_headers_are_read(void **state)
 #define U8_AT(name, begin, end)                                                        \
     "\"" name "\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[" begin "," end "]}"
 
-static void bad_headers_are_refused(void **state)
+TEST(bad_headers_are_refused)
 {
     static const struct {
         const char *json, *why;
@@ -237,7 +233,7 @@ static void bad_headers_are_refused(void **state)
 }
 
 /* Wherever it is: no byte of JSON is one. */
-static void nul_bytes_are_refused(void **state)
+TEST(nul_bytes_are_refused)
 {
     static const char json[] = "{" U8_AT("a", "0", "1") "," U8_AT("b", "1", "2") "}";
     for (size_t i = 1; i <= sizeof json - 1; i++) {
@@ -255,7 +251,7 @@ static void nul_bytes_are_refused(void **state)
     }
 }
 
-static void errors_tell_where(void **state)
+TEST(errors_tell_where)
 {
     fanin_safetensors *file = NULL;
     fanin_error error = FANIN_ERROR_INIT;
@@ -291,7 +287,7 @@ static void tree_free(void *at)
     free(at);
 }
 
-static void trees_are_of_one_member_each(void **state)
+TEST(trees_are_of_one_member_each)
 {
     enum { COUNT = 20000 };
     char *json = malloc((size_t)COUNT * 100);
@@ -319,7 +315,7 @@ static void trees_are_of_one_member_each(void **state)
     assert_in_range(tree_most, 1, 16 * 1024);
 }
 
-static void what_is_written_is_read(void **state)
+TEST(what_is_written_is_read)
 {
     const safetensors_item items[] = {
         {"a\n\"", FANIN_DTYPE_BF16, 2, shape_23, 12},
@@ -358,7 +354,7 @@ static void what_is_written_is_read(void **state)
     free(layout.header);
 }
 
-static void a_short_entry_gets_what_fits(void **state)
+TEST(a_short_entry_gets_what_fits)
 {
     fanin_safetensors *file = NULL;
     assert_int_equal(parse("{" U8_AT("a", "0", "1") "}", 1, &file, NULL), FANIN_OK);
@@ -383,7 +379,7 @@ static void write_temporary(char path[64], const void *data, size_t size)
     close(fd);
 }
 
-static void files_are_opened(void **state)
+TEST(files_are_opened)
 {
     char path[64];
     static const char json[] = "{" U8_AT("a", "0", "1") "}   ";
@@ -417,7 +413,7 @@ static void files_are_opened(void **state)
     assert_int_equal(fanin_safetensors_open(NULL, &file, &error), FANIN_ERR_ARGUMENT);
 }
 
-static void huge_lengths_are_refused(void **state)
+TEST(huge_lengths_are_refused)
 {
     char path[64];
     fanin_safetensors *file = NULL;
@@ -425,24 +421,4 @@ static void huge_lengths_are_refused(void **state)
     write_temporary(path, "\xff\xff\xff\xff\xff\xff\xff\xff{}", 10);
     assert_int_equal(fanin_safetensors_open(path, &file, &error), FANIN_ERR_MISMATCH);
     unlink(path);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(header_is_that_of_the_reference_writer),
-        cmocka_unit_test(names_are_escaped_as_serde_does),
-        cmocka_unit_test(bad_names_are_refused),
-        cmocka_unit_test(an_empty_file_has_only_metadata),
-        cmocka_unit_test(good_headers_are_read),
-        cmocka_unit_test(bad_headers_are_refused),
-        cmocka_unit_test(nul_bytes_are_refused),
-        cmocka_unit_test(errors_tell_where),
-        cmocka_unit_test(trees_are_of_one_member_each),
-        cmocka_unit_test(what_is_written_is_read),
-        cmocka_unit_test(a_short_entry_gets_what_fits),
-        cmocka_unit_test(files_are_opened),
-        cmocka_unit_test(huge_lengths_are_refused),
-    };
-    return cmocka_run_group_tests_name("safetensors", tests, NULL, NULL);
 }

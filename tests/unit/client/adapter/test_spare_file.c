@@ -5,16 +5,11 @@
 #include "testing.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #define SIZE ((uint64_t)37 * 1000 * 1000) /* no multiple of anything */
 
@@ -41,6 +36,8 @@ static int teardown(void **state)
     snprintf(command, sizeof(command), "rm -rf '%s'", root);
     return system(command);
 }
+
+#define CASE(name) TEST_WITH(name, setup, teardown)
 
 static int count_entries(void)
 {
@@ -97,7 +94,7 @@ static uint64_t spare_inode(void)
     return inode;
 }
 
-static void a_file_has_no_name_and_fits_one_place(void **state)
+CASE(a_file_has_no_name_and_fits_one_place)
 {
     file_memory m;
     spare_file *s = start(SIZE);
@@ -124,7 +121,7 @@ static void a_file_has_no_name_and_fits_one_place(void **state)
 }
 
 /* However far it has come, dropping ends it, and what it took is free again. */
-static void making_can_be_ended_at_any_time(void **state)
+CASE(making_can_be_ended_at_any_time)
 {
     for (int i = 0; i < 20; i++) {
         spare_file *s = start(SIZE + (uint64_t)i * 4096);
@@ -134,7 +131,7 @@ static void making_can_be_ended_at_any_time(void **state)
     assert_int_equal(count_entries(), 0);
 }
 
-static void what_was_retired_goes(void **state)
+CASE(what_was_retired_goes)
 {
     char path[100];
     snprintf(path, sizeof path, "%s/old", root);
@@ -153,7 +150,7 @@ static void what_was_retired_goes(void **state)
 }
 
 /* In a thread: who lets it go waits for no unmapping. */
-static void a_file_is_retired(void **state)
+CASE(a_file_is_retired)
 {
     spare_file *s = start(SIZE);
     spare_inode();
@@ -166,7 +163,7 @@ static void a_file_is_retired(void **state)
 }
 
 /* Others need room as well: half of what is free is the most that is taken. */
-static void none_is_made_where_there_is_no_room(void **state)
+CASE(none_is_made_where_there_is_no_room)
 {
     struct statvfs info;
     file_memory none = {.file = -1};
@@ -178,7 +175,7 @@ static void none_is_made_where_there_is_no_room(void **state)
     assert_null(spare_file_start(parent, 0, NULL, &none, &nobody));
 }
 
-static void pages_are_made_whole(void **state)
+CASE(pages_are_made_whole)
 {
     uint8_t *base =
         mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -257,7 +254,7 @@ static made make_adapter(const char *name, fanin_dtype dtype, spare_file **spare
 }
 
 /* The file that was made beforehand is the one that is published, once. */
-static void adapters_take_the_spare(void **state)
+CASE(adapters_take_the_spare)
 {
     spare_file *spare = NULL;
     make_adapter("first", 0, &spare);
@@ -279,7 +276,7 @@ static void adapters_take_the_spare(void **state)
     spare_file_drop(&spare);
 }
 
-static void another_dtype_is_another_content(void **state)
+CASE(another_dtype_is_another_content)
 {
     char path[100];
     bool reuse = true;
@@ -311,21 +308,4 @@ static void another_dtype_is_another_content(void **state)
     assert_ok(adapter_reusable(a, &identity, &reuse, &error), error);
     assert_true(reuse);
     adapter_close(&a);
-}
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        TEST(a_file_has_no_name_and_fits_one_place),
-        TEST(making_can_be_ended_at_any_time),
-        TEST(what_was_retired_goes),
-        TEST(a_file_is_retired),
-        TEST(none_is_made_where_there_is_no_room),
-        TEST(pages_are_made_whole),
-        TEST(adapters_take_the_spare),
-        TEST(another_dtype_is_another_content),
-    };
-    return cmocka_run_group_tests_name("spare_file", tests, NULL, NULL);
 }

@@ -5,9 +5,6 @@
 #include "testing.h"
 
 #include <jansson.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { PAGE = 4096 };
 
@@ -39,7 +36,7 @@ static size_t file_of(const tensor_files *files, uint32_t key)
     return tensor_files_at(files, files->to_of_key[key]);
 }
 
-static void what_fits_is_one_file(void **state)
+TEST(what_fits_is_one_file)
 {
     (void)state;
     tensor_files files = cut(&keys, 0);
@@ -54,7 +51,7 @@ static void what_fits_is_one_file(void **state)
 }
 
 /* lm_head alone, being larger; layers 0, 1, 2, then 10 and the norm. */
-static void files_are_cut_in_the_order_of_layers(void **state)
+TEST(files_are_cut_in_the_order_of_layers)
 {
     (void)state;
     static const size_t expected[] = {0, 1, 1, 2, 1, 2};
@@ -78,7 +75,7 @@ static void files_are_cut_in_the_order_of_layers(void **state)
     tensor_files_free(&files);
 }
 
-static void a_file_is_filled_to_the_last_byte(void **state)
+TEST(a_file_is_filled_to_the_last_byte)
 {
     (void)state;
     tensor_files files = cut(&keys, 400);
@@ -88,7 +85,7 @@ static void a_file_is_filled_to_the_last_byte(void **state)
     tensor_files_free(&files);
 }
 
-static void the_index_names_every_tensors_file(void **state)
+TEST(the_index_names_every_tensors_file)
 {
     (void)state;
     tensor_files files = cut(&keys, 300);
@@ -107,7 +104,7 @@ static void the_index_names_every_tensors_file(void **state)
     tensor_files_free(&files);
 }
 
-static void a_model_of_nothing_is_an_empty_file(void **state)
+TEST(a_model_of_nothing_is_an_empty_file)
 {
     (void)state;
     const key_table none = {.entries = NULL};
@@ -117,7 +114,7 @@ static void a_model_of_nothing_is_an_empty_file(void **state)
     tensor_files_free(&files);
 }
 
-static void too_many_files_are_refused(void **state)
+TEST(too_many_files_are_refused)
 {
     (void)state;
     enum { COUNT = MODEL_MAX_FILES + 1 };
@@ -137,7 +134,7 @@ static void too_many_files_are_refused(void **state)
     free(names);
 }
 
-static void a_name_that_no_file_can_hold_is_named(void **state)
+TEST(a_name_that_no_file_can_hold_is_named)
 {
     (void)state;
     key_entry one = TENSOR("a\xff", 8);
@@ -149,7 +146,7 @@ static void a_name_that_no_file_can_hold_is_named(void **state)
     assert_null(files.files);
 }
 
-static void names_of_files_are_known(void **state)
+TEST(names_of_files_are_known)
 {
     (void)state;
     static const char *const others[] = {
@@ -178,7 +175,7 @@ static fanin_status configure(const char *text, bool trusted, peft_config *out,
     return model_config_make(&table, trusted, out, error);
 }
 
-static void a_configuration_stays_as_it_is(void **state)
+TEST(a_configuration_stays_as_it_is)
 {
     (void)state;
     static const char text[] = "{\"rms_norm_eps\": 1e-06,\n \"layers\": [1, 2]}";
@@ -191,7 +188,7 @@ static void a_configuration_stays_as_it_is(void **state)
     peft_config_free(&config);
 }
 
-static void code_of_others_is_left_out(void **state)
+TEST(code_of_others_is_left_out)
 {
     (void)state;
     static const char text[] = "{\"a\": 1, \"auto_map\": {\"AutoConfig\": \"x.Y\"}, "
@@ -210,7 +207,7 @@ static void code_of_others_is_left_out(void **state)
     peft_config_free(&config);
 }
 
-static void what_is_no_object_is_refused(void **state)
+TEST(what_is_no_object_is_refused)
 {
     (void)state;
     static const char *const wrong[] = {"[1]", "{", "", "{\"a\": 1, \"a\": 2}"};
@@ -223,7 +220,7 @@ static void what_is_no_object_is_refused(void **state)
     }
 }
 
-static void without_a_configuration_there_is_none(void **state)
+TEST(without_a_configuration_there_is_none)
 {
     (void)state;
     const key_table none = {.n_pairs = 0};
@@ -231,23 +228,4 @@ static void without_a_configuration_there_is_none(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     assert_ok(model_config_make(&none, false, &config, &error), error);
     assert_null(config.text);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(what_fits_is_one_file),
-        cmocka_unit_test(files_are_cut_in_the_order_of_layers),
-        cmocka_unit_test(a_file_is_filled_to_the_last_byte),
-        cmocka_unit_test(the_index_names_every_tensors_file),
-        cmocka_unit_test(a_model_of_nothing_is_an_empty_file),
-        cmocka_unit_test(too_many_files_are_refused),
-        cmocka_unit_test(a_name_that_no_file_can_hold_is_named),
-        cmocka_unit_test(names_of_files_are_known),
-        cmocka_unit_test(a_configuration_stays_as_it_is),
-        cmocka_unit_test(code_of_others_is_left_out),
-        cmocka_unit_test(what_is_no_object_is_refused),
-        cmocka_unit_test(without_a_configuration_there_is_none),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -5,9 +5,6 @@
 #include "pack.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define RANKS 2
 #define PART 16
@@ -168,6 +165,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 /* Of what the ranks publish now. */
 static fanin_status sync_now(void)
 {
@@ -229,7 +228,7 @@ static void assert_error(const char *words)
 
 /* ------------------------------------------------------------- what is asked */
 
-static void keys_come_from_one_boxes_from_all(void **state)
+CASE(keys_come_from_one_boxes_from_all)
 {
     assert_ok(sync_now(), s.error);
     assert_whole();
@@ -237,7 +236,7 @@ static void keys_come_from_one_boxes_from_all(void **state)
     assert_asked(MSG_BOXES, 1, 1);
 }
 
-static void clients_ask_different_ranks_for_keys(void **state)
+CASE(clients_ask_different_ranks_for_keys)
 {
     s.world.client->plan_seed = 1;
     assert_ok(sync_now(), s.error);
@@ -249,7 +248,7 @@ static void clients_ask_different_ranks_for_keys(void **state)
     assert_asked(MSG_KEYS, 1, 0);
 }
 
-static void what_is_known_is_not_asked_again(void **state)
+CASE(what_is_known_is_not_asked_again)
 {
     assert_ok(sync_now(), s.error);
     stub_rank_commit(&s.world.ranks[1], 2); /* another step of the same tensors */
@@ -259,7 +258,7 @@ static void what_is_known_is_not_asked_again(void **state)
     assert_asked(MSG_BOXES, 0, 0);
 }
 
-static void one_that_changed_is_asked(void **state)
+CASE(one_that_changed_is_asked)
 {
     assert_ok(sync_now(), s.error);
     s.world.ranks[1].version++;
@@ -269,7 +268,7 @@ static void one_that_changed_is_asked(void **state)
     assert_asked(MSG_BOXES, 0, 1);
 }
 
-static void a_new_life_is_asked(void **state)
+CASE(a_new_life_is_asked)
 {
     assert_ok(sync_now(), s.error);
     stub_rank_hang_up(&s.world.ranks[0]);
@@ -281,7 +280,7 @@ static void a_new_life_is_asked(void **state)
     assert_asked(MSG_BOXES, 1, 0);
 }
 
-static void other_keys_are_another_catalog(void **state)
+CASE(other_keys_are_another_catalog)
 {
     assert_ok(sync_now(), s.error);
     for (uint32_t i = 0; i < RANKS; i++)
@@ -292,7 +291,7 @@ static void other_keys_are_another_catalog(void **state)
     assert_asked(MSG_BOXES, 1, 1);
 }
 
-static void who_is_not_used_is_not_asked(void **state)
+CASE(who_is_not_used_is_not_asked)
 {
     s.use[0] = false;
     assert_ok(sync_now(), s.error);
@@ -306,7 +305,7 @@ static void who_is_not_used_is_not_asked(void **state)
     assert_whole();
 }
 
-static void what_is_forgotten_is_asked_again(void **state)
+CASE(what_is_forgotten_is_asked_again)
 {
     assert_ok(sync_now(), s.error);
     tables_forget(s.run);
@@ -327,7 +326,7 @@ typedef struct odd_case {
     const char *words;
 } odd_case;
 
-static void may_come_in_pieces(void **state)
+CASE(may_come_in_pieces)
 {
     s.use[0] = false; /* keys come from rank 1, too */
     for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
@@ -342,7 +341,7 @@ static void may_come_in_pieces(void **state)
 }
 
 /* Whatever comes, it is the rank's error, and the next attempt begins anew. */
-static void what_is_not_a_table_is_refused(void **state)
+CASE(what_is_not_a_table_is_refused)
 {
     static const odd_case cases[] = {
         {IS_STALE, FANIN_ERR_STALE, "it has changed"},
@@ -372,7 +371,7 @@ static void what_is_not_a_table_is_refused(void **state)
     }
 }
 
-static void a_table_must_be_right(void **state)
+CASE(a_table_must_be_right)
 {
     stub_rank *r = &s.world.ranks[1];
     buffer_clear(&r->boxes);
@@ -386,7 +385,7 @@ static void a_table_must_be_right(void **state)
     assert_whole();
 }
 
-static void keys_must_be_the_announced_ones(void **state)
+CASE(keys_must_be_the_announced_ones)
 {
     s.use[0] = false;
     assert_ok(sync_now(), s.error);
@@ -398,7 +397,7 @@ static void keys_must_be_the_announced_ones(void **state)
 }
 
 /* Ranks whose key tables differ: in what. */
-static void differences_are_told(void **state)
+CASE(differences_are_told)
 {
     static const key_entry t = {.name = "t",
                                 .dtype = FANIN_DTYPE_U8,
@@ -439,7 +438,7 @@ static void cancel(void *client)
     fanin_client_cancel(client);
 }
 
-static void fetching_can_be_cancelled(void **state)
+CASE(fetching_can_be_cancelled)
 {
     odd.of = MSG_BOXES;
     odd.act = IS_NOTHING;
@@ -452,7 +451,7 @@ static void fetching_can_be_cancelled(void **state)
 
 /* ----------------------------------------------------------------- regions */
 
-static void regions_are_of_a_path(void **state)
+CASE(regions_are_of_a_path)
 {
     assert_ok(sync_now(), s.error);
     assert_ok(sync_regions(&cma_reader), s.error);
@@ -473,7 +472,7 @@ static void regions_are_of_a_path(void **state)
 }
 
 /* Which concerns nobody else; that the publication is away concerns all. */
-static void a_rank_may_refuse_its_regions(void **state)
+CASE(a_rank_may_refuse_its_regions)
 {
     assert_ok(sync_now(), s.error);
     odd.of = MSG_REGIONS;
@@ -493,7 +492,7 @@ static void a_rank_may_refuse_its_regions(void **state)
     assert_error("closed the connection");
 }
 
-static void boxes_lie_in_regions(void **state)
+CASE(boxes_lie_in_regions)
 {
     assert_ok(sync_now(), s.error);
     buffer_clear(&s.world.ranks[1].regions);
@@ -502,8 +501,6 @@ static void boxes_lie_in_regions(void **state)
     assert_error("has boxes in a region that its table does not list");
     assert_null(regions(1));
 }
-
-#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 /* -------------------------------------------------------------------- parts */
 
@@ -596,7 +593,7 @@ static void assert_boxes(uint64_t first, uint64_t second)
     assert_int_equal(box_table_count(s.run->shards[1].boxes), second);
 }
 
-static void only_what_is_wanted_is_fetched(void **state)
+CASE(only_what_is_wanted_is_fetched)
 {
     for (int explicit = 0; explicit < 2; explicit ++) {
         tear_down(NULL);
@@ -614,7 +611,7 @@ static void only_what_is_wanted_is_fetched(void **state)
     }
 }
 
-static void what_is_missing_is_fetched_and_joined(void **state)
+CASE(what_is_missing_is_fetched_and_joined)
 {
     for (int explicit = 0; explicit < 2; explicit ++) {
         tear_down(NULL);
@@ -635,7 +632,7 @@ static void what_is_missing_is_fetched_and_joined(void **state)
     }
 }
 
-static void who_knows_no_parts_gives_all(void **state)
+CASE(who_knows_no_parts_gives_all)
 {
     static const int acts[] = {IS_OLD, REFUSES_PART};
     for (size_t i = 0; i < 2; i++) {
@@ -652,7 +649,7 @@ static void who_knows_no_parts_gives_all(void **state)
     }
 }
 
-static void nearly_all_is_all(void **state)
+CASE(nearly_all_is_all)
 {
     publish_many(false);
     assert_ok(sync_wish(0, 3), s.error);
@@ -663,7 +660,7 @@ static void nearly_all_is_all(void **state)
     assert_int_equal(parts_asked[0], 2); /* the last time all were asked for */
 }
 
-static void other_keys_than_asked_for_are_refused(void **state)
+CASE(other_keys_than_asked_for_are_refused)
 {
     publish_many(false);
     odd.of = MSG_BOXES;
@@ -676,7 +673,7 @@ static void other_keys_than_asked_for_are_refused(void **state)
 }
 
 /* More ranges than a request may have: what lies between is fetched as well. */
-static void scattered_keys_are_fetched_with_their_gaps(void **state)
+CASE(scattered_keys_are_fetched_with_their_gaps)
 {
     publish_many(false);
     assert_ok(sync_wish(1, 3), s.error);
@@ -691,7 +688,7 @@ static void scattered_keys_are_fetched_with_their_gaps(void **state)
 /* ------------------------------------------------------------------- large */
 
 /* Tables that threads decode: of whoever is at fault, and the others' are kept. */
-static void a_large_table_that_lies_is_its_ranks(void **state)
+CASE(a_large_table_that_lies_is_its_ranks)
 {
     for (size_t liar = 0; liar < RANKS; liar++) {
         publish_many(true);
@@ -712,7 +709,7 @@ static void a_large_table_that_lies_is_its_ranks(void **state)
     }
 }
 
-static void both_may_lie(void **state)
+CASE(both_may_lie)
 {
     publish_many(true);
     for (size_t i = 0; i < RANKS; i++)
@@ -725,7 +722,7 @@ static void both_may_lie(void **state)
     assert_known(0, 1);
 }
 
-static void who_stops_in_a_large_table_is_named(void **state)
+CASE(who_stops_in_a_large_table_is_named)
 {
     publish_many(true);
     odd.of = MSG_BOXES;
@@ -738,37 +735,4 @@ static void who_stops_in_a_large_table_is_named(void **state)
     stub_world_reconnect(&s.world);
     assert_ok(sync_now(), s.error);
     assert_known(0, 1);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(keys_come_from_one_boxes_from_all),
-        SCENE(clients_ask_different_ranks_for_keys),
-        SCENE(what_is_known_is_not_asked_again),
-        SCENE(one_that_changed_is_asked),
-        SCENE(a_new_life_is_asked),
-        SCENE(other_keys_are_another_catalog),
-        SCENE(who_is_not_used_is_not_asked),
-        SCENE(what_is_forgotten_is_asked_again),
-        SCENE(may_come_in_pieces),
-        SCENE(what_is_not_a_table_is_refused),
-        SCENE(a_table_must_be_right),
-        SCENE(keys_must_be_the_announced_ones),
-        SCENE(differences_are_told),
-        SCENE(fetching_can_be_cancelled),
-        SCENE(regions_are_of_a_path),
-        SCENE(a_rank_may_refuse_its_regions),
-        SCENE(boxes_lie_in_regions),
-        SCENE(only_what_is_wanted_is_fetched),
-        SCENE(what_is_missing_is_fetched_and_joined),
-        SCENE(who_knows_no_parts_gives_all),
-        SCENE(nearly_all_is_all),
-        SCENE(other_keys_than_asked_for_are_refused),
-        SCENE(scattered_keys_are_fetched_with_their_gaps),
-        SCENE(a_large_table_that_lies_is_its_ranks),
-        SCENE(both_may_lie),
-        SCENE(who_stops_in_a_large_table_is_named),
-    };
-    return cmocka_run_group_tests_name("tables", tests, NULL, NULL);
 }

@@ -8,8 +8,6 @@
 #include "random.h"
 #include "testing.h"
 #include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define DEVICES 2
 #define ROOM ((size_t)24 << 20) /* of destination on each device */
@@ -92,6 +90,8 @@ static int teardown(void **state)
     free(b);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, setup, teardown)
 
 static void open_sink(bench *b, const fanin_stream *after)
 {
@@ -211,7 +211,7 @@ static bool add_random(bench *b, model *m, random_source *r, sink_job *job, stri
     return true;
 }
 
-static void random_pieces_land(void **state)
+CASE(random_pieces_land)
 {
     bench *b = *state;
     random_source r = {11};
@@ -246,7 +246,7 @@ static void random_pieces_land(void **state)
 }
 
 /* A view that takes more entries than a chunk has room for, among pieces that do not. */
-static void many_entries_land(void **state)
+CASE(many_entries_land)
 {
     bench *b = *state;
     model m;
@@ -275,7 +275,7 @@ static void many_entries_land(void **state)
 }
 
 /* Slots of the owner's memory instead of chunks, used again and again. */
-static void slots_land(void **state)
+CASE(slots_land)
 {
     bench *b = *state;
     model m;
@@ -324,7 +324,7 @@ static sink_job *filled(bench *b, size_t at, size_t length, int value)
     return job;
 }
 
-static void chunks_are_bounded(void **state)
+CASE(chunks_are_bounded)
 {
     bench *b = *state;
     open_sink(b, NULL);
@@ -360,7 +360,7 @@ static void chunks_are_bounded(void **state)
 }
 
 /* The destinations may be in use until the caller's stream gets there. */
-static void nothing_lands_before_its_time(void **state)
+CASE(nothing_lands_before_its_time)
 {
     bench *b = *state;
     fanin_stream after = {NULL, 0};
@@ -409,7 +409,7 @@ static void *release_when_held(void *cookie)
 }
 
 /* A kernel that has begun is waited for: nothing is written after the recall. */
-static void a_recall_waits_for_what_runs(void **state)
+CASE(a_recall_waits_for_what_runs)
 {
     bench *b = *state;
     int others;
@@ -449,7 +449,7 @@ static void assert_failure(bench *b, const char *device)
     assert_null(device_sink_take(b->sink, b));
 }
 
-static void a_broken_device_is_named(void **state)
+CASE(a_broken_device_is_named)
 {
     bench *b = *state;
     open_sink(b, NULL);
@@ -467,7 +467,7 @@ static void a_broken_device_is_named(void **state)
     assert_true(device_sink_destroy(&b->sink));
 }
 
-static void waiters_learn_of_failures(void **state)
+CASE(waiters_learn_of_failures)
 {
     bench *b = *state;
     open_sink(b, NULL);
@@ -487,7 +487,7 @@ static void waiters_learn_of_failures(void **state)
 }
 
 /* Each function of the driver that the sink's work comes down to. */
-static void calls_that_fail(void **state)
+CASE(calls_that_fail)
 {
     bench *b = *state;
     static const char *const functions[] = {"cuLaunchKernel", "cuLaunchHostFunc",
@@ -512,7 +512,7 @@ static void calls_that_fail(void **state)
     assert_int_equal(tried, 2);
 }
 
-static void pinned_memory_that_is_short(void **state)
+CASE(pinned_memory_that_is_short)
 {
     bench *b = *state;
     fanin_error error = FANIN_ERROR_INIT;
@@ -537,7 +537,7 @@ static void pinned_memory_that_is_short(void **state)
     assert_true(device_sink_destroy(&b->sink));
 }
 
-static void host_memory_needs_no_sink(void **state)
+CASE(host_memory_needs_no_sink)
 {
     bench *b = *state;
     fanin_error error = FANIN_ERROR_INIT;
@@ -566,23 +566,8 @@ static void choose_driver(void)
         setenv("FANIN_CUDA_LIBRARY", library, 1);
 }
 
-#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, teardown)
-
 int main(void)
 {
     choose_driver();
-    const struct CMUnitTest tests[] = {
-        TEST(random_pieces_land),
-        TEST(many_entries_land),
-        TEST(slots_land),
-        TEST(chunks_are_bounded),
-        TEST(nothing_lands_before_its_time),
-        TEST(a_recall_waits_for_what_runs),
-        TEST(a_broken_device_is_named),
-        TEST(waiters_learn_of_failures),
-        TEST(calls_that_fail),
-        TEST(pinned_memory_that_is_short),
-        TEST(host_memory_needs_no_sink),
-    };
-    return cmocka_run_group_tests_name("device_sink", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -4,7 +4,6 @@
 #include "device/devices.h"
 #include "fake_cuda.h"
 #include "testing.h"
-#include <stdlib.h>
 
 #define DEVICES 2
 #define SMALL ((uint64_t)1 << 20)
@@ -55,6 +54,8 @@ static int teardown(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, setup, teardown)
+
 static void take(const bench *b, uint64_t chunk, gather_lane lanes[GATHER_LANES])
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -79,7 +80,7 @@ static bool share(const gather_lane *a, const gather_lane *b)
 }
 
 /* Larger ones are others; the smaller ones go when all are idle. */
-static void larger_lanes_do_not_wait(void **state)
+CASE(larger_lanes_do_not_wait)
 {
     bench *b = *state;
     gather_lane small[GATHER_LANES], large[GATHER_LANES], largest[GATHER_LANES];
@@ -101,7 +102,7 @@ static void larger_lanes_do_not_wait(void **state)
 }
 
 /* One that has room enough is given out again, however it stands. */
-static void lanes_that_wait_are_used_again(void **state)
+CASE(lanes_that_wait_are_used_again)
 {
     bench *b = *state;
     gather_lane first[GATHER_LANES], again[GATHER_LANES];
@@ -114,7 +115,7 @@ static void lanes_that_wait_are_used_again(void **state)
 }
 
 /* A device that gathers no more keeps them until they are idle. */
-static void another_device_gathers(void **state)
+CASE(another_device_gathers)
 {
     bench *b = *state;
     const gather_set other = {{1}, 1};
@@ -132,7 +133,7 @@ static void another_device_gathers(void **state)
 }
 
 /* Before a client goes, all are asked whether they have ended. */
-static void those_kept_aside_are_drained(void **state)
+CASE(those_kept_aside_are_drained)
 {
     bench *b = *state;
     gather_lane lanes[GATHER_LANES];
@@ -146,18 +147,8 @@ static void those_kept_aside_are_drained(void **state)
     assert_int_equal(fake_cuda_calls("cuStreamQuery") - asked, 2 * GATHER_LANES);
 }
 
-#define CASE(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
-int main(int argc, char **argv)
+int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    const struct CMUnitTest tests[] = {
-        CASE(larger_lanes_do_not_wait),
-        CASE(lanes_that_wait_are_used_again),
-        CASE(another_device_gathers),
-        CASE(those_kept_aside_are_drained),
-    };
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("gather lanes", tests, NULL, NULL);
+    return tests_run(NULL);
 }

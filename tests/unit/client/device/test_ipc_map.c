@@ -4,8 +4,6 @@
 #include "error_set.h"
 #include "testing.h"
 
-#include <string.h>
-
 #define MOST 64
 #define LENGTH 4096
 
@@ -82,6 +80,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static ipc_mapping *take(unsigned which)
 {
     static const uint8_t life[16] = {1};
@@ -111,7 +111,7 @@ static void expect_mapped(unsigned which)
     assert_int_equal(ipc_mapping_base(taken[which]), (uintptr_t)&memory[which]);
 }
 
-static void nothing_is_mapped_twice(void **state)
+CASE(nothing_is_mapped_twice)
 {
     fanin_error error = FANIN_ERROR_INIT;
     take_all(3);
@@ -131,7 +131,7 @@ static void nothing_is_mapped_twice(void **state)
 }
 
 /* Older memory may be in the way: it is swept, and only what was refused is tried again. */
-static void what_is_refused_once_is_tried_again(void **state)
+CASE(what_is_refused_once_is_tried_again)
 {
     take_all(5);
     open_wanted();
@@ -146,7 +146,7 @@ static void what_is_refused_once_is_tried_again(void **state)
     expect_mapped(6);
 }
 
-static void each_tells_why_it_is_not_mapped(void **state)
+CASE(each_tells_why_it_is_not_mapped)
 {
     fanin_error error = FANIN_ERROR_INIT;
     driver.refuses[2] = 2;
@@ -163,7 +163,7 @@ static void each_tells_why_it_is_not_mapped(void **state)
 }
 
 /* A kernel that believed the rank would read what is not there. */
-static void what_is_shorter_than_said_is_not_mapped(void **state)
+CASE(what_is_shorter_than_said_is_not_mapped)
 {
     fanin_error error = FANIN_ERROR_INIT;
     driver.length = LENGTH - 1;
@@ -179,7 +179,7 @@ static void what_is_shorter_than_said_is_not_mapped(void **state)
     expect_mapped(0);
 }
 
-static void what_is_let_go_is_not_mapped(void **state)
+CASE(what_is_let_go_is_not_mapped)
 {
     take_all(2);
     ipc_mapping_release(&taken[1]);
@@ -192,7 +192,7 @@ static void what_is_let_go_is_not_mapped(void **state)
     expect_mapped(1);
 }
 
-static void all_are_found_again_after_a_sweep(void **state)
+CASE(all_are_found_again_after_a_sweep)
 {
     take_all(MOST);
     open_wanted();
@@ -218,7 +218,7 @@ static bool at_once(void *cookie)
     return true;
 }
 
-static void stopped_before_the_first(void **state)
+CASE(stopped_before_the_first)
 {
     fanin_error error = FANIN_ERROR_INIT;
     work_stop stop = {.fn = at_once};
@@ -227,20 +227,4 @@ static void stopped_before_the_first(void **state)
     assert_int_equal(driver.opens, 0);
     open_wanted();
     assert_int_equal(driver.opens, 3);
-}
-
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(nothing_is_mapped_twice),
-        CASE(what_is_refused_once_is_tried_again),
-        CASE(each_tells_why_it_is_not_mapped),
-        CASE(what_is_shorter_than_said_is_not_mapped),
-        CASE(what_is_let_go_is_not_mapped),
-        CASE(all_are_found_again_after_a_sweep),
-        CASE(stopped_before_the_first),
-    };
-    return cmocka_run_group_tests_name("ipc_map", tests, NULL, NULL);
 }

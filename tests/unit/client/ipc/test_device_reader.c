@@ -441,7 +441,7 @@ static void land_on_pinned(bench *b, gather_set gather)
 
 /* --------------------------------------------------------------------- tests */
 
-static void chunks_land_on_devices(void **state)
+TEST(chunks_land_on_devices)
 {
     for (uint32_t dim = 0; dim < 2; dim++) {
         bench b;
@@ -453,7 +453,7 @@ static void chunks_land_on_devices(void **state)
     }
 }
 
-static void chunks_land_in_host_memory(void **state)
+TEST(chunks_land_in_host_memory)
 {
     for (uint32_t dim = 0; dim < 2; dim++) {
         bench b;
@@ -465,7 +465,7 @@ static void chunks_land_in_host_memory(void **state)
     }
 }
 
-static void files_land_by_whole_chunks(void **state)
+TEST(files_land_by_whole_chunks)
 {
     for (uint32_t i = 0; i < 4; i++) {
         bench b;
@@ -481,7 +481,7 @@ static void files_land_by_whole_chunks(void **state)
     }
 }
 
-static void odd_boxes_land_anywhere(void **state)
+TEST(odd_boxes_land_anywhere)
 {
     for (int convert = 0; convert < 2; convert++) {
         bench b;
@@ -495,7 +495,7 @@ static void odd_boxes_land_anywhere(void **state)
 }
 
 /* One half of the memory is on a device. */
-static void both_kinds_land_at_once(void **state)
+TEST(both_kinds_land_at_once)
 {
     bench b;
     void *memory;
@@ -556,7 +556,7 @@ static void *release_soon(void *argument)
     return NULL;
 }
 
-static void a_kernel_under_way_is_waited_for(void **state)
+TEST(a_kernel_under_way_is_waited_for)
 {
     bench b;
     pthread_t thread;
@@ -579,7 +579,7 @@ static void a_kernel_under_way_is_waited_for(void **state)
     close_bench(&b);
 }
 
-static void the_callers_stream_comes_first(void **state)
+TEST(the_callers_stream_comes_first)
 {
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
@@ -610,7 +610,7 @@ static void the_callers_stream_comes_first(void **state)
     close_bench(&b);
 }
 
-static void a_failed_device_is_an_error(void **state)
+TEST(a_failed_device_is_an_error)
 {
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
@@ -634,7 +634,7 @@ static void a_failed_device_is_an_error(void **state)
     close_bench(&b);
 }
 
-static void arenas_outside_of_the_table_are_refused(void **state)
+TEST(arenas_outside_of_the_table_are_refused)
 {
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
@@ -650,7 +650,7 @@ static void arenas_outside_of_the_table_are_refused(void **state)
 }
 
 /* A region table that was fetched anew is not the one that the copies were made from. */
-static void regions_that_have_become_shorter_are_refused(void **state)
+TEST(regions_that_have_become_shorter_are_refused)
 {
     bench b;
     fake_cuda_counts before, after;
@@ -675,7 +675,7 @@ static void regions_that_have_become_shorter_are_refused(void **state)
     close_bench(&b);
 }
 
-static void mappings_are_shared_and_swept(void **state)
+TEST(mappings_are_shared_and_swept)
 {
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
@@ -704,7 +704,7 @@ static void mappings_are_shared_and_swept(void **state)
     close_bench(&b);
 }
 
-static void idle_publications_are_unmapped(void **state)
+TEST(idle_publications_are_unmapped)
 {
     bench b;
     void *memory = prepare_device(&b);
@@ -750,25 +750,10 @@ static void idle_publications_are_unmapped(void **state)
 
 /* ---------------------------------------------------------------------- main */
 
-static const struct CMUnitTest tests[] = {
-    cmocka_unit_test(chunks_land_on_devices),
-    cmocka_unit_test(chunks_land_in_host_memory),
-    cmocka_unit_test(files_land_by_whole_chunks),
-    cmocka_unit_test(odd_boxes_land_anywhere),
-    cmocka_unit_test(both_kinds_land_at_once),
-    cmocka_unit_test(a_kernel_under_way_is_waited_for),
-    cmocka_unit_test(the_callers_stream_comes_first),
-    cmocka_unit_test(a_failed_device_is_an_error),
-    cmocka_unit_test(arenas_outside_of_the_table_are_refused),
-    cmocka_unit_test(regions_that_have_become_shorter_are_refused),
-    cmocka_unit_test(mappings_are_shared_and_swept),
-    cmocka_unit_test(idle_publications_are_unmapped),
-};
-
 int main(int argc, char **argv)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     if (argc == 6)
         return be_exporter(argv + 1);
-    return cmocka_run_group_tests_name("device reader", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -11,11 +11,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define HALF                                                                           \
     ((size_t)12 << 20) /* bytes of a rank: more than one round of gets brings */
@@ -327,31 +323,31 @@ static bool a_whole_world_is_found(void)
     return staggered(restart_unheard);
 }
 
-static void test_world(void **state)
+TEST(test_world)
 {
     check(worlds_do_not_mix, CLIENT_RULE_WORLD);
 }
 
-static void test_world_again(void **state)
+TEST(test_world_again)
 {
     check(later_worlds_do_not_mix, CLIENT_RULE_WORLD_AGAIN);
 }
 
-static void test_incarnation(void **state)
+TEST(test_incarnation)
 {
     if (!world_has_cma())
         skip();
     check(old_addresses_are_forgotten, CLIENT_RULE_INCARNATION);
 }
 
-static void test_end(void **state)
+TEST(test_end)
 {
     if (!world_has_cma())
         skip();
     check(overtaken_bytes_are_discarded, CLIENT_RULE_END_CHECK);
 }
 
-static void test_world_ask(void **state)
+TEST(test_world_ask)
 {
     check(a_whole_world_is_found, CLIENT_RULE_WORLD_ASK);
 }
@@ -401,26 +397,12 @@ static bool a_list_asks_anew(void)
     return status == FANIN_OK;
 }
 
-static void test_survey(void **state)
+TEST(test_survey)
 {
     check(a_list_asks_anew, CLIENT_RULE_WORLD_ASK);
 }
 
-static void test_staggered_restart(void **state)
+TEST(test_staggered_restart)
 {
     assert_true(staggered(restart));
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_world),
-        cmocka_unit_test(test_world_again),
-        cmocka_unit_test(test_survey),
-        cmocka_unit_test(test_world_ask),
-        cmocka_unit_test(test_staggered_restart),
-        cmocka_unit_test(test_incarnation),
-        cmocka_unit_test(test_end),
-    };
-    return cmocka_run_group_tests_name("client rules", tests, NULL, NULL);
 }

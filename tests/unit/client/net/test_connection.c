@@ -4,12 +4,9 @@
 #include "net/talk.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <errno.h>
 #include <stdatomic.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define CONNECT_MS 400
 #define LOST_MS 1000
@@ -70,6 +67,8 @@ static int tear_down(void **state)
     loop_finish(&s->loop);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
 
 /* Until it is READY or DOWN. */
 static connection_state settle(scene *s)
@@ -148,7 +147,7 @@ static bool note_hello(stub_talk *t, const frame *f, body *in)
     return stub_answer(t, f, in);
 }
 
-static void on_this_host_it_is_a_unix_socket(void **state)
+CASE(on_this_host_it_is_a_unix_socket)
 {
     scene *s = *state;
     s->rank.answer = note_hello;
@@ -165,7 +164,7 @@ static void on_this_host_it_is_a_unix_socket(void **state)
     assert_false(greeted_with.features & FEATURE_SEALS);
 }
 
-static void over_tcp_frames_are_sealed(void **state)
+CASE(over_tcp_frames_are_sealed)
 {
     scene *s = *state;
     heard h = {.again = 2};
@@ -177,7 +176,7 @@ static void over_tcp_frames_are_sealed(void **state)
     assert_int_equal(h.last, MSG_PONG);
 }
 
-static void who_knows_no_seals_gets_none(void **state)
+CASE(who_knows_no_seals_gets_none)
 {
     scene *s = *state;
     heard h = {0};
@@ -190,7 +189,7 @@ static void who_knows_no_seals_gets_none(void **state)
 }
 
 /* Whoever took the Unix name of an address need not be who listens there. */
-static void a_taken_name_is_left(void **state)
+CASE(a_taken_name_is_left)
 {
     scene *s = *state;
     strcpy(s->rank.hello.address, "127.0.0.1:1");
@@ -200,7 +199,7 @@ static void a_taken_name_is_left(void **state)
     assert_int_equal(s->rank.asked[MSG_HELLO], 2);
 }
 
-static void nobody_listens(void **state)
+CASE(nobody_listens)
 {
     scene *s = *state;
     for (int i = 0; i < 2; i++) {
@@ -292,7 +291,7 @@ static bool answer_oddly(stub_talk *t, const frame *f, body *in)
 }
 
 /* Not the trainer's fault. */
-static void without_descriptors_the_limit_is_the_remedy(void **state)
+CASE(without_descriptors_the_limit_is_the_remedy)
 {
     scene *s = *state;
     struct rlimit before;
@@ -316,7 +315,7 @@ static bool answer_without_descriptors(stub_talk *t, const frame *f, body *in)
 }
 
 /* Neither is it one to trust other users. */
-static void who_cannot_be_looked_at_is_no_stranger(void **state)
+CASE(who_cannot_be_looked_at_is_no_stranger)
 {
     scene *s = *state;
     s->rank.answer = answer_without_descriptors;
@@ -330,7 +329,7 @@ static void who_cannot_be_looked_at_is_no_stranger(void **state)
     assert_int_equal(open_it(s), CONNECTION_READY);
 }
 
-static void a_greeting_must_be_one(void **state)
+CASE(a_greeting_must_be_one)
 {
     scene *s = *state;
     static const odd_case cases[] = {
@@ -379,7 +378,7 @@ static void answer_with(scene *s, const odd_case *o)
     assert_int_equal(connection_fault(s->c)->rank, 3);
 }
 
-static void an_answer_must_be_one(void **state)
+CASE(an_answer_must_be_one)
 {
     static const odd_case cases[] = {
         {IS_HTTP, FANIN_ERR_PROTOCOL, "rank 3 at trainer:6003 sent something else"},
@@ -393,7 +392,7 @@ static void an_answer_must_be_one(void **state)
         answer_with(*state, &cases[i]);
 }
 
-static void a_sealed_answer_must_fit(void **state)
+CASE(a_sealed_answer_must_fit)
 {
     scene *s = *state;
     static const odd_case cases[] = {
@@ -408,7 +407,7 @@ static void a_sealed_answer_must_fit(void **state)
 }
 
 /* What a rank says of a request is the request's. */
-static void an_error_is_of_its_request(void **state)
+CASE(an_error_is_of_its_request)
 {
     scene *s = *state;
     heard h = {0};
@@ -435,7 +434,7 @@ static void send_bytes(scene *s, const buffer *b, size_t from, size_t size)
     assert_int_equal(send(fd, b->data + from, size, 0), size);
 }
 
-static void answers_come_in_pieces_and_many_at_once(void **state)
+CASE(answers_come_in_pieces_and_many_at_once)
 {
     scene *s = *state;
     heard h[3] = {{0}};
@@ -462,7 +461,7 @@ static void answers_come_in_pieces_and_many_at_once(void **state)
 }
 
 /* The answer to a request that was forgotten, or to none, and what follows it. */
-static void forgotten_answers_are_dropped(void **state)
+CASE(forgotten_answers_are_dropped)
 {
     scene *s = *state;
     heard gone = {0}, other = {0};
@@ -480,7 +479,7 @@ static void forgotten_answers_are_dropped(void **state)
     buffer_free(&answers);
 }
 
-static void a_kept_request_has_many_answers(void **state)
+CASE(a_kept_request_has_many_answers)
 {
     scene *s = *state;
     heard h = {0};
@@ -500,7 +499,7 @@ static void a_kept_request_has_many_answers(void **state)
     buffer_free(&events);
 }
 
-static void the_end_is_told_to_who_waits(void **state)
+CASE(the_end_is_told_to_who_waits)
 {
     scene *s = *state;
     heard h = {0};
@@ -512,7 +511,7 @@ static void the_end_is_told_to_who_waits(void **state)
     assert_int_equal(h.replies, 0);
 }
 
-static void without_a_connection_nothing_is_asked(void **state)
+CASE(without_a_connection_nothing_is_asked)
 {
     scene *s = *state;
     heard h = {0};
@@ -522,7 +521,7 @@ static void without_a_connection_nothing_is_asked(void **state)
 }
 
 /* What the kernel does not take is lost, or half of it has left: nobody would ever answer. */
-static void a_send_that_fails_ends_the_connection(void **state)
+CASE(a_send_that_fails_ends_the_connection)
 {
     static const int reasons[] = {ENOBUFS, ENOMEM, EHOSTUNREACH};
     scene *s = *state;
@@ -541,7 +540,7 @@ static void a_send_that_fails_ends_the_connection(void **state)
 }
 
 /* A refusal that came before the end is read. */
-static void a_closed_end_is_told_by_reading(void **state)
+CASE(a_closed_end_is_told_by_reading)
 {
     scene *s = *state;
     heard h = {0};
@@ -556,7 +555,7 @@ static void a_closed_end_is_told_by_reading(void **state)
 }
 
 /* Data connections belong to the session, and do as the control connection does. */
-static void data_connections_greet_alike(void **state)
+CASE(data_connections_greet_alike)
 {
     scene *s = *state;
     for (int sealed = 0; sealed < 2; sealed++) {
@@ -589,7 +588,7 @@ static void wait_ms(scene *s, uint64_t ms)
     (void)connection_tick(s->c);
 }
 
-static void who_owes_an_answer_is_asked_for_a_sign(void **state)
+CASE(who_owes_an_answer_is_asked_for_a_sign)
 {
     scene *s = *state;
     heard h = {0};
@@ -611,7 +610,7 @@ static void who_owes_an_answer_is_asked_for_a_sign(void **state)
     assert_int_equal(h.lost, 1);
 }
 
-static void who_owes_nothing_may_be_silent(void **state)
+CASE(who_owes_nothing_may_be_silent)
 {
     scene *s = *state;
     s->rank.answer = say_nothing;
@@ -629,7 +628,7 @@ static void who_owes_nothing_may_be_silent(void **state)
 }
 
 /* It may have been the caller who was away. */
-static void connecting_late_has_its_time_again(void **state)
+CASE(connecting_late_has_its_time_again)
 {
     scene *s = *state;
     odd_type = MSG_HELLO;
@@ -647,7 +646,7 @@ static void connecting_late_has_its_time_again(void **state)
 
 /* ---------------------------------------------------------------------- again */
 
-static void a_new_life_is_another_generation(void **state)
+CASE(a_new_life_is_another_generation)
 {
     scene *s = *state;
     heard h = {0};
@@ -662,36 +661,4 @@ static void a_new_life_is_another_generation(void **state)
     assert_int_equal(connection_peer(s->c)->rank, 5);
     ping(s, &h);
     run_until(s, &h.replies, 1);
-}
-
-#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(on_this_host_it_is_a_unix_socket),
-        SCENE(over_tcp_frames_are_sealed),
-        SCENE(who_knows_no_seals_gets_none),
-        SCENE(a_taken_name_is_left),
-        SCENE(nobody_listens),
-        SCENE(without_descriptors_the_limit_is_the_remedy),
-        SCENE(who_cannot_be_looked_at_is_no_stranger),
-        SCENE(a_greeting_must_be_one),
-        SCENE(an_answer_must_be_one),
-        SCENE(a_sealed_answer_must_fit),
-        SCENE(an_error_is_of_its_request),
-        SCENE(answers_come_in_pieces_and_many_at_once),
-        SCENE(forgotten_answers_are_dropped),
-        SCENE(a_kept_request_has_many_answers),
-        SCENE(the_end_is_told_to_who_waits),
-        SCENE(without_a_connection_nothing_is_asked),
-        SCENE(a_send_that_fails_ends_the_connection),
-        SCENE(a_closed_end_is_told_by_reading),
-        SCENE(data_connections_greet_alike),
-        SCENE(who_owes_an_answer_is_asked_for_a_sign),
-        SCENE(who_owes_nothing_may_be_silent),
-        SCENE(connecting_late_has_its_time_again),
-        SCENE(a_new_life_is_another_generation),
-    };
-    return cmocka_run_group_tests_name("connection", tests, NULL, NULL);
 }

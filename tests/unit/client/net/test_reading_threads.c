@@ -15,7 +15,7 @@
 
 /* ------------------------------------------------------------------- how many */
 
-static void as_many_as_are_worth_it(void **state)
+TEST(as_many_as_are_worth_it)
 {
     static const struct {
         reading_size size;
@@ -50,7 +50,7 @@ static void as_many_as_are_worth_it(void **state)
 }
 
 /* Eight workers of a host that decipher leave its trainers CPUs. */
-static void connections_by_tls_on_one_host_are_few(void **state)
+TEST(connections_by_tls_on_one_host_are_few)
 {
     static const struct {
         unsigned cpus, plain, ciphered;
@@ -90,7 +90,7 @@ static void share(const uint64_t *bytes, size_t n, unsigned threads,
     share_cut(bytes, n, threads, 1, of_thread);
 }
 
-static void bytes_are_shared_evenly(void **state)
+TEST(bytes_are_shared_evenly)
 {
     static const uint64_t even[] = {5, 5, 5, 5, 5, 5, 5, 5};
     static const uint64_t uneven[] = {0, 100, 7, 30, 0, 30, 33, 0};
@@ -114,7 +114,7 @@ static void bytes_are_shared_evenly(void **state)
 
 /* Where there are fewer sources than threads, or one has far more than the others, several read it.
    */
-static void a_large_source_is_cut(void **state)
+TEST(a_large_source_is_cut)
 {
     static const uint64_t one[] = {80}, two[] = {90, 10}, three[] = {40, 40, 40};
     static const uint64_t near[] = {41, 40, 39, 40}, empty[] = {0, 0};
@@ -162,7 +162,7 @@ static bool turn(void *cookie, deadline *wake)
 }
 
 /* A thread whose loop has nothing waits in it until it is to rest. */
-static void they_work_until_they_are_to_rest(void **state)
+TEST(they_work_until_they_are_to_rest)
 {
     loop owner;
     assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
@@ -190,7 +190,7 @@ static void they_work_until_they_are_to_rest(void **state)
 }
 
 /* Told often or once, the loop of who is told has one event, and then waits again. */
-static void telling_wakes_once(void **state)
+TEST(telling_wakes_once)
 {
     loop owner;
     assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
@@ -210,7 +210,7 @@ static void telling_wakes_once(void **state)
     loop_finish(&owner);
 }
 
-static void those_that_never_worked_end(void **state)
+TEST(those_that_never_worked_end)
 {
     loop owner;
     assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
@@ -221,18 +221,4 @@ static void those_that_never_worked_end(void **state)
     assert_int_equal(reading_threads_have(t, UINT_MAX), READING_THREADS_MOST);
     reading_threads_destroy(&t);
     loop_finish(&owner);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(as_many_as_are_worth_it),
-        cmocka_unit_test(connections_by_tls_on_one_host_are_few),
-        cmocka_unit_test(bytes_are_shared_evenly),
-        cmocka_unit_test(a_large_source_is_cut),
-        cmocka_unit_test(they_work_until_they_are_to_rest),
-        cmocka_unit_test(telling_wakes_once),
-        cmocka_unit_test(those_that_never_worked_end),
-    };
-    return cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
 }

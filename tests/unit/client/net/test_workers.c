@@ -7,7 +7,6 @@
 
 #include <sched.h>
 #include <stdatomic.h>
-#include <string.h>
 
 #define PARTS 64
 
@@ -39,6 +38,8 @@ static int tear_down(void **state)
     fanin_client_destroy(&s.client);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
 
 /* ------------------------------------------------------------------- parts */
 
@@ -79,7 +80,7 @@ static void begin(size_t first, size_t end)
 
 /* ------------------------------------------------------------------- tests */
 
-static void each_part_runs_once(void **state)
+CASE(each_part_runs_once)
 {
     (void)state;
     for (int threads = 0; threads < 2; threads++) {
@@ -96,7 +97,7 @@ static void each_part_runs_once(void **state)
     workers_close(&s.workers);
 }
 
-static void the_first_by_number_that_failed_decides(void **state)
+CASE(the_first_by_number_that_failed_decides)
 {
     (void)state;
     size_t failed = PARTS;
@@ -117,7 +118,7 @@ static void the_first_by_number_that_failed_decides(void **state)
     assert_int_equal(failed, 40);
 }
 
-static void the_deadline_stops_all(void **state)
+CASE(the_deadline_stops_all)
 {
     (void)state;
     open_crew(deadline_in_ms(20), true, turn);
@@ -135,7 +136,7 @@ static void *cancel_when_started(void *cookie)
     return NULL;
 }
 
-static void cancel_stops_all(void **state)
+CASE(cancel_stops_all)
 {
     (void)state;
     pthread_t thread;
@@ -148,7 +149,7 @@ static void cancel_stops_all(void **state)
 }
 
 /* What was not finished is stopped, or not begun: none waits for the deadline. */
-static void closing_waits_for_no_deadline(void **state)
+CASE(closing_waits_for_no_deadline)
 {
     (void)state;
     open_crew(UINT64_MAX, true, turn);
@@ -158,18 +159,4 @@ static void closing_waits_for_no_deadline(void **state)
     workers_close(&s.workers);
     for (size_t i = 0; i < PARTS; i++)
         assert_true(s.runs[i] <= 1);
-}
-
-#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(each_part_runs_once),
-        SCENE(the_first_by_number_that_failed_decides),
-        SCENE(the_deadline_stops_all),
-        SCENE(cancel_stops_all),
-        SCENE(closing_waits_for_no_deadline),
-    };
-    return cmocka_run_group_tests_name("workers", tests, NULL, NULL);
 }

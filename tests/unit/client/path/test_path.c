@@ -5,10 +5,8 @@
 #include "stream/stream_link.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
-#include <string.h>
 
 #define RANKS 2
 #define PART 16
@@ -102,6 +100,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static path_state *state_of(size_t rank)
 {
     return path_state_of(s.world.client, s.run, rank);
@@ -138,7 +138,7 @@ static void assert_undecided(const keepsake *k)
 
 /* ---------------------------------------------------------------- serials */
 
-static void a_decision_stays(void **state)
+CASE(a_decision_stays)
 {
     keepsake k;
     begin(FANIN_PATH_AUTO);
@@ -153,7 +153,7 @@ static void a_decision_stays(void **state)
     assert_undecided(&k);
 }
 
-static void it_ends_with_what_it_was_made_from(void **state)
+CASE(it_ends_with_what_it_was_made_from)
 {
     keepsake k;
     begin(FANIN_PATH_AUTO);
@@ -173,7 +173,7 @@ static void it_ends_with_what_it_was_made_from(void **state)
     assert_undecided(&k);
 }
 
-static void it_ends_with_the_client(void **state)
+CASE(it_ends_with_the_client)
 {
     keepsake k;
     begin(FANIN_PATH_AUTO);
@@ -183,7 +183,7 @@ static void it_ends_with_the_client(void **state)
     assert_null(path_taken(s.run, 1)->path);
 }
 
-static void what_failed_is_avoided_until_the_next_life(void **state)
+CASE(what_failed_is_avoided_until_the_next_life)
 {
     keepsake k;
     begin(FANIN_PATH_AUTO);
@@ -206,7 +206,7 @@ static void what_failed_is_avoided_until_the_next_life(void **state)
 
 /* ---------------------------------------------------------------- choosing */
 
-static void who_asks_for_stream_gets_it(void **state)
+CASE(who_asks_for_stream_gets_it)
 {
     begin(FANIN_PATH_STREAM);
     s.want[0] = false;
@@ -221,7 +221,7 @@ static void who_asks_for_stream_gets_it(void **state)
 }
 
 /* Ranks of this host that offer nothing else, and one of another host; there is no UCX here. */
-static void what_no_other_path_takes_is_stream(void **state)
+CASE(what_no_other_path_takes_is_stream)
 {
     begin(FANIN_PATH_AUTO);
     strcpy(s.world.ranks[1].hello.host_id, "elsewhere");
@@ -239,7 +239,7 @@ static void what_no_other_path_takes_is_stream(void **state)
     assert_null(path_of_number(FANIN_PATH_AUTO));
 }
 
-static void a_forced_path_that_cannot_be_is_an_error(void **state)
+CASE(a_forced_path_that_cannot_be_is_an_error)
 {
     static const fanin_path paths[] = {FANIN_PATH_CMA, FANIN_PATH_RDMA};
     static const fanin_status statuses[] = {FANIN_ERR_UNSUPPORTED,
@@ -257,7 +257,7 @@ static void a_forced_path_that_cannot_be_is_an_error(void **state)
     }
 }
 
-static void what_ranks_are_is_told_by_their_hellos(void **state)
+CASE(what_ranks_are_is_told_by_their_hellos)
 {
     begin(FANIN_PATH_AUTO);
     fanin_client *client = s.world.client;
@@ -275,7 +275,7 @@ static void what_ranks_are_is_told_by_their_hellos(void **state)
 }
 
 /* Another thread of the process has all descriptors, for a moment. */
-static void a_moment_without_descriptors_changes_nothing(void **state)
+CASE(a_moment_without_descriptors_changes_nothing)
 {
     begin(FANIN_PATH_AUTO);
     for (size_t i = 0; i < RANKS; i++) {
@@ -296,7 +296,7 @@ static void a_moment_without_descriptors_changes_nothing(void **state)
 
 /* ---------------------------------------------------------------- giving up */
 
-static void a_path_that_is_given_up_is_stream(void **state)
+CASE(a_path_that_is_given_up_is_stream)
 {
     begin(FANIN_PATH_AUTO);
     assert_ok(path_give_up(&s.round, 1, "it does not work", &s.error), s.error);
@@ -304,7 +304,7 @@ static void a_path_that_is_given_up_is_stream(void **state)
     assert_string_equal(state_of(1)->reason, "it does not work");
 }
 
-static void unless_it_is_forced(void **state)
+CASE(unless_it_is_forced)
 {
     begin(FANIN_PATH_RDMA);
     assert_int_equal(path_give_up(&s.round, 1, "it does not work", &s.error),
@@ -319,7 +319,7 @@ static void unless_it_is_forced(void **state)
 }
 
 /* That a rank has gone says nothing of paths. */
-static void or_the_rank_has_gone(void **state)
+CASE(or_the_rank_has_gone)
 {
     begin(FANIN_PATH_AUTO);
     stub_rank_hang_up(&s.world.ranks[1]);
@@ -330,7 +330,7 @@ static void or_the_rank_has_gone(void **state)
     assert_null(state_of(1)->path);
 }
 
-static void a_rank_that_refuses_its_regions_is_given_up(void **state)
+CASE(a_rank_that_refuses_its_regions_is_given_up)
 {
     bool mask[RANKS] = {true, true};
     begin(FANIN_PATH_AUTO);
@@ -353,7 +353,7 @@ static void a_rank_that_refuses_its_regions_is_given_up(void **state)
 
 /* ------------------------------------------------------------------- arenas */
 
-static void an_arena_lies_in_the_regions(void **state)
+CASE(an_arena_lies_in_the_regions)
 {
     keepsake k;
     size_t peer = 1;
@@ -390,27 +390,4 @@ static void an_arena_lies_in_the_regions(void **state)
         assert_non_null(strstr(s.error.message, "an arena outside of its regions"));
         path_state_drop(s.world.client, state_of(1), 1);
     }
-}
-
-#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(a_decision_stays),
-        SCENE(it_ends_with_what_it_was_made_from),
-        SCENE(it_ends_with_the_client),
-        SCENE(what_failed_is_avoided_until_the_next_life),
-        SCENE(who_asks_for_stream_gets_it),
-        SCENE(what_no_other_path_takes_is_stream),
-        SCENE(a_forced_path_that_cannot_be_is_an_error),
-        SCENE(what_ranks_are_is_told_by_their_hellos),
-        SCENE(a_moment_without_descriptors_changes_nothing),
-        SCENE(a_path_that_is_given_up_is_stream),
-        SCENE(unless_it_is_forced),
-        SCENE(or_the_rank_has_gone),
-        SCENE(a_rank_that_refuses_its_regions_is_given_up),
-        SCENE(an_arena_lies_in_the_regions),
-    };
-    return cmocka_run_group_tests_name("path", tests, NULL, NULL);
 }

@@ -6,13 +6,10 @@
 #include "testing.h"
 
 #include <jansson.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* ------------------------------------------------------------- names */
 
-static void names_become_those_on_disk(void **state)
+TEST(names_become_those_on_disk)
 {
     static const struct {
         const char *from, *to;
@@ -71,7 +68,7 @@ static void names_become_those_on_disk(void **state)
     assert_string_equal(ddp.text, PEFT_PREFIX "q.lora_A.weight");
 }
 
-static void the_longest_name_fits(void **state)
+TEST(the_longest_name_fits)
 {
     char name[FANIN_MAX_NAME + 1], buffer[PEFT_NAME_SIZE];
     memset(name, 'a', FANIN_MAX_NAME);
@@ -80,7 +77,7 @@ static void the_longest_name_fits(void **state)
     assert_int_equal(on_disk.size, FANIN_MAX_NAME + strlen(PEFT_PREFIX));
 }
 
-static void suffixes_do_not_begin_with_numbers(void **state)
+TEST(suffixes_do_not_begin_with_numbers)
 {
     static const char *const cases[][2] = {
         {"model.layers.0.self_attn.q_proj", "q_proj"},
@@ -113,7 +110,7 @@ static pattern_result match(const char *pattern_of, pattern_use use, const char 
     return result;
 }
 
-static void patterns_match_as_in_peft(void **state)
+TEST(patterns_match_as_in_peft)
 {
     static const struct {
         const char *pattern, *text;
@@ -191,7 +188,7 @@ static void patterns_match_as_in_peft(void **state)
 }
 
 /* What Python and PCRE2 read differently, or only one of them reads. */
-static void what_python_reads_otherwise_is_unknown(void **state)
+TEST(what_python_reads_otherwise_is_unknown)
 {
     static const char *const patterns[] = {
         "[[:alpha:]]", "[a&&b]",  "[a--b]",  "a{,2}",        "a{x}",    "\\vq",
@@ -213,7 +210,7 @@ static void what_python_reads_otherwise_is_unknown(void **state)
     assert_int_equal(match("q", PATTERN_WHOLE, "\xff"), PATTERN_UNKNOWN);
 }
 
-static void what_is_no_expression_is_invalid(void **state)
+TEST(what_is_no_expression_is_invalid)
 {
     static const char *const patterns[] = {
         "(q",  "q)",     "[q",    "*q",    "a**", "(?P<n>a)(?P<n>b)",
@@ -224,7 +221,7 @@ static void what_is_no_expression_is_invalid(void **state)
     }
 }
 
-static void hostile_patterns_end(void **state)
+TEST(hostile_patterns_end)
 {
     static const char *const patterns[] = {
         "(a*)*b",  "(a|aa)+[bc]",        "(.*)*(.*)*(.*)*[^x]b",
@@ -251,7 +248,7 @@ static void hostile_patterns_end(void **state)
 }
 
 /* Thirty characters may become kilobytes. */
-static void compiled_patterns_are_bounded(void **state)
+TEST(compiled_patterns_are_bounded)
 {
     pattern_budget budget = PATTERN_BUDGET;
     uint64_t before = budget.bytes;
@@ -272,7 +269,7 @@ static void compiled_patterns_are_bounded(void **state)
     pattern_free(p);
 }
 
-static void escaped_text_matches_itself_only(void **state)
+TEST(escaped_text_matches_itself_only)
 {
     static const char text[] = "a.b+c$(d)[e]\\f-g_h{2}";
     buffer out = {0};
@@ -399,7 +396,7 @@ static void assert_refused(fixture *f, const char *why, const char *key)
     json_decref(config);
 }
 
-static void a_plain_adapter_is_derived(void **state)
+TEST(a_plain_adapter_is_derived)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -437,7 +434,7 @@ static bool say_stop(void *asked)
 }
 
 /* Every layer against every name of a list: that is looked away from when nobody waits. */
-static void long_lists_are_not_looked_through_in_vain(void **state)
+TEST(long_lists_are_not_looked_through_in_vain)
 {
     static const char *const heads[] = {
         "\"target_modules\":[\"q\"",
@@ -479,7 +476,7 @@ static void long_lists_are_not_looked_through_in_vain(void **state)
     }
 }
 
-static void the_text_is_as_peft_writes_it(void **state)
+TEST(the_text_is_as_peft_writes_it)
 {
     fixture f = {0};
     pair(&f, "peft_config",
@@ -509,7 +506,7 @@ static void the_text_is_as_peft_writes_it(void **state)
     peft_names_free(&names);
 }
 
-static void differing_ranks_become_a_pattern(void **state)
+TEST(differing_ranks_become_a_pattern)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -547,7 +544,7 @@ static void differing_ranks_become_a_pattern(void **state)
     json_decref(config);
 }
 
-static void what_nothing_tells_is_refused(void **state)
+TEST(what_nothing_tells_is_refused)
 {
     fixture f = {0};
     add_layer(&f, "m.q", 8, 16, 16);
@@ -575,7 +572,7 @@ static void what_nothing_tells_is_refused(void **state)
     json_decref(config);
 }
 
-static void broken_layers_are_refused(void **state)
+TEST(broken_layers_are_refused)
 {
     fixture a = {0}, b = {0}, c = {0}, d = {0}, e = {0};
     usual_pairs(&a);
@@ -600,7 +597,7 @@ static void broken_layers_are_refused(void **state)
     assert_refused(&e, "not one that PEFT", "m.k.lora_A.default");
 }
 
-static void one_name_twice_is_refused(void **state)
+TEST(one_name_twice_is_refused)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -613,7 +610,7 @@ static void one_name_twice_is_refused(void **state)
     assert_non_null(strstr(error.message, "'" PEFT_PREFIX "m.q.lora_A.weight'"));
 }
 
-static void embeddings_dora_and_bias_are_derived(void **state)
+TEST(embeddings_dora_and_bias_are_derived)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -640,7 +637,7 @@ static void embeddings_dora_and_bias_are_derived(void **state)
     json_decref(config);
 }
 
-static void saved_modules_are_listed(void **state)
+TEST(saved_modules_are_listed)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -676,7 +673,7 @@ static void add_fused(fixture *f, const char *module, uint64_t r_gate_up,
     add_layer(f, module, r_down * 4, 16, 32);
 }
 
-static void fused_experts_are_derived_where_provable(void **state)
+TEST(fused_experts_are_derived_where_provable)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -711,7 +708,7 @@ static void fused_experts_are_derived_where_provable(void **state)
     json_decref(config);
 }
 
-static void fused_experts_of_unusual_shape_are_refused(void **state)
+TEST(fused_experts_of_unusual_shape_are_refused)
 {
     fixture f = {0};
     usual_pairs(&f);
@@ -734,7 +731,7 @@ static void fused_experts_of_unusual_shape_are_refused(void **state)
 #define CONFIG(fields)                                                                 \
     "{\"peft_type\": \"LORA\", \"base_model_name_or_path\": \"org/model\"," fields "}"
 
-static void a_given_configuration_is_kept_whole(void **state)
+TEST(a_given_configuration_is_kept_whole)
 {
     fixture f = {0};
     pair(&f, "peft_config",
@@ -765,7 +762,7 @@ static void a_given_configuration_is_kept_whole(void **state)
     assert_refused(&f, "lora_alpha is '32', which contradicts", "");
 }
 
-static void fields_that_load_code_are_dropped(void **state)
+TEST(fields_that_load_code_are_dropped)
 {
     static const struct {
         const char *field, *kept, *dropped; /* kept NULL: the field is absent */
@@ -830,7 +827,7 @@ static void fields_that_load_code_are_dropped(void **state)
     json_decref(config);
 }
 
-static void fields_of_another_shape_are_refused(void **state)
+TEST(fields_of_another_shape_are_refused)
 {
     static const char *const fields[] = {
         "\"init_lora_weights\": {\"_target_\": \"os.system\"}",
@@ -859,7 +856,7 @@ static void fields_of_another_shape_are_refused(void **state)
     }
 }
 
-static void kasa_needs_its_diagonals(void **state)
+TEST(kasa_needs_its_diagonals)
 {
     fixture f = {0}, g = {0};
     pair(
@@ -888,7 +885,7 @@ static void kasa_needs_its_diagonals(void **state)
     assert_refused(&g, "a part of a LoRA layer is published without", "m.k.lora_diag");
 }
 
-static void embeddings_may_be_tied(void **state)
+TEST(embeddings_may_be_tied)
 {
     static const struct {
         const char *tying, *module;
@@ -920,7 +917,7 @@ static void embeddings_may_be_tied(void **state)
     }
 }
 
-static void a_rank_may_be_divided(void **state)
+TEST(a_rank_may_be_divided)
 {
     static const char blocks[] =
         CONFIG("\"r\": 8, \"target_modules\": [\"c\"],"
@@ -947,7 +944,7 @@ static void a_rank_may_be_divided(void **state)
     }
 }
 
-static void attentions_have_a_projection_of_their_own(void **state)
+TEST(attentions_have_a_projection_of_their_own)
 {
     fixture f = {0};
     pair(&f, "peft_config",
@@ -966,7 +963,7 @@ static void attentions_have_a_projection_of_their_own(void **state)
     json_decref(config);
 }
 
-static void other_methods_than_lora_need_trust(void **state)
+TEST(other_methods_than_lora_need_trust)
 {
     fixture f = {0};
     pair(&f, "peft_config",
@@ -988,7 +985,7 @@ static void other_methods_than_lora_need_trust(void **state)
 }
 
 /* In PEFT the first pattern that matches wins. */
-static void patterns_keep_the_trainers_order(void **state)
+TEST(patterns_keep_the_trainers_order)
 {
     static const char alphas[] = "{\"q\": 6, \"a.q\": 12, \"Z\": 1}";
     static const char given[] =
@@ -1020,7 +1017,7 @@ static void patterns_keep_the_trainers_order(void **state)
     assert_refused(&f, "rank 2", "m.a.q");
 }
 
-static void a_given_configuration_must_fit(void **state)
+TEST(a_given_configuration_must_fit)
 {
     static const struct {
         const char *config, *why, *key;
@@ -1069,7 +1066,7 @@ static void a_given_configuration_must_fit(void **state)
     }
 }
 
-static void what_cannot_be_proven_is_believed(void **state)
+TEST(what_cannot_be_proven_is_believed)
 {
     static const char *const configs[] = {
         CONFIG("\"target_modules\": \"all-linear\""), /* PEFT's default r is 8 */
@@ -1090,7 +1087,7 @@ static void what_cannot_be_proven_is_believed(void **state)
     }
 }
 
-static void given_fused_experts_are_checked(void **state)
+TEST(given_fused_experts_are_checked)
 {
     static const struct {
         const char *config, *why;
@@ -1122,43 +1119,4 @@ static void given_fused_experts_are_checked(void **state)
         pair(&f, "num_experts", "5");
         assert_refused(&f, "", "mlp.experts");
     }
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(names_become_those_on_disk),
-        cmocka_unit_test(the_longest_name_fits),
-        cmocka_unit_test(suffixes_do_not_begin_with_numbers),
-        cmocka_unit_test(patterns_match_as_in_peft),
-        cmocka_unit_test(what_python_reads_otherwise_is_unknown),
-        cmocka_unit_test(what_is_no_expression_is_invalid),
-        cmocka_unit_test(hostile_patterns_end),
-        cmocka_unit_test(compiled_patterns_are_bounded),
-        cmocka_unit_test(escaped_text_matches_itself_only),
-        cmocka_unit_test(a_plain_adapter_is_derived),
-        cmocka_unit_test(long_lists_are_not_looked_through_in_vain),
-        cmocka_unit_test(the_text_is_as_peft_writes_it),
-        cmocka_unit_test(differing_ranks_become_a_pattern),
-        cmocka_unit_test(what_nothing_tells_is_refused),
-        cmocka_unit_test(broken_layers_are_refused),
-        cmocka_unit_test(one_name_twice_is_refused),
-        cmocka_unit_test(embeddings_dora_and_bias_are_derived),
-        cmocka_unit_test(saved_modules_are_listed),
-        cmocka_unit_test(fused_experts_are_derived_where_provable),
-        cmocka_unit_test(fused_experts_of_unusual_shape_are_refused),
-        cmocka_unit_test(a_given_configuration_is_kept_whole),
-        cmocka_unit_test(fields_that_load_code_are_dropped),
-        cmocka_unit_test(fields_of_another_shape_are_refused),
-        cmocka_unit_test(kasa_needs_its_diagonals),
-        cmocka_unit_test(embeddings_may_be_tied),
-        cmocka_unit_test(a_rank_may_be_divided),
-        cmocka_unit_test(attentions_have_a_projection_of_their_own),
-        cmocka_unit_test(other_methods_than_lora_need_trust),
-        cmocka_unit_test(patterns_keep_the_trainers_order),
-        cmocka_unit_test(a_given_configuration_must_fit),
-        cmocka_unit_test(what_cannot_be_proven_is_believed),
-        cmocka_unit_test(given_fused_experts_are_checked),
-    };
-    return cmocka_run_group_tests_name("peft_config", tests, NULL, NULL);
 }

@@ -2,10 +2,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
 
 static block rows(uint64_t offset, uint64_t extent, uint64_t columns)
@@ -27,6 +23,8 @@ static int tear_down(void **state)
     w = (world){0};
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin(uint32_t ranks)
 {
@@ -75,7 +73,7 @@ static fanin_error incomplete(void)
 
 /* ---------------------------------------------------------------- proof */
 
-static void uneven_chunks_land_in_order(void **state)
+CASE(uneven_chunks_land_in_order)
 {
     begin(4);
     world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(10, 7));
@@ -92,7 +90,7 @@ static void uneven_chunks_land_in_order(void **state)
     assert_int_equal(p->tensors, 1);
 }
 
-static void missing_ranks_are_named(void **state)
+CASE(missing_ranks_are_named)
 {
     static const struct {
         uint64_t rows[2]; /* of two keys */
@@ -125,7 +123,7 @@ static void missing_ranks_are_named(void **state)
     }
 }
 
-static void different_cuts_conflict(void **state)
+CASE(different_cuts_conflict)
 {
     begin(3);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
@@ -142,7 +140,7 @@ static void different_cuts_conflict(void **state)
                            "differently"));
 }
 
-static void conflict_inside_of_a_rank_names_it(void **state)
+CASE(conflict_inside_of_a_rank_names_it)
 {
     begin(3);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
@@ -157,7 +155,7 @@ static void conflict_inside_of_a_rank_names_it(void **state)
         strstr(e.message, "row 5 of 10 (dimension 0) held by rank 2 twice"));
 }
 
-static void holes_of_grids_name_both_dimensions(void **state)
+CASE(holes_of_grids_name_both_dimensions)
 {
     begin(4);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8, 16));
@@ -172,7 +170,7 @@ static void holes_of_grids_name_both_dimensions(void **state)
         e.message, "rows 4..7 of 8 (dimension 0), columns 8..15 of 16 (dimension 1)"));
 }
 
-static void tensors_that_nobody_wants_are_proven_too(void **state)
+CASE(tensors_that_nobody_wants_are_proven_too)
 {
     begin(1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(4, 4));
@@ -186,7 +184,7 @@ static void tensors_that_nobody_wants_are_proven_too(void **state)
     assert_non_null(strstr(e.message, "the whole tensor held by no connected rank"));
 }
 
-static void empty_shards_and_tensors_need_nobody(void **state)
+CASE(empty_shards_and_tensors_need_nobody)
 {
     bool use[16];
     begin(16);
@@ -235,7 +233,7 @@ static void hold_units(uint32_t n_dims, uint64_t side)
     world_seal(&w, NULL);
 }
 
-static void a_plan_stops_when_nobody_waits_for_it(void **state)
+CASE(a_plan_stops_when_nobody_waits_for_it)
 {
     fanin_error error = FANIN_ERROR_INIT;
     work_stop stop = {.fn = stop_now};
@@ -255,7 +253,7 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
 }
 
 /* A rank says that it holds more than there is memory for the pieces of. */
-static void a_box_of_any_size_stops_as_well(void **state)
+CASE(a_box_of_any_size_stops_as_well)
 {
     const key_entry key = {.name = (char *)(uintptr_t) "w",
                            .dtype = FANIN_DTYPE_U8,
@@ -286,7 +284,7 @@ static void a_box_of_any_size_stops_as_well(void **state)
     key_table_free(&keys);
 }
 
-static void too_many_pieces_are_not_want_of_memory(void **state)
+CASE(too_many_pieces_are_not_want_of_memory)
 {
     fanin_error error = FANIN_ERROR_INIT;
     hold_units(8, 4);
@@ -296,7 +294,7 @@ static void too_many_pieces_are_not_want_of_memory(void **state)
     assert_true(error.key[0]);
 }
 
-static void nothing_is_planned_from_nothing(void **state)
+CASE(nothing_is_planned_from_nothing)
 {
     begin(0);
     world_key(&w, FANIN_DTYPE_F64, 1, SHAPE(0));
@@ -309,7 +307,7 @@ static void nothing_is_planned_from_nothing(void **state)
 
 /* --------------------------------------------------------------- choice */
 
-static void neighbouring_boxes_stay_together(void **state)
+CASE(neighbouring_boxes_stay_together)
 {
     begin(8);
     for (int i = 0; i < 100; i++)
@@ -331,7 +329,7 @@ static void neighbouring_boxes_stay_together(void **state)
 }
 
 /* Rank 0 holds everything, 1 and 2 a half each: a third for each of them. */
-static void unequal_replicas_are_levelled(void **state)
+CASE(unequal_replicas_are_levelled)
 {
     begin(3);
     for (uint32_t i = 0; i < 120; i++)
@@ -368,7 +366,7 @@ static void check_lone(uint32_t shared, uint64_t expected)
     assert_true(p->has_replicas); /* rank 1 */
 }
 
-static void lone_boxes_count_as_load(void **state)
+CASE(lone_boxes_count_as_load)
 {
     check_lone(10, 2000);
     check_lone(30, 3000); /* then all that is shared comes from rank 1 */
@@ -376,7 +374,7 @@ static void lone_boxes_count_as_load(void **state)
 
 /* -------------------------------------------------------------- landing */
 
-static void long_boxes_become_several_pieces(void **state)
+CASE(long_boxes_become_several_pieces)
 {
     begin(2);
     world_key(&w, FANIN_DTYPE_F64, 2, SHAPE(1060, 1012));
@@ -398,7 +396,7 @@ static void long_boxes_become_several_pieces(void **state)
     world_execute_spans(&w, &l, p, &rule);
 }
 
-static void equal_geometries_share_views(void **state)
+CASE(equal_geometries_share_views)
 {
     begin(4);
     for (uint32_t i = 0; i < 300; i++)
@@ -412,7 +410,7 @@ static void equal_geometries_share_views(void **state)
 }
 
 /* Two tensors of one shape that are cut alike, and whose targets differ in one stride alone. */
-static void targets_of_other_strides_share_nothing(void **state)
+CASE(targets_of_other_strides_share_nothing)
 {
     static const int64_t strides[][2] = {{32, 4}, {32, 8}, {64, 8}};
     enum { COUNT = 3, ROWS = 16, ROOM = ROWS * 64 };
@@ -455,7 +453,7 @@ static void check_columns(uint64_t columns, uint64_t wanted, uint64_t count,
     assert_true(count == 1 || !ranges.landing); /* packed: one behind the other */
 }
 
-static void short_runs_are_read_along_with_gaps(void **state)
+CASE(short_runs_are_read_along_with_gaps)
 {
     check_columns(1024, 4, 1, 63 * 1024 + 4);
     check_columns(1024, 511, 1, 63 * 1024 + 511);
@@ -466,7 +464,7 @@ static void short_runs_are_read_along_with_gaps(void **state)
 }
 
 /* Tensor parallelism's columns of rows: pieces are as many as they would be of whole rows. */
-static void columns_are_few_pieces(void **state)
+CASE(columns_are_few_pieces)
 {
     begin(1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8192, 1024));
@@ -481,7 +479,7 @@ static void columns_are_few_pieces(void **state)
 }
 
 /* Neighbouring short runs joined over a gap stay short: the next gap is crossed too. */
-static void gaps_are_crossed_in_several_dimensions(void **state)
+CASE(gaps_are_crossed_in_several_dimensions)
 {
     begin(1);
     world_key(&w, FANIN_DTYPE_U8, 3, SHAPE(50, 3, 700));
@@ -494,7 +492,7 @@ static void gaps_are_crossed_in_several_dimensions(void **state)
     assert_int_equal(piece_ranges_of(p, p->ranks[0].pieces).length, 49 * 2100 + 704);
 }
 
-static void slices_of_one_tensor_are_ordered_by_source(void **state)
+CASE(slices_of_one_tensor_are_ordered_by_source)
 {
     begin(2);
     world_key(&w, FANIN_DTYPE_F16, 2, SHAPE(12, 10));
@@ -508,7 +506,7 @@ static void slices_of_one_tensor_are_ordered_by_source(void **state)
     assert_int_equal(p->ranks[0].n_pieces, 6);
 }
 
-static void targets_that_make_no_sense_are_refused(void **state)
+CASE(targets_that_make_no_sense_are_refused)
 {
     begin(1);
     world_key(&w, FANIN_DTYPE_F4, 2, SHAPE(4, 8));
@@ -535,35 +533,4 @@ static void targets_that_make_no_sense_are_refused(void **state)
     p = plan_and_run();
     l.n_targets = 0; /* and no to_of_key */
     refused(FANIN_ERR_ARGUMENT);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(uneven_chunks_land_in_order),
-        CASE(missing_ranks_are_named),
-        CASE(different_cuts_conflict),
-        CASE(conflict_inside_of_a_rank_names_it),
-        CASE(holes_of_grids_name_both_dimensions),
-        CASE(tensors_that_nobody_wants_are_proven_too),
-        CASE(empty_shards_and_tensors_need_nobody),
-        CASE(nothing_is_planned_from_nothing),
-        CASE(a_plan_stops_when_nobody_waits_for_it),
-        CASE(a_box_of_any_size_stops_as_well),
-        CASE(too_many_pieces_are_not_want_of_memory),
-        CASE(neighbouring_boxes_stay_together),
-        CASE(unequal_replicas_are_levelled),
-        CASE(lone_boxes_count_as_load),
-        CASE(long_boxes_become_several_pieces),
-        CASE(equal_geometries_share_views),
-        CASE(targets_of_other_strides_share_nothing),
-        CASE(short_runs_are_read_along_with_gaps),
-        CASE(columns_are_few_pieces),
-        CASE(gaps_are_crossed_in_several_dimensions),
-        CASE(slices_of_one_tensor_are_ordered_by_source),
-        CASE(targets_that_make_no_sense_are_refused),
-    };
-    return cmocka_run_group_tests_name("plan", tests, NULL, NULL);
 }

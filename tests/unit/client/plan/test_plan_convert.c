@@ -4,9 +4,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 static const uint64_t shape[] = {8, 6};
 static const span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 32};
 
@@ -25,6 +22,8 @@ static int tear_down(void **state)
     w = (world){0};
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 /* Two tensors that are cut alike, of one element size; of them, one is converted. */
 static void make_alike(void)
@@ -58,7 +57,7 @@ static void execute(void)
     world_execute_spans(&w, &l, p, &rule);
 }
 
-static void only_f32_is_converted(void **state)
+CASE(only_f32_is_converted)
 {
     make_alike();
     land_whole(FANIN_DTYPE_BF16);
@@ -80,7 +79,7 @@ static void only_f32_is_converted(void **state)
 }
 
 /* What is converted must never be fetched straight into its place. */
-static void converted_spans_are_not_direct(void **state)
+CASE(converted_spans_are_not_direct)
 {
     fanin_error error = FANIN_ERROR_INIT;
     make_alike();
@@ -111,7 +110,7 @@ static void converted_spans_are_not_direct(void **state)
 
 /* A slice of columns into rows that lie backwards in the destination: strides are the
    destination's bytes, starts may be odd. */
-static void strides_are_those_of_the_destination(void **state)
+CASE(strides_are_those_of_the_destination)
 {
     make_alike();
     for (int backwards = 0; backwards < 2; backwards++) {
@@ -138,7 +137,7 @@ static void strides_are_those_of_the_destination(void **state)
 }
 
 /* One tensor, wanted rounded and, beside it, as it is. */
-static void what_is_wanted_as_f32_stays(void **state)
+CASE(what_is_wanted_as_f32_stays)
 {
     block all = {.n_dims = 2, .extent = {8, 6}};
     make_alike();
@@ -159,7 +158,7 @@ static void what_is_wanted_as_f32_stays(void **state)
     execute();
 }
 
-static void nothing_changes_without_a_dtype(void **state)
+CASE(nothing_changes_without_a_dtype)
 {
     make_alike();
     land_whole(0);
@@ -171,7 +170,7 @@ static void nothing_changes_without_a_dtype(void **state)
     assert_int_equal(p->n_views, 0);
 }
 
-static void other_dtypes_are_refused(void **state)
+CASE(other_dtypes_are_refused)
 {
     make_alike();
     static const fanin_dtype unknown[] = {FANIN_DTYPE_F64, FANIN_DTYPE_I32,
@@ -185,19 +184,4 @@ static void other_dtypes_are_refused(void **state)
         assert_null(none);
         assert_non_null(strstr(error.message, "F32"));
     }
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(only_f32_is_converted),
-        CASE(converted_spans_are_not_direct),
-        CASE(strides_are_those_of_the_destination),
-        CASE(what_is_wanted_as_f32_stays),
-        CASE(nothing_changes_without_a_dtype),
-        CASE(other_dtypes_are_refused),
-    };
-    return cmocka_run_group_tests_name("plan_convert", tests, NULL, NULL);
 }

@@ -5,8 +5,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <string.h>
-
 /* HSDP on columns, so that there are classes, views and several pieces; one tensor more
    makes the tables explicit. */
 static void make_world(world *w, bool explicit)
@@ -76,7 +74,7 @@ static void check_plans(const world *w, landing *l)
     landing_free(l);
 }
 
-static void every_allocation_may_fail(void **state)
+TEST(every_allocation_may_fail)
 {
     for (int explicit = 0; explicit < 2; explicit ++) {
         world w;
@@ -97,12 +95,4 @@ static void every_allocation_may_fail(void **state)
         }
         world_free(&w);
     }
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_allocation_may_fail),
-    };
-    return cmocka_run_group_tests_name("plan_memory", tests, NULL, NULL);
 }

@@ -3,10 +3,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define ROUNDS 1500
 
 typedef enum cut_style {
@@ -338,33 +334,22 @@ static void run_style(cut_style style)
     assert_true(complete < ROUNDS);
 }
 
-static void chunks_equal_the_model(void **state)
+TEST(chunks_equal_the_model)
 {
     run_style(CUT_CHUNK);
 }
 
-static void grids_equal_the_model(void **state)
+TEST(grids_equal_the_model)
 {
     run_style(CUT_GRID);
 }
 
-static void interleaved_rows_equal_the_model(void **state)
+TEST(interleaved_rows_equal_the_model)
 {
     run_style(CUT_INTERLEAVED);
 }
 
-static void random_boxes_equal_the_model(void **state)
+TEST(random_boxes_equal_the_model)
 {
     run_style(CUT_RANDOM);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(chunks_equal_the_model),
-        cmocka_unit_test(grids_equal_the_model),
-        cmocka_unit_test(interleaved_rows_equal_the_model),
-        cmocka_unit_test(random_boxes_equal_the_model),
-    };
-    return cmocka_run_group_tests_name("plan_model", tests, NULL, NULL);
 }

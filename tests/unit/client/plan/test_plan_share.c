@@ -4,9 +4,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define CLIENTS 64
 #define MIB ((uint64_t)1 << 20)
 
@@ -111,7 +108,7 @@ static void check_whole(const replicas *r, const plan *p)
 
 /* ---------------------------------------------------------------------- tests */
 
-static void clients_take_a_lone_tensor_from_different_ranks(void **state)
+TEST(clients_take_a_lone_tensor_from_different_ranks)
 {
     replicas r;
     uint32_t served[4] = {0};
@@ -130,7 +127,7 @@ static void clients_take_a_lone_tensor_from_different_ranks(void **state)
     replicas_free(&r);
 }
 
-static void a_client_makes_one_plan(void **state)
+TEST(a_client_makes_one_plan)
 {
     replicas r;
     replicas_init(&r, (uint64_t[]){3, 100, 2, 7}, 4, 3);
@@ -148,7 +145,7 @@ static void a_client_makes_one_plan(void **state)
 }
 
 /* Whoever comes first, all holders serve as much as the others. */
-static void loads_are_level_for_every_client(void **state)
+TEST(loads_are_level_for_every_client)
 {
     world w;
     landing l;
@@ -173,7 +170,7 @@ static void loads_are_level_for_every_client(void **state)
     world_free(&w);
 }
 
-static void a_large_tensor_is_shared_by_rows(void **state)
+TEST(a_large_tensor_is_shared_by_rows)
 {
     replicas r;
     replicas_init(&r, (uint64_t[]){1, 120, 1}, 3, 3);
@@ -193,7 +190,7 @@ static void a_large_tensor_is_shared_by_rows(void **state)
     replicas_free(&r);
 }
 
-static void up_to_the_limit_a_box_has_one_server(void **state)
+TEST(up_to_the_limit_a_box_has_one_server)
 {
     replicas r;
     replicas_init(&r, (uint64_t[]){PLAN_SPLIT / MIB}, 1, 3);
@@ -205,7 +202,7 @@ static void up_to_the_limit_a_box_has_one_server(void **state)
 }
 
 /* Of a large tensor only what is wanted counts. */
-static void little_of_a_large_tensor_has_one_server(void **state)
+TEST(little_of_a_large_tensor_has_one_server)
 {
     replicas r;
     replicas_init(&r, (uint64_t[]){100}, 1, 2);
@@ -316,22 +313,8 @@ static void check_parts(bool explicit)
     world_free(&w);
 }
 
-static void parts_are_planned_as_the_whole_is(void **state)
+TEST(parts_are_planned_as_the_whole_is)
 {
     check_parts(false);
     check_parts(true);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(clients_take_a_lone_tensor_from_different_ranks),
-        cmocka_unit_test(a_client_makes_one_plan),
-        cmocka_unit_test(loads_are_level_for_every_client),
-        cmocka_unit_test(a_large_tensor_is_shared_by_rows),
-        cmocka_unit_test(up_to_the_limit_a_box_has_one_server),
-        cmocka_unit_test(little_of_a_large_tensor_has_one_server),
-        cmocka_unit_test(parts_are_planned_as_the_whole_is),
-    };
-    return cmocka_run_group_tests_name("plan-share", tests, NULL, NULL);
 }

@@ -2,8 +2,6 @@
 #include "plan_world.h"
 #include "testing.h"
 
-#include <string.h>
-
 #define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
 
 static const span_rule usual = {
@@ -24,6 +22,8 @@ static int tear_down(void **state)
     w = (world){0};
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
 
 static void begin(void)
 {
@@ -64,7 +64,7 @@ static plan_spans *spans_of(const span_rule *rule)
     return spans;
 }
 
-static void gaps_up_to_the_limit_are_crossed(void **state)
+CASE(gaps_up_to_the_limit_are_crossed)
 {
     const uint64_t gaps[] = {8, 64, 65, 1};
     const span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 4096};
@@ -78,7 +78,7 @@ static void gaps_up_to_the_limit_are_crossed(void **state)
     world_execute_spans(&w, &l, p, &rule);
 }
 
-static void length_is_limited(void **state)
+CASE(length_is_limited)
 {
     span_rule rule = {.max_length = 301, .max_gap = 64, .direct_from = 4096};
     const uint64_t gaps[] = {0, 1, 1, 1, 1, 1};
@@ -96,7 +96,7 @@ static void length_is_limited(void **state)
 }
 
 /* Memory that follows on both sides is one piece, read where it lands. */
-static void contiguous_neighbours_are_one_direct_read(void **state)
+CASE(contiguous_neighbours_are_one_direct_read)
 {
     one_rank(3, NULL, NULL);
     /* landing_whole() leaves bytes between: land as the memory lies instead */
@@ -111,7 +111,7 @@ static void contiguous_neighbours_are_one_direct_read(void **state)
     assert_int_equal(spans->spans[0].length, 300);
 }
 
-static void long_pieces_are_direct(void **state)
+CASE(long_pieces_are_direct)
 {
     const uint64_t gaps[] = {0, 1, 1, 1};
     span_rule rule = {.max_length = 4096, .max_gap = 64, .direct_from = 100};
@@ -125,7 +125,7 @@ static void long_pieces_are_direct(void **state)
     assert_int_equal(spans->n_spans, 1);
 }
 
-static void regions_are_never_crossed(void **state)
+CASE(regions_are_never_crossed)
 {
     const uint32_t regions[] = {2, 0, 1, 0, 2, 2};
     one_rank(6, NULL, regions);
@@ -136,7 +136,7 @@ static void regions_are_never_crossed(void **state)
     world_execute_spans(&w, &l, p, &usual);
 }
 
-static void boxes_outside_of_their_region_are_refused(void **state)
+CASE(boxes_outside_of_their_region_are_refused)
 {
     const uint32_t regions[] = {0, 1};
     one_rank(2, NULL, regions);
@@ -160,7 +160,7 @@ static void boxes_outside_of_their_region_are_refused(void **state)
 }
 
 /* Strides that leave the region below, above, or wrap around. */
-static void strided_boxes_are_checked_too(void **state)
+CASE(strided_boxes_are_checked_too)
 {
     static const struct {
         uint64_t offset;
@@ -206,7 +206,7 @@ static void strided_boxes_are_checked_too(void **state)
 }
 
 /* A transposed matrix is one read and one view, not an element a piece. */
-static void transposed_memory_is_one_view(void **state)
+CASE(transposed_memory_is_one_view)
 {
     block all = {.n_dims = 2, .extent = {50, 30}};
     begin();
@@ -222,7 +222,7 @@ static void transposed_memory_is_one_view(void **state)
 }
 
 /* Rows with room between them: read along if it is small enough. */
-static void gaps_inside_of_boxes_obey_the_rule(void **state)
+CASE(gaps_inside_of_boxes_obey_the_rule)
 {
     block all = {.n_dims = 2, .extent = {10, 100}};
     span_rule rule = {.max_length = 1 << 20, .max_gap = 28, .direct_from = 1 << 20};
@@ -246,7 +246,7 @@ static void gaps_inside_of_boxes_obey_the_rule(void **state)
 
 /* Columns of rows: a get a row where the gaps are wide, one view for who walks it; and where rows
    have room between them, too. */
-static void columns_are_cut_as_the_reader_wants(void **state)
+CASE(columns_are_cut_as_the_reader_wants)
 {
     const span_rule walker = {.max_length = 1 << 20, .walks_views = true};
     for (int padded = 0; padded < 2; padded++) {
@@ -278,7 +278,7 @@ static void columns_are_cut_as_the_reader_wants(void **state)
     }
 }
 
-static void senseless_calls_are_refused(void **state)
+CASE(senseless_calls_are_refused)
 {
     region_table none = {0};
     const span_rule tiny = {.max_length = 15};
@@ -290,24 +290,4 @@ static void senseless_calls_are_refused(void **state)
     assert_int_equal(
         plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, NULL, &spans, NULL),
         FANIN_ERR_ARGUMENT);
-}
-
-#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(gaps_up_to_the_limit_are_crossed),
-        CASE(length_is_limited),
-        CASE(contiguous_neighbours_are_one_direct_read),
-        CASE(long_pieces_are_direct),
-        CASE(regions_are_never_crossed),
-        CASE(boxes_outside_of_their_region_are_refused),
-        CASE(strided_boxes_are_checked_too),
-        CASE(transposed_memory_is_one_view),
-        CASE(gaps_inside_of_boxes_obey_the_rule),
-        CASE(columns_are_cut_as_the_reader_wants),
-        CASE(senseless_calls_are_refused),
-    };
-    return cmocka_run_group_tests_name("plan_spans", tests, NULL, NULL);
 }

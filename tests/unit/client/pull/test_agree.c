@@ -3,7 +3,6 @@
 #include "pull/agree.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <string.h>
 
 #define PART 16
 #define CALL_MS 10000
@@ -90,6 +89,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static fanin_status ask_for(fanin_step_rule rule, uint64_t step, const agree_need *need)
 {
     s.options.rule = rule;
@@ -137,7 +138,7 @@ static void hang_up(void *rank)
 
 /* ------------------------------------------------------------------- steps */
 
-static void all_at_one_step_agree_at_once(void **state)
+CASE(all_at_one_step_agree_at_once)
 {
     start(3, 3);
     assert_ok(ask_for_newest(), s.error);
@@ -148,7 +149,7 @@ static void all_at_one_step_agree_at_once(void **state)
     assert_true(digest_equal(&s.announced[2].keys, &id));
 }
 
-static void a_step_to_come_is_waited_for(void **state)
+CASE(a_step_to_come_is_waited_for)
 {
     static const fanin_step_rule rules[] = {FANIN_STEP_EXACT, FANIN_STEP_AT_LEAST};
     start(2, 2);
@@ -164,7 +165,7 @@ static void a_step_to_come_is_waited_for(void **state)
     assert_int_equal(stub_world_asked(&s.world, MSG_WAIT), 4);
 }
 
-static void a_step_that_has_passed_does_not_come_again(void **state)
+CASE(a_step_that_has_passed_does_not_come_again)
 {
     start(2, 2);
     assert_int_equal(ask_for(FANIN_STEP_EXACT, 2, NULL), FANIN_ERR_SUPERSEDED);
@@ -179,7 +180,7 @@ static void a_step_that_has_passed_does_not_come_again(void **state)
 }
 
 /* Who is behind the furthest rank is asked again, for that rank's step. */
-static void the_furthest_rank_is_the_target(void **state)
+CASE(the_furthest_rank_is_the_target)
 {
     start(3, 3);
     stub_rank_commit(&s.world.ranks[1], 4);
@@ -193,7 +194,7 @@ static void the_furthest_rank_is_the_target(void **state)
     assert_int_equal(stub_rank_talk(&s.world.ranks[2], ROLE_CONTROL)->wait.step, 4);
 }
 
-static void a_step_before_the_one_asked_for_is_no_answer(void **state)
+CASE(a_step_before_the_one_asked_for_is_no_answer)
 {
     start(2, 2);
     odd.rank = &s.world.ranks[1];
@@ -203,7 +204,7 @@ static void a_step_before_the_one_asked_for_is_no_answer(void **state)
     assert_int_equal(s.error.rank, 1);
 }
 
-static void who_does_not_publish_it_says_so(void **state)
+CASE(who_does_not_publish_it_says_so)
 {
     start(2, 2);
     odd.rank = &s.world.ranks[1];
@@ -243,7 +244,7 @@ static void assert_given_back(unsigned first, unsigned second, unsigned third)
         assert_int_equal(s.world.ranks[i].asked[MSG_END], want[i]);
 }
 
-static void leases_come_with_announcements(void **state)
+CASE(leases_come_with_announcements)
 {
     start(3, 3);
     ask_for_leases();
@@ -258,7 +259,7 @@ static void leases_come_with_announcements(void **state)
 }
 
 /* Who does not know them, or has another catalog, announces as ever. */
-static void who_grants_none_announces(void **state)
+CASE(who_grants_none_announces)
 {
     start(3, 3);
     ask_for_leases();
@@ -270,7 +271,7 @@ static void who_grants_none_announces(void **state)
     assert_given_back(0, 0, 0);
 }
 
-static void early_leases_of_other_steps_go_back(void **state)
+CASE(early_leases_of_other_steps_go_back)
 {
     start(3, 3);
     stub_rank_commit(&s.world.ranks[1], 4);
@@ -283,7 +284,7 @@ static void early_leases_of_other_steps_go_back(void **state)
     assert_given_back(1, 0, 1);
 }
 
-static void nobody_waits_under_a_lease(void **state)
+CASE(nobody_waits_under_a_lease)
 {
     start(3, 3);
     ask_for_leases();
@@ -299,7 +300,7 @@ static void nobody_waits_under_a_lease(void **state)
     assert_given_back(1, 0, 1);
 }
 
-static void leases_go_back_when_nothing_is_agreed(void **state)
+CASE(leases_go_back_when_nothing_is_agreed)
 {
     start(3, 3);
     ask_for_leases();
@@ -310,7 +311,7 @@ static void leases_go_back_when_nothing_is_agreed(void **state)
     assert_given_back(1, 0, 1);
 }
 
-static void a_lost_ranks_lease_is_not_kept(void **state)
+CASE(a_lost_ranks_lease_is_not_kept)
 {
     start(4, 2);
     ask_for_leases();
@@ -324,7 +325,7 @@ static void a_lost_ranks_lease_is_not_kept(void **state)
     assert_held(0);
 }
 
-static void lies_about_leases_are_refused(void **state)
+CASE(lies_about_leases_are_refused)
 {
     for (int i = 0; i < 2; i++) {
         start(2, 2);
@@ -356,7 +357,7 @@ static void answer_late(void *rank)
     stub_talk_flush(t);
 }
 
-static void a_lease_that_comes_late_goes_back(void **state)
+CASE(a_lease_that_comes_late_goes_back)
 {
     start(2, 2);
     ask_for_leases();
@@ -369,7 +370,7 @@ static void a_lease_that_comes_late_goes_back(void **state)
     assert_given_back(1, 1, 0);
 }
 
-static void a_lease_that_comes_after_the_end_goes_back(void **state)
+CASE(a_lease_that_comes_after_the_end_goes_back)
 {
     start(2, 2);
     ask_for_leases();
@@ -386,7 +387,7 @@ static void a_lease_that_comes_after_the_end_goes_back(void **state)
 /* ---------------------------------------------------------------- replicas */
 
 /* Ranks 0 and 2 hold the same, and so do 1 and 3. */
-static void replicas_that_lag_are_done_without(void **state)
+CASE(replicas_that_lag_are_done_without)
 {
     start(4, 2);
     stub_rank_commit(&s.world.ranks[0], 4);
@@ -402,7 +403,7 @@ static void replicas_that_lag_are_done_without(void **state)
     assert_agreed(15, 4);
 }
 
-static void who_holds_what_nobody_else_has_is_waited_for(void **state)
+CASE(who_holds_what_nobody_else_has_is_waited_for)
 {
     start(4, 2);
     stub_rank_commit(&s.world.ranks[0], 4);
@@ -413,7 +414,7 @@ static void who_holds_what_nobody_else_has_is_waited_for(void **state)
     assert_int_equal(s.took_ms, 3000);
 }
 
-static void paused_replicas_are_done_without(void **state)
+CASE(paused_replicas_are_done_without)
 {
     start(4, 2);
     s.world.ranks[1].state = WIRE_STATE_PAUSED;
@@ -425,7 +426,7 @@ static void paused_replicas_are_done_without(void **state)
     assert_in_range(s.took_ms, 0, GRACE_MS);
 }
 
-static void lost_replicas_are_done_without(void **state)
+CASE(lost_replicas_are_done_without)
 {
     start(4, 2);
     odd.rank = &s.world.ranks[2];
@@ -435,7 +436,7 @@ static void lost_replicas_are_done_without(void **state)
 }
 
 /* What it announced is not waited for any more. */
-static void a_lost_rank_sets_no_target(void **state)
+CASE(a_lost_rank_sets_no_target)
 {
     start(4, 2);
     stub_rank_commit(&s.world.ranks[3], 4);
@@ -469,7 +470,7 @@ static fanin_status without(void *cookie, const bool *use, bool *vain,
     return connection_fault(c)->status;
 }
 
-static void a_wait_in_vain_ends(void **state)
+CASE(a_wait_in_vain_ends)
 {
     judge j = {.in_vain = true};
     agree_need need = {.without = without, .cookie = &j};
@@ -482,7 +483,7 @@ static void a_wait_in_vain_ends(void **state)
     assert_in_range(s.took_ms, 1000, 1000 + 2 * GRACE_MS);
 }
 
-static void one_that_is_not_goes_on(void **state)
+CASE(one_that_is_not_goes_on)
 {
     judge j = {.in_vain = false};
     agree_need need = {.without = without, .cookie = &j};
@@ -495,7 +496,7 @@ static void one_that_is_not_goes_on(void **state)
     assert_int_equal(j.asked, 1);
 }
 
-static void nobody_is_left(void **state)
+CASE(nobody_is_left)
 {
     start(2, 2);
     stub_time_at_ms(100, hang_up, &s.world.ranks[0]);
@@ -507,7 +508,7 @@ static void nobody_is_left(void **state)
 
 /* ------------------------------------------------------------------ the end */
 
-static void time_is_up(void **state)
+CASE(time_is_up)
 {
     start(3, 3);
     stub_rank_commit(&s.world.ranks[0], 5);
@@ -518,7 +519,7 @@ static void time_is_up(void **state)
 }
 
 /* All have the step, but one is in its next update and stays there. */
-static void one_is_stuck_in_its_update(void **state)
+CASE(one_is_stuck_in_its_update)
 {
     start(3, 3);
     for (size_t i = 0; i < 3; i++)
@@ -532,7 +533,7 @@ static void one_is_stuck_in_its_update(void **state)
 }
 
 /* A rank says so a little before: time enough to ask where all are. */
-static void a_ranks_time_is_up(void **state)
+CASE(a_ranks_time_is_up)
 {
     start(3, 3);
     for (size_t i = 0; i < 3; i++)
@@ -548,7 +549,7 @@ static void a_ranks_time_is_up(void **state)
 }
 
 /* Its word would end the pull long before its time. */
-static void who_has_not_waited_is_not_believed(void **state)
+CASE(who_has_not_waited_is_not_believed)
 {
     start(2, 2);
     odd.rank = &s.world.ranks[1];
@@ -560,7 +561,7 @@ static void who_has_not_waited_is_not_believed(void **state)
 }
 
 /* Of a host that stood still the clock is behind: the ranks' time is up long before the pull's. */
-static void who_waited_by_another_clock_is_asked_again(void **state)
+CASE(who_waited_by_another_clock_is_asked_again)
 {
     start(2, 2);
     odd.rank = &s.world.ranks[1];
@@ -573,7 +574,7 @@ static void who_waited_by_another_clock_is_asked_again(void **state)
 }
 
 /* Ranks are not given as long at once. */
-static void a_pull_waits_for_hours(void **state)
+CASE(a_pull_waits_for_hours)
 {
     start(2, 2);
     for (size_t i = 0; i < 2; i++)
@@ -592,7 +593,7 @@ static void cancel(void *client)
     fanin_client_cancel(client);
 }
 
-static void a_wait_can_be_cancelled(void **state)
+CASE(a_wait_can_be_cancelled)
 {
     start(2, 2);
     stub_time_at_ms(300, cancel, s.world.client);
@@ -607,7 +608,7 @@ static void a_wait_can_be_cancelled(void **state)
 
 /* ---------------------------------------------------------------- enough */
 
-static void enough_is_what_holds_everything(void **state)
+CASE(enough_is_what_holds_everything)
 {
     static const struct {
         bool use[4];
@@ -632,7 +633,7 @@ static void enough_is_what_holds_everything(void **state)
 }
 
 /* Of two that are gone the one without which the others do not do. */
-static void the_culprit_is_who_is_needed(void **state)
+CASE(the_culprit_is_who_is_needed)
 {
     const bool use[] = {true, false, false, false};
     start(4, 2);
@@ -645,45 +646,4 @@ static void the_culprit_is_who_is_needed(void **state)
     stub_rank_hang_up(&s.world.ranks[3]);
     stub_world_settle(&s.world);
     assert_int_equal(agree_culprit(s.world.client, s.run, use, UINT64_MAX), 3);
-}
-
-#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(all_at_one_step_agree_at_once),
-        SCENE(a_step_to_come_is_waited_for),
-        SCENE(a_step_that_has_passed_does_not_come_again),
-        SCENE(the_furthest_rank_is_the_target),
-        SCENE(a_step_before_the_one_asked_for_is_no_answer),
-        SCENE(who_does_not_publish_it_says_so),
-        SCENE(leases_come_with_announcements),
-        SCENE(who_grants_none_announces),
-        SCENE(early_leases_of_other_steps_go_back),
-        SCENE(nobody_waits_under_a_lease),
-        SCENE(leases_go_back_when_nothing_is_agreed),
-        SCENE(a_lost_ranks_lease_is_not_kept),
-        SCENE(lies_about_leases_are_refused),
-        SCENE(a_lease_that_comes_late_goes_back),
-        SCENE(a_lease_that_comes_after_the_end_goes_back),
-        SCENE(replicas_that_lag_are_done_without),
-        SCENE(who_holds_what_nobody_else_has_is_waited_for),
-        SCENE(paused_replicas_are_done_without),
-        SCENE(lost_replicas_are_done_without),
-        SCENE(a_lost_rank_sets_no_target),
-        SCENE(a_wait_in_vain_ends),
-        SCENE(one_that_is_not_goes_on),
-        SCENE(nobody_is_left),
-        SCENE(time_is_up),
-        SCENE(one_is_stuck_in_its_update),
-        SCENE(a_ranks_time_is_up),
-        SCENE(who_has_not_waited_is_not_believed),
-        SCENE(who_waited_by_another_clock_is_asked_again),
-        SCENE(a_pull_waits_for_hours),
-        SCENE(a_wait_can_be_cancelled),
-        SCENE(enough_is_what_holds_everything),
-        SCENE(the_culprit_is_who_is_needed),
-    };
-    return cmocka_run_group_tests_name("agree", tests, NULL, NULL);
 }

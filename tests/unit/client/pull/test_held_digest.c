@@ -7,9 +7,6 @@
 #include "random.h"
 #include "testing.h"
 #include <cuda.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define SIZE ((size_t)1 << 21)
 #define PARTS 400
@@ -126,7 +123,7 @@ static uint64_t check(scene *s, const memory_range *ranges, size_t n_ranges)
 }
 
 /* One kernel takes many parts where a device has it, none elsewhere. */
-static void places_are_equal(void **state)
+TEST(places_are_equal)
 {
     for (int device = -1; device < 2; device++) {
         scene *s = make_scene(device);
@@ -141,7 +138,7 @@ static void places_are_equal(void **state)
 }
 
 /* Parts of two devices and the host in turn. */
-static void places_may_mix(void **state)
+TEST(places_may_mix)
 {
     scene *s = make_scene(0);
     const memory_range halves[] = {{s->memory, SIZE / 4, 0},
@@ -173,7 +170,7 @@ static void places_may_mix(void **state)
 }
 
 /* Runs of two bytes that nothing joins: more than one kernel is told. */
-static void too_many_runs_are_left_to_the_cpu(void **state)
+TEST(too_many_runs_are_left_to_the_cpu)
 {
     scene *s = make_scene(0);
     s->views[0] = (strided){
@@ -185,7 +182,7 @@ static void too_many_runs_are_left_to_the_cpu(void **state)
     free_scene(s, 0);
 }
 
-static void broken_devices_are_said(void **state)
+TEST(broken_devices_are_said)
 {
     scene *s = make_scene(0);
     const memory_range range = {s->memory, SIZE, 0};
@@ -230,13 +227,4 @@ static int set_up(void **state)
                : -1;
 }
 
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(places_are_equal),
-        cmocka_unit_test(places_may_mix),
-        cmocka_unit_test(too_many_runs_are_left_to_the_cpu),
-        cmocka_unit_test(broken_devices_are_said),
-    };
-    return cmocka_run_group_tests_name("held digests", tests, set_up, NULL);
-}
+TESTS_BETWEEN(set_up, NULL)

@@ -3,7 +3,6 @@
 #include "pull/lease.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <string.h>
 
 #define RANKS 3
 #define PART 16
@@ -95,6 +94,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static fanin_status begin(scene *s)
 {
     return lease_round_begin(s->world.client, s->run, s->announced, s->use, s->leases,
@@ -132,7 +133,7 @@ static void assert_blames_1(const scene *s, const char *words)
         fail_msg("\"%s\" does not say \"%s\"", s->error.message, words);
 }
 
-static void only_ranks_in_use_are_asked(void **state)
+CASE(only_ranks_in_use_are_asked)
 {
     scene *s = *state;
     s->use[1] = false;
@@ -150,7 +151,7 @@ static void only_ranks_in_use_are_asked(void **state)
     }
 }
 
-static void without_leases_nobody_is_asked(void **state)
+CASE(without_leases_nobody_is_asked)
 {
     scene *s = *state;
     assert_ok(end(s), s->error);
@@ -160,7 +161,7 @@ static void without_leases_nobody_is_asked(void **state)
 }
 
 /* The others' leases stay, and are given back unread. */
-static void one_that_moved_on_makes_it_stale(void **state)
+CASE(one_that_moved_on_makes_it_stale)
 {
     scene *s = *state;
     stub_rank_commit(&s->world.ranks[1], 2);
@@ -177,7 +178,7 @@ static void one_that_moved_on_makes_it_stale(void **state)
 }
 
 /* Whether the others suffice is for the next agreement to say. */
-static void one_that_paused_makes_it_stale(void **state)
+CASE(one_that_paused_makes_it_stale)
 {
     scene *s = *state;
     acts(1, MSG_BEGIN, IS_PAUSED);
@@ -186,7 +187,7 @@ static void one_that_paused_makes_it_stale(void **state)
     assert_blames_1(s, "the run is paused");
 }
 
-static void other_errors_are_the_ranks(void **state)
+CASE(other_errors_are_the_ranks)
 {
     scene *s = *state;
     acts(1, MSG_BEGIN, REFUSES);
@@ -202,7 +203,7 @@ static void other_errors_are_the_ranks(void **state)
     assert_int_equal(count_held(s), 0);
 }
 
-static void one_that_rewrote_makes_it_stale(void **state)
+CASE(one_that_rewrote_makes_it_stale)
 {
     scene *s = *state;
     acts(1, MSG_END, IS_STALE);
@@ -214,7 +215,7 @@ static void one_that_rewrote_makes_it_stale(void **state)
 }
 
 /* What stands was committed. */
-static void one_that_contradicts_itself_is_told_of(void **state)
+CASE(one_that_contradicts_itself_is_told_of)
 {
     scene *s = *state;
     acts(1, MSG_END, IS_BEHIND);
@@ -223,7 +224,7 @@ static void one_that_contradicts_itself_is_told_of(void **state)
     assert_blames_1(s, "says that step 1 stands, and is at step 0");
 }
 
-static void one_that_goes_away_is_told_of(void **state)
+CASE(one_that_goes_away_is_told_of)
 {
     scene *s = *state;
     acts(1, MSG_BEGIN, HANGS_UP);
@@ -247,7 +248,7 @@ static void answer_late(stub_rank *r, const msg_begin_ok *m)
 
 /* What nobody waits for any more is given back before it is there, by its request: the rank's next
    update does not wait for it, whether this client is called again or not. */
-static void a_lease_that_comes_late_was_given_back(void **state)
+CASE(a_lease_that_comes_late_was_given_back)
 {
     static const uint8_t none[16] = {0};
     scene *s = *state;
@@ -265,7 +266,7 @@ static void a_lease_that_comes_late_was_given_back(void **state)
 }
 
 /* Its answer says nothing to anybody. */
-static void a_late_answer_is_of_no_effect(void **state)
+CASE(a_late_answer_is_of_no_effect)
 {
     scene *s = *state;
     acts(1, MSG_BEGIN, IS_SILENT);
@@ -276,23 +277,4 @@ static void a_late_answer_is_of_no_effect(void **state)
     assert_false(s->leases[1].held);
     assert_true(peer_ready(&s->world.client->peers[1]));
     assert_int_equal(s->world.ranks[1].asked[MSG_END], 1);
-}
-
-#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(only_ranks_in_use_are_asked),
-        SCENE(without_leases_nobody_is_asked),
-        SCENE(one_that_moved_on_makes_it_stale),
-        SCENE(one_that_paused_makes_it_stale),
-        SCENE(other_errors_are_the_ranks),
-        SCENE(one_that_rewrote_makes_it_stale),
-        SCENE(one_that_contradicts_itself_is_told_of),
-        SCENE(one_that_goes_away_is_told_of),
-        SCENE(a_lease_that_comes_late_was_given_back),
-        SCENE(a_late_answer_is_of_no_effect),
-    };
-    return cmocka_run_group_tests_name("lease round", tests, NULL, NULL);
 }

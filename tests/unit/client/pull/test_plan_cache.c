@@ -4,7 +4,6 @@
 #include "pull/plan_cache.h"
 
 #include "testing.h"
-#include <stdlib.h>
 
 #define SMALL (UINT64_C(1) << 30)
 #define LARGE (UINT64_C(5) << 30)
@@ -40,7 +39,7 @@ static void forget(publication *p)
     free(p->plans);
 }
 
-static void three_in_turn_stay(void **state)
+TEST(three_in_turn_stay)
 {
     (void)state;
     publication p = {0};
@@ -56,7 +55,7 @@ static void three_in_turn_stay(void **state)
     forget(&p);
 }
 
-static void a_fourth_has_the_place_of_the_one_used_longest_ago(void **state)
+TEST(a_fourth_has_the_place_of_the_one_used_longest_ago)
 {
     (void)state;
     publication p = {0};
@@ -69,7 +68,7 @@ static void a_fourth_has_the_place_of_the_one_used_longest_ago(void **state)
     forget(&p);
 }
 
-static void a_directory_has_one_of_its_own(void **state)
+TEST(a_directory_has_one_of_its_own)
 {
     (void)state;
     publication p = {0};
@@ -83,7 +82,7 @@ static void a_directory_has_one_of_its_own(void **state)
     forget(&p);
 }
 
-static void a_large_one_leaves_for_any_other(void **state)
+TEST(a_large_one_leaves_for_any_other)
 {
     (void)state;
     publication p = {0};
@@ -98,15 +97,4 @@ static void a_large_one_leaves_for_any_other(void **state)
     assert_true(b->valid);
     assert_false(at(&p, 'c')->valid);
     forget(&p);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(three_in_turn_stay),
-        cmocka_unit_test(a_fourth_has_the_place_of_the_one_used_longest_ago),
-        cmocka_unit_test(a_directory_has_one_of_its_own),
-        cmocka_unit_test(a_large_one_leaves_for_any_other),
-    };
-    return cmocka_run_group_tests_name("plan cache", tests, NULL, NULL);
 }

@@ -6,9 +6,6 @@
 #include "stream/stream_link.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define RANKS 8
 #define KEYS 5000 /* that all threads have something to do, and look at the time */
 
@@ -74,6 +71,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static fanin_status detail(deadline at)
 {
     return plan_detail_ahead(&s.part, s.client, &s.publication, &s.goal, &stream_reader,
@@ -109,7 +108,7 @@ static void assert_alike(const read_list *a, const read_list *b)
 
 /* ------------------------------------------------------------------- tests */
 
-static void threads_make_what_one_makes(void **state)
+CASE(threads_make_what_one_makes)
 {
     (void)state;
     for (int round = 0; round < 8; round++) {
@@ -129,7 +128,7 @@ static void threads_make_what_one_makes(void **state)
 }
 
 /* Of those that will not be read by it nothing is made, and what is there stays. */
-static void only_what_lacks_is_made(void **state)
+CASE(only_what_lacks_is_made)
 {
     (void)state;
     s.mask[3] = false;
@@ -143,7 +142,7 @@ static void only_what_lacks_is_made(void **state)
     assert_non_null(details()[3]);
 }
 
-static void it_ends_by_deadline_and_cancel(void **state)
+CASE(it_ends_by_deadline_and_cancel)
 {
     (void)state;
     assert_int_equal(detail(1), FANIN_ERR_TIMEOUT); /* long ago */
@@ -153,16 +152,4 @@ static void it_ends_by_deadline_and_cancel(void **state)
     assert_ok(detail(UINT64_MAX), s.error);
     for (size_t i = 0; i < RANKS; i++)
         assert_non_null(details()[i]);
-}
-
-#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(threads_make_what_one_makes),
-        SCENE(only_what_lacks_is_made),
-        SCENE(it_ends_by_deadline_and_cancel),
-    };
-    return cmocka_run_group_tests_name("plan_detail", tests, NULL, NULL);
 }

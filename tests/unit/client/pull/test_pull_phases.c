@@ -6,8 +6,6 @@
 #include "log_catcher.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <stdio.h>
-#include <string.h>
 #include <sys/socket.h>
 
 #define RANKS 2
@@ -181,6 +179,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static fanin_status pull(void)
 {
     fanin_box box;
@@ -225,7 +225,7 @@ static void forget_asked(void)
 
 /* ------------------------------------------------------------------ phases */
 
-static void each_phase_asks_once(void **state)
+CASE(each_phase_asks_once)
 {
     begin(false);
     expect_pull(1);
@@ -241,7 +241,7 @@ static void each_phase_asks_once(void **state)
 }
 
 /* What was learnt stays: catalogs, plan, connections. */
-static void the_next_pull_asks_less(void **state)
+CASE(the_next_pull_asks_less)
 {
     begin(false);
     expect_pull(1);
@@ -270,7 +270,7 @@ static void look_at_runs(unsigned n)
 }
 
 /* Runs come and go while a client lives. */
-static void of_many_runs_the_last_are_kept(void **state)
+CASE(of_many_runs_the_last_are_kept)
 {
     size_t n = 0;
     begin(false);
@@ -288,7 +288,7 @@ static void of_many_runs_the_last_are_kept(void **state)
 }
 
 /* Everything is at hand: one round before the reads, and one behind them. */
-static void a_warm_pull_begins_with_the_announcements(void **state)
+CASE(a_warm_pull_begins_with_the_announcements)
 {
     begin(false);
     expect_pull(1);
@@ -301,7 +301,7 @@ static void a_warm_pull_begins_with_the_announcements(void **state)
     assert_int_equal(odd.ended, RANKS);
 }
 
-static void ranks_that_know_no_early_leases_are_begun(void **state)
+CASE(ranks_that_know_no_early_leases_are_begun)
 {
     begin(false);
     s.world.ranks[1].old = true;
@@ -315,7 +315,7 @@ static void ranks_that_know_no_early_leases_are_begun(void **state)
 
 /* New tables are fetched without a lease: rank 0, whose catalog is the same, gets its lease back.
    */
-static void no_table_is_fetched_under_a_lease(void **state)
+CASE(no_table_is_fetched_under_a_lease)
 {
     begin(false);
     expect_pull(1);
@@ -331,7 +331,7 @@ static void no_table_is_fetched_under_a_lease(void **state)
 }
 
 /* Neither is a connection made, nor are hands shaken, however the pull begins. */
-static void no_connection_is_made_under_a_lease(void **state)
+CASE(no_connection_is_made_under_a_lease)
 {
     fanin_box box;
     fanin_session *session = NULL;
@@ -359,7 +359,7 @@ static void no_connection_is_made_under_a_lease(void **state)
 
 /* Leases that came with the announcements go back before a connection that was lost with these is
    made again. */
-static void no_lease_waits_for_a_lost_connection(void **state)
+CASE(no_lease_waits_for_a_lost_connection)
 {
     begin(false);
     expect_pull(1);
@@ -374,7 +374,7 @@ static void no_lease_waits_for_a_lost_connection(void **state)
 }
 
 /* The other one's connection is there. */
-static void who_answers_no_connection_is_named(void **state)
+CASE(who_answers_no_connection_is_named)
 {
     for (uint32_t i = 0; i < RANKS; i++) {
         char silent[80];
@@ -395,7 +395,7 @@ static void who_answers_no_connection_is_named(void **state)
 
 /* An attempt that begins anew has its connections when the next step is announced: made after that,
    they would be what the next update meets, again and again. */
-static void connections_are_made_again_before_a_step_is_agreed(void **state)
+CASE(connections_are_made_again_before_a_step_is_agreed)
 {
     begin(false);
     acts(MSG_READ, 1, 1, HANGS_UP);
@@ -407,7 +407,7 @@ static void connections_are_made_again_before_a_step_is_agreed(void **state)
 }
 
 /* Who has one connection reads: one that is not answered costs a moment once, and no lease. */
-static void a_silent_connection_is_not_waited_for_long(void **state)
+CASE(a_silent_connection_is_not_waited_for_long)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
@@ -432,7 +432,7 @@ static void a_silent_connection_is_not_waited_for_long(void **state)
 }
 
 /* A stale end begins all anew, with leases of its own. */
-static void a_stale_end_asks_for_leases_again(void **state)
+CASE(a_stale_end_asks_for_leases_again)
 {
     begin(false);
     expect_pull(1);
@@ -445,7 +445,7 @@ static void a_stale_end_asks_for_leases_again(void **state)
     assert_asked(MSG_END, 2, 2);
 }
 
-static void of_replicas_one_is_read(void **state)
+CASE(of_replicas_one_is_read)
 {
     begin(true);
     expect_pull(1);
@@ -466,7 +466,7 @@ static void on_progress(void *cookie, uint64_t done, uint64_t total)
     t->last = done;
 }
 
-static void progress_is_told(void **state)
+CASE(progress_is_told)
 {
     told t = {0};
     begin(false);
@@ -506,7 +506,7 @@ static void on_rank_progress(void *cookie, const fanin_pull_progress *p)
     t->quiet_ms = p->slowest->quiet_ms;
 }
 
-static void it_is_told_which_rank_holds_it_up(void **state)
+CASE(it_is_told_which_rank_holds_it_up)
 {
     ranks_told t = {0};
     begin(false);
@@ -526,7 +526,7 @@ static void it_is_told_which_rank_holds_it_up(void **state)
 }
 
 /* Who asks for nothing finds it in the log: after 5 s, 10 s and so on. */
-static void the_log_says_it_too(void **state)
+CASE(the_log_says_it_too)
 {
     begin(false);
     s.world.client->log = (logger){.fn = log_catch};
@@ -540,7 +540,7 @@ static void the_log_says_it_too(void **state)
 /* ------------------------------------------------------------ begun anew */
 
 /* Between the agreement and the begin. */
-static void ranks_that_moved_on_are_asked_anew(void **state)
+CASE(ranks_that_moved_on_are_asked_anew)
 {
     begin(false);
     acts(MSG_BEGIN, 0, 1, MOVES_ON);
@@ -550,7 +550,7 @@ static void ranks_that_moved_on_are_asked_anew(void **state)
 }
 
 /* One was granted, the other was not: what was granted is given back. */
-static void half_a_begin_is_given_back(void **state)
+CASE(half_a_begin_is_given_back)
 {
     begin(false);
     acts(MSG_BEGIN, 1, 1, MOVES_ON);
@@ -559,7 +559,7 @@ static void half_a_begin_is_given_back(void **state)
     assert_int_equal(odd.ended, RANKS);
 }
 
-static void bytes_that_were_rewritten_are_read_anew(void **state)
+CASE(bytes_that_were_rewritten_are_read_anew)
 {
     begin(false);
     acts(MSG_END, 1, 2, IS_STALE);
@@ -568,7 +568,7 @@ static void bytes_that_were_rewritten_are_read_anew(void **state)
     assert_asked(MSG_READ, 3, 3);
 }
 
-static void as_often_as_it_may(void **state)
+CASE(as_often_as_it_may)
 {
     begin(false);
     s.options.max_attempts = 2;
@@ -579,7 +579,7 @@ static void as_often_as_it_may(void **state)
     expect_pull(1); /* the client is as good as before */
 }
 
-static void an_exact_step_is_not_exchanged(void **state)
+CASE(an_exact_step_is_not_exchanged)
 {
     begin(false);
     s.options = make_options(FANIN_STEP_EXACT, 1);
@@ -589,7 +589,7 @@ static void an_exact_step_is_not_exchanged(void **state)
                 "step 1 of lora:0 has passed: the trainer is at step 2");
 }
 
-static void a_replica_steps_in(void **state)
+CASE(a_replica_steps_in)
 {
     static const message_type when[] = {MSG_BEGIN, MSG_READ, MSG_END};
     for (size_t i = 0; i < sizeof when / sizeof *when; i++) {
@@ -604,7 +604,7 @@ static void a_replica_steps_in(void **state)
 
 /* It answers what it is asked, and gives no data connection, as long as it is asked for one: all
    that it has comes from the other one. */
-static void a_replica_serves_for_one_without_connections(void **state)
+CASE(a_replica_serves_for_one_without_connections)
 {
     static const int how[] = {HANGS_UP, IS_FULL, IS_SILENT};
     for (uint32_t i = 0; i < RANKS * sizeof how / sizeof *how; i++) {
@@ -621,7 +621,7 @@ static void a_replica_serves_for_one_without_connections(void **state)
 }
 
 /* Nor need it be lost: the other one can read its memory. */
-static void a_replica_serves_for_one_with_unreadable_memory(void **state)
+CASE(a_replica_serves_for_one_with_unreadable_memory)
 {
     for (uint32_t i = 0; i < RANKS; i++) {
         begin(true);
@@ -646,7 +646,7 @@ static fanin_status read_by_session(void)
 }
 
 /* A session that loses a rank is over; the next one knows. */
-static void the_next_session_reads_from_the_replica(void **state)
+CASE(the_next_session_reads_from_the_replica)
 {
     for (uint32_t i = 0; i < RANKS; i++) {
         begin(true);
@@ -659,7 +659,7 @@ static void the_next_session_reads_from_the_replica(void **state)
 }
 
 /* Both are tried in turn. */
-static void of_two_without_connections_each_is_tried(void **state)
+CASE(of_two_without_connections_each_is_tried)
 {
     begin(true);
     acts(MSG_HELLO, RANKS, 3, HANGS_UP);
@@ -671,7 +671,7 @@ static void of_two_without_connections_each_is_tried(void **state)
 
 /* ------------------------------------------------------------------- ends */
 
-static void a_run_that_pauses_ends_it(void **state)
+CASE(a_run_that_pauses_ends_it)
 {
     begin(false);
     acts(MSG_BEGIN, 1, 1, PAUSES);
@@ -682,7 +682,7 @@ static void a_run_that_pauses_ends_it(void **state)
     expect_pull(1);
 }
 
-static void a_rank_that_serves_nothing_ends_it_in_time(void **state)
+CASE(a_rank_that_serves_nothing_ends_it_in_time)
 {
     begin(false);
     acts(MSG_READ, 1, 9, IS_SILENT);
@@ -695,7 +695,7 @@ static void a_rank_that_serves_nothing_ends_it_in_time(void **state)
 }
 
 /* It has not seen yet that those of pulls before are closed. */
-static void a_rank_with_too_many_connections_is_asked_again(void **state)
+CASE(a_rank_with_too_many_connections_is_asked_again)
 {
     begin(false);
     acts(MSG_HELLO, 1, 5, IS_FULL);
@@ -705,7 +705,7 @@ static void a_rank_with_too_many_connections_is_asked_again(void **state)
 }
 
 /* It is asked less and less often, and told of in the end. */
-static void as_long_as_there_is_time(void **state)
+CASE(as_long_as_there_is_time)
 {
     begin(false);
     acts(MSG_HELLO, 1, 1000000, IS_FULL);
@@ -717,7 +717,7 @@ static void as_long_as_there_is_time(void **state)
 }
 
 /* Nobody had the time to answer since: what was lost used it up, and not they. */
-static void time_that_went_by_with_losses_is_told_of(void **state)
+CASE(time_that_went_by_with_losses_is_told_of)
 {
     begin(false);
     s.options.timeout_ms = 100;
@@ -731,7 +731,7 @@ static void time_that_went_by_with_losses_is_told_of(void **state)
 }
 
 /* If they had it, it is their silence. */
-static void a_silence_after_a_loss_is_told_of(void **state)
+CASE(a_silence_after_a_loss_is_told_of)
 {
     begin(false);
     acts(MSG_READ, 1, 1, SILENCES_ALL);
@@ -739,7 +739,7 @@ static void a_silence_after_a_loss_is_told_of(void **state)
     assert_says(s.error.message, "was not committed on all ranks in time: ranks 0-1 ");
 }
 
-static void a_table_has_one_size(void **state)
+CASE(a_table_has_one_size)
 {
     begin(false);
     acts(MSG_KEYS, 0, 2, SHRINKS);
@@ -750,7 +750,7 @@ static void a_table_has_one_size(void **state)
 }
 
 /* A data connection leads to the rank, and into the session, of its control connection. */
-static void data_connections_lead_to_the_rank(void **state)
+CASE(data_connections_lead_to_the_rank)
 {
     static const size_t lies[] = {offsetof(msg_hello_ok, world_id),
                                   offsetof(msg_hello_ok, session),
@@ -767,7 +767,7 @@ static void data_connections_lead_to_the_rank(void **state)
 }
 
 /* A reply too many to one pull fits no request of the next one. */
-static void numbers_of_reads_are_used_once(void **state)
+CASE(numbers_of_reads_are_used_once)
 {
     begin(false);
     expect_pull(1);
@@ -778,7 +778,7 @@ static void numbers_of_reads_are_used_once(void **state)
 }
 
 /* Whoever is on the way may close it while nothing is read. */
-static void a_data_connection_that_was_closed_is_made_again(void **state)
+CASE(a_data_connection_that_was_closed_is_made_again)
 {
     begin(false);
     expect_pull(1);
@@ -793,7 +793,7 @@ static void a_data_connection_that_was_closed_is_made_again(void **state)
 }
 
 /* While this process was stopped nobody read what the ranks said: that is not their silence. */
-static void who_was_stopped_blames_nobody(void **state)
+CASE(who_was_stopped_blames_nobody)
 {
     static const message_type when[] = {MSG_KEYS, MSG_WAIT, MSG_READ, MSG_END};
     begin(false);
@@ -811,7 +811,7 @@ static void cancel(void *client)
     fanin_client_cancel(client);
 }
 
-static void it_can_be_cancelled_in_each_phase(void **state)
+CASE(it_can_be_cancelled_in_each_phase)
 {
     static const message_type when[] = {MSG_KEYS, MSG_BOXES, MSG_BEGIN, MSG_READ,
                                         MSG_END};
@@ -825,51 +825,4 @@ static void it_can_be_cancelled_in_each_phase(void **state)
         assert_int_equal(odd.times, 0);
     }
     expect_pull(1);
-}
-
-#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(each_phase_asks_once),
-        SCENE(the_next_pull_asks_less),
-        SCENE(of_many_runs_the_last_are_kept),
-        SCENE(a_warm_pull_begins_with_the_announcements),
-        SCENE(ranks_that_know_no_early_leases_are_begun),
-        SCENE(no_table_is_fetched_under_a_lease),
-        SCENE(no_connection_is_made_under_a_lease),
-        SCENE(no_lease_waits_for_a_lost_connection),
-        SCENE(who_answers_no_connection_is_named),
-        SCENE(connections_are_made_again_before_a_step_is_agreed),
-        SCENE(a_silent_connection_is_not_waited_for_long),
-        SCENE(a_stale_end_asks_for_leases_again),
-        SCENE(of_replicas_one_is_read),
-        SCENE(progress_is_told),
-        SCENE(it_is_told_which_rank_holds_it_up),
-        SCENE(the_log_says_it_too),
-        SCENE(ranks_that_moved_on_are_asked_anew),
-        SCENE(half_a_begin_is_given_back),
-        SCENE(bytes_that_were_rewritten_are_read_anew),
-        SCENE(as_often_as_it_may),
-        SCENE(an_exact_step_is_not_exchanged),
-        SCENE(a_replica_steps_in),
-        SCENE(a_replica_serves_for_one_without_connections),
-        SCENE(a_replica_serves_for_one_with_unreadable_memory),
-        SCENE(the_next_session_reads_from_the_replica),
-        SCENE(of_two_without_connections_each_is_tried),
-        SCENE(a_run_that_pauses_ends_it),
-        SCENE(a_rank_that_serves_nothing_ends_it_in_time),
-        SCENE(a_rank_with_too_many_connections_is_asked_again),
-        SCENE(as_long_as_there_is_time),
-        SCENE(time_that_went_by_with_losses_is_told_of),
-        SCENE(a_silence_after_a_loss_is_told_of),
-        SCENE(a_table_has_one_size),
-        SCENE(data_connections_lead_to_the_rank),
-        SCENE(numbers_of_reads_are_used_once),
-        SCENE(a_data_connection_that_was_closed_is_made_again),
-        SCENE(who_was_stopped_blames_nobody),
-        SCENE(it_can_be_cancelled_in_each_phase),
-    };
-    return cmocka_run_group_tests_name("pull phases", tests, NULL, NULL);
 }

@@ -9,10 +9,6 @@
 #include "stream/stream_link.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define SIDE 128
 #define COUNT ((uint64_t)SIDE * SIDE) /* of boxes, of keys, of regions: several looks */
 
@@ -165,7 +161,7 @@ static void check(claims *c, work_fn work)
     }
 }
 
-static void claims_are_read_until_nobody_waits(void **state)
+TEST(claims_are_read_until_nobody_waits)
 {
     check(*state, read_boxes);
     check(*state, read_keys);
@@ -173,7 +169,7 @@ static void claims_are_read_until_nobody_waits(void **state)
     check(*state, read_regions);
 }
 
-static void plans_are_made_until_nobody_waits(void **state)
+TEST(plans_are_made_until_nobody_waits)
 {
     check(*state, make_plan);
     check(*state, cut_spans);
@@ -255,11 +251,4 @@ static int tear_down(void **state)
     return 0;
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(claims_are_read_until_nobody_waits),
-        cmocka_unit_test(plans_are_made_until_nobody_waits),
-    };
-    return cmocka_run_group_tests_name("work_stop", tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

@@ -3,7 +3,6 @@
 #include "thread.h"
 #include "stream/stream_link.h"
 #include "testing.h"
-#include <string.h>
 
 #define BODIES 200
 #define WRONG 77
@@ -78,7 +77,7 @@ static seal_checks *start(loop *l)
     return c;
 }
 
-static void each_body_has_its_verdict(void **state)
+TEST(each_body_has_its_verdict)
 {
     loop l;
     seal_checks *c = start(&l);
@@ -105,7 +104,7 @@ static void each_body_has_its_verdict(void **state)
     loop_finish(&l);
 }
 
-static void what_is_not_asked_for_any_more_has_none(void **state)
+TEST(what_is_not_asked_for_any_more_has_none)
 {
     loop l;
     seal_checks *c = start(&l);
@@ -120,18 +119,8 @@ static void what_is_not_asked_for_any_more_has_none(void **state)
     loop_finish(&l);
 }
 
-static void without_threads_nobody_is_helped(void **state)
+TEST(without_threads_nobody_is_helped)
 {
     assert_null(seal_checks_take(NULL));
     assert_false(seal_checks_help(NULL));
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_body_has_its_verdict),
-        cmocka_unit_test(what_is_not_asked_for_any_more_has_none),
-        cmocka_unit_test(without_threads_nobody_is_helped),
-    };
-    return cmocka_run_group_tests_name("seal checks", tests, NULL, NULL);
 }

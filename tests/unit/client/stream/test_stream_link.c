@@ -6,10 +6,6 @@
 #include "stub_ranks.h"
 #include "testing.h"
 #include "thread.h"
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define MIB ((uint64_t)1 << 20)
 #define SIZE (9 * MIB + 5) /* three requests */
@@ -247,6 +243,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
 static void assert_whole(void)
 {
     if (s.work.failed)
@@ -273,7 +271,7 @@ static void assert_failed(fanin_status status, const char *words)
 
 /* ---------------------------------------------------------------- what works */
 
-static void all_bytes_come(void **state)
+CASE(all_bytes_come)
 {
     begin(false);
     open_link(1);
@@ -283,7 +281,7 @@ static void all_bytes_come(void **state)
     assert_int_equal(s.world.ranks[0].asked[MSG_READ], REQUESTS);
 }
 
-static void a_link_is_used_again(void **state)
+CASE(a_link_is_used_again)
 {
     begin(false);
     open_link(1);
@@ -296,7 +294,7 @@ static void a_link_is_used_again(void **state)
     assert_int_equal(s.world.ranks[0].asked[MSG_HELLO], 2); /* control and data */
 }
 
-static void connections_share_the_work(void **state)
+CASE(connections_share_the_work)
 {
     begin(false);
     open_link(3);
@@ -325,7 +323,7 @@ static void answer_kept(void)
 }
 
 /* More connections take their part of the next work. */
-static void a_link_is_widened(void **state)
+CASE(a_link_is_widened)
 {
     begin(false);
     open_link(1);
@@ -346,7 +344,7 @@ static void a_link_is_widened(void **state)
 
 /* Whoever a connection was dealt to reads it, in a loop and a window of his own, until all are
    gathered. */
-static void connections_are_dealt(void **state)
+CASE(connections_are_dealt)
 {
     loop other;
     begin(false);
@@ -381,7 +379,7 @@ static void connections_are_dealt(void **state)
     assert_whole();
 }
 
-static void sealed_bytes_come(void **state)
+CASE(sealed_bytes_come)
 {
     begin(true);
     open_link(2);
@@ -390,7 +388,7 @@ static void sealed_bytes_come(void **state)
     assert_whole();
 }
 
-static void the_window_bounds_what_is_asked(void **state)
+CASE(the_window_bounds_what_is_asked)
 {
     const struct {
         uint64_t window;
@@ -430,7 +428,7 @@ static unsigned asked_at_once(bool tcp)
     return asked;
 }
 
-static void tcp_on_one_host_has_little_under_way(void **state)
+CASE(tcp_on_one_host_has_little_under_way)
 {
     assert_int_equal(asked_at_once(false), REQUESTS);
     assert_int_equal(asked_at_once(true), 2);
@@ -465,7 +463,7 @@ static void fail_by(const odd_case *o)
     stub_world_settle(&s.world);
 }
 
-static void a_reply_must_fit(void **state)
+CASE(a_reply_must_fit)
 {
     static const odd_case cases[] = {
         {IS_SHORT, FANIN_ERR_PROTOCOL, "does not fit the read"},
@@ -492,7 +490,7 @@ static bool count_digested(void *cookie, uint64_t request, const uint8_t *digest
 }
 
 /* Nobody looks at digests that are more or fewer than what was asked for. */
-static void digests_must_fit(void **state)
+CASE(digests_must_fit)
 {
     static const oddity cases[] = {IS_SHORT, IS_LONG, IS_NOTHING, AS_EVER};
     unsigned digested = 0;
@@ -512,7 +510,7 @@ static void digests_must_fit(void **state)
     }
 }
 
-static void sums_must_fit(void **state)
+CASE(sums_must_fit)
 {
     static const odd_case cases[] = {
         {IS_FLIPPED, FANIN_ERR_TRANSPORT, "a checksum does not fit"},
@@ -523,7 +521,7 @@ static void sums_must_fit(void **state)
         fail_by(&cases[i]);
 }
 
-static void sums_must_fit_that_threads_make(void **state)
+CASE(sums_must_fit_that_threads_make)
 {
     begin(true);
     if (usable_cpus() < 2)
@@ -545,7 +543,7 @@ static void sums_must_fit_that_threads_make(void **state)
     }
 }
 
-static void who_refuses_data_connections_is_told(void **state)
+CASE(who_refuses_data_connections_is_told)
 {
     begin(false);
     for (int i = 0; i < 2; i++) {
@@ -569,7 +567,7 @@ static fanin_status refuse(void *cookie, uint64_t to, uint64_t length,
 }
 
 /* Where bytes go is made ready before they come; that may fail. */
-static void a_destination_may_fail(void **state)
+CASE(a_destination_may_fail)
 {
     begin(false);
     open_link(1);
@@ -585,7 +583,7 @@ static void a_destination_may_fail(void **state)
 /* -------------------------------------------------------------------- the end */
 
 /* Nothing is written any more, whatever comes. */
-static void a_stopped_link_writes_nothing(void **state)
+CASE(a_stopped_link_writes_nothing)
 {
     begin(false);
     open_link(1);
@@ -599,28 +597,4 @@ static void a_stopped_link_writes_nothing(void **state)
     stub_world_settle(&s.world);
     for (uint64_t i = 0; i <= SIZE; i++)
         assert_int_equal(s.memory[i], 0xcc);
-}
-
-#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        SCENE(all_bytes_come),
-        SCENE(a_link_is_used_again),
-        SCENE(connections_share_the_work),
-        SCENE(a_link_is_widened),
-        SCENE(connections_are_dealt),
-        SCENE(sealed_bytes_come),
-        SCENE(the_window_bounds_what_is_asked),
-        SCENE(tcp_on_one_host_has_little_under_way),
-        SCENE(a_reply_must_fit),
-        SCENE(digests_must_fit),
-        SCENE(sums_must_fit),
-        SCENE(sums_must_fit_that_threads_make),
-        SCENE(who_refuses_data_connections_is_told),
-        SCENE(a_destination_may_fail),
-        SCENE(a_stopped_link_writes_nothing),
-    };
-    return cmocka_run_group_tests_name("stream link", tests, NULL, NULL);
 }

@@ -3,8 +3,6 @@
 #include "thread.h"
 #include "stream/stream_sum.h"
 #include "testing.h"
-#include <stdlib.h>
-#include <string.h>
 
 #define ROUNDS 300
 #define PARTS 5
@@ -15,7 +13,7 @@ static gather gathered; /* too large for a stack */
 
 /* One "sendmsg" after the other, of which some take all that was gathered, some a part or nothing:
    the sum is that of what has left, in order. */
-static void what_has_left_is_summed_up(void **state)
+TEST(what_has_left_is_summed_up)
 {
     if (usable_cpus() < 2)
         skip();
@@ -44,7 +42,7 @@ static void what_has_left_is_summed_up(void **state)
     checksum_free(expected);
 }
 
-static void a_gather_is_summed_up_in_its_order(void **state)
+TEST(a_gather_is_summed_up_in_its_order)
 {
     const char head[] = "skipped", one[] = "one", two[] = "two and more";
     checksum *sum = checksum_create();
@@ -58,13 +56,4 @@ static void a_gather_is_summed_up_in_its_order(void **state)
     gather_sum(&gathered, 8, 14, sum);
     assert_true(checksum_get(sum) == checksum_of("netwo and more", 14));
     checksum_free(sum);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(what_has_left_is_summed_up),
-        cmocka_unit_test(a_gather_is_summed_up_in_its_order),
-    };
-    return cmocka_run_group_tests_name("stream sum", tests, NULL, NULL);
 }

@@ -9,8 +9,6 @@
 #include "secrets.h"
 #include "testing.h"
 #include "ucx.h"
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #define RANKS 2
@@ -167,7 +165,7 @@ static bool has_reads(void)
     return path == FANIN_PATH_RDMA;
 }
 
-static void a_stalled_process_keeps_the_path(void **state)
+TEST(a_stalled_process_keeps_the_path)
 {
     fixture f;
     if (!has_reads())
@@ -181,7 +179,7 @@ static void a_stalled_process_keeps_the_path(void **state)
 }
 
 /* A rank may list millions of them. */
-static void keys_are_read_until_the_deadline(void **state)
+TEST(keys_are_read_until_the_deadline)
 {
     fixture f;
     fanin_error error = FANIN_ERROR_INIT;
@@ -202,7 +200,7 @@ static void keys_are_read_until_the_deadline(void **state)
     tear_down(&f);
 }
 
-static void an_answer_after_the_verdict_changes_nothing(void **state)
+TEST(an_answer_after_the_verdict_changes_nothing)
 {
     fixture f;
     if (!has_reads())
@@ -216,7 +214,7 @@ static void an_answer_after_the_verdict_changes_nothing(void **state)
     tear_down(&f);
 }
 
-static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
+TEST(a_read_that_cannot_be_recalled_closes_ucx)
 {
     fixture f;
     if (!has_reads())
@@ -230,7 +228,7 @@ static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
     tear_down(&f);
 }
 
-static void every_cut_comes(void **state)
+TEST(every_cut_comes)
 {
     static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
                                      CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
@@ -266,7 +264,7 @@ static fanin_status pull_over_tcp(const char *secret, fanin_error *error)
 }
 
 /* Remote keys write, whatever was asked for, and UCX believes the addresses that it is given. */
-static void over_tcp_keys_are_for_those_who_prove_themselves(void **state)
+TEST(over_tcp_keys_are_for_those_who_prove_themselves)
 {
     fanin_error error;
     if (!has_reads() || openssl_is_missing())
@@ -278,17 +276,4 @@ static void over_tcp_keys_are_for_those_who_prove_themselves(void **state)
         assert_says(error.message, "secret");
     }
     secrets_remove();
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_cut_comes),
-        cmocka_unit_test(a_stalled_process_keeps_the_path),
-        cmocka_unit_test(keys_are_read_until_the_deadline),
-        cmocka_unit_test(an_answer_after_the_verdict_changes_nothing),
-        cmocka_unit_test(a_read_that_cannot_be_recalled_closes_ucx),
-        cmocka_unit_test(over_tcp_keys_are_for_those_who_prove_themselves),
-    };
-    return cmocka_run_group_tests_name("probe", tests, NULL, NULL);
 }

@@ -7,7 +7,7 @@ static bool parse(const char *text, identity *out)
     return identity_parse(text, strlen(text), out);
 }
 
-static void names_are_read_and_written(void **state)
+TEST(names_are_read_and_written)
 {
     static const char *const good[] = {
         "fanin://job/reader",
@@ -24,7 +24,7 @@ static void names_are_read_and_written(void **state)
     }
 }
 
-static void others_are_none(void **state)
+TEST(others_are_none)
 {
     static const char *const bad[] = {
         "",
@@ -72,7 +72,7 @@ static bool may(const char *has, const char *wanted)
     return identity_suffices(&a, &b);
 }
 
-static void each_is_good_for_itself_alone(void **state)
+TEST(each_is_good_for_itself_alone)
 {
     assert_true(may("fanin://j/reader", "fanin://j/reader"));
     assert_true(may("fanin://j/rank/3", "fanin://j/rank/3"));
@@ -84,14 +84,4 @@ static void each_is_good_for_itself_alone(void **state)
     assert_false(may("fanin://j/reader", "fanin://j/rank/*"));
     assert_false(may("fanin://j/reader", "fanin://jj/reader"));
     assert_false(may("fanin://jj/rank/*", "fanin://j/rank/3"));
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(names_are_read_and_written),
-        cmocka_unit_test(others_are_none),
-        cmocka_unit_test(each_is_good_for_itself_alone),
-    };
-    return cmocka_run_group_tests_name("identity", tests, NULL, NULL);
 }

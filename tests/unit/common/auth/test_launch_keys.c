@@ -2,7 +2,6 @@
 /* HKDF by the vectors of RFC 5869, and a launch's keys by those of PROTOCOL.md. */
 #include "secret_file.h"
 #include "testing.h"
-#include <stdio.h>
 
 static const openssl *o;
 
@@ -31,7 +30,7 @@ static void check(const char *ikm, const char *salt, const char *info, const cha
     assert_memory_equal(out, expected, size);
 }
 
-static void hkdf_is_rfc_5869s(void **state)
+TEST(hkdf_is_rfc_5869s)
 {
     check("0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b", "000102030405060708090a0b0c",
           "f0f1f2f3f4f5f6f7f8f9",
@@ -61,7 +60,7 @@ static void hkdf_is_rfc_5869s(void **state)
           "c8");
 }
 
-static void keys_are_the_protocols(void **state)
+TEST(keys_are_the_protocols)
 {
     uint8_t secret[SECRET_SIZE], root[KEY_SIZE], key[KEY_SIZE], expected[KEY_SIZE];
     uint8_t world[16];
@@ -84,7 +83,7 @@ static void keys_are_the_protocols(void **state)
     assert_int_equal(strlen(identity), 13 + 32 + 1 + 10);
 }
 
-static void too_much_is_refused(void **state)
+TEST(too_much_is_refused)
 {
     static uint8_t out[255 * KEY_SIZE + 1], info[257];
     assert_true(hkdf_expand(o, out, info, 256, out + KEY_SIZE, 254 * (size_t)KEY_SIZE));
@@ -99,10 +98,5 @@ int main(void)
         printf("1..0 # SKIP %s\n", error.message);
         return 77;
     }
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hkdf_is_rfc_5869s),
-        cmocka_unit_test(keys_are_the_protocols),
-        cmocka_unit_test(too_much_is_refused),
-    };
-    return cmocka_run_group_tests_name("launch_keys", tests, NULL, NULL);
+    return tests_run(NULL);
 }

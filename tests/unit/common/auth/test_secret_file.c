@@ -3,10 +3,7 @@
 #include "secret_file.h"
 #include "testing.h"
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define DIGITS "00112233445566778899aabbccddeeffFFEEDDCCBBAA99887766554433221100"
 
@@ -51,7 +48,7 @@ static fanin_status read_it(const char *file)
     return status;
 }
 
-static void forms(void **state)
+TEST(forms)
 {
     static const uint8_t first[] = {0x00, 0x11, 0x22}, last[] = {0x22, 0x11, 0x00};
     make(DIGITS, 64, 0600);
@@ -70,7 +67,7 @@ static void forms(void **state)
     assert_int_equal(secret[31], '\n');
 }
 
-static void other_contents(void **state)
+TEST(other_contents)
 {
     static const size_t sizes[] = {0, 1, 31, 63, 66, 1000};
     char text[1000];
@@ -90,7 +87,7 @@ static void other_contents(void **state)
     assert_int_equal(read_it(path), FANIN_ERR_ARGUMENT);
 }
 
-static void one_byte_is_no_secret(void **state)
+TEST(one_byte_is_no_secret)
 {
     static const char *const digits[] = {"00", "ff", "aB"};
     char text[64];
@@ -113,7 +110,7 @@ static void one_byte_is_no_secret(void **state)
     assert_ok(read_it(path), error);
 }
 
-static void modes(void **state)
+TEST(modes)
 {
     static const mode_t bad[] = {0604, 0602, 0601, 0644, 0620, 0660, 0610, 0777};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -128,7 +125,7 @@ static void modes(void **state)
     assert_int_equal(read_it(path), geteuid() == 0 ? FANIN_OK : FANIN_ERR_AUTH);
 }
 
-static void owners(void **state)
+TEST(owners)
 {
     if (geteuid() != 0)
         skip();
@@ -149,7 +146,7 @@ static void owners(void **state)
     assert_int_equal(own, FANIN_ERR_AUTH);
 }
 
-static void other_kinds(void **state)
+TEST(other_kinds)
 {
     char link[80];
     unlink(path);
@@ -166,7 +163,7 @@ static void other_kinds(void **state)
     assert_ok(through, error);
 }
 
-static void names(void **state)
+TEST(names)
 {
     unsetenv(SECRET_ENV);
     assert_null(secret_file_of(NULL));
@@ -181,16 +178,4 @@ static void names(void **state)
     unsetenv(SECRET_ENV);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(forms),
-        cmocka_unit_test(other_contents),
-        cmocka_unit_test(modes),
-        cmocka_unit_test(owners),
-        cmocka_unit_test(other_kinds),
-        cmocka_unit_test(names),
-        cmocka_unit_test(one_byte_is_no_secret),
-    };
-    return cmocka_run_group_tests_name("secret_file", tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

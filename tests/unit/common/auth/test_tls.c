@@ -3,11 +3,7 @@
 #include "secrets.h"
 #include "testing.h"
 #include "tls_internal.h"
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define WORLD_BYTE 5
 #define RANK 3
@@ -92,7 +88,7 @@ static void move(pair *p, int from, size_t run)
     assert_memory_equal(got, bytes, LARGE);
 }
 
-static void bytes_arrive(void **state)
+TEST(bytes_arrive)
 {
     pair p;
     start(&p, '1', '1');
@@ -110,7 +106,7 @@ static void bytes_arrive(void **state)
 }
 
 /* A part of what has come is taken: the rest is there, though the socket says nothing. */
-static void what_is_left_is_told(void **state)
+TEST(what_is_left_is_told)
 {
     pair p;
     start(&p, '1', '1');
@@ -132,7 +128,7 @@ static void what_is_left_is_told(void **state)
 
 /* What begin_update may wait for is one slice, however much there is to be sent and whatever room
    there is. */
-static void a_send_is_a_slice(void **state)
+TEST(a_send_is_a_slice)
 {
     pair p;
     start(&p, '1', '1');
@@ -148,7 +144,7 @@ static void a_send_is_a_slice(void **state)
 }
 
 /* The socket is to be waited for, and not its room, which is there at once. */
-static void a_part_of_a_record_is_nothing(void **state)
+TEST(a_part_of_a_record_is_nothing)
 {
     pair p;
     uint8_t record[2000];
@@ -168,7 +164,7 @@ static void a_part_of_a_record_is_nothing(void **state)
     stop(&p);
 }
 
-static void other_secrets_are_refused(void **state)
+TEST(other_secrets_are_refused)
 {
     pair p;
     tls_step steps[2];
@@ -182,7 +178,7 @@ static void other_secrets_are_refused(void **state)
     stop(&p);
 }
 
-static void ranks_prove_themselves(void **state)
+TEST(ranks_prove_themselves)
 {
     pair p, other;
     uint8_t proof[TLS_PROOF_SIZE], altered[TLS_PROOF_SIZE], elsewhere[16];
@@ -229,7 +225,7 @@ static void answer(const void *data, size_t size, tls_fault expected)
     stop(&p);
 }
 
-static void what_is_no_tls_is_told(void **state)
+TEST(what_is_no_tls_is_told)
 {
     answer("FAN1", 4, TLS_PLAIN);
     answer("HTTP/1.0 400", 12, TLS_PLAIN);
@@ -243,7 +239,7 @@ static void what_is_no_tls_is_told(void **state)
 }
 
 /* Who forgets the handshake sends nothing that is not encrypted, and gets nothing. */
-static void before_the_handshake_nothing_goes(void **state)
+TEST(before_the_handshake_nothing_goes)
 {
     (void)state;
     pair p;
@@ -281,7 +277,7 @@ static tls_step hear_hello(const void *data, size_t size, tls_fault expected)
 }
 
 /* OpenSSL makes room for what the beginning says. */
-static void a_hello_is_short(void **state)
+TEST(a_hello_is_short)
 {
     static const uint8_t honest[] = {0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc};
     static const uint8_t longest[] = {0x16, 3, 1, 0x20, 0, 1, 0, 0x1f, 0xfc};
@@ -301,7 +297,7 @@ static void a_hello_is_short(void **state)
 }
 
 /* The kernel, which has the keys by then, makes the record. */
-static void an_alert_is_sealed_by_who_has_the_keys(void **state)
+TEST(an_alert_is_sealed_by_who_has_the_keys)
 {
     static const uint8_t no_hello[] = {0x16, 3, 1, 2, 0, 2, 0, 1, 0xfc};
     pair p;
@@ -315,7 +311,7 @@ static void an_alert_is_sealed_by_who_has_the_keys(void **state)
 }
 
 /* Who has been sent a slice and says nothing costs little memory. */
-static void room_for_a_slice_is_given_back(void **state)
+TEST(room_for_a_slice_is_given_back)
 {
     pair p;
     start(&p, '1', '1');
@@ -330,22 +326,11 @@ static void room_for_a_slice_is_given_back(void **state)
     stop(&p);
 }
 
+TESTS_BETWEEN(NULL, secrets_tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bytes_arrive),
-        cmocka_unit_test(before_the_handshake_nothing_goes),
-        cmocka_unit_test(a_hello_is_short),
-        cmocka_unit_test(an_alert_is_sealed_by_who_has_the_keys),
-        cmocka_unit_test(room_for_a_slice_is_given_back),
-        cmocka_unit_test(what_is_left_is_told),
-        cmocka_unit_test(a_send_is_a_slice),
-        cmocka_unit_test(a_part_of_a_record_is_nothing),
-        cmocka_unit_test(other_secrets_are_refused),
-        cmocka_unit_test(ranks_prove_themselves),
-        cmocka_unit_test(what_is_no_tls_is_told),
-    };
-    return cmocka_run_group_tests_name("tls", tests, NULL, secrets_tear_down);
+    return tests_run(NULL);
 }

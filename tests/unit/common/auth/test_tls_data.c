@@ -5,10 +5,7 @@
 #include "testing.h"
 #include "tls_internal.h"
 #include <dlfcn.h>
-#include <errno.h>
-#include <stdlib.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define LARGE 100000
 #define FLOOD 100000 /* changes of keys */
@@ -109,14 +106,14 @@ static void all_sizes_arrive(const char *suites)
     stop(&p);
 }
 
-static void either_suite_is_as_good(void **state)
+TEST(either_suite_is_as_good)
 {
     all_sizes_arrive(NULL);
     all_sizes_arrive("TLS_CHACHA20_POLY1305_SHA256");
 }
 
 /* Both ends' own close looks the same: the other's data ends. */
-static void who_says_goodbye_has_closed(void **state)
+TEST(who_says_goodbye_has_closed)
 {
     pair p;
     start(&p, NULL);
@@ -131,7 +128,7 @@ static void who_says_goodbye_has_closed(void **state)
     stop(&p);
 }
 
-static void keys_are_changed_when_asked(void **state)
+TEST(keys_are_changed_when_asked)
 {
     pair p;
     start(&p, NULL);
@@ -149,7 +146,7 @@ static void keys_are_changed_when_asked(void **state)
     stop(&p);
 }
 
-static void keys_are_changed_in_time(void **state)
+TEST(keys_are_changed_in_time)
 {
     pair p;
     start(&p, NULL);
@@ -182,7 +179,7 @@ static void expect_end(pair *p, int end)
 }
 
 /* A thread's time is not to be had for nothing. */
-static void changes_of_keys_end(void **state)
+TEST(changes_of_keys_end)
 {
     for (int end = 0; end < 2; end++) {
         pair p;
@@ -209,7 +206,7 @@ static void changes_of_keys_end(void **state)
 }
 
 /* What comes before it is taken, and who sends it is told. */
-static void what_is_no_record_is_refused(void **state)
+TEST(what_is_no_record_is_refused)
 {
     static const uint8_t odd[][30] = {
         {22, 3, 3, 0, 20}, {0, 0, 0, 0, 0},       {23, 3, 3, 0, 16},
@@ -250,17 +247,11 @@ static int set_up(void **state)
     return find_theirs() ? 0 : -1;
 }
 
+TESTS_BETWEEN(set_up, secrets_tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(either_suite_is_as_good),
-        cmocka_unit_test(who_says_goodbye_has_closed),
-        cmocka_unit_test(keys_are_changed_when_asked),
-        cmocka_unit_test(keys_are_changed_in_time),
-        cmocka_unit_test(changes_of_keys_end),
-        cmocka_unit_test(what_is_no_record_is_refused),
-    };
-    return cmocka_run_group_tests_name("tls_data", tests, set_up, secrets_tear_down);
+    return tests_run(NULL);
 }

@@ -7,7 +7,6 @@
 #include <semaphore.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 static uint8_t world[16] = {5};
 static sem_t is_within, may_leave;
@@ -49,7 +48,7 @@ static fanin_status reader_in_child(void)
     return WEXITSTATUS(status) == 0 ? FANIN_OK : FANIN_ERR_FORKED;
 }
 
-static void a_child_of_who_shakes_hands_is_told(void **state)
+TEST(a_child_of_who_shakes_hands_is_told)
 {
     fanin_error error = FANIN_ERROR_INIT;
     tls_end *end;
@@ -99,7 +98,7 @@ static void say(tls *from, int fd, tls *to, int other)
     assert_int_equal(tls_receive(to, other, &byte, 1), 1);
 }
 
-static void a_child_of_who_is_asked_for_new_keys_is_told(void **state)
+TEST(a_child_of_who_is_asked_for_new_keys_is_told)
 {
     fanin_error error = FANIN_ERROR_INIT;
     tls_end *ends[2];
@@ -137,15 +136,13 @@ static void a_child_of_who_is_asked_for_new_keys_is_told(void **state)
     }
 }
 
+TESTS_BETWEEN(NULL, secrets_tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
     sem_init(&is_within, 0, 0);
     sem_init(&may_leave, 0, 0);
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_child_of_who_shakes_hands_is_told),
-        cmocka_unit_test(a_child_of_who_is_asked_for_new_keys_is_told),
-    };
-    return cmocka_run_group_tests_name("tls_fork", tests, NULL, secrets_tear_down);
+    return tests_run(NULL);
 }

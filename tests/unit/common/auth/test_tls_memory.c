@@ -5,12 +5,8 @@
 #include "testing.h"
 #include "tls.h"
 #include <dlfcn.h>
-#include <errno.h>
 #include <limits.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define RANK 3
 
@@ -194,12 +190,14 @@ static int without_ends(void **state)
     return 0;
 }
 
-static void handshakes_by_the_secret(void **state)
+#define CASE(name) TEST_WITH(name, with_secret, without_ends)
+
+CASE(handshakes_by_the_secret)
 {
     shake_all_in_need(1);
 }
 
-static void a_rank_proves_itself_or_not(void **state)
+CASE(a_rank_proves_itself_or_not)
 {
     pair p;
     uint8_t proof[TLS_PROOF_SIZE];
@@ -216,7 +214,7 @@ static void a_rank_proves_itself_or_not(void **state)
     stop(&p);
 }
 
-static void who_cannot_check_a_proof_knows_that(void **state)
+CASE(who_cannot_check_a_proof_knows_that)
 {
     bool lacked = true;
     for (long after = 0; lacked; after++) {
@@ -258,13 +256,13 @@ static void data_in_need(int poor)
     }
 }
 
-static void data_without_memory_blames_nobody(void **state)
+CASE(data_without_memory_blames_nobody)
 {
     data_in_need(0);
     data_in_need(1);
 }
 
-static void what_is_begun_is_given_back(void **state)
+CASE(what_is_begun_is_given_back)
 {
     bool lacked = true;
     pair p;
@@ -281,7 +279,7 @@ static void what_is_begun_is_given_back(void **state)
     stop(&p);
 }
 
-static void ends_lack_it_too(void **state)
+TEST(ends_lack_it_too)
 {
     bool lacked = true;
     for (long after = 0; lacked; after++) {
@@ -304,14 +302,14 @@ static int with_certificates(void **state)
     return 0;
 }
 
-static void handshakes_by_certificates(void **state)
+TEST_WITH(handshakes_by_certificates, with_certificates, without_ends)
 {
     if (!*state)
         skip();
     shake_all_in_need(37); /* a handshake has 4,000, and signs */
 }
 
-static void whose_certificate_it_is(void **state)
+TEST_WITH(whose_certificate_it_is, with_certificates, without_ends)
 {
     if (!*state)
         skip();
@@ -327,28 +325,13 @@ static void whose_certificate_it_is(void **state)
     }
 }
 
+TESTS_BETWEEN(NULL, secrets_tear_down)
+
 int main(void)
 {
     bool is_ours = take_over_memory();
     if (openssl_is_missing())
         return 77;
     assert_true(is_ours);
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(handshakes_by_the_secret, with_secret,
-                                        without_ends),
-        cmocka_unit_test_setup_teardown(a_rank_proves_itself_or_not, with_secret,
-                                        without_ends),
-        cmocka_unit_test_setup_teardown(who_cannot_check_a_proof_knows_that,
-                                        with_secret, without_ends),
-        cmocka_unit_test_setup_teardown(data_without_memory_blames_nobody, with_secret,
-                                        without_ends),
-        cmocka_unit_test_setup_teardown(what_is_begun_is_given_back, with_secret,
-                                        without_ends),
-        cmocka_unit_test(ends_lack_it_too),
-        cmocka_unit_test_setup_teardown(handshakes_by_certificates, with_certificates,
-                                        without_ends),
-        cmocka_unit_test_setup_teardown(whose_certificate_it_is, with_certificates,
-                                        without_ends),
-    };
-    return cmocka_run_group_tests_name("tls_memory", tests, NULL, secrets_tear_down);
+    return tests_run(NULL);
 }

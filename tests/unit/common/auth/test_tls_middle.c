@@ -5,11 +5,7 @@
 #include "secrets.h"
 #include "testing.h"
 #include "tls.h"
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define RANK 3
 #define HEADER 5           /* of a record: type, version, length */
@@ -253,19 +249,19 @@ static void say_again(tls_end *const ends[2])
     }
 }
 
-static void with_a_secret_nothing_altered_is_taken(void **state)
+TEST(with_a_secret_nothing_altered_is_taken)
 {
     alter_all(secret_ends, 3);
 }
 
-static void with_certificates_nothing_altered_is_taken(void **state)
+TEST(with_certificates_nothing_altered_is_taken)
 {
     if (!certified_ends[0])
         skip();
     alter_all(certified_ends, 11);
 }
 
-static void recordings_are_of_no_use(void **state)
+TEST(recordings_are_of_no_use)
 {
     say_again(secret_ends);
     if (certified_ends[0])
@@ -294,14 +290,11 @@ static int tear_down(void **state)
     return 0;
 }
 
+TESTS_BETWEEN(set_up, tear_down)
+
 int main(void)
 {
     if (openssl_is_missing())
         return 77;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(with_a_secret_nothing_altered_is_taken),
-        cmocka_unit_test(with_certificates_nothing_altered_is_taken),
-        cmocka_unit_test(recordings_are_of_no_use),
-    };
-    return cmocka_run_group_tests_name("tls_middle", tests, set_up, tear_down);
+    return tests_run(NULL);
 }

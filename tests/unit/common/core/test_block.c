@@ -3,7 +3,6 @@
 #include "block.h"
 #include "random.h"
 #include "testing.h"
-#include <string.h>
 
 #define CELLS_MAX 512
 #define BLOCKS_MAX 40
@@ -55,7 +54,7 @@ static block random_block(random_source *r, uint32_t n_dims, const uint64_t *sha
 
 /* ------------------------------------------------------------- simple questions */
 
-static void volumes(void **state)
+TEST(volumes)
 {
     uint64_t volume;
     block b = make(3, (uint64_t[]){0, 0, 0}, (uint64_t[]){3, 4, 5});
@@ -73,7 +72,7 @@ static void volumes(void **state)
     assert_false(block_is_empty(&scalar));
 }
 
-static void equality_ignores_unused_dimensions(void **state)
+TEST(equality_ignores_unused_dimensions)
 {
     block a = make(2, (uint64_t[]){1, 2}, (uint64_t[]){3, 4}), b = a;
     b.offset[5] = 9;
@@ -86,7 +85,7 @@ static void equality_ignores_unused_dimensions(void **state)
     assert_false(block_equal(&a, &b));
 }
 
-static void inside_does_not_overflow(void **state)
+TEST(inside_does_not_overflow)
 {
     uint64_t shape[] = {10, UINT64_MAX};
     block b = make(2, (uint64_t[]){9, 1}, (uint64_t[]){1, UINT64_MAX - 1});
@@ -99,7 +98,7 @@ static void inside_does_not_overflow(void **state)
     assert_false(block_inside(&b, shape));
 }
 
-static void intersections_hold_what_both_hold(void **state)
+TEST(intersections_hold_what_both_hold)
 {
     random_source r = {1};
     for (int round = 0; round < 5000; round++) {
@@ -126,7 +125,7 @@ static void intersections_hold_what_both_hold(void **state)
     }
 }
 
-static void units_of_packed_dtypes(void **state)
+TEST(units_of_packed_dtypes)
 {
     block b = make(2, (uint64_t[]){3, 8}, (uint64_t[]){5, 12}), units;
     assert_true(block_in_units(&b, 4, &units));
@@ -149,7 +148,7 @@ static void units_of_packed_dtypes(void **state)
 /* ------------------------------------------------------------- torch.chunk */
 
 /* What torch.split(ceil(n / world)) does, row by row. */
-static void chunks_are_those_of_torch(void **state)
+TEST(chunks_are_those_of_torch)
 {
     for (uint64_t rows = 0; rows < 40; rows++)
         for (uint32_t world = 1; world < 20; world++) {
@@ -174,7 +173,7 @@ static void chunks_are_those_of_torch(void **state)
         assert_int_equal(block_chunk(1, ten, 0, 4, i).extent[0], expected[i]);
 }
 
-static void chunks_of_huge_dimensions(void **state)
+TEST(chunks_of_huge_dimensions)
 {
     uint64_t shape[] = {UINT64_MAX};
     for (uint32_t i = 0; i < 65536; i += 4095) {
@@ -307,7 +306,7 @@ static int compare_with_model(const case_of_blocks *c)
     return (int)got;
 }
 
-static void tilings_match_the_model(void **state)
+TEST(tilings_match_the_model)
 {
     random_source r = {2};
     int seen[3] = {0};
@@ -329,7 +328,7 @@ static void tilings_match_the_model(void **state)
 }
 
 /* A pinwheel has no straight cut through it. */
-static void tilings_without_straight_cuts(void **state)
+TEST(tilings_without_straight_cuts)
 {
     case_of_blocks c = {.n_dims = 2, .shape = {3, 3}, .count = 5};
     c.blocks[0] = make(2, (uint64_t[]){0, 0}, (uint64_t[]){1, 2});
@@ -346,7 +345,7 @@ static void tilings_without_straight_cuts(void **state)
     assert_int_not_equal(compare_with_model(&c), TILING_EXACT);
 }
 
-static void scalars_and_empty_tensors(void **state)
+TEST(scalars_and_empty_tensors)
 {
     block scalar = {.n_dims = 0}, twice[2] = {{.n_dims = 0}, {.n_dims = 0}};
     uint64_t shape[] = {0, 5};
@@ -366,7 +365,7 @@ static void scalars_and_empty_tensors(void **state)
     assert_int_equal(fault.extent[1], 5);
 }
 
-static void blocks_outside_are_conflicts(void **state)
+TEST(blocks_outside_are_conflicts)
 {
     uint64_t shape[] = {4};
     block blocks[] = {{.n_dims = 1, .offset = {0}, .extent = {4}},
@@ -381,7 +380,7 @@ static void blocks_outside_are_conflicts(void **state)
                      TILING_CONFLICT);
 }
 
-static void many_blocks_are_quick(void **state)
+TEST(many_blocks_are_quick)
 {
     /* 512 x 128 blocks: comparing pairs would take minutes. */
     enum { A = 512, B = 128 };
@@ -405,7 +404,7 @@ static bool say_yes(void *cookie)
 }
 
 /* Cut into units in all eight dimensions. */
-static void work_is_bounded_and_stops(void **state)
+TEST(work_is_bounded_and_stops)
 {
     enum { SIDE = 4, N = 65536 };
     static block blocks[N];
@@ -428,7 +427,7 @@ static void work_is_bounded_and_stops(void **state)
     assert_int_equal(asked, 1);
 }
 
-static void ranges_do_not_wrap(void **state)
+TEST(ranges_do_not_wrap)
 {
     static uint8_t bytes[64];
     const uint64_t extent[] = {4, 2};
@@ -460,25 +459,4 @@ static void ranges_do_not_wrap(void **state)
     uint64_t low, high;
     assert_true(block_range(0, NULL, NULL, 8, bytes, &low, &high));
     assert_int_equal(high - low, 8);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(volumes),
-        cmocka_unit_test(ranges_do_not_wrap),
-        cmocka_unit_test(equality_ignores_unused_dimensions),
-        cmocka_unit_test(inside_does_not_overflow),
-        cmocka_unit_test(intersections_hold_what_both_hold),
-        cmocka_unit_test(units_of_packed_dtypes),
-        cmocka_unit_test(chunks_are_those_of_torch),
-        cmocka_unit_test(chunks_of_huge_dimensions),
-        cmocka_unit_test(tilings_match_the_model),
-        cmocka_unit_test(tilings_without_straight_cuts),
-        cmocka_unit_test(scalars_and_empty_tensors),
-        cmocka_unit_test(blocks_outside_are_conflicts),
-        cmocka_unit_test(many_blocks_are_quick),
-        cmocka_unit_test(work_is_bounded_and_stops),
-    };
-    return cmocka_run_group_tests_name("block", tests, NULL, NULL);
 }

@@ -7,7 +7,6 @@
 #include "testing.h"
 
 #include <fanin/types.h>
-#include <string.h>
 
 static uint32_t bits_of(float x)
 {
@@ -68,18 +67,18 @@ static void check_all(uint32_t convert, float (*value)(uint16_t), uint16_t large
         }
 }
 
-static void test_bf16(void **state)
+TEST(test_bf16)
 {
     check_all(CONVERT_F32_BF16, bf16_value, 0x7f7f, 0x7f7f8000);
 }
 
-static void test_f16(void **state)
+TEST(test_f16)
 {
     /* beside 0 a step of the float is far below half of the smallest subnormal number */
     check_all(CONVERT_F32_F16, f16_value, 0x7bff, bits_of(65520));
 }
 
-static void test_beyond(void **state)
+TEST(test_beyond)
 {
     for (uint32_t sign = 0; sign < 2; sign++) {
         uint16_t minus = (uint16_t)(sign << 15);
@@ -103,7 +102,7 @@ static void test_beyond(void **state)
 }
 
 /* From numpy (float16) and PyTorch (bfloat16). */
-static void test_golden(void **state)
+TEST(test_golden)
 {
     static const struct {
         float from;
@@ -125,7 +124,7 @@ static void test_golden(void **state)
     }
 }
 
-static void test_runs(void **state)
+TEST(test_runs)
 {
     random_source random = {7};
     uint8_t from[1024], to[1024], plain[1024];
@@ -152,7 +151,7 @@ static void test_runs(void **state)
     assert_int_equal(convert_bytes(CONVERT_NONE, 17), 17);
 }
 
-static void test_which(void **state)
+TEST(test_which)
 {
     for (fanin_dtype from = FANIN_DTYPE_BOOL; from <= FANIN_DTYPE_U64; from++)
         for (fanin_dtype to = FANIN_DTYPE_BOOL; to <= FANIN_DTYPE_U64; to++) {
@@ -166,7 +165,7 @@ static void test_which(void **state)
 }
 
 /* A transposed view of floats, converted on the way. */
-static void test_strided(void **state)
+TEST(test_strided)
 {
     const uint64_t extent[] = {3, 5};
     const int64_t from_stride[] = {20, 4}, to_stride[] = {2, 6};
@@ -181,15 +180,4 @@ static void test_strided(void **state)
     for (int i = 0; i < 15; i++)
         assert_int_equal(to[i % 5][i / 5],
                          converted(CONVERT_F32_BF16, bits_of(from[i / 5][i % 5])));
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bf16),    cmocka_unit_test(test_f16),
-        cmocka_unit_test(test_beyond),  cmocka_unit_test(test_golden),
-        cmocka_unit_test(test_runs),    cmocka_unit_test(test_which),
-        cmocka_unit_test(test_strided),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

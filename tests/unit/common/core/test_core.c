@@ -11,8 +11,6 @@
 #include "thread.h"
 #include "worker_pool.h"
 #include <limits.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* ------------------------------------------------------------- log */
 
@@ -32,7 +30,7 @@ static void remember(void *cookie, fanin_log_level level, const char *event,
     strncpy(s->message, message, sizeof s->message - 1);
 }
 
-static void log_messages_are_one_line(void **state)
+TEST(log_messages_are_one_line)
 {
     seen s = {0};
     logger to = {.fn = remember, .cookie = &s};
@@ -68,7 +66,7 @@ static void log_messages_are_one_line(void **state)
     assert_int_equal(strlen(s.message), 1023);
 }
 
-static void log_goes_nowhere_without_a_function(void **state)
+TEST(log_goes_nowhere_without_a_function)
 {
     log_write(NULL, FANIN_LOG_ERROR, "e", "x");
     log_write(&(logger){0}, FANIN_LOG_ERROR, "e", "x");
@@ -76,7 +74,7 @@ static void log_goes_nowhere_without_a_function(void **state)
 
 /* ------------------------------------------------------------- clock */
 
-static void deadlines(void **state)
+TEST(deadlines)
 {
     uint64_t before = clock_ns();
     deadline soon = deadline_in_ms(60000);
@@ -95,7 +93,7 @@ static void deadlines(void **state)
     assert_true(deadline_sooner(1, 2) == 1);
 }
 
-static void far_deadlines_saturate(void **state)
+TEST(far_deadlines_saturate)
 {
     assert_true(deadline_in_ms(UINT64_MAX) == UINT64_MAX);
     assert_true(deadline_left_ns(UINT64_MAX) == UINT64_MAX);
@@ -104,7 +102,7 @@ static void far_deadlines_saturate(void **state)
     assert_int_equal(deadline_poll_ms(deadline_in_ms(UINT64_C(1) << 40)), INT_MAX);
 }
 
-static void poll_times_are_rounded_up(void **state)
+TEST(poll_times_are_rounded_up)
 {
     /* A nanosecond that is left must not become a poll of 0 ms. */
     for (int i = 0; i < 1000; i++) {
@@ -117,7 +115,7 @@ static void poll_times_are_rounded_up(void **state)
 
 /* ------------------------------------------------------------- buffer */
 
-static void buffers_grow(void **state)
+TEST(buffers_grow)
 {
     buffer b = {0};
     for (uint32_t i = 0; i < 10000; i++)
@@ -135,7 +133,7 @@ static void buffers_grow(void **state)
     assert_int_equal(b.size, 0);
 }
 
-static void impossible_sizes_are_remembered(void **state)
+TEST(impossible_sizes_are_remembered)
 {
     buffer b = {0};
     buffer_append(&b, "abc", 3);
@@ -150,7 +148,7 @@ static void impossible_sizes_are_remembered(void **state)
 
 /* ------------------------------------------------------------- array */
 
-static void arrays_grow(void **state)
+TEST(arrays_grow)
 {
     (void)state;
     uint32_t *array = NULL;
@@ -184,7 +182,7 @@ static int compare_number(const void *key, const void *element)
 }
 
 /* What grew from the first large room on is as it was, however it was laid out. */
-static void large_arrays_are_arrays(void **state)
+TEST(large_arrays_are_arrays)
 {
     (void)state;
     const size_t huge = (size_t)2 << 20;
@@ -207,7 +205,7 @@ static void large_arrays_are_arrays(void **state)
     free(array);
 }
 
-static void arrays_are_searched(void **state)
+TEST(arrays_are_searched)
 {
     (void)state;
     static const int sorted[] = {2, 4, 4, 4, 6, 8, 10};
@@ -227,7 +225,7 @@ static void arrays_are_searched(void **state)
     assert_null(array_find(&sorted[0], NULL, 0, sizeof(int), compare_number));
 }
 
-static void ranges_are_found(void **state)
+TEST(ranges_are_found)
 {
     (void)state;
     uint8_t memory[64];
@@ -246,7 +244,7 @@ static void ranges_are_found(void **state)
 
 /* ------------------------------------------------------------- text */
 
-static void texts_are_bounded(void **state)
+TEST(texts_are_bounded)
 {
     (void)state;
     char room[8] = "unclean", out[sizeof room];
@@ -291,7 +289,7 @@ static void *arrive(void *cookie)
     return NULL;
 }
 
-static void conditions_are_waited_for(void **state)
+TEST(conditions_are_waited_for)
 {
     (void)state;
     meeting m = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -326,7 +324,7 @@ static void count_run(worker_job *job)
     pthread_getname_np(pthread_self(), c->thread, sizeof c->thread);
 }
 
-static void helpers_do_each_job_once(void **state)
+TEST(helpers_do_each_job_once)
 {
     (void)state;
     enum { JOBS = 200 };
@@ -360,7 +358,7 @@ static void helpers_do_each_job_once(void **state)
     }
 }
 
-static void helpers_forget_what_is_drained(void **state)
+TEST(helpers_forget_what_is_drained)
 {
     (void)state;
     counted one = {.job.run = count_run}, two = one;
@@ -381,7 +379,7 @@ static void helpers_forget_what_is_drained(void **state)
 
 /* ------------------------------------------------------------- dtype */
 
-static void dtypes_have_names_and_sizes(void **state)
+TEST(dtypes_have_names_and_sizes)
 {
     for (fanin_dtype d = FANIN_DTYPE_BOOL; d <= FANIN_DTYPE_U64; d++) {
         const char *name = fanin_dtype_name(d);
@@ -403,7 +401,7 @@ static void dtypes_have_names_and_sizes(void **state)
     assert_int_equal(dtype_get_unit(99).elements, 0);
 }
 
-static void dtype_sizes_of_shapes(void **state)
+TEST(dtype_sizes_of_shapes)
 {
     uint64_t bytes, shape[8] = {3, 5, 8};
     assert_true(dtype_bytes(FANIN_DTYPE_BF16, 3, shape, &bytes));
@@ -422,7 +420,7 @@ static void dtype_sizes_of_shapes(void **state)
     assert_false(dtype_bytes(FANIN_DTYPE_U8, 9, shape, &bytes));
 }
 
-static void dtype_sizes_do_not_overflow(void **state)
+TEST(dtype_sizes_do_not_overflow)
 {
     uint64_t bytes, shape[8] = {UINT64_C(1) << 40, UINT64_C(1) << 23, 2};
     assert_false(dtype_bytes(FANIN_DTYPE_U8, 3, shape, &bytes));
@@ -436,7 +434,7 @@ static void dtype_sizes_do_not_overflow(void **state)
 
 /* ------------------------------------------------------------- digest */
 
-static void digests_are_xxh3_128(void **state)
+TEST(digests_are_xxh3_128)
 {
     char hex[33];
     /* Published test value of XXH3-128 for the empty input, seed 0. */
@@ -456,7 +454,7 @@ static void box_digest_is(box_digest *d, const char *expected)
 }
 
 /* The values are those of Python's xxhash over what PROTOCOL.md says. */
-static void box_digests(void **state)
+TEST(box_digests)
 {
     static uint8_t bytes[10000];
     static const float floats[] = {1.0F, 2.5F, -3.25F, 1e38F};
@@ -484,7 +482,7 @@ static void box_digests(void **state)
     box_digest_free(d);
 }
 
-static void digests_as_text(void **state)
+TEST(digests_as_text)
 {
     uint8_t bytes[16];
     char hex[33];
@@ -494,7 +492,7 @@ static void digests_as_text(void **state)
     assert_string_equal(hex, "031425364758697a8b9cadbecfe0f102");
 }
 
-static void random_bytes_differ(void **state)
+TEST(random_bytes_differ)
 {
     uint8_t a[1000] = {0}, b[1000] = {0};
     assert_true(random_bytes(a, sizeof a));
@@ -506,7 +504,7 @@ static void random_bytes_differ(void **state)
 
 /* ------------------------------------------------------------- utf8 */
 
-static void utf8_is_checked(void **state)
+TEST(utf8_is_checked)
 {
     static const char *const good[] = {
         "",
@@ -539,34 +537,4 @@ static void utf8_is_checked(void **state)
         text[i] = '\0';
         assert_false(utf8_valid(text, 8));
     }
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(log_messages_are_one_line),
-        cmocka_unit_test(log_goes_nowhere_without_a_function),
-        cmocka_unit_test(deadlines),
-        cmocka_unit_test(far_deadlines_saturate),
-        cmocka_unit_test(poll_times_are_rounded_up),
-        cmocka_unit_test(buffers_grow),
-        cmocka_unit_test(impossible_sizes_are_remembered),
-        cmocka_unit_test(arrays_grow),
-        cmocka_unit_test(large_arrays_are_arrays),
-        cmocka_unit_test(arrays_are_searched),
-        cmocka_unit_test(ranges_are_found),
-        cmocka_unit_test(texts_are_bounded),
-        cmocka_unit_test(conditions_are_waited_for),
-        cmocka_unit_test(helpers_do_each_job_once),
-        cmocka_unit_test(helpers_forget_what_is_drained),
-        cmocka_unit_test(dtypes_have_names_and_sizes),
-        cmocka_unit_test(dtype_sizes_of_shapes),
-        cmocka_unit_test(dtype_sizes_do_not_overflow),
-        cmocka_unit_test(digests_are_xxh3_128),
-        cmocka_unit_test(box_digests),
-        cmocka_unit_test(digests_as_text),
-        cmocka_unit_test(random_bytes_differ),
-        cmocka_unit_test(utf8_is_checked),
-    };
-    return cmocka_run_group_tests_name("core", tests, NULL, NULL);
 }

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "error_set.h"
 #include "testing.h"
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
 
 static const fanin_status codes[] = {
     FANIN_OK,
@@ -33,7 +30,7 @@ static const fanin_status codes[] = {
     FANIN_ERR_INTERNAL,
 };
 
-static void every_code_has_a_name_and_a_text(void **state)
+TEST(every_code_has_a_name_and_a_text)
 {
     size_t n = sizeof codes / sizeof *codes;
     for (size_t i = 0; i < n; i++) {
@@ -50,7 +47,7 @@ static void every_code_has_a_name_and_a_text(void **state)
 
 /* Whoever returns an error without saying what to do says the usual thing, also for a code of a
    later version. */
-static void every_error_has_a_remedy(void **state)
+TEST(every_error_has_a_remedy)
 {
     static const fanin_status later[] = {-199, -299, -399, -499, -599, -699};
     const error_place none = {.remedy =
@@ -70,7 +67,7 @@ static void every_error_has_a_remedy(void **state)
 
 /* What a peer is called may end lines or not be seen; a key stays what it is, so that it can be
    looked up. */
-static void a_message_is_one_line(void **state)
+TEST(a_message_is_one_line)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const error_place place = {.key = "a\nb"};
@@ -80,7 +77,7 @@ static void a_message_is_one_line(void **state)
     assert_string_equal(error.key, "a\nb");
 }
 
-static void unknown_codes_are_described_by_their_hundred(void **state)
+TEST(unknown_codes_are_described_by_their_hundred)
 {
     assert_string_equal(fanin_status_name(-299), "FANIN_ERR_UNKNOWN");
     assert_non_null(strstr(fanin_status_text(-299), "pull"));
@@ -91,7 +88,7 @@ static void unknown_codes_are_described_by_their_hundred(void **state)
     assert_false(fanin_status_is_retryable(-499));
 }
 
-static void only_what_may_pass_by_itself_is_retryable(void **state)
+TEST(only_what_may_pass_by_itself_is_retryable)
 {
     assert_true(fanin_status_is_retryable(FANIN_ERR_STALE));
     assert_true(fanin_status_is_retryable(FANIN_ERR_TIMEOUT));
@@ -105,7 +102,7 @@ static void only_what_may_pass_by_itself_is_retryable(void **state)
     assert_false(fanin_status_is_retryable(FANIN_ERR_WORLD));
 }
 
-static void all_fields_are_filled(void **state)
+TEST(all_fields_are_filled)
 {
     fanin_error e = FANIN_ERROR_INIT;
     error_place place = {.phase = "read",
@@ -133,7 +130,7 @@ static void all_fields_are_filled(void **state)
     assert_string_not_equal(e.remedy, "pull again");
 }
 
-static void system_errors_carry_their_number(void **state)
+TEST(system_errors_carry_their_number)
 {
     fanin_error e = FANIN_ERROR_INIT;
     assert_int_equal(error_set_errno(&e, FANIN_ERR_IO, ENOSPC, NULL, "cannot write %s",
@@ -145,7 +142,7 @@ static void system_errors_carry_their_number(void **state)
     assert_string_not_equal(e.remedy, "");
 }
 
-static void without_descriptors_the_limit_is_the_remedy(void **state)
+TEST(without_descriptors_the_limit_is_the_remedy)
 {
     const error_place place = {.remedy = "is the trainer running?"};
     fanin_error e = FANIN_ERROR_INIT;
@@ -161,7 +158,7 @@ static void without_descriptors_the_limit_is_the_remedy(void **state)
     assert_string_equal(error_remedy(EIO, place.remedy), place.remedy);
 }
 
-static void without_memory_it_is_the_remedy(void **state)
+TEST(without_memory_it_is_the_remedy)
 {
     fanin_error e = FANIN_ERROR_INIT;
     error_set_errno(&e, FANIN_ERR_IO, ENOBUFS, NULL, "cannot make a socket");
@@ -170,7 +167,7 @@ static void without_memory_it_is_the_remedy(void **state)
     assert_non_null(strstr(e.remedy, "free memory"));
 }
 
-static void no_error_wanted(void **state)
+TEST(no_error_wanted)
 {
     assert_int_equal(error_set(NULL, FANIN_ERR_IO, NULL, "x"), FANIN_ERR_IO);
     assert_int_equal(error_set_errno(NULL, FANIN_ERR_IO, 1, NULL, "x"), FANIN_ERR_IO);
@@ -178,7 +175,7 @@ static void no_error_wanted(void **state)
     error_copy(NULL, NULL);
 }
 
-static void long_texts_are_cut_between_characters(void **state)
+TEST(long_texts_are_cut_between_characters)
 {
     fanin_error e = FANIN_ERROR_INIT;
     char key[2000];
@@ -195,7 +192,7 @@ static void long_texts_are_cut_between_characters(void **state)
     assert_int_equal(strlen(e.message), sizeof e.message - 1);
 }
 
-static void older_and_newer_structs_are_respected(void **state)
+TEST(older_and_newer_structs_are_respected)
 {
     struct {
         fanin_error e;
@@ -221,23 +218,4 @@ static void older_and_newer_structs_are_respected(void **state)
     assert_string_equal(copy.address, "a:1");
     assert_int_equal(copy.struct_size, sizeof copy);
     assert_string_equal(copy.key, "");
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_code_has_a_name_and_a_text),
-        cmocka_unit_test(a_message_is_one_line),
-        cmocka_unit_test(every_error_has_a_remedy),
-        cmocka_unit_test(unknown_codes_are_described_by_their_hundred),
-        cmocka_unit_test(only_what_may_pass_by_itself_is_retryable),
-        cmocka_unit_test(all_fields_are_filled),
-        cmocka_unit_test(system_errors_carry_their_number),
-        cmocka_unit_test(without_descriptors_the_limit_is_the_remedy),
-        cmocka_unit_test(without_memory_it_is_the_remedy),
-        cmocka_unit_test(no_error_wanted),
-        cmocka_unit_test(long_texts_are_cut_between_characters),
-        cmocka_unit_test(older_and_newer_structs_are_respected),
-    };
-    return cmocka_run_group_tests_name("error", tests, NULL, NULL);
 }

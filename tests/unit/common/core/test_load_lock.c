@@ -3,10 +3,8 @@
 #include "load_lock.h"
 #include "testing.h"
 #include <semaphore.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 static load_lock lock = LOAD_LOCK_INIT, other = LOAD_LOCK_INIT;
 static sem_t held, done;
@@ -51,7 +49,7 @@ static int fork_meanwhile(void)
     return status;
 }
 
-static void a_child_of_a_process_that_loads_is_told(void **state)
+TEST(a_child_of_a_process_that_loads_is_told)
 {
     pthread_t thread;
     assert_int_equal(sem_init(&held, 0, 0), 0);
@@ -69,7 +67,7 @@ static void a_child_of_a_process_that_loads_is_told(void **state)
 }
 
 /* A library's own locks: whichever thread is within. */
-static void a_child_of_a_process_that_is_within_is_told(void **state)
+TEST(a_child_of_a_process_that_is_within_is_told)
 {
     assert_true(load_lock_take(&other));
     load_lock_give(&other);
@@ -85,7 +83,7 @@ static void a_child_of_a_process_that_is_within_is_told(void **state)
     load_lock_give(&lock);
 }
 
-static void a_fork_waits_for_those_that_are_within(void **state)
+TEST(a_fork_waits_for_those_that_are_within)
 {
     int status;
     load_lock_enter(&lock);
@@ -98,7 +96,7 @@ static void a_fork_waits_for_those_that_are_within(void **state)
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-static void a_child_of_one_that_does_not_takes_it(void **state)
+TEST(a_child_of_one_that_does_not_takes_it)
 {
     int status;
     pid_t child = fork();
@@ -106,15 +104,4 @@ static void a_child_of_one_that_does_not_takes_it(void **state)
         _exit(load_lock_take(&lock) && load_lock_take(&other) ? 0 : 1);
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_child_of_a_process_that_loads_is_told),
-        cmocka_unit_test(a_child_of_a_process_that_is_within_is_told),
-        cmocka_unit_test(a_fork_waits_for_those_that_are_within),
-        cmocka_unit_test(a_child_of_one_that_does_not_takes_it),
-    };
-    return cmocka_run_group_tests_name("load_lock", tests, NULL, NULL);
 }

@@ -7,11 +7,8 @@
 #include <fanin/log.h>
 
 #include <pthread.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 static fanin_log_ring *ring_of(uint32_t lines, fanin_log_level level)
 {
@@ -22,7 +19,7 @@ static fanin_log_ring *ring_of(uint32_t lines, fanin_log_level level)
     return ring;
 }
 
-static void messages_come_out_in_order(void **state)
+TEST(messages_come_out_in_order)
 {
     fanin_log_ring *ring = ring_of(3, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -66,7 +63,7 @@ static void expect_lost(fanin_log_ring *ring, uint32_t count)
     assert_true(line.time_ns > 0);
 }
 
-static void full_ring_drops_the_new_and_counts(void **state)
+TEST(full_ring_drops_the_new_and_counts)
 {
     fanin_log_ring *ring = ring_of(2, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -92,7 +89,7 @@ static void full_ring_drops_the_new_and_counts(void **state)
 }
 
 /* Nobody has to log once more for it. */
-static void what_was_dropped_last_is_told_too(void **state)
+TEST(what_was_dropped_last_is_told_too)
 {
     fanin_log_ring *ring = ring_of(1, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -106,7 +103,7 @@ static void what_was_dropped_last_is_told_too(void **state)
     fanin_log_ring_destroy(&ring);
 }
 
-static void lesser_levels_are_left_out(void **state)
+TEST(lesser_levels_are_left_out)
 {
     fanin_log_ring *ring = ring_of(8, FANIN_LOG_WARNING);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -123,7 +120,7 @@ static void lesser_levels_are_left_out(void **state)
     fanin_log_ring_destroy(&ring);
 }
 
-static void long_texts_are_cut_between_characters(void **state)
+TEST(long_texts_are_cut_between_characters)
 {
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -145,7 +142,7 @@ static void long_texts_are_cut_between_characters(void **state)
     fanin_log_ring_destroy(&ring);
 }
 
-static void shorter_line_of_an_older_caller(void **state)
+TEST(shorter_line_of_an_older_caller)
 {
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_ring_write(ring, FANIN_LOG_INFO, "event", "message");
@@ -159,7 +156,7 @@ static void shorter_line_of_an_older_caller(void **state)
     fanin_log_ring_destroy(&ring);
 }
 
-static void wrong_arguments_are_refused(void **state)
+TEST(wrong_arguments_are_refused)
 {
     fanin_log_ring *ring = NULL;
     fanin_error error = FANIN_ERROR_INIT;
@@ -187,7 +184,7 @@ static void wrong_arguments_are_refused(void **state)
     fanin_log_ring_destroy(NULL);
 }
 
-static void closed_ring_is_read_to_its_end(void **state)
+TEST(closed_ring_is_read_to_its_end)
 {
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -202,7 +199,7 @@ static void closed_ring_is_read_to_its_end(void **state)
     fanin_log_ring_destroy(&ring);
 }
 
-static void wait_ends_at_its_time(void **state)
+TEST(wait_ends_at_its_time)
 {
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
@@ -230,7 +227,7 @@ static void *read_once(void *cookie)
 
 /* Whether the reader waits already or comes later, it must not wait for its time-out, which is
    beyond the test's. */
-static void close_and_write_wake_a_reader(void **state)
+TEST(close_and_write_wake_a_reader)
 {
     for (int round = 0; round < 50; round++) {
         reading r = {.ring = ring_of(2, FANIN_LOG_DEBUG)};
@@ -287,7 +284,7 @@ static void *write_many(void *cookie)
     return NULL;
 }
 
-static void writers_and_a_reader_lose_nothing_uncounted(void **state)
+TEST(writers_and_a_reader_lose_nothing_uncounted)
 {
     reading r = {.ring = ring_of(16, FANIN_LOG_DEBUG)};
     pthread_t reader, threads[WRITERS];
@@ -308,7 +305,7 @@ static void writers_and_a_reader_lose_nothing_uncounted(void **state)
     fanin_log_ring_destroy(&r.ring);
 }
 
-static void forked_child_leaves_the_ring_alone(void **state)
+TEST(forked_child_leaves_the_ring_alone)
 {
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     pid_t child = fork();
@@ -325,23 +322,4 @@ static void forked_child_leaves_the_ring_alone(void **state)
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_int_equal(status, 0);
     fanin_log_ring_destroy(&ring);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(messages_come_out_in_order),
-        cmocka_unit_test(full_ring_drops_the_new_and_counts),
-        cmocka_unit_test(what_was_dropped_last_is_told_too),
-        cmocka_unit_test(lesser_levels_are_left_out),
-        cmocka_unit_test(long_texts_are_cut_between_characters),
-        cmocka_unit_test(shorter_line_of_an_older_caller),
-        cmocka_unit_test(wrong_arguments_are_refused),
-        cmocka_unit_test(closed_ring_is_read_to_its_end),
-        cmocka_unit_test(wait_ends_at_its_time),
-        cmocka_unit_test(close_and_write_wake_a_reader),
-        cmocka_unit_test(writers_and_a_reader_lose_nothing_uncounted),
-        cmocka_unit_test(forked_child_leaves_the_ring_alone),
-    };
-    return cmocka_run_group_tests_name("log-ring", tests, NULL, NULL);
 }

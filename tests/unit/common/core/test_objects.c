@@ -2,9 +2,6 @@
 /* Tensors of another library, read by a function of its own. */
 #include "testing.h"
 #include <fanin/objects.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <string.h>
 
 #define MOST 300
 
@@ -80,7 +77,7 @@ static bool describe_one(void)
     return describe(&o);
 }
 
-static void packed_ones(void **state)
+TEST(packed_ones)
 {
     fanin_objects o = {.count = MOST};
     for (size_t i = 0; i < MOST; i++)
@@ -105,7 +102,7 @@ static void packed_ones(void **state)
     assert_int_equal(o.n_doubtful, 0);
 }
 
-static void strides_devices_and_empty_ones(void **state)
+TEST(strides_devices_and_empty_ones)
 {
     fanin_objects o = {.count = 3};
     for (size_t i = 0; i < 3; i++)
@@ -123,7 +120,7 @@ static void strides_devices_and_empty_ones(void **state)
 }
 
 /* Parts of complex elements have every second number; where that cannot be told, it is doubted. */
-static void doubts(void **state)
+TEST(doubts)
 {
     fanin_objects o = {.count = 4};
     for (size_t i = 0; i < 4; i++)
@@ -137,7 +134,7 @@ static void doubts(void **state)
     assert_int_equal(doubtful[1], 2);
 }
 
-static void dtypes(void **state)
+TEST(dtypes)
 {
     static const struct {
         uint8_t code, bits;
@@ -179,7 +176,7 @@ static void dtypes(void **state)
 }
 
 /* Each is as reset() has it but for one thing. */
-static void what_cannot_be_described(void **state)
+TEST(what_cannot_be_described)
 {
     reset(0);
     assert_true(describe_one());
@@ -218,7 +215,7 @@ static void expect_digest(const uint8_t *like, bool equal)
 }
 
 /* Whatever of one tensor changes, and wherever it is, the digest does. */
-static void digests(void **state)
+TEST(digests)
 {
     fanin_objects o = {.count = MOST};
     for (size_t i = 0; i < MOST; i++)
@@ -290,7 +287,7 @@ static fanin_objects owned_objects(void)
     return o;
 }
 
-static void owners(void **state)
+TEST(owners)
 {
     for (size_t i = 0; i < MOST; i++)
         reset(i);
@@ -314,18 +311,4 @@ static void owners(void **state)
     o.struct_size = offsetof(fanin_objects, owner);
     assert_true(fanin_describe_objects(&o, NULL, NULL, NULL));
     assert_int_equal(told.n_asked, 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(packed_ones),
-        cmocka_unit_test(strides_devices_and_empty_ones),
-        cmocka_unit_test(doubts),
-        cmocka_unit_test(dtypes),
-        cmocka_unit_test(what_cannot_be_described),
-        cmocka_unit_test(digests),
-        cmocka_unit_test(owners),
-    };
-    return cmocka_run_group_tests_name("objects", tests, NULL, NULL);
 }

@@ -4,8 +4,6 @@
 #include "convert.h"
 #include "random.h"
 #include "testing.h"
-#include <stdlib.h>
-#include <string.h>
 
 #define ARENA 20000
 
@@ -71,7 +69,7 @@ static void copy_by_runs(const strided *s, uint8_t *to, const uint8_t *from)
     }
 }
 
-static void copies_match_the_model(void **state)
+TEST(copies_match_the_model)
 {
     random_source r = {3};
     static uint8_t source[ARENA], expected[ARENA], got[ARENA];
@@ -105,7 +103,7 @@ static void copies_match_the_model(void **state)
 }
 
 /* Elements of 4 bytes from one layout to elements of 2 in another. */
-static void conversions_match_the_model(void **state)
+TEST(conversions_match_the_model)
 {
     random_source r = {4};
     static uint8_t source[ARENA], expected[ARENA], got[ARENA];
@@ -147,7 +145,7 @@ static void conversions_match_the_model(void **state)
     }
 }
 
-static void packed_blocks_are_one_run(void **state)
+TEST(packed_blocks_are_one_run)
 {
     uint64_t extent[] = {6, 1, 7, 8};
     int64_t packed[FANIN_MAX_DIMS];
@@ -163,7 +161,7 @@ static void packed_blocks_are_one_run(void **state)
     assert_int_equal(strided_runs(&s), 1);
 }
 
-static void rows_of_a_wider_tensor_are_one_dimension(void **state)
+TEST(rows_of_a_wider_tensor_are_one_dimension)
 {
     /* 2 x 3 rows of 8 bytes, in a destination 32 bytes wide. */
     uint64_t extent[] = {2, 3, 4};
@@ -179,7 +177,7 @@ static void rows_of_a_wider_tensor_are_one_dimension(void **state)
     assert_int_equal(b, 128);
 }
 
-static void what_differs_on_one_side_is_not_fused(void **state)
+TEST(what_differs_on_one_side_is_not_fused)
 {
     uint64_t extent[] = {2, 3, 4};
     int64_t from[] = {24, 8, 2}, to[] = {100, 32, 2};
@@ -191,7 +189,7 @@ static void what_differs_on_one_side_is_not_fused(void **state)
     assert_int_equal(s.run, 2);
 }
 
-static void scalars(void **state)
+TEST(scalars)
 {
     strided s;
     strided_init(&s, 0, NULL, NULL, NULL, 4);
@@ -199,17 +197,4 @@ static void scalars(void **state)
     strided_copy(&s, &to, &from);
     assert_int_equal(to, from);
     assert_int_equal(strided_runs(&s), 1);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(copies_match_the_model),
-        cmocka_unit_test(conversions_match_the_model),
-        cmocka_unit_test(packed_blocks_are_one_run),
-        cmocka_unit_test(rows_of_a_wider_tensor_are_one_dimension),
-        cmocka_unit_test(what_differs_on_one_side_is_not_fused),
-        cmocka_unit_test(scalars),
-    };
-    return cmocka_run_group_tests_name("strided", tests, NULL, NULL);
 }

@@ -3,8 +3,6 @@
 #include "testing.h"
 #include "thread.h"
 
-#include <errno.h>
-
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
                           void *(*run)(void *), void *cookie);
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
@@ -18,7 +16,7 @@ static void *run(void *cookie)
     return cookie;
 }
 
-static void limits_of_threads_are_the_remedy(void **state)
+TEST(limits_of_threads_are_the_remedy)
 {
     fanin_error error = FANIN_ERROR_INIT;
     pthread_t thread;
@@ -30,17 +28,8 @@ static void limits_of_threads_are_the_remedy(void **state)
     assert_says(error.remedy, "--pids-limit");
 }
 
-static void helpers_that_cannot_be_had_are_none(void **state)
+TEST(helpers_that_cannot_be_had_are_none)
 {
     pthread_t threads[2];
     assert_int_equal(worker_threads_start(threads, 2, run, NULL), 0);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(limits_of_threads_are_the_remedy),
-        cmocka_unit_test(helpers_that_cannot_be_had_are_none),
-    };
-    return cmocka_run_group_tests_name("thread", tests, NULL, NULL);
 }

@@ -4,10 +4,6 @@
 #include "testing.h"
 #include "versioned.h"
 #include <fanin/fanin.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define MORE 24 /* bytes that a newer program has */
 #define UNSET 0xa5
@@ -25,7 +21,7 @@ typedef struct new_struct {
     uint64_t third;
 } new_struct;
 
-static void older_and_newer_callers_read_and_write(void **state)
+TEST(older_and_newer_callers_read_and_write)
 {
     old_struct o = {sizeof o, 5};
     new_struct n = {.first = 1, .second = 2, .third = 3};
@@ -78,7 +74,7 @@ static fanin_status create_server(const fanin_server_config *from, size_t size,
     return status;
 }
 
-static void server_configurations(void **state)
+TEST(server_configurations)
 {
     static const size_t sizes[] = {
         offsetof(fanin_server_config, rank),
@@ -207,7 +203,7 @@ static void read_in_parts(fanin_client *client, void *how, uint8_t *to)
     fanin_result_free(&result);
 }
 
-static void puts_commits_pulls_and_results(void **state)
+TEST(puts_commits_pulls_and_results)
 {
     static const size_t sizes[] = {sizeof(fanin_client_config),
                                    sizeof(fanin_client_config) + MORE};
@@ -242,7 +238,7 @@ static void puts_commits_pulls_and_results(void **state)
     fanin_server_destroy(&server, 0);
 }
 
-static void statistics_and_errors(void **state)
+TEST(statistics_and_errors)
 {
     uint8_t room[sizeof(fanin_server_stats)];
     const size_t size = sizeof(size_t) + sizeof(uint64_t);
@@ -263,15 +259,4 @@ static void statistics_and_errors(void **state)
     assert_int_equal(error->status, FANIN_ERR_ARGUMENT);
     for (size_t i = known; i < sizeof old; i++)
         assert_int_equal(old[i], UNSET);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(older_and_newer_callers_read_and_write),
-        cmocka_unit_test(server_configurations),
-        cmocka_unit_test(puts_commits_pulls_and_results),
-        cmocka_unit_test(statistics_and_errors),
-    };
-    return cmocka_run_group_tests_name("versioned", tests, NULL, NULL);
 }

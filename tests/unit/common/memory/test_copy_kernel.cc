@@ -77,7 +77,7 @@ static copy_entry make_entry(uint64_t *from_size, uint64_t *to_size)
     return e;
 }
 
-static void test_entries(void **state)
+TEST(test_entries)
 {
     char *source = guarded_chance(), *got = guarded(), *wanted = guarded();
     for (int round = 0; round < 3000; round++) {
@@ -115,7 +115,7 @@ static void test_entries(void **state)
 }
 
 /* Many entries, more than there are warps; some are empty; no bases. */
-static void test_many(void **state)
+TEST(test_many)
 {
     char *source = guarded_chance(), *got = guarded();
     copy_entry entries[300] = {};
@@ -142,7 +142,7 @@ static void test_many(void **state)
 }
 
 /* Each kind of float, in every way in which elements are moved. */
-static void test_floats(void **state)
+TEST(test_floats)
 {
     const uint32_t n = 1 << 14;
     char *source = guarded(), *got = guarded(), *wanted = guarded();
@@ -167,14 +167,4 @@ static void test_floats(void **state)
             copy_entries_run(&e, 1, nullptr, 0, reinterpret_cast<uint64_t>(wanted));
             assert_memory_equal(got, wanted, 2 * n);
         }
-}
-
-int main()
-{
-    const CMUnitTest tests[] = {
-        cmocka_unit_test(test_entries),
-        cmocka_unit_test(test_many),
-        cmocka_unit_test(test_floats),
-    };
-    return cmocka_run_group_tests(tests, nullptr, nullptr);
 }

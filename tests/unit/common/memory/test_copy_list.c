@@ -7,9 +7,6 @@
 #include "random.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define SPACE 65536 /* bytes of the source and of the destination */
 
 static uint8_t source[SPACE], wanted[2 * SPACE], got[2 * SPACE];
@@ -68,7 +65,7 @@ static void random_view(strided *view, uint64_t *from_out, uint64_t *to_out)
     }
 }
 
-static void test_views(void **state)
+TEST(test_views)
 {
     for (int round = 0; round < 1000; round++) {
         copy_list list = {0};
@@ -93,7 +90,7 @@ static void test_views(void **state)
 }
 
 /* Runs that one entry cannot hold, with their conversion: only the entries, not the bytes. */
-static void test_long_runs(void **state)
+TEST(test_long_runs)
 {
     const uint64_t length = (UINT64_C(5) << 30) + 12;
     for (uint32_t convert = CONVERT_NONE; convert <= CONVERT_F32_F16; convert++) {
@@ -132,7 +129,7 @@ static void test_long_runs(void **state)
     copy_list_free(&list);
 }
 
-static void test_many_runs(void **state)
+TEST(test_many_runs)
 {
     copy_list list = {0};
     const strided view = {
@@ -153,7 +150,7 @@ static void test_many_runs(void **state)
     copy_list_free(&list);
 }
 
-static void test_nothing(void **state)
+TEST(test_nothing)
 {
     copy_list list = {0};
     const strided empty = {0};
@@ -189,7 +186,7 @@ static copy_entry random_entry(void)
     return e;
 }
 
-static void test_units(void **state)
+TEST(test_units)
 {
     for (int round = 0; round < 600; round++) {
         reset();
@@ -218,7 +215,7 @@ static void test_units(void **state)
 }
 
 /* Not many more of them than needed. */
-static void test_unit_numbers(void **state)
+TEST(test_unit_numbers)
 {
     const struct {
         uint32_t run, runs;
@@ -243,7 +240,7 @@ static void test_unit_numbers(void **state)
 }
 
 /* Warps that take one each end together. */
-static void test_units_are_alike(void **state)
+TEST(test_units_are_alike)
 {
     for (uint32_t runs = 1; runs < 200; runs++) {
         const copy_entry e = {
@@ -260,7 +257,7 @@ static void test_units_are_alike(void **state)
     }
 }
 
-static void test_parts(void **state)
+TEST(test_parts)
 {
     const copy_entry small = {.run = 100, .runs = 1};
     const copy_entry large = {.run = 1 << 30, .runs = 1};
@@ -283,11 +280,5 @@ int main(void)
 {
     for (size_t i = 0; i < SPACE; i++)
         source[i] = (uint8_t)random_next(&seed);
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_views),           cmocka_unit_test(test_long_runs),
-        cmocka_unit_test(test_many_runs),       cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_units),           cmocka_unit_test(test_unit_numbers),
-        cmocka_unit_test(test_units_are_alike), cmocka_unit_test(test_parts),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return tests_run(NULL);
 }

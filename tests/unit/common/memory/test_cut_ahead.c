@@ -5,9 +5,6 @@
 #include "cut_ahead.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define ENTRIES 200000
 #define LARGE ((uint32_t)70000 * COPY_UNIT_RUNS) /* runs: more units than a block has */
 
@@ -68,7 +65,7 @@ static void assert_cut(uint32_t begin, uint32_t end)
     free(starts);
 }
 
-static void units_come_in_order(void **state)
+TEST(units_come_in_order)
 {
     (void)state;
     assert_cut(0, ENTRIES);
@@ -79,7 +76,7 @@ static void units_come_in_order(void **state)
     assert_cut(0, 0);
 }
 
-static void it_may_be_closed_before_the_end(void **state)
+TEST(it_may_be_closed_before_the_end)
 {
     (void)state;
     const copy_entry *block;
@@ -95,11 +92,4 @@ static void it_may_be_closed_before_the_end(void **state)
     cut_ahead_close(&none);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(units_come_in_order),
-        cmocka_unit_test(it_may_be_closed_before_the_end),
-    };
-    return cmocka_run_group_tests_name("cut_ahead", tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

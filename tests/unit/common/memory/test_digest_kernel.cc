@@ -5,7 +5,6 @@
  * aligned addresses only.
  */
 #include "warp.h"
-#include <stdio.h>
 #include <xxhash.h>
 
 extern "C" {
@@ -75,7 +74,7 @@ static uint32_t check_pieces(const digest_list *list, uint32_t first,
 }
 
 /* Every length around the ends of pieces, at every alignment, against the end of the memory. */
-static void test_lengths(void **state)
+TEST(test_lengths)
 {
     char *source = guarded_chance();
     for (uint64_t size = 1; size < 2 * PIECE + 40; size++) {
@@ -91,7 +90,7 @@ static void test_lengths(void **state)
 }
 
 /* Whole pieces that lie as they are, more than there are warps. */
-static void test_plain(void **state)
+TEST(test_plain)
 {
     char *source = guarded_chance();
     for (unsigned blocks = 1; blocks < 4; blocks++) {
@@ -138,7 +137,7 @@ static uint64_t add_range(digest_list *list, uint32_t convert, const char *sourc
     return runs * out;
 }
 
-static void test_runs(void **state)
+TEST(test_runs)
 {
     static char packed[4 * SPACE];
     char *source = guarded_chance();
@@ -165,7 +164,7 @@ static void test_runs(void **state)
 }
 
 /* Several stretches that are one range: boxes of which each has its own memory. */
-static void test_joined(void **state)
+TEST(test_joined)
 {
     static char packed[4 * SPACE];
     char *source = guarded_chance();
@@ -181,7 +180,7 @@ static void test_joined(void **state)
 }
 
 /* What does not fit is said, and nothing is written behind the room. */
-static void test_room(void **state)
+TEST(test_room)
 {
     static char memory[1024] __attribute__((aligned(16)));
     digest_list list = digest_list_in(memory, 512, 2);
@@ -205,7 +204,7 @@ static void digest_file()
 }
 
 /* Pieces of a file that differ from each other, more than there are blocks. */
-static void test_file_pieces(void **state)
+TEST(test_file_pieces)
 {
     const uint64_t count = 2;
     uint64_t out[2 * count + 1];
@@ -225,14 +224,4 @@ static void test_file_pieces(void **state)
     }
     assert_true(out[2 * count] == 0x5555555555555555);
     free(bytes);
-}
-
-int main()
-{
-    const CMUnitTest tests[] = {
-        cmocka_unit_test(test_lengths), cmocka_unit_test(test_plain),
-        cmocka_unit_test(test_runs),    cmocka_unit_test(test_joined),
-        cmocka_unit_test(test_room),    cmocka_unit_test(test_file_pieces),
-    };
-    return cmocka_run_group_tests(tests, nullptr, nullptr);
 }

@@ -29,6 +29,8 @@ static int load_with_own_ipc(void)
     return setenv("FAKE_CUDA_OWN_IPC", "1", 1) == 0 ? load() : FAILED;
 }
 
+#define CASE(name, end) OWN_PROCESS(name, .before = load, .signal = (end))
+
 /* The kernel of @p device copies; what stops it does so before this returns. */
 static int kernel_copies(int device, const void *from, void *to)
 {
@@ -57,7 +59,7 @@ static int cpu_reads(void)
     return *(volatile char *)memory_on(0);
 }
 
-static int system_calls(void)
+CASE(system_calls, 0)
 {
     void *memory = memory_on(0);
     int file = open("/dev/null", O_WRONLY), pipes[2];
@@ -68,7 +70,7 @@ static int system_calls(void)
     return PASSED;
 }
 
-static int cpu_uses_managed_memory(void)
+CASE(cpu_uses_managed_memory, 0)
 {
     char *memory = fake_cuda_alloc(0, SIZE, FAKE_CUDA_MANAGED);
     char *to = memory_on(0);
@@ -81,32 +83,32 @@ static int cpu_uses_managed_memory(void)
 
 /* ----------------------------------------------------------- what kernels may do */
 
-static int kernel_reads_pageable_memory(void)
+CASE(kernel_reads_pageable_memory, SIGABRT)
 {
     static char host[SIZE];
     return kernel_copies(0, host, memory_on(0));
 }
 
-static int kernel_reads_past_the_end(void)
+CASE(kernel_reads_past_the_end, SIGABRT)
 {
     char *memory = memory_on(0);
     memory_on(0);
     return kernel_copies(0, memory + 1, memory_on(0));
 }
 
-static int kernel_writes_freed_memory(void)
+CASE(kernel_writes_freed_memory, SIGABRT)
 {
     void *from = memory_on(0), *to = memory_on(0);
     fake_cuda_free(to);
     return kernel_copies(0, from, to);
 }
 
-static int kernel_reads_another_device(void)
+CASE(kernel_reads_another_device, SIGABRT)
 {
     return kernel_copies(0, memory_on(1), memory_on(0));
 }
 
-static int kernel_reads_a_peer(void)
+CASE(kernel_reads_a_peer, 0)
 {
     CUcontext context, peer;
     CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
@@ -120,7 +122,7 @@ static int kernel_reads_a_peer(void)
 
 /* ------------------------------------------------------------------- misuse ends */
 
-static int unmapped_while_pinned(void)
+CASE(unmapped_while_pinned, SIGABRT)
 {
     void *memory =
         mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -130,7 +132,7 @@ static int unmapped_while_pinned(void)
     return PASSED;
 }
 
-static int freed_under_a_kernel(void)
+CASE(freed_under_a_kernel, SIGABRT)
 {
     gpu_stream *s;
     void *host, *entries;
@@ -148,7 +150,7 @@ static int freed_under_a_kernel(void)
     return PASSED;
 }
 
-static int last_context_released(void)
+CASE(last_context_released, SIGABRT)
 {
     CUcontext context;
     CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
@@ -165,7 +167,7 @@ static void CUDA_CB in_callback(void *cookie)
     in_callback_result = (int)cuDeviceGetCount(&count);
 }
 
-static int callbacks_call_nothing(void)
+CASE(callbacks_call_nothing, 0)
 {
     CUcontext context;
     CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
@@ -177,7 +179,7 @@ static int callbacks_call_nothing(void)
     return PASSED;
 }
 
-static int children_cannot_use_it(void)
+CASE(children_cannot_use_it, 0)
 {
     int status;
     const pid_t pid = fork();
@@ -193,7 +195,7 @@ static int children_cannot_use_it(void)
 }
 
 /* Of memory that moves: new allocations beside the old ones, which are freed then. */
-static int handles_name_one_allocation(void)
+CASE(handles_name_one_allocation, 0)
 {
     enum { MOVES = 200, EACH = 12, START = 8, LENGTH = 8 }; /* the nonce in a handle */
     static uint8_t known[MOVES * EACH][LENGTH];
@@ -231,7 +233,7 @@ static CUresult open_own(CUdeviceptr memory, uint64_t longer, CUdeviceptr *mappe
     return cuIpcOpenMemHandle(mapped, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 }
 
-static int own_memory_is_not_mapped(void)
+CASE(own_memory_is_not_mapped, 0)
 {
     CUdeviceptr mapped;
     CHECK(open_own((CUdeviceptr)(uintptr_t)memory_on(0), 0, &mapped) ==
@@ -239,7 +241,7 @@ static int own_memory_is_not_mapped(void)
     return PASSED;
 }
 
-static int own_memory_is_mapped_where_asked(void)
+OWN_PROCESS(own_memory_is_mapped_where_asked, .before = load_with_own_ipc)
 {
     void *memory = memory_on(0);
     CUdeviceptr mapped, at = (CUdeviceptr)(uintptr_t)memory;
@@ -250,7 +252,7 @@ static int own_memory_is_mapped_where_asked(void)
     return PASSED;
 }
 
-static int handles_of_other_lengths_map_nothing(void)
+OWN_PROCESS(handles_of_other_lengths_map_nothing, .before = load_with_own_ipc)
 {
     CUdeviceptr mapped, at = (CUdeviceptr)(uintptr_t)memory_on(0);
     CHECK(open_own(at, 64, &mapped) == CUDA_ERROR_MAP_FAILED);
@@ -261,36 +263,14 @@ static int handles_of_other_lengths_map_nothing(void)
 /* ------------------------------------------------------------------------- main */
 
 /* Sanitizers make an exit of the signal. */
-static int cpu_reads_plainly(void)
+CASE(cpu_reads_plainly, SIGSEGV)
 {
     signal(SIGSEGV, SIG_DFL);
     return cpu_reads();
 }
 
-#define case_of(name, end) own_process_test(name, .before = load, .signal = (end))
-
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    const struct CMUnitTest tests[] = {
-        case_of(cpu_reads_plainly, SIGSEGV),
-        case_of(system_calls, 0),
-        case_of(cpu_uses_managed_memory, 0),
-        case_of(kernel_reads_pageable_memory, SIGABRT),
-        case_of(kernel_reads_past_the_end, SIGABRT),
-        case_of(kernel_writes_freed_memory, SIGABRT),
-        case_of(kernel_reads_another_device, SIGABRT),
-        case_of(kernel_reads_a_peer, 0),
-        case_of(unmapped_while_pinned, SIGABRT),
-        case_of(freed_under_a_kernel, SIGABRT),
-        case_of(last_context_released, SIGABRT),
-        case_of(callbacks_call_nothing, 0),
-        case_of(children_cannot_use_it, 0),
-        case_of(handles_name_one_allocation, 0),
-        case_of(own_memory_is_not_mapped, 0),
-        own_process_test(own_memory_is_mapped_where_asked, .before = load_with_own_ipc),
-        own_process_test(handles_of_other_lengths_map_nothing,
-                         .before = load_with_own_ipc),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return tests_run(NULL);
 }

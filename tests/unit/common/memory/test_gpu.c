@@ -5,11 +5,7 @@
 #include "testing.h"
 #include <cuda.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #define SIZE ((size_t)64 << 10)
 #define SOON deadline_in_ms(20000)
@@ -75,6 +71,8 @@ static int tear_down(void **state)
     return !same || current() != NULL;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static gpu_stream *stream_on(int device)
 {
     gpu_stream *s;
@@ -115,7 +113,7 @@ static void assert_told(fanin_status status, fanin_status expected, const char *
 
 /* --------------------------------------------------------------------- devices */
 
-static void test_devices(void **state)
+CASE(test_devices)
 {
     gpu_device d;
     for (int i = 0; i < 2; i++) {
@@ -136,7 +134,7 @@ static void test_devices(void **state)
     assert_false(gpu_can_access(g, -1, 0));
 }
 
-static void test_no_such_device(void **state)
+CASE(test_no_such_device)
 {
     void *memory;
     gpu_stream *s;
@@ -153,7 +151,7 @@ static void test_no_such_device(void **state)
 }
 
 /* Other libraries' contexts are put back, whatever is called between. */
-static void test_contexts(void **state)
+CASE(test_contexts)
 {
     assert_int_equal(cuCtxPushCurrent(contexts[1]), CUDA_SUCCESS);
     void *memory;
@@ -179,7 +177,7 @@ static void test_contexts(void **state)
 
 /* -------------------------------------------------------------------- pointers */
 
-static void test_kinds_of_memory(void **state)
+CASE(test_kinds_of_memory)
 {
     static const struct {
         fake_cuda_kind kind;
@@ -212,7 +210,7 @@ static void test_kinds_of_memory(void **state)
     }
 }
 
-static void test_remedy_of_virtual_memory(void **state)
+CASE(test_remedy_of_virtual_memory)
 {
     gpu_range r;
     uint8_t handle[GPU_HANDLE_SIZE];
@@ -234,7 +232,7 @@ static void assert_host(const void *pointer)
     assert_int_equal(r.length, 0);
 }
 
-static void test_host_memory(void **state)
+CASE(test_host_memory)
 {
     void *pinned;
     assert_host(state);
@@ -244,7 +242,7 @@ static void test_host_memory(void **state)
     gpu_host_free(g, pinned);
 }
 
-static void test_neighbours(void **state)
+CASE(test_neighbours)
 {
     gpu_range r;
     void *first, *second;
@@ -267,7 +265,7 @@ static void test_neighbours(void **state)
 
 /* ---------------------------------------------------------------------- memory */
 
-static void test_memory_runs_out(void **state)
+CASE(test_memory_runs_out)
 {
     void *memory = NULL;
     assert_told(gpu_alloc(g, 1, (size_t)17 << 30, &memory, &failure), FANIN_ERR_MEMORY,
@@ -279,7 +277,7 @@ static void test_memory_runs_out(void **state)
     assert_null(memory);
 }
 
-static void test_pinning(void **state)
+CASE(test_pinning)
 {
     gpu_stream *s = stream_on(0);
     uint8_t *device = memory_on(0);
@@ -306,7 +304,7 @@ static void test_pinning(void **state)
     gpu_stream_destroy(&s);
 }
 
-static void test_errors_are_named(void **state)
+CASE(test_errors_are_named)
 {
     gpu_range r;
     gpu_stream *s = stream_on(0);
@@ -347,7 +345,7 @@ static void test_errors_are_named(void **state)
 /* --------------------------------------------------------------------- streams */
 
 /* Device to device, over devices, to and from pageable memory. */
-static void test_copies(void **state)
+CASE(test_copies)
 {
     gpu_stream *s = stream_on(0);
     uint8_t *a = memory_on(0), *b = memory_on(1), *host = malloc(SIZE);
@@ -368,7 +366,7 @@ static void test_copies(void **state)
     assert_null(s);
 }
 
-static void test_waiting_has_a_deadline(void **state)
+CASE(test_waiting_has_a_deadline)
 {
     gpu_stream *s = stream_on(0);
     uint8_t *a = memory_on(0), *b = memory_on(0);
@@ -476,7 +474,7 @@ static void check_before(int device, uintptr_t number)
     gpu_free(g, 1, to);
 }
 
-static void test_order_with_callers_streams(void **state)
+CASE(test_order_with_callers_streams)
 {
     for (int device = 0; device < 2; device++)
         for (uintptr_t number = 0; number <= 2; number++) {
@@ -514,7 +512,7 @@ static void assert_reached(reached *r, bool failed)
     pthread_mutex_unlock(&r->lock);
 }
 
-static void test_notification(void **state)
+CASE(test_notification)
 {
     for (uintptr_t number = 0; number <= 3; number++) {
         reached r = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
@@ -539,7 +537,7 @@ static void test_notification(void **state)
 }
 
 /* What cannot be queued is an error, and nobody is called. */
-static void test_notification_refused(void **state)
+CASE(test_notification_refused)
 {
     reached r = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
     gpu_stream *s = stream_on(0);
@@ -557,8 +555,46 @@ static void test_notification_refused(void **state)
 
 /* --------------------------------------------------------------- failed device */
 
+/* --------------------------------------------------------------------- threads */
+
+static void *work(void *cookie)
+{
+    int device = *(int *)cookie;
+    for (int i = 0; i < 50; i++) {
+        gpu_stream *s;
+        void *a, *b;
+        gpu_range r;
+        bool good = gpu_stream_create(g, device, &s, NULL) == FANIN_OK &&
+                    gpu_alloc(g, device, SIZE, &a, NULL) == FANIN_OK &&
+                    gpu_alloc(g, 1 - device, SIZE, &b, NULL) == FANIN_OK;
+        good = good && gpu_range_of(g, b, &r, NULL) == FANIN_OK &&
+               r.memory.device == 1 - device &&
+               gpu_copy(s, a, b, SIZE, NULL) == FANIN_OK &&
+               gpu_stream_wait(s, SOON, NULL) == FANIN_OK;
+        if (!good)
+            return cookie;
+        gpu_free(g, device, a);
+        gpu_free(g, 1 - device, b);
+        gpu_stream_destroy(&s);
+    }
+    return NULL;
+}
+
+CASE(test_threads)
+{
+    pthread_t threads[4];
+    int devices[4] = {0, 1, 0, 1};
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, work, &devices[i]), 0);
+    for (int i = 0; i < 4; i++) {
+        void *wrong;
+        assert_int_equal(pthread_join(threads[i], &wrong), 0);
+        assert_null(wrong);
+    }
+}
+
 /* The last test: the device is repaired, but what was on it is lost. */
-static void test_failed_device(void **state)
+CASE(test_failed_device)
 {
     reached queued = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
     reached late = queued;
@@ -590,67 +626,10 @@ static void test_failed_device(void **state)
     gpu_free(g, 1, a);
 }
 
-/* --------------------------------------------------------------------- threads */
-
-static void *work(void *cookie)
-{
-    int device = *(int *)cookie;
-    for (int i = 0; i < 50; i++) {
-        gpu_stream *s;
-        void *a, *b;
-        gpu_range r;
-        bool good = gpu_stream_create(g, device, &s, NULL) == FANIN_OK &&
-                    gpu_alloc(g, device, SIZE, &a, NULL) == FANIN_OK &&
-                    gpu_alloc(g, 1 - device, SIZE, &b, NULL) == FANIN_OK;
-        good = good && gpu_range_of(g, b, &r, NULL) == FANIN_OK &&
-               r.memory.device == 1 - device &&
-               gpu_copy(s, a, b, SIZE, NULL) == FANIN_OK &&
-               gpu_stream_wait(s, SOON, NULL) == FANIN_OK;
-        if (!good)
-            return cookie;
-        gpu_free(g, device, a);
-        gpu_free(g, 1 - device, b);
-        gpu_stream_destroy(&s);
-    }
-    return NULL;
-}
-
-static void test_threads(void **state)
-{
-    pthread_t threads[4];
-    int devices[4] = {0, 1, 0, 1};
-    for (int i = 0; i < 4; i++)
-        assert_int_equal(pthread_create(&threads[i], NULL, work, &devices[i]), 0);
-    for (int i = 0; i < 4; i++) {
-        void *wrong;
-        assert_int_equal(pthread_join(threads[i], &wrong), 0);
-        assert_null(wrong);
-    }
-}
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+TESTS_BETWEEN(set_up_all, NULL)
 
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    const struct CMUnitTest tests[] = {
-        TEST(test_devices),
-        TEST(test_no_such_device),
-        TEST(test_contexts),
-        TEST(test_kinds_of_memory),
-        TEST(test_remedy_of_virtual_memory),
-        TEST(test_host_memory),
-        TEST(test_neighbours),
-        TEST(test_memory_runs_out),
-        TEST(test_pinning),
-        TEST(test_errors_are_named),
-        TEST(test_copies),
-        TEST(test_waiting_has_a_deadline),
-        TEST(test_order_with_callers_streams),
-        TEST(test_notification),
-        TEST(test_notification_refused),
-        TEST(test_threads),
-        TEST(test_failed_device),
-    };
-    return cmocka_run_group_tests(tests, set_up_all, NULL);
+    return tests_run(NULL);
 }

@@ -8,9 +8,6 @@
 #include "random.h"
 #include "testing.h"
 #include <cuda.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define SOURCE ((uint64_t)1 << 20)
 #define SOURCES 4
@@ -123,6 +120,8 @@ static int tear_down(void **state)
            cuCtxGetCurrent(&context) != CUDA_SUCCESS || context != NULL;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static gpu_table *table_of(const world *w)
 {
     gpu_table *t;
@@ -148,7 +147,7 @@ static void assert_copied(world *w, uint64_t first, uint64_t count)
 
 /* ---------------------------------------------------------------------- tables */
 
-static void test_all_entries(void **state)
+CASE(test_all_entries)
 {
     world *w = *state;
     gpu_table *t = table_of(w);
@@ -166,7 +165,7 @@ static void test_all_entries(void **state)
     gpu_table_destroy(&t);
 }
 
-static void test_parts(void **state)
+CASE(test_parts)
 {
     world *w = *state;
     random_source r = {3};
@@ -191,7 +190,7 @@ static void test_parts(void **state)
 }
 
 /* In whatever turn: what is copied is the same, each entry once. */
-static void test_in_turns(void **state)
+CASE(test_in_turns)
 {
     world *w = *state;
     gpu_table *t = table_of(w);
@@ -209,7 +208,7 @@ static void test_in_turns(void **state)
 }
 
 /* One of each section, and nobody twice. */
-static void test_turns(void **state)
+CASE(test_turns)
 {
     (void)state;
     bool seen[40];
@@ -234,7 +233,7 @@ static void test_turns(void **state)
 }
 
 /* Bases count from the call on, in the stream's order, and are the caller's own no longer. */
-static void test_bases_change_in_order(void **state)
+CASE(test_bases_change_in_order)
 {
     world *w = *state;
     gpu_table *t = table_of(w);
@@ -262,7 +261,7 @@ static void test_bases_change_in_order(void **state)
     gpu_table_destroy(&t);
 }
 
-static void test_equal_bases_cost_nothing(void **state)
+CASE(test_equal_bases_cost_nothing)
 {
     world *w = *state;
     gpu_table *t = table_of(w);
@@ -279,7 +278,7 @@ static void test_equal_bases_cost_nothing(void **state)
 }
 
 /* Without bases all are 0; the additions move both sides. */
-static void test_additions(void **state)
+CASE(test_additions)
 {
     world *w = *state;
     gpu_table *t = table_of(w);
@@ -297,7 +296,7 @@ static void test_additions(void **state)
 }
 
 /* Long runs and many runs, which are cut, in one table with short ones. */
-static void test_big_entries(void **state)
+CASE(test_big_entries)
 {
     world *w = *state;
     const uint64_t big = (uint64_t)12 << 20;
@@ -352,7 +351,7 @@ static void test_big_entries(void **state)
 }
 
 /* More than are cut ahead, and one that alone is more than a block. */
-static void test_many_entries(void **state)
+CASE(test_many_entries)
 {
     world *w = *state;
     const uint32_t n = 450001, runs = 70000 * COPY_UNIT_RUNS;
@@ -381,7 +380,7 @@ static void test_many_entries(void **state)
     free(entries);
 }
 
-static void test_entries_of_one_use(void **state)
+CASE(test_entries_of_one_use)
 {
     world *w = *state;
     void *pinned;
@@ -428,7 +427,7 @@ static fanin_status use_table(const world *w, fanin_error *error)
 }
 
 /* Each call of the driver fails once: that is told, nothing leaks, and the next time works. */
-static void test_failing_calls(void **state)
+CASE(test_failing_calls)
 {
     world *w = *state;
     static const char *const functions[] = {
@@ -455,7 +454,7 @@ static void test_failing_calls(void **state)
     assert_true(failures >= 4);
 }
 
-static void test_no_memory_for_a_table(void **state)
+CASE(test_no_memory_for_a_table)
 {
     world *w = *state;
     fake_cuda_fail("cuMemAlloc_v2", CUDA_ERROR_OUT_OF_MEMORY, 0, 1);
@@ -464,7 +463,7 @@ static void test_no_memory_for_a_table(void **state)
 }
 
 /* Before any kernel is loaded on device 1. */
-static void test_kernels_are_not_for_the_device(void **state)
+CASE(test_kernels_are_not_for_the_device)
 {
     gpu_table *t;
     gpu_stream *s;
@@ -490,7 +489,7 @@ static void test_kernels_are_not_for_the_device(void **state)
 }
 
 /* A table, its streams and events belong to one device. */
-static void test_other_device(void **state)
+CASE(test_other_device)
 {
     world *w = *state;
     gpu_table *t;
@@ -509,8 +508,6 @@ static void test_other_device(void **state)
     gpu_stream_destroy(&s);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
 /* What is made once for a device and stays is made here. */
 static int set_up_all(void **state)
 {
@@ -525,24 +522,10 @@ static int set_up_all(void **state)
     return status;
 }
 
+TESTS_BETWEEN(set_up_all, NULL)
+
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    const struct CMUnitTest tests[] = {
-        TEST(test_kernels_are_not_for_the_device),
-        TEST(test_all_entries),
-        TEST(test_parts),
-        TEST(test_in_turns),
-        TEST(test_turns),
-        TEST(test_bases_change_in_order),
-        TEST(test_equal_bases_cost_nothing),
-        TEST(test_additions),
-        TEST(test_big_entries),
-        TEST(test_many_entries),
-        TEST(test_entries_of_one_use),
-        TEST(test_failing_calls),
-        TEST(test_no_memory_for_a_table),
-        TEST(test_other_device),
-    };
-    return cmocka_run_group_tests(tests, set_up_all, NULL);
+    return tests_run(NULL);
 }

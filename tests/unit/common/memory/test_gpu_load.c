@@ -7,12 +7,8 @@
 #include "testing.h"
 #include <cuda.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define SIZE ((uint64_t)1 << 20)
 
@@ -37,56 +33,56 @@ static bool is_refused(const char *word, const char *another)
 
 /* --------------------------------------------------------------------- loading */
 
-static int none_wanted(void)
+OWN_PROCESS(none_wanted, .checked = true)
 {
     setenv("FANIN_CUDA_LIBRARY", "", 1);
     CHECK(is_refused("FANIN_CUDA_LIBRARY", "switched off"));
     return PASSED;
 }
 
-static int missing_file(void)
+OWN_PROCESS(missing_file, .checked = true)
 {
     setenv("FANIN_CUDA_LIBRARY", "/nonexistent/libcuda.so.1", 1);
     CHECK(is_refused("no CUDA driver", "/nonexistent/libcuda.so.1"));
     return PASSED;
 }
 
-static int something_else(void)
+OWN_PROCESS(something_else, .checked = true)
 {
     setenv("FANIN_CUDA_LIBRARY", "libc.so.6", 1);
     CHECK(is_refused("libc.so.6", "cuInit"));
     return PASSED;
 }
 
-static int no_device(void)
+OWN_PROCESS(no_device, .checked = true)
 {
     setenv("FAKE_CUDA_DEVICES", "0", 1);
     CHECK(is_refused("no GPU", "nvidia-smi"));
     return PASSED;
 }
 
-static int nothing_visible(void)
+OWN_PROCESS(nothing_visible, .checked = true)
 {
     setenv("CUDA_VISIBLE_DEVICES", "", 1);
     CHECK(is_refused("no GPU", "CUDA_VISIBLE_DEVICES"));
     return PASSED;
 }
 
-static int old_driver(void)
+OWN_PROCESS(old_driver, .checked = true)
 {
     setenv("FAKE_CUDA_VERSION", "10020", 1);
     CHECK(is_refused("10.2", "too old"));
     return PASSED;
 }
 
-static int start_fails(void)
+OWN_PROCESS(start_fails, .checked = true)
 {
     setenv("FAKE_CUDA_FAIL", "cuInit=802", 1);
     CHECK(is_refused("CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"));
     return PASSED;
 }
 
-static int loads_once(void)
+OWN_PROCESS(loads_once, .checked = true)
 {
     gpu *g, *again;
     CHECK(gpu_load(NULL, &g, &failure) == FANIN_OK);
@@ -101,7 +97,7 @@ static int loads_once(void)
 }
 
 /* The driver is in the process, since this program is linked to it, but nobody uses it. */
-static int absent_until_used(void)
+OWN_PROCESS(absent_until_used, .checked = true)
 {
     CHECK(gpu_present() == NULL);
     CHECK(fake_cuda_calls("cuInit") == 0);
@@ -113,7 +109,7 @@ static int absent_until_used(void)
     return PASSED;
 }
 
-static int sees_what_is_visible(void)
+OWN_PROCESS(sees_what_is_visible, .checked = true)
 {
     setenv("FAKE_CUDA_DEVICES", "8", 1);
     setenv("CUDA_VISIBLE_DEVICES", "5,2", 1);
@@ -132,7 +128,7 @@ static int sees_what_is_visible(void)
 }
 
 /* A child of a process that uses CUDA gets errors, not crashes or hangs. */
-static int survives_fork(void)
+OWN_PROCESS(survives_fork, .checked = true)
 {
     gpu *g;
     void *memory, *more;
@@ -276,7 +272,7 @@ static uint64_t open_mappings(void)
 }
 
 /* From the same device and from another, twice each. */
-static int maps(void)
+OWN_PROCESS(maps, .checked = true)
 {
     exporter e;
     gpu *g;
@@ -303,7 +299,7 @@ static int maps(void)
     return PASSED;
 }
 
-static int maps_nothing_that_is_gone(void)
+OWN_PROCESS(maps_nothing_that_is_gone, .checked = true)
 {
     exporter e;
     gpu *g;
@@ -327,7 +323,7 @@ static int maps_nothing_that_is_gone(void)
     return PASSED;
 }
 
-static int outlives_its_owner(void)
+OWN_PROCESS(outlives_its_owner, .checked = true)
 {
     exporter e;
     gpu *g;
@@ -343,7 +339,7 @@ static int outlives_its_owner(void)
     return PASSED;
 }
 
-static int needs_peer_access(void)
+OWN_PROCESS(needs_peer_access, .checked = true)
 {
     exporter e;
     gpu *g;
@@ -362,7 +358,7 @@ static int needs_peer_access(void)
 }
 
 /* The exporter sees two devices, this process the second of them, as its first. */
-static int needs_the_device(void)
+OWN_PROCESS(needs_the_device, .checked = true)
 {
     exporter e, other;
     gpu *g;
@@ -384,23 +380,5 @@ static int needs_the_device(void)
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    const struct CMUnitTest tests[] = {
-        own_process_test(none_wanted, .checked = true),
-        own_process_test(missing_file, .checked = true),
-        own_process_test(something_else, .checked = true),
-        own_process_test(no_device, .checked = true),
-        own_process_test(nothing_visible, .checked = true),
-        own_process_test(old_driver, .checked = true),
-        own_process_test(start_fails, .checked = true),
-        own_process_test(loads_once, .checked = true),
-        own_process_test(absent_until_used, .checked = true),
-        own_process_test(sees_what_is_visible, .checked = true),
-        own_process_test(survives_fork, .checked = true),
-        own_process_test(maps, .checked = true),
-        own_process_test(maps_nothing_that_is_gone, .checked = true),
-        own_process_test(outlives_its_owner, .checked = true),
-        own_process_test(needs_peer_access, .checked = true),
-        own_process_test(needs_the_device, .checked = true),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return tests_run(NULL);
 }

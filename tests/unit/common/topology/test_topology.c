@@ -5,8 +5,6 @@
 #include "topology.h"
 
 #include <limits.h>
-#include <stdio.h>
-#include <string.h>
 
 typedef struct machine {
     char root[256];
@@ -37,7 +35,7 @@ static const topology_nic *nic_named(const machine *m, const char *name)
     return NULL;
 }
 
-static void a_dgx_is_read_whole(void **state)
+TEST(a_dgx_is_read_whole)
 {
     machine m = read_machine(sysfs_tree_dgx);
     assert_int_equal(m.t->n_gpus, 8);
@@ -59,7 +57,7 @@ static void a_dgx_is_read_whole(void **state)
     drop(&m);
 }
 
-static void distances_are_those_of_the_tree(void **state)
+TEST(distances_are_those_of_the_tree)
 {
     machine m = read_machine(sysfs_tree_dgx);
     const topology_gpu *first = topology_gpu_at(m.t, "00000000:1B:00.0");
@@ -92,7 +90,7 @@ static topology_distance between(const char *a, const char *b)
     return topology_between(&x, &y);
 }
 
-static void a_common_prefix_ends_at_a_slash(void **state)
+TEST(a_common_prefix_ends_at_a_slash)
 {
     assert_int_equal(between("pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"),
                      DISTANCE_HOST);
@@ -107,7 +105,7 @@ static void a_common_prefix_ends_at_a_slash(void **state)
     assert_int_equal(between("", "pci0000:00/0000:00:01.0"), DISTANCE_NODE);
 }
 
-static void ports_are_chosen_near_then_fast_then_first(void **state)
+TEST(ports_are_chosen_near_then_fast_then_first)
 {
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_dgx);
@@ -123,7 +121,7 @@ static void ports_are_chosen_near_then_fast_then_first(void **state)
     drop(&m);
 }
 
-static void a_cloud_machine_is_flat(void **state)
+TEST(a_cloud_machine_is_flat)
 {
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_cloud);
@@ -139,7 +137,7 @@ static void a_cloud_machine_is_flat(void **state)
     drop(&m);
 }
 
-static void a_laptop_has_nothing(void **state)
+TEST(a_laptop_has_nothing)
 {
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_laptop);
@@ -149,7 +147,7 @@ static void a_laptop_has_nothing(void **state)
     drop(&m);
 }
 
-static void soft_roce_hangs_nowhere(void **state)
+TEST(soft_roce_hangs_nowhere)
 {
     char root[256], name[TOPOLOGY_NAME + 8];
     topology *t;
@@ -165,7 +163,7 @@ static void soft_roce_hangs_nowhere(void **state)
     sysfs_tree_remove(root);
 }
 
-static void an_empty_tree_is_an_empty_machine(void **state)
+TEST(an_empty_tree_is_an_empty_machine)
 {
     char root[256];
     topology *t;
@@ -196,7 +194,7 @@ static void write_config(const char *root, size_t size, unsigned control)
     fclose(file);
 }
 
-static void acs_is_read_from_configuration_space(void **state)
+TEST(acs_is_read_from_configuration_space)
 {
     char root[256];
     sysfs_tree_make(root);
@@ -211,7 +209,7 @@ static void acs_is_read_from_configuration_space(void **state)
 }
 
 /* The least of the group's and of those around it. */
-static void a_quota_of_cpus_is_found(void **state)
+TEST(a_quota_of_cpus_is_found)
 {
     char root[256];
     sysfs_tree_make(root);
@@ -231,21 +229,4 @@ static void a_quota_of_cpus_is_found(void **state)
     sysfs_tree_file(root, "400000 100000\n", "fs/cgroup/cpu.max");
     assert_int_equal(cpu_quota(root, root), 4);
     sysfs_tree_remove(root);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_dgx_is_read_whole),
-        cmocka_unit_test(distances_are_those_of_the_tree),
-        cmocka_unit_test(a_common_prefix_ends_at_a_slash),
-        cmocka_unit_test(ports_are_chosen_near_then_fast_then_first),
-        cmocka_unit_test(a_cloud_machine_is_flat),
-        cmocka_unit_test(a_laptop_has_nothing),
-        cmocka_unit_test(soft_roce_hangs_nowhere),
-        cmocka_unit_test(an_empty_tree_is_an_empty_machine),
-        cmocka_unit_test(acs_is_read_from_configuration_space),
-        cmocka_unit_test(a_quota_of_cpus_is_found),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

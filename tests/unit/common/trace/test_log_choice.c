@@ -5,12 +5,8 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 /* The choice is the process's for good: each case makes it in a child of its own. */
 static char folder[] = "/tmp/log-choice-XXXXXX", place[sizeof folder + 8], choice[80];
@@ -31,6 +27,8 @@ static int tear_down(void **state)
     unlink(place);
     return rmdir(folder);
 }
+
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
 
 /* Runs @p what in a child, which alone reads the pipe and has the default for SIGPIPE; it returns
    true. */
@@ -151,7 +149,7 @@ static bool is_refused(void)
     return log_choose(&fn, &cookie, NULL) == FANIN_ERR_AUTH && !fn;
 }
 
-static void a_reader_that_leaves_kills_nobody(void **state)
+CASE(a_reader_that_leaves_kills_nobody)
 {
     expect_in_child(write_to_nobody);
 }
@@ -167,33 +165,20 @@ static void expect_of_children(bool (*what)(void))
     expect_in_child(what);
 }
 
-static void a_forked_child_has_a_log_of_its_own(void **state)
+CASE(a_forked_child_has_a_log_of_its_own)
 {
     expect_of_children(write_in_children);
 }
 
-static void what_a_daemon_opens_is_its_own(void **state)
+CASE(what_a_daemon_opens_is_its_own)
 {
     expect_of_children(begin_anew_in_a_child);
 }
 
-static void another_users_pipe_is_refused(void **state)
+CASE(another_users_pipe_is_refused)
 {
     if (geteuid() != 0)
         skip();
     assert_int_equal(chown(place, 4321, 4321), 0);
     expect_in_child(is_refused);
-}
-
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(a_reader_that_leaves_kills_nobody),
-        CASE(a_forked_child_has_a_log_of_its_own),
-        CASE(what_a_daemon_opens_is_its_own),
-        CASE(another_users_pipe_is_refused),
-    };
-    return cmocka_run_group_tests_name("log choice", tests, NULL, NULL);
 }

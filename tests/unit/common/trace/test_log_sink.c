@@ -4,13 +4,8 @@
 #include "clock.h"
 #include "log_choice.h"
 #include "testing.h"
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 /* More than a pipe of a megabyte and the ring hold. */
 enum { LINES = 20000, LONGEST_S = 30 };
@@ -27,6 +22,8 @@ static int tear_down(void **state)
     close(ends[0]);
     return 0;
 }
+
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
 
 static log_sink *sink_of(fanin_log_level level)
 {
@@ -87,7 +84,7 @@ static void expect_all(log_sink *sink, reading *r)
     assert_int_equal(r->came + r->lost, LINES);
 }
 
-static void nobody_waits_for_a_reader_that_has_stopped(void **state)
+CASE(nobody_waits_for_a_reader_that_has_stopped)
 {
     reading r = {0};
     log_sink *sink = sink_of(FANIN_LOG_INFO);
@@ -99,7 +96,7 @@ static void nobody_waits_for_a_reader_that_has_stopped(void **state)
 }
 
 /* As a parent's may be that gave it as standard error. */
-static void a_pipe_that_does_not_block_loses_nothing_uncounted(void **state)
+CASE(a_pipe_that_does_not_block_loses_nothing_uncounted)
 {
     reading r = {0};
     assert_int_equal(fcntl(ends[1], F_SETFL, O_NONBLOCK), 0);
@@ -109,7 +106,7 @@ static void a_pipe_that_does_not_block_loses_nothing_uncounted(void **state)
 }
 
 /* The pipe holds less than the ring does, of which all may be left when the end comes. */
-static void the_end_waits_half_a_second(void **state)
+CASE(the_end_waits_half_a_second)
 {
     assert_true(fcntl(ends[1], F_SETPIPE_SZ, 4096) > 0);
     log_sink *sink = sink_of(FANIN_LOG_INFO);
@@ -122,7 +119,7 @@ static void the_end_waits_half_a_second(void **state)
     expect_all(sink, &r);
 }
 
-static void a_level_and_a_line_as_they_are_written(void **state)
+CASE(a_level_and_a_line_as_they_are_written)
 {
     char text[256] = "";
     log_sink *sink = sink_of(FANIN_LOG_INFO);
@@ -139,17 +136,4 @@ static void a_level_and_a_line_as_they_are_written(void **state)
     assert_non_null(strstr(text, words));
     assert_null(strstr(text, "fine"));
     assert_int_equal(strspn(text, "0123456789-:.T"), strlen("2026-01-01T00:00:00.000"));
-}
-
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        CASE(nobody_waits_for_a_reader_that_has_stopped),
-        CASE(a_pipe_that_does_not_block_loses_nothing_uncounted),
-        CASE(the_end_waits_half_a_second),
-        CASE(a_level_and_a_line_as_they_are_written),
-    };
-    return cmocka_run_group_tests_name("log sink", tests, NULL, NULL);
 }

@@ -4,13 +4,8 @@
 #include "testing.h"
 #include "thread.h"
 #include "trace.h"
-#include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 /* Whoever writes to a file stays there until it is let go. */
 static struct {
@@ -70,6 +65,8 @@ static int tear_down(void **state)
     return rmdir(folder);
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static char *content(void)
 {
     FILE *from = fopen(file, "r");
@@ -126,7 +123,7 @@ static void *add_two(void *cookie)
 }
 
 /* One after the other, and at the end some at once. */
-static void threads_without_end_have_rows(void **state)
+CASE(threads_without_end_have_rows)
 {
     enum { THREADS = 3000, AT_ONCE = 16 };
     char names[AT_ONCE][16];
@@ -149,7 +146,7 @@ static void threads_without_end_have_rows(void **state)
     assert_int_equal(count(text, "{\"name\":\"rank 7, thread "), all);
 }
 
-static void a_row_is_told_once(void **state)
+CASE(a_row_is_told_once)
 {
     start();
     for (int i = 0; i < 100; i++) {
@@ -164,7 +161,7 @@ static void a_row_is_told_once(void **state)
     assert_int_equal(count(text, "thread_name"), 3);
 }
 
-static void what_has_no_room_is_counted(void **state)
+CASE(what_has_no_room_is_counted)
 {
     enum { SPANS = 20000 };
     start();
@@ -185,7 +182,7 @@ static void what_has_no_room_is_counted(void **state)
 }
 
 /* The file is whole before, and once it answers. */
-static void a_file_system_that_does_not_answer_is_left(void **state)
+CASE(a_file_system_that_does_not_answer_is_left)
 {
     fanin_error error = FANIN_ERROR_INIT;
     start();
@@ -210,7 +207,7 @@ static void a_file_system_that_does_not_answer_is_left(void **state)
 
 /* A file that has been given up is closed, and its number is somebody else's: children leave that
    alone. */
-static void a_child_closes_no_number_of_others(void **state)
+CASE(a_child_closes_no_number_of_others)
 {
     fanin_error error = FANIN_ERROR_INIT;
     char name[64], target[128];
@@ -245,7 +242,7 @@ static void a_child_closes_no_number_of_others(void **state)
 }
 
 /* Nobody calls once more for it. */
-static void it_is_written_within_a_second(void **state)
+CASE(it_is_written_within_a_second)
 {
     start();
     add(1);
@@ -265,7 +262,7 @@ static void *add_many(void *cookie)
     return cookie;
 }
 
-static void starting_and_stopping_beside_calls(void **state)
+CASE(starting_and_stopping_beside_calls)
 {
     enum { THREADS = 4, ROUNDS = 20 };
     pthread_t threads[THREADS];
@@ -288,19 +285,8 @@ static void starting_and_stopping_beside_calls(void **state)
         pthread_join(threads[i], NULL);
 }
 
-#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-
 int main(void)
 {
     condition_init(&disk.turn);
-    const struct CMUnitTest tests[] = {
-        CASE(threads_without_end_have_rows),
-        CASE(a_row_is_told_once),
-        CASE(what_has_no_room_is_counted),
-        CASE(a_file_system_that_does_not_answer_is_left),
-        CASE(a_child_closes_no_number_of_others),
-        CASE(it_is_written_within_a_second),
-        CASE(starting_and_stopping_beside_calls),
-    };
-    return cmocka_run_group_tests_name("trace", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -10,8 +10,6 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 
 int __real_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
                        struct addrinfo **out);
@@ -68,7 +66,7 @@ static void wait_for(const lookup *l)
     assert_true(lookup_done(l));
 }
 
-static void names_are_found_or_not(void **state)
+TEST(names_are_found_or_not)
 {
     lookup *l;
     socket_address a;
@@ -87,7 +85,7 @@ static void names_are_found_or_not(void **state)
     lookup_drop(&l);
 }
 
-static void an_answer_may_come_after_the_interest(void **state)
+TEST(an_answer_may_come_after_the_interest)
 {
     lookup *l;
     socket_address a;
@@ -115,7 +113,7 @@ static fanin_client *make_client(void)
     return client;
 }
 
-static void a_call_ends_at_its_deadline(void **state)
+TEST(a_call_ends_at_its_deadline)
 {
     unsigned before = atomic_load(&n_asked);
     fanin_client *client = make_client();
@@ -141,7 +139,7 @@ static void *cancel_when_asked(void *cookie)
     return NULL;
 }
 
-static void a_call_can_be_cancelled(void **state)
+TEST(a_call_can_be_cancelled)
 {
     fanin_client *client = make_client();
     fanin_error error = FANIN_ERROR_INIT;
@@ -155,7 +153,7 @@ static void a_call_can_be_cancelled(void **state)
     fanin_client_destroy(&client);
 }
 
-static void unknown_names_are_named(void **state)
+TEST(unknown_names_are_named)
 {
     fanin_client *client = make_client();
     fanin_error error = FANIN_ERROR_INIT;
@@ -168,15 +166,8 @@ static void unknown_names_are_named(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(names_are_found_or_not),
-        cmocka_unit_test(an_answer_may_come_after_the_interest),
-        cmocka_unit_test(a_call_ends_at_its_deadline),
-        cmocka_unit_test(a_call_can_be_cancelled),
-        cmocka_unit_test(unknown_names_are_named),
-    };
     if (sem_init(&asked, 0, 0) != 0 || sem_init(&answer, 0, 0) != 0 ||
         sem_init(&answered, 0, 0) != 0)
         return 1;
-    return cmocka_run_group_tests_name("lookup", tests, NULL, NULL);
+    return tests_run(NULL);
 }

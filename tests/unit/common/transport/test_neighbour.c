@@ -4,13 +4,10 @@
 #include "neighbour.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <sched.h>
-#include <stdio.h>
 #include <sys/resource.h>
 #include <sys/un.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -88,6 +85,8 @@ static int tear_down(void **state)
     return 0;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 /* What the listener says of a process in such namespaces, and that process of the listener. */
 static void expect(scene *s, int namespaces, unsigned here, unsigned there)
 {
@@ -106,28 +105,28 @@ static void expect(scene *s, int namespaces, unsigned here, unsigned there)
     close(d.fd);
 }
 
-static void own_processes_differ_in_nothing(void **state)
+CASE(own_processes_differ_in_nothing)
 {
     expect(*state, 0, 0, 0);
 }
 
-static void other_files_are_no_secret(void **state)
+CASE(other_files_are_no_secret)
 {
     expect(*state, CLONE_NEWNS, NEIGHBOUR_MOUNT_SPACE, NEIGHBOUR_MOUNT_SPACE);
 }
 
-static void ipc_namespaces_are_told(void **state)
+CASE(ipc_namespaces_are_told)
 {
     expect(*state, CLONE_NEWIPC, NEIGHBOUR_IPC_SPACE, NEIGHBOUR_IPC_SPACE);
 }
 
 /* From within, what is outside has no number. */
-static void pid_namespaces_are_told(void **state)
+CASE(pid_namespaces_are_told)
 {
     expect(*state, CLONE_NEWPID, NEIGHBOUR_PID_SPACE, NEIGHBOUR_UNSEEN);
 }
 
-static void containers_differ_in_several(void **state)
+CASE(containers_differ_in_several)
 {
     expect(*state, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC,
            NEIGHBOUR_PID_SPACE | NEIGHBOUR_MOUNT_SPACE | NEIGHBOUR_IPC_SPACE,
@@ -136,13 +135,13 @@ static void containers_differ_in_several(void **state)
 
 /* From within, who has no uid there is as much "nobody" as the process itself, and shows nothing.
    */
-static void user_namespaces_are_told(void **state)
+CASE(user_namespaces_are_told)
 {
     expect(*state, CLONE_NEWUSER, NEIGHBOUR_USER_SPACE, NEIGHBOUR_UNSEEN);
 }
 
 /* What no process of the host has makes no difference; what one does not show does. */
-static void links_that_are_not_there(void **state)
+CASE(links_that_are_not_there)
 {
     static const struct {
         const char *link;
@@ -211,7 +210,7 @@ static void give_last(last *l)
     close(l->d.fd);
 }
 
-static void without_descriptors_nobody_becomes_a_stranger(void **state)
+CASE(without_descriptors_nobody_becomes_a_stranger)
 {
     last l;
     take_last(&l, *state);
@@ -220,7 +219,7 @@ static void without_descriptors_nobody_becomes_a_stranger(void **state)
     give_last(&l);
 }
 
-static void a_reserve_that_is_taken_is_had_again(void **state)
+CASE(a_reserve_that_is_taken_is_had_again)
 {
     last l;
     take_last(&l, *state);
@@ -234,7 +233,7 @@ static void a_reserve_that_is_taken_is_had_again(void **state)
     give_last(&l);
 }
 
-static void what_is_lacking_is_told(void **state)
+CASE(what_is_lacking_is_told)
 {
     last l;
     take_last(&l, *state);
@@ -249,7 +248,7 @@ static void what_is_lacking_is_told(void **state)
     assert_int_equal(neighbour_lacks(NEIGHBOUR_UID | NEIGHBOUR_MOUNT_SPACE), 0);
 }
 
-static void another_user_is_told(void **state)
+CASE(another_user_is_told)
 {
     scene *s = *state;
     socket_address peer;
@@ -280,30 +279,10 @@ static void another_user_is_told(void **state)
     close(fd);
 }
 
-static void every_difference_has_words(void **state)
+CASE(every_difference_has_words)
 {
     for (unsigned bit = 1; bit <= NEIGHBOUR_NO_FILE; bit *= 2)
         assert_says(neighbour_why(bit), "the peer's process ");
     assert_string_equal(neighbour_why(0), "");
     assert_int_equal(neighbour_differs(0), NEIGHBOUR_UID); /* no Unix socket at all */
-}
-
-int main(void)
-{
-#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-    const struct CMUnitTest tests[] = {
-        TEST(own_processes_differ_in_nothing),
-        TEST(other_files_are_no_secret),
-        TEST(ipc_namespaces_are_told),
-        TEST(pid_namespaces_are_told),
-        TEST(containers_differ_in_several),
-        TEST(user_namespaces_are_told),
-        TEST(links_that_are_not_there),
-        TEST(another_user_is_told),
-        TEST(every_difference_has_words),
-        TEST(without_descriptors_nobody_becomes_a_stranger),
-        TEST(a_reserve_that_is_taken_is_had_again),
-        TEST(what_is_lacking_is_told),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,7 +3,6 @@
 #include "outgoing.h"
 #include "testing.h"
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define SIZE ((size_t)4 << 20) /* more than a socket holds */
 #define KEEP 65536
@@ -17,7 +16,7 @@ static void fill(outgoing *o)
     buffer_append(&o->bytes, bytes, SIZE);
 }
 
-static void all_bytes_arrive_in_order(void **state)
+TEST(all_bytes_arrive_in_order)
 {
     int ends[2];
     outgoing o = {0};
@@ -45,7 +44,7 @@ static void all_bytes_arrive_in_order(void **state)
     outgoing_free(&o);
 }
 
-static void frames_stay_sealed(void **state)
+TEST(frames_stay_sealed)
 {
     outgoing o = {.bytes.sealed = true};
     fill(&o);
@@ -57,13 +56,4 @@ static void frames_stay_sealed(void **state)
     outgoing_trim(&o, KEEP);
     assert_true(o.bytes.capacity == 0 && o.bytes.sealed);
     outgoing_free(&o);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(all_bytes_arrive_in_order),
-        cmocka_unit_test(frames_stay_sealed),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,18 +4,12 @@
 #include "socket.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <net/if.h>
 #include <poll.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/un.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 static socket_address resolved(const char *text)
 {
@@ -25,7 +19,7 @@ static socket_address resolved(const char *text)
     return a;
 }
 
-static void addresses_are_parsed(void **state)
+TEST(addresses_are_parsed)
 {
     assert_string_equal(resolved("127.0.0.1:6000").text, "127.0.0.1:6000");
     assert_string_equal(resolved("[::1]:6000").text, "[::1]:6000");
@@ -44,7 +38,7 @@ static void addresses_are_parsed(void **state)
     assert_int_equal(socket_resolve(NULL, &a, NULL), FANIN_ERR_ARGUMENT);
 }
 
-static void link_local_addresses_keep_their_interface(void **state)
+TEST(link_local_addresses_keep_their_interface)
 {
     char text[64];
     assert_string_equal(resolved("[fe80::1%lo]:6000").text, "[fe80::1%lo]:6000");
@@ -85,7 +79,7 @@ static bool wildcard(const char *text)
     return socket_is_wildcard(&a);
 }
 
-static void addresses_are_classified(void **state)
+TEST(addresses_are_classified)
 {
     assert_true(loopback("127.0.0.1:1"));
     assert_true(loopback("127.9.9.9:1"));
@@ -110,7 +104,7 @@ static void leads_to(const char *text, const char *expected)
     assert_string_equal(whole, expected);
 }
 
-static void wildcards_lead_to_loopback(void **state)
+TEST(wildcards_lead_to_loopback)
 {
     leads_to("0.0.0.0:1", "127.0.0.1:1");
     leads_to("[::]:2", "[::1]:2");
@@ -133,7 +127,7 @@ static void unix_name_is(const char *address, const char *expected)
     assert_false(socket_is_wildcard(&a));
 }
 
-static void unix_names_have_the_address(void **state)
+TEST(unix_names_have_the_address)
 {
     unix_name_is("127.0.0.1:6000", "fanin-1000-127.0.0.1:6000");
     unix_name_is("127.0.0.2:6000", "fanin-1000-127.0.0.2:6000");
@@ -196,7 +190,7 @@ int __wrap_bind(int fd, const struct sockaddr *address, socklen_t size)
     return -1;
 }
 
-static void a_lack_of_ports_is_told(void **state)
+TEST(a_lack_of_ports_is_told)
 {
     socket_address tcp = resolved("127.0.0.1:0"), name = tcp;
     socket_unix_address(geteuid(), &tcp, &name);
@@ -215,7 +209,7 @@ static void a_lack_of_ports_is_told(void **state)
     assert_int_equal(by_name, FANIN_ERR_EXISTS);
 }
 
-static void sockets_connect(void **state)
+TEST(sockets_connect)
 {
     socket_address a = resolved("127.0.0.1:0");
     fanin_error error = FANIN_ERROR_INIT;
@@ -265,7 +259,7 @@ static bool contains(const char *networks, const char *address)
     return found;
 }
 
-static void networks_contain_addresses(void **state)
+TEST(networks_contain_addresses)
 {
     assert_true(contains("10.0.0.0/8", "10.255.1.2:1"));
     assert_false(contains("10.0.0.0/8", "11.0.0.0:1"));
@@ -293,7 +287,7 @@ static void networks_contain_addresses(void **state)
     }
 }
 
-static void processes_of_a_host_have_one_id(void **state)
+TEST(processes_of_a_host_have_one_id)
 {
     char own[HOST_ID_SIZE], theirs[HOST_ID_SIZE] = "";
     int ends[2];
@@ -313,7 +307,7 @@ static void processes_of_a_host_have_one_id(void **state)
     close(ends[1]);
 }
 
-static void a_host_that_cannot_be_told_is_logged(void **state)
+TEST(a_host_that_cannot_be_told_is_logged)
 {
     const logger log = {.fn = log_catch};
     char id[HOST_ID_SIZE];
@@ -326,21 +320,4 @@ static void a_host_that_cannot_be_told_is_logged(void **state)
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
     assert_string_equal(id, "");
     log_expect(1, "ulimit -n");
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(addresses_are_parsed),
-        cmocka_unit_test(link_local_addresses_keep_their_interface),
-        cmocka_unit_test(addresses_are_classified),
-        cmocka_unit_test(wildcards_lead_to_loopback),
-        cmocka_unit_test(unix_names_have_the_address),
-        cmocka_unit_test(a_lack_of_ports_is_told),
-        cmocka_unit_test(sockets_connect),
-        cmocka_unit_test(networks_contain_addresses),
-        cmocka_unit_test(processes_of_a_host_have_one_id),
-        cmocka_unit_test(a_host_that_cannot_be_told_is_logged),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define PATIENCE_MS 20000
 #define STRANGER 1234
@@ -70,7 +69,7 @@ static void expect_own(scene *s)
     close(s->listener);
 }
 
-static void own_processes_are_told(void **state)
+TEST(own_processes_are_told)
 {
     scene s;
     for (int i = 0; i < 2; i++) {
@@ -85,7 +84,7 @@ static void own_processes_are_told(void **state)
 }
 
 /* A listener of IPv6 that takes IPv4 too, as other programs' are. */
-static void both_families_are_told(void **state)
+TEST(both_families_are_told)
 {
     for (int i = 0; i < 2; i++) {
         no_netlink = i == 1;
@@ -145,7 +144,7 @@ static stranger start_stranger(void)
     return n;
 }
 
-static void other_users_are_told(void **state)
+TEST(other_users_are_told)
 {
     if (geteuid() != 0)
         skip();
@@ -172,7 +171,7 @@ static void other_users_are_told(void **state)
     }
 }
 
-static void what_is_no_connection_has_no_owner(void **state)
+TEST(what_is_no_connection_has_no_owner)
 {
     uid_t uid;
     int ends[2];
@@ -181,15 +180,4 @@ static void what_is_no_connection_has_no_owner(void **state)
     assert_false(socket_owner(ends[0], &uid));
     close(ends[0]);
     close(ends[1]);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(own_processes_are_told),
-        cmocka_unit_test(both_families_are_told),
-        cmocka_unit_test(other_users_are_told),
-        cmocka_unit_test(what_is_no_connection_has_no_owner),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -9,13 +9,9 @@
 #include <inttypes.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define PATIENCE_MS 10000
 #define FIRST_WITH_CMA 20 /* UCX 1.20 */
@@ -82,6 +78,8 @@ static int tear_down(void **state)
     return sound ? 0 : -1;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 /* cma may be forbidden (containers): then there is nothing to test here. */
 static fixture *fixture_of(void **state)
 {
@@ -129,7 +127,7 @@ static bool words_are_right(const fixture *f, size_t from, size_t count)
     return true;
 }
 
-static void reads_while_the_server_is_stopped(void **state)
+CASE(reads_while_the_server_is_stopped)
 {
     fixture *f = fixture_of(state);
     assert_int_equal(start(f, 0, 1), FANIN_OK);
@@ -146,7 +144,7 @@ static void reads_while_the_server_is_stopped(void **state)
     assert_int_equal(ucx_endpoint_outstanding(f->endpoint), 0);
 }
 
-static void many_small_reads_each_call_back_once(void **state)
+CASE(many_small_reads_each_call_back_once)
 {
     fixture *f = fixture_of(state);
     const size_t words = 7, count = 50000;
@@ -159,7 +157,7 @@ static void many_small_reads_each_call_back_once(void **state)
     assert_int_equal(f->to[words * count], 0);
 }
 
-static void unmapped_memory_fails_the_endpoint_not_the_server(void **state)
+CASE(unmapped_memory_fails_the_endpoint_not_the_server)
 {
     fixture *f = fixture_of(state);
     const size_t half = UCX_CHILD_WORDS / 2;
@@ -182,7 +180,7 @@ static void unmapped_memory_fails_the_endpoint_not_the_server(void **state)
     assert_int_equal(ucx_child_ask(&f->child, UCX_CHILD_COUNT_CHANGED), 0);
 }
 
-static void a_killed_server_fails_the_reads(void **state)
+CASE(a_killed_server_fails_the_reads)
 {
     fixture *f = fixture_of(state);
     assert_int_equal(start(f, 0, 1), FANIN_OK);
@@ -200,7 +198,7 @@ static void a_killed_server_fails_the_reads(void **state)
     assert_true(ucx_endpoint_close(&f->endpoint, deadline_in_ms(PATIENCE_MS)));
 }
 
-static void close_drains_and_nothing_lands_afterwards(void **state)
+CASE(close_drains_and_nothing_lands_afterwards)
 {
     fixture *f = fixture_of(state);
     const unsigned count = 2000;
@@ -230,7 +228,7 @@ static void close_drains_and_nothing_lands_afterwards(void **state)
     assert_true(words_are_right(f, 3, 5));
 }
 
-static void destroying_the_client_drains_too(void **state)
+CASE(destroying_the_client_drains_too)
 {
     fixture *f = fixture_of(state);
     for (size_t i = 0; i < 1000; i++)
@@ -253,7 +251,7 @@ static void read_again(void *cookie, uint64_t tag, int status)
                          FANIN_OK);
 }
 
-static void a_callback_may_start_the_next_read(void **state)
+CASE(a_callback_may_start_the_next_read)
 {
     fixture *f = fixture_of(state);
     read_again(f, 0, 0);
@@ -297,7 +295,7 @@ static unsigned count_sockets(pid_t pid, const char *table)
     return count;
 }
 
-static void no_end_has_an_ip_socket(void **state)
+CASE(no_end_has_an_ip_socket)
 {
     fixture *f = fixture_of(state);
     static const char *const tables[] = {"tcp", "tcp6", "udp", "udp6"};
@@ -325,7 +323,7 @@ static unsigned count_sysv_segments(pid_t pid)
 }
 
 /* Every user of the group could write into them. */
-static void no_end_has_a_sysv_segment(void **state)
+CASE(no_end_has_a_sysv_segment)
 {
     fixture *f = fixture_of(state);
     assert_int_equal(start(f, 0, 1), FANIN_OK);
@@ -348,7 +346,7 @@ static bool connects(fixture *f, const uint8_t *address, size_t size)
 }
 
 /* UCX ends the process over some of these. */
-static void false_addresses_are_refused(void **state)
+CASE(false_addresses_are_refused)
 {
     fixture *f = fixture_of(state);
     const uint8_t *true_one = f->child.address;
@@ -386,7 +384,7 @@ static void false_addresses_are_refused(void **state)
     assert_false(connects(f, a, sizeof a));
 }
 
-static void false_keys_are_refused(void **state)
+CASE(false_keys_are_refused)
 {
     fixture *f = fixture_of(state);
     ucx_rkey *key = NULL;
@@ -404,7 +402,7 @@ static void false_keys_are_refused(void **state)
                      FANIN_ERR_PROTOCOL);
 }
 
-static void ucx_prints_nothing(void **state)
+CASE(ucx_prints_nothing)
 {
     fixture *f = fixture_of(state);
     struct stat output;
@@ -463,7 +461,7 @@ static void open_and_close_all(const ucx_child *child)
     ucx_server_destroy(&server);
 }
 
-static void nothing_leaks(void **state)
+CASE(nothing_leaks)
 {
     fixture *f = fixture_of(state);
     char child_fds[64];
@@ -480,7 +478,7 @@ static void nothing_leaks(void **state)
     assert_int_equal(count_entries(child_fds), fds_of_child);
 }
 
-static void the_server_may_end_first(void **state)
+CASE(the_server_may_end_first)
 {
     fixture *f = fixture_of(state);
     assert_int_equal(start(f, 0, 1), FANIN_OK);
@@ -492,7 +490,7 @@ static void the_server_may_end_first(void **state)
     }
 }
 
-static void wrong_arguments_are_refused(void **state)
+CASE(wrong_arguments_are_refused)
 {
     fixture *f = fixture_of(state);
     static uint8_t blob[5000];
@@ -518,7 +516,7 @@ static void wrong_arguments_are_refused(void **state)
     assert_non_null(strstr(error.message, "kind 0"));
 }
 
-static void versions_match_by_major_and_minor(void **state)
+TEST(versions_match_by_major_and_minor)
 {
     assert_true(ucx_versions_match("1.22.0", "1.22.1"));
     assert_true(ucx_versions_match("1.22.0", "1.22"));
@@ -531,7 +529,7 @@ static void versions_match_by_major_and_minor(void **state)
     assert_false(ucx_versions_match(NULL, "1.22.0"));
 }
 
-static void one_rdma_port_is_chosen(void **state)
+TEST(one_rdma_port_is_chosen)
 {
     char root[256], name[UCX_DEVICE_NAME];
     assert_false(ucx_device_choose("/nonexistent", NULL, NULL, name));
@@ -552,7 +550,7 @@ static void one_rdma_port_is_chosen(void **state)
     sysfs_tree_remove(root);
 }
 
-static void the_port_next_to_the_gpu_is_chosen(void **state)
+TEST(the_port_next_to_the_gpu_is_chosen)
 {
     char root[256], name[UCX_DEVICE_NAME];
     sysfs_tree_dgx(sysfs_tree_make(root));
@@ -565,8 +563,6 @@ static void the_port_next_to_the_gpu_is_chosen(void **state)
     assert_string_equal(name, "mlx5_4:1");
     sysfs_tree_remove(root);
 }
-
-#define WITH_CHILD(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
 
 int main(int argc, char **argv)
 {
@@ -585,25 +581,5 @@ int main(int argc, char **argv)
                       ucx_version(library));
         library = NULL;
     }
-    const struct CMUnitTest tests[] = {
-        WITH_CHILD(reads_while_the_server_is_stopped),
-        WITH_CHILD(many_small_reads_each_call_back_once),
-        WITH_CHILD(unmapped_memory_fails_the_endpoint_not_the_server),
-        WITH_CHILD(a_killed_server_fails_the_reads),
-        WITH_CHILD(close_drains_and_nothing_lands_afterwards),
-        WITH_CHILD(destroying_the_client_drains_too),
-        WITH_CHILD(a_callback_may_start_the_next_read),
-        WITH_CHILD(no_end_has_an_ip_socket),
-        WITH_CHILD(no_end_has_a_sysv_segment),
-        WITH_CHILD(false_addresses_are_refused),
-        WITH_CHILD(false_keys_are_refused),
-        WITH_CHILD(ucx_prints_nothing),
-        WITH_CHILD(nothing_leaks),
-        WITH_CHILD(the_server_may_end_first),
-        WITH_CHILD(wrong_arguments_are_refused),
-        cmocka_unit_test(versions_match_by_major_and_minor),
-        cmocka_unit_test(one_rdma_port_is_chosen),
-        cmocka_unit_test(the_port_next_to_the_gpu_is_chosen),
-    };
-    return cmocka_run_group_tests_name("ucx", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -5,9 +5,6 @@
 #include "ucx_child.h"
 #include "ucx_internal.h"
 #include <dlfcn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define SUCCESS_MS 5000 /* an attack that works takes well under a millisecond */
 #define FAILURE_MS 300
@@ -170,13 +167,13 @@ static void check(const attack *kind, ucx_child_kind control)
         "SYSV_ERROR_HANDLING", "y"                                                     \
     }
 
-static void emulated_reads_get_nothing(void **state)
+TEST(emulated_reads_get_nothing)
 {
     static const attack kind = {.settings = {EMULATED}};
     check(&kind, UCX_CHILD_RMA);
 }
 
-static void emulated_writes_change_nothing(void **state)
+TEST(emulated_writes_change_nothing)
 {
     static const attack kind = {.settings = {EMULATED}, .write = true};
     check(&kind, UCX_CHILD_RMA);
@@ -195,9 +192,5 @@ int main(int argc, char **argv)
     } else {
         print_message("skipping: %s\n", error.message);
     }
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(emulated_reads_get_nothing),
-        cmocka_unit_test(emulated_writes_change_nothing),
-    };
-    return cmocka_run_group_tests_name("ucx_attack", tests, NULL, NULL);
+    return tests_run(NULL);
 }

@@ -5,12 +5,9 @@
 
 #include <fcntl.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define SIZE 4096
 
@@ -53,7 +50,7 @@ static void expect(const char *name, bool there)
         assert_int_equal(unlink(path_of(name)), 0);
 }
 
-static void what_nobody_has_goes(void **state)
+TEST(what_nobody_has_goes)
 {
     close(make("ucx_shm_posix_1f3a", 0600));
     close(make("ucx_shm_posix_7", 0600));
@@ -63,7 +60,7 @@ static void what_nobody_has_goes(void **state)
     ucx_leftovers_remove("/nonexistent", NULL);
 }
 
-static void other_files_stay(void **state)
+TEST(other_files_stay)
 {
     static const char *const names[] = {"ucx_shm_posix_", "ucx_shm_posix_xyz",
                                         "ucx_shm_posix_12.part", "shm_12"};
@@ -116,7 +113,7 @@ static void used_in_a_process(bool map)
     expect("ucx_shm_posix_beef", false);
 }
 
-static void what_a_process_has_stays(void **state)
+TEST(what_a_process_has_stays)
 {
     used_in_a_process(false);
     used_in_a_process(true);
@@ -127,12 +124,4 @@ static int tear_down(void **state)
     return rmdir(root);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(what_nobody_has_goes),
-        cmocka_unit_test(other_files_stay),
-        cmocka_unit_test(what_a_process_has_stays),
-    };
-    return cmocka_run_group_tests_name("ucx_leftovers", tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

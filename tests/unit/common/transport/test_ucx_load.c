@@ -8,12 +8,8 @@
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define OLD_UCX "/usr/lib/x86_64-linux-gnu/libucp.so.0"
 
@@ -43,14 +39,14 @@ static bool can_load(ucx **u)
     return false;
 }
 
-static int missing_file(void)
+OWN_PROCESS(missing_file, .checked = false)
 {
     setenv("FANIN_UCX_LIBRARY", "/nonexistent/libucp.so.0", 1);
     CHECK(is_refused("FANIN_UCX_LIBRARY", "/nonexistent/libucp.so.0"));
     return PASSED;
 }
 
-static int empty_name(void)
+OWN_PROCESS(empty_name, .checked = false)
 {
     ucx *u = NULL;
     if (!can_load(&u))
@@ -60,14 +56,14 @@ static int empty_name(void)
     return PASSED;
 }
 
-static int another_library(void)
+OWN_PROCESS(another_library, .checked = false)
 {
     setenv("FANIN_UCX_LIBRARY", "libm.so.6", 1);
     CHECK(is_refused("libm.so.6", "not libucp"));
     return PASSED;
 }
 
-static int too_old(void)
+OWN_PROCESS(too_old, .checked = false)
 {
     /* With a list of folders it would get its other parts from another UCX. */
     if (access(OLD_UCX, R_OK) != 0 || getenv("LD_LIBRARY_PATH"))
@@ -91,7 +87,7 @@ static void remember_message(void *cookie, fanin_log_level level, const char *ev
         snprintf(cookie, 512, "%s", message);
 }
 
-static int loaded_before(void)
+OWN_PROCESS(loaded_before, .checked = false)
 {
     /* Where it is, found out by another process, since one keeps what it has loaded. */
     char path[512] = "", message[512] = "";
@@ -175,7 +171,7 @@ static int open_both_ends(ucx *u, ucx_server **server, ucx_client **client)
     return PASSED;
 }
 
-static int leaves_the_process_alone(void)
+OWN_PROCESS(leaves_the_process_alone, .checked = false)
 {
     surroundings before, after;
     ucx *u = NULL;
@@ -198,7 +194,7 @@ static int leaves_the_process_alone(void)
 }
 
 /* Shows that the test above can see it, and that the user's settings win. */
-static int users_settings_win(void)
+OWN_PROCESS(users_settings_win, .checked = false)
 {
     surroundings before, after;
     ucx *u = NULL;
@@ -230,7 +226,7 @@ static uint64_t blocked_signals(const char *thread)
     return mask;
 }
 
-static int ucx_threads_take_no_signals(void)
+OWN_PROCESS(ucx_threads_take_no_signals, .checked = false)
 {
     ucx *u = NULL;
     ucx_server *server;
@@ -257,7 +253,7 @@ static int ucx_threads_take_no_signals(void)
     return PASSED;
 }
 
-static int has_the_modules(void)
+OWN_PROCESS(has_the_modules, .checked = false)
 {
     /* The wheel keeps them in lib/ucx beside libucp. */
     ucx *u = NULL;
@@ -276,20 +272,4 @@ static int has_the_modules(void)
     fclose(maps);
     CHECK(found);
     return PASSED;
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        own_process_test(missing_file, .checked = false),
-        own_process_test(empty_name, .checked = false),
-        own_process_test(another_library, .checked = false),
-        own_process_test(too_old, .checked = false),
-        own_process_test(loaded_before, .checked = false),
-        own_process_test(leaves_the_process_alone, .checked = false),
-        own_process_test(users_settings_win, .checked = false),
-        own_process_test(ucx_threads_take_no_signals, .checked = false),
-        own_process_test(has_the_modules, .checked = false),
-    };
-    return cmocka_run_group_tests_name("ucx_load", tests, NULL, NULL);
 }

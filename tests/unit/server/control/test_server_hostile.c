@@ -8,8 +8,6 @@
 #include "tls.h"
 
 #include <poll.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/socket.h>
 
 static uint8_t memory[2][1000];
@@ -43,6 +41,8 @@ static int tear_down(void **state)
     return status;
 }
 
+#define CASE(name) TEST_WITH(name, set_up, tear_down)
+
 static void send_header(peer *p, uint16_t type, uint32_t length)
 {
     uint8_t header[FRAME_SIZE];
@@ -58,7 +58,7 @@ static void expect_end(peer *p, fanin_status code)
     peer_close(p);
 }
 
-static void garbage_is_refused(void **state)
+CASE(garbage_is_refused)
 {
     static const char *const words[] = {"GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
                                         "FAN1FAN1FAN1FAN1FAN1FAN1"};
@@ -74,7 +74,7 @@ static void garbage_is_refused(void **state)
 }
 
 /* Of a rank without a secret. */
-static void tls_is_refused_in_its_own_words(void **state)
+CASE(tls_is_refused_in_its_own_words)
 {
     static const char hello[] =
         "\x16\x03\x01\x02\x01\x01\xfc\x03\x03\x20zzzzzzzzzzzzzzzz";
@@ -88,7 +88,7 @@ static void tls_is_refused_in_its_own_words(void **state)
     assert_int_equal(server_stats(server).sessions_refused, 1);
 }
 
-static void hello_must_come_first_and_be_short(void **state)
+CASE(hello_must_come_first_and_be_short)
 {
     peer p = peer_connect(server);
     send_header(&p, MSG_LIST, 0);
@@ -109,7 +109,7 @@ static void hello_must_come_first_and_be_short(void **state)
     expect_end(&p, FANIN_ERR_PROTOCOL); /* twice */
 }
 
-static void who_says_nothing_is_dropped(void **state)
+CASE(who_says_nothing_is_dropped)
 {
     peer p = peer_connect(server), q = peer_connect(server);
     uint64_t start = clock_ns();
@@ -120,7 +120,7 @@ static void who_says_nothing_is_dropped(void **state)
     assert_true(clock_ns() - start > UINT64_C(1500000000));
 }
 
-static void odd_messages_of_a_session(void **state)
+CASE(odd_messages_of_a_session)
 {
     /* Unknown requests are answered, and the session goes on. */
     peer p = peer_open(server);
@@ -174,7 +174,7 @@ static void expect_refused(peer *d, const uint8_t token[16], uint64_t bytes,
     assert_int_equal(d->frame.request, d->request);
 }
 
-static void reads_stay_inside_the_boxes(void **state)
+CASE(reads_stay_inside_the_boxes)
 {
     puller r = puller_open(server);
     puller_begin(&r);
@@ -198,7 +198,7 @@ static void reads_stay_inside_the_boxes(void **state)
     assert_int_equal(server_stats(server).bytes_streamed, 0);
 }
 
-static void reads_need_a_lease_of_the_session(void **state)
+CASE(reads_need_a_lease_of_the_session)
 {
     read_entry one = {.box = 0, .length = 10};
     peer p = peer_open(server), q = peer_open(server);
@@ -234,7 +234,7 @@ static void reads_need_a_lease_of_the_session(void **state)
     expect_refused(&d, begun.token, 10, one, FANIN_ERR_STALE);
 }
 
-static void catalogs_beyond_their_end(void **state)
+CASE(catalogs_beyond_their_end)
 {
     peer p = peer_open(server);
     grant g = peer_newest(&p);
@@ -261,7 +261,7 @@ static void catalogs_beyond_their_end(void **state)
 }
 
 /* Asks for more than it takes: the server stops reading its requests. */
-static void who_does_not_read_is_bounded(void **state)
+CASE(who_does_not_read_is_bounded)
 {
     peer p = peer_open(server);
     buffer b = {0};
@@ -283,7 +283,7 @@ static void who_does_not_read_is_bounded(void **state)
 }
 
 /* More than are told why. */
-static void crowds_are_turned_away(void **state)
+CASE(crowds_are_turned_away)
 {
     enum { CROWD = 40, PLACES = 8 };
     fanin_server_config config = server_config();
@@ -298,7 +298,7 @@ static void crowds_are_turned_away(void **state)
     server_stop(&small, 0);
 }
 
-static void random_bytes_and_bent_frames(void **state)
+CASE(random_bytes_and_bent_frames)
 {
     random_source seed = {4711};
     for (int round = 0; round < 300; round++) {
@@ -326,21 +326,4 @@ static int start_once(void **state)
     return server_tear_down(state);
 }
 
-int main(void)
-{
-#define HOSTILE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
-    const struct CMUnitTest tests[] = {
-        HOSTILE(garbage_is_refused),
-        HOSTILE(tls_is_refused_in_its_own_words),
-        HOSTILE(hello_must_come_first_and_be_short),
-        HOSTILE(who_says_nothing_is_dropped),
-        HOSTILE(odd_messages_of_a_session),
-        HOSTILE(reads_stay_inside_the_boxes),
-        HOSTILE(reads_need_a_lease_of_the_session),
-        HOSTILE(catalogs_beyond_their_end),
-        HOSTILE(who_does_not_read_is_bounded),
-        HOSTILE(crowds_are_turned_away),
-        HOSTILE(random_bytes_and_bent_frames),
-    };
-    return cmocka_run_group_tests(tests, start_once, NULL);
-}
+TESTS_BETWEEN(start_once, NULL)

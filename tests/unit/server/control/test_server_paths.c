@@ -11,9 +11,6 @@
 #include "ucx.h"
 
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 fanin_status __real_ucx_server_create(ucx *u, ucx_path path, const logger *log,
                                       ucx_server **out, fanin_error *error);
@@ -82,7 +79,7 @@ static void expect_refused(peer *p, wire_path path, const char *words)
     assert_says(e.message, words);
 }
 
-static void without_ucx_nothing_of_ucx_is_offered(void **state)
+SERVER_TEST(without_ucx_nothing_of_ucx_is_offered)
 {
     fanin_server *s = start(FANIN_SERVER_NO_UCX);
     uint32_t paths;
@@ -93,7 +90,7 @@ static void without_ucx_nothing_of_ucx_is_offered(void **state)
         expect_refused(&p, WIRE_PATH_CUDA_IPC, "without CUDA");
 }
 
-static void strangers_get_stream_only(void **state)
+SERVER_TEST(strangers_get_stream_only)
 {
     if (!version[0])
         skip();
@@ -118,7 +115,7 @@ static void strangers_get_stream_only(void **state)
 }
 
 /* But to the own user on the same host. */
-static void open_servers_offer_no_rdma(void **state)
+SERVER_TEST(open_servers_offer_no_rdma)
 {
     fanin_server_config c = server_config();
     c.flags = FANIN_SERVER_OPEN;
@@ -133,7 +130,7 @@ static void open_servers_offer_no_rdma(void **state)
 }
 
 /* With a secret they are told: client/ucx/test_probe.c. */
-static void a_trusted_network_has_to_prove_itself(void **state)
+SERVER_TEST(a_trusted_network_has_to_prove_itself)
 {
     if (!version[0])
         skip();
@@ -150,7 +147,7 @@ static void a_trusted_network_has_to_prove_itself(void **state)
 }
 
 /* Where its own incarnation lies, and addresses without keys. */
-static void the_own_user_may_read_the_process(void **state)
+SERVER_TEST(the_own_user_may_read_the_process)
 {
     fanin_server *s = start(FANIN_SERVER_NO_UCX);
     peer p = peer_connect_unix(s);
@@ -171,7 +168,7 @@ static void the_own_user_may_read_the_process(void **state)
     region_table_free(&t);
 }
 
-static void the_own_user_gets_remote_keys(void **state)
+SERVER_TEST(the_own_user_gets_remote_keys)
 {
     if (!version[0])
         skip();
@@ -196,7 +193,7 @@ static void the_own_user_gets_remote_keys(void **state)
     peer_ping(&p);
 }
 
-static void keys_end_with_the_memory(void **state)
+SERVER_TEST(keys_end_with_the_memory)
 {
     if (!version[0])
         skip();
@@ -241,7 +238,7 @@ static uint32_t offered_to(fanin_server *s, int namespaces, peer *p)
 }
 
 /* A uid is not enough: root of each container is root. */
-static void containers_are_strangers(void **state)
+SERVER_TEST(containers_are_strangers)
 {
     fanin_server *s = start(0);
     static const int apart[] = {CLONE_NEWPID, CLONE_NEWUSER,
@@ -258,7 +255,7 @@ static void containers_are_strangers(void **state)
 }
 
 /* cma is read by the kernel, which judges by itself; the others nobody judges later. */
-static void other_files_leave_cma(void **state)
+SERVER_TEST(other_files_leave_cma)
 {
     fanin_server *s = start(0);
     peer p;
@@ -271,7 +268,7 @@ static void other_files_leave_cma(void **state)
                          (version[0] ? 1u << WIRE_PATH_RDMA : 0));
 }
 
-static void containers_are_trusted_when_told(void **state)
+SERVER_TEST(containers_are_trusted_when_told)
 {
     fanin_server *s = start(FANIN_SERVER_TRUST_CONTAINERS | FANIN_SERVER_NO_UCX);
     peer p;
@@ -289,7 +286,7 @@ static void containers_are_trusted_when_told(void **state)
 }
 
 /* Once for a reason, with what to do. */
-static void strangers_are_told_once(void **state)
+SERVER_TEST(strangers_are_told_once)
 {
     fanin_server_config c = server_config();
     c.log = log_catch;
@@ -303,20 +300,4 @@ static void strangers_are_told_once(void **state)
     log_expect(1, "--trust-containers");
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(without_ucx_nothing_of_ucx_is_offered),
-        server_test(strangers_get_stream_only),
-        server_test(open_servers_offer_no_rdma),
-        server_test(a_trusted_network_has_to_prove_itself),
-        server_test(the_own_user_may_read_the_process),
-        server_test(the_own_user_gets_remote_keys),
-        server_test(keys_end_with_the_memory),
-        server_test(containers_are_strangers),
-        server_test(other_files_leave_cma),
-        server_test(containers_are_trusted_when_told),
-        server_test(strangers_are_told_once),
-    };
-    return cmocka_run_group_tests(tests, set_up, NULL);
-}
+TESTS_BETWEEN(set_up, NULL)

@@ -5,10 +5,6 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 static uint8_t memory[3][1000];
 
 static fanin_server *start_published(uint64_t step)
@@ -22,7 +18,7 @@ static fanin_server *start_published(uint64_t step)
     return s;
 }
 
-static void hello_tells_who_answers(void **state)
+SERVER_TEST(hello_tells_who_answers)
 {
     fanin_server_config c = server_config();
     c.name = "job";
@@ -65,7 +61,7 @@ static uint64_t ms_since(uint64_t ns)
     return (clock_ns() - ns) / 1000000;
 }
 
-static void list_tells_ages(void **state)
+SERVER_TEST(list_tells_ages)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -96,7 +92,7 @@ static void list_tells_ages(void **state)
     free(e);
 }
 
-static void list_shows_publications_and_states(void **state)
+SERVER_TEST(list_shows_publications_and_states)
 {
     fanin_server *s = start_published(4);
     server_put(s, "lora:other", "x", memory[2], 10);
@@ -167,7 +163,7 @@ static msg_blob_page ask_part(peer *p, const grant *g, const void *keys, size_t 
     return page;
 }
 
-static void boxes_of_some_keys(void **state)
+SERVER_TEST(boxes_of_some_keys)
 {
     fanin_server *s = start_published(9);
     peer p = peer_open(s);
@@ -244,7 +240,7 @@ static void expect_no_network_memory(fanin_server *s)
 
 /* What the server keeps to make parts from counts, as strangers' memory does; where it does not fit
    the whole table is the answer. The own user may have its quarter for it. */
-static void parts_count_as_memory(void **state)
+SERVER_TEST(parts_count_as_memory)
 {
     static const struct {
         unsigned mib; /* a quarter of which it may be */
@@ -278,7 +274,7 @@ static void parts_count_as_memory(void **state)
 
 /* Who asks first has no room; the own user has, and keeps to its answer as the others do to theirs.
    */
-static void strangers_take_no_parts_away(void **state)
+SERVER_TEST(strangers_take_no_parts_away)
 {
     fanin_server *s = start_with_many((uint64_t)256 << 20);
     peer stranger = peer_open(s), own = peer_open_unix(s);
@@ -293,7 +289,7 @@ static void strangers_take_no_parts_away(void **state)
     peer_end(&own, &g, false);
 }
 
-static void boxes_of_keys_that_are_not_there(void **state)
+SERVER_TEST(boxes_of_keys_that_are_not_there)
 {
     static const struct {
         uint8_t bytes[4];
@@ -314,7 +310,7 @@ static void boxes_of_keys_that_are_not_there(void **state)
     }
 }
 
-static void a_pull_over_tcp_and_over_unix(void **state)
+SERVER_TEST(a_pull_over_tcp_and_over_unix)
 {
     fanin_server *s = start_published(9);
     peer tcp = peer_open(s), local = peer_open_unix(s);
@@ -326,7 +322,7 @@ static void a_pull_over_tcp_and_over_unix(void **state)
     assert_int_equal(server_stats(s).pulls_good, 2);
 }
 
-static void regions_without_keys_have_no_addresses(void **state)
+SERVER_TEST(regions_without_keys_have_no_addresses)
 {
     fanin_server *s = start_published(1);
     peer p = peer_open(s);
@@ -345,7 +341,7 @@ static void regions_without_keys_have_no_addresses(void **state)
 
 /* ------------------------------------------------------------------- waits */
 
-static void a_wait_is_answered_by_the_commit(void **state)
+SERVER_TEST(a_wait_is_answered_by_the_commit)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -374,7 +370,7 @@ static void a_wait_is_answered_by_the_commit(void **state)
     assert_true(ok.stable_ns > 0);
 }
 
-static void a_wait_ends_with_where_the_rank_is(void **state)
+SERVER_TEST(a_wait_ends_with_where_the_rank_is)
 {
     fanin_server_config c = server_config();
     c.rank = 3;
@@ -416,7 +412,7 @@ static msg_wait_ok wait_and_begin(peer *p, uint64_t catalog_version, uint8_t tok
     return ok;
 }
 
-static void a_wait_may_begin_too(void **state)
+SERVER_TEST(a_wait_may_begin_too)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -442,7 +438,7 @@ static void a_wait_may_begin_too(void **state)
     assert_false(peer_end(&p, &g, false).good);
 }
 
-static void a_parked_wait_begins_nothing(void **state)
+SERVER_TEST(a_parked_wait_begins_nothing)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -467,7 +463,7 @@ static void a_parked_wait_begins_nothing(void **state)
 }
 
 /* Who has all leases that a session may have is still told where the rank is. */
-static void a_wait_begins_no_lease_too_many(void **state)
+SERVER_TEST(a_wait_begins_no_lease_too_many)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -483,7 +479,7 @@ static void a_wait_begins_no_lease_too_many(void **state)
 }
 
 /* Of copies it says which arena holds the step. */
-static void a_wait_that_begins_names_the_arena(void **state)
+SERVER_TEST(a_wait_that_begins_names_the_arena)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -503,7 +499,7 @@ static void a_wait_that_begins_names_the_arena(void **state)
     }
 }
 
-static void a_session_has_a_limited_number_of_waits(void **state)
+SERVER_TEST(a_session_has_a_limited_number_of_waits)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -524,7 +520,7 @@ static void a_session_has_a_limited_number_of_waits(void **state)
         peer_expect(&p, MSG_WAIT_OK);
 }
 
-static void destroy_ends_waits(void **state)
+SERVER_TEST(destroy_ends_waits)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
@@ -545,7 +541,7 @@ static void expect_event(peer *p, wire_state state, uint64_t step)
     assert_int_equal(e.step, step);
 }
 
-static void a_watch_reports_every_change(void **state)
+SERVER_TEST(a_watch_reports_every_change)
 {
     fanin_server *s = server_start(NULL);
     peer p = peer_watch(s, 0);
@@ -569,7 +565,7 @@ static void a_watch_reports_every_change(void **state)
 
 /* -------------------------------------------------------------------- begin */
 
-static void begin_is_conditional(void **state)
+SERVER_TEST(begin_is_conditional)
 {
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
@@ -595,7 +591,7 @@ static void begin_is_conditional(void **state)
     assert_int_equal(stats.begins_refused, 3);
 }
 
-static void a_session_has_a_limited_number_of_leases(void **state)
+SERVER_TEST(a_session_has_a_limited_number_of_leases)
 {
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
@@ -607,31 +603,4 @@ static void a_session_has_a_limited_number_of_leases(void **state)
     assert_true(peer_end(&p, &g, true).good);
     assert_true(peer_begin(&p, &g).granted);
     assert_int_equal(server_stats(s).leases, 64);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(hello_tells_who_answers),
-        server_test(list_shows_publications_and_states),
-        server_test(list_tells_ages),
-        server_test(boxes_of_some_keys),
-        server_test(parts_count_as_memory),
-        server_test(strangers_take_no_parts_away),
-        server_test(boxes_of_keys_that_are_not_there),
-        server_test(a_pull_over_tcp_and_over_unix),
-        server_test(regions_without_keys_have_no_addresses),
-        server_test(a_wait_is_answered_by_the_commit),
-        server_test(a_wait_ends_with_where_the_rank_is),
-        server_test(a_wait_may_begin_too),
-        server_test(a_parked_wait_begins_nothing),
-        server_test(a_wait_begins_no_lease_too_many),
-        server_test(a_wait_that_begins_names_the_arena),
-        server_test(a_session_has_a_limited_number_of_waits),
-        server_test(destroy_ends_waits),
-        server_test(a_watch_reports_every_change),
-        server_test(begin_is_conditional),
-        server_test(a_session_has_a_limited_number_of_leases),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,10 +6,8 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -87,6 +85,8 @@ static int end(void **state)
     return server_tear_down(state);
 }
 
+#define CASE(name) TEST_WITH(name, NULL, end)
+
 static fanin_server *start(void)
 {
     fanin_server_config c = server_config();
@@ -120,7 +120,7 @@ static const struct {
 };
 
 /* A connection waits meanwhile. */
-static void who_cannot_be_accepted_waits(void **state)
+CASE(who_cannot_be_accepted_waits)
 {
     for (size_t i = 0; i < sizeof lacks / sizeof *lacks; i++) {
         fanin_server *s = start();
@@ -135,7 +135,7 @@ static void who_cannot_be_accepted_waits(void **state)
     }
 }
 
-static void accepts_that_fail_are_counted(void **state)
+CASE(accepts_that_fail_are_counted)
 {
     char words[64];
     fanin_server *s = start();
@@ -157,7 +157,7 @@ static void accepts_that_fail_are_counted(void **state)
 }
 
 /* Without a session nobody can be told anything. */
-static void sessions_that_cannot_be_made_are_counted(void **state)
+CASE(sessions_that_cannot_be_made_are_counted)
 {
     fanin_server *s = start();
     atomic_store(&a_second_is_long, true);
@@ -178,7 +178,7 @@ static void sessions_that_cannot_be_made_are_counted(void **state)
 }
 
 /* Nor why it is refused. */
-static void refusals_that_cannot_be_told_are_logged(void **state)
+CASE(refusals_that_cannot_be_told_are_logged)
 {
     fanin_server_config c = server_config();
     c.max_sessions = 2;
@@ -194,7 +194,7 @@ static void refusals_that_cannot_be_told_are_logged(void **state)
 }
 
 /* It may be the own user, which is not to hear that it is another one. */
-static void who_cannot_be_seen_is_no_stranger(void **state)
+CASE(who_cannot_be_seen_is_no_stranger)
 {
     fanin_server *s = start();
     for (size_t i = 0; i < FILES; i++) {
@@ -210,16 +210,4 @@ static void who_cannot_be_seen_is_no_stranger(void **state)
         peer_close(&own);
     }
     server_expect_idle(s);
-}
-
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        cmocka_unit_test_teardown(who_cannot_be_accepted_waits, end),
-        cmocka_unit_test_teardown(accepts_that_fail_are_counted, end),
-        cmocka_unit_test_teardown(sessions_that_cannot_be_made_are_counted, end),
-        cmocka_unit_test_teardown(refusals_that_cannot_be_told_are_logged, end),
-        cmocka_unit_test_teardown(who_cannot_be_seen_is_no_stranger, end),
-    };
-    return cmocka_run_group_tests_name("server_shortage", tests, NULL, NULL);
 }

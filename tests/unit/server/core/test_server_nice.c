@@ -8,7 +8,6 @@
 #include <linux/capability.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #define MORE 3
 
@@ -35,7 +34,7 @@ static void serve_with(int32_t more)
     puller_end(&r);
 }
 
-static void the_servers_threads_yield(void **state)
+SERVER_TEST(the_servers_threads_yield)
 {
     int own = getpriority(PRIO_PROCESS, 0);
     serve_with(MORE);
@@ -45,7 +44,7 @@ static void the_servers_threads_yield(void **state)
     assert_int_equal(getpriority(PRIO_PROCESS, 0), own);
 }
 
-static void nothing_changes_unless_it_is_asked_for(void **state)
+SERVER_TEST(nothing_changes_unless_it_is_asked_for)
 {
     int own = getpriority(PRIO_PROCESS, 0);
     serve_with(0);
@@ -70,7 +69,7 @@ static void give_privilege(const struct __user_cap_data_struct before[2])
 }
 
 /* Without the privilege it goes on as it is, and says so. */
-static void who_may_not_go_first_is_told(void **state)
+SERVER_TEST(who_may_not_go_first_is_told)
 {
     int own = getpriority(PRIO_PROCESS, 0);
     struct __user_cap_data_struct before[2];
@@ -85,14 +84,4 @@ static void who_may_not_go_first_is_told(void **state)
     assert_int_equal(nice_of("fanin-control"), own);
     give_privilege(before);
     assert_int_equal(setrlimit(RLIMIT_NICE, &limit), 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(the_servers_threads_yield),
-        server_test(nothing_changes_unless_it_is_asked_for),
-        server_test(who_may_not_go_first_is_told),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

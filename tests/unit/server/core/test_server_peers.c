@@ -10,17 +10,11 @@
 #include "server_peer.h"
 #include "testing.h"
 #include <arpa/inet.h>
-#include <errno.h>
 #include <signal.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 /* Time passes when a test says so. */
 static atomic_uint_fast64_t skew_ns;
@@ -95,6 +89,8 @@ static int end(void **state)
     return result;
 }
 
+#define CASE(name) TEST_WITH(name, NULL, end)
+
 /* ------------------------------------------------------------- who is one */
 
 static fanin_server places = {.max_sessions = 8};
@@ -108,7 +104,7 @@ static peer_share *at(const char *address)
     return p;
 }
 
-static void one_place_is_one_peer(void **state)
+TEST(one_place_is_one_peer)
 {
     socket_address of_unix = {.storage.ss_family = AF_UNIX};
     peer_share *own = peer_share_of(&places, &of_unix, true);
@@ -129,7 +125,7 @@ static void one_place_is_one_peer(void **state)
     peers_free(&places);
 }
 
-static void many_places_are_not_remembered_for_ever(void **state)
+TEST(many_places_are_not_remembered_for_ever)
 {
     peer_share *busy = at("10.0.0.1:1");
     busy->connections = 1;
@@ -147,7 +143,7 @@ static void many_places_are_not_remembered_for_ever(void **state)
 }
 
 /* A quarter of the memory is the own user's, who has it all otherwise. */
-static void strangers_leave_memory_for_the_own_user(void **state)
+TEST(strangers_leave_memory_for_the_own_user)
 {
     fanin_server s = {.max_memory = 1000, .has_unix = true};
     peer_share own = {.is_own = true}, one = {.is_own = false},
@@ -170,7 +166,7 @@ static void strangers_leave_memory_for_the_own_user(void **state)
 }
 
 /* Nor can they take it by what is kept for all, which the own user may. */
-static void what_is_kept_for_all_is_the_strangers(void **state)
+TEST(what_is_kept_for_all_is_the_strangers)
 {
     fanin_server s = {.max_memory = 1000, .has_unix = true};
     peer_share own = {.is_own = true}, one = {.is_own = false};
@@ -229,7 +225,7 @@ static void pull_by_own_user(fanin_server *s)
     puller_close(&own);
 }
 
-static void strangers_leave_room_for_the_own_user(void **state)
+CASE(strangers_leave_room_for_the_own_user)
 {
     fanin_server *s = start_with(16);
     peer p[40];
@@ -256,7 +252,7 @@ static void strangers_leave_room_for_the_own_user(void **state)
 }
 
 #define IN_USE 3
-static void sessions_in_use_stay(void **state)
+CASE(sessions_in_use_stay)
 {
     fanin_server *s = start_with(4 * IN_USE);
     peer p[IN_USE] = {peer_open(s), peer_open(s), peer_watch(s, 0)};
@@ -275,7 +271,7 @@ static void sessions_in_use_stay(void **state)
     peer_close(&late);
 }
 
-static void who_is_idle_for_longest_makes_room(void **state)
+CASE(who_is_idle_for_longest_makes_room)
 {
     fanin_server *s = start_with(12);
     peer p[3] = {peer_open(s), peer_open(s), peer_open(s)};
@@ -293,7 +289,7 @@ static void who_is_idle_for_longest_makes_room(void **state)
 }
 
 /* Nothing can go for the stranger; that says nothing of the own user. */
-static void who_finds_no_room_pauses_for_itself_alone(void **state)
+CASE(who_finds_no_room_pauses_for_itself_alone)
 {
     fanin_server *s = start_with(12);
     peer p[6], stranger = peer_connect(s);
@@ -311,7 +307,7 @@ static void who_finds_no_room_pauses_for_itself_alone(void **state)
     peer_ping(&late);
 }
 
-static void connections_make_room_too(void **state)
+CASE(connections_make_room_too)
 {
     fanin_server *s = start_with(8);
     peer p = peer_open(s), q = peer_open(s), d = peer_data(s, &p);
@@ -357,19 +353,19 @@ static void engines_of_one_address(unsigned engines)
     free(p);
 }
 
-static void many_engines_behind_one_address(void **state)
+CASE(many_engines_behind_one_address)
 {
     engines_of_one_address(52);
 }
 
-static void very_many_engines_behind_one_address(void **state)
+CASE(very_many_engines_behind_one_address)
 {
     engines_of_one_address(512);
 }
 
 /* ------------------------------------------------------ requests without end */
 
-static void requests_that_never_end(void **state)
+CASE(requests_that_never_end)
 {
     static const uint8_t first = 'F';
     fanin_server *s = start_with(8);
@@ -443,12 +439,12 @@ static void floods_wait(bool on_data)
     peer_ping(&data);
 }
 
-static void floods_of_requests_wait(void **state)
+CASE(floods_of_requests_wait)
 {
     floods_wait(false);
 }
 
-static void floods_on_data_connections_wait(void **state)
+CASE(floods_on_data_connections_wait)
 {
     floods_wait(true);
 }
@@ -488,12 +484,12 @@ static void reads_wait(bool digests)
     puller_close(&stranger);
 }
 
-static void tensors_for_strangers_wait(void **state)
+CASE(tensors_for_strangers_wait)
 {
     reads_wait(false);
 }
 
-static void digests_for_strangers_wait(void **state)
+CASE(digests_for_strangers_wait)
 {
     reads_wait(true);
 }
@@ -515,7 +511,7 @@ static uint64_t drain_until_rest(fanin_server *s, const peer *p)
 }
 
 /* Who has taken its bytes, and is sent no more for a while, is not dropped for taking none. */
-static void who_rests_does_not_stall(void **state)
+CASE(who_rests_does_not_stall)
 {
     static uint8_t memory[4 << 20], rest[2 * (FRAME_SIZE + sizeof memory)];
     fanin_server_config config = server_config();
@@ -537,7 +533,7 @@ static void who_rests_does_not_stall(void **state)
 }
 
 /* However many addresses they have; but who knows the launch's secret does not wait for them. */
-static void all_strangers_have_two_shares(void **state)
+CASE(all_strangers_have_two_shares)
 {
     fanin_server s = {.peer_cpu = 50, .stranger_cpu = 200};
     peer_share peers[4] = {{.is_own = false}}, own = {.is_own = true};
@@ -597,7 +593,7 @@ static void expect_turns(peer_turns *q, const peer_turn *t, peer_share *of,
     assert_null(turns_next(q, may_go, of));
 }
 
-static void each_peer_has_one_turn(void **state)
+TEST(each_peer_has_one_turn)
 {
     peer_share of[3] = {{.is_own = false}};
     peer_turns q;
@@ -613,7 +609,7 @@ static void each_peer_has_one_turn(void **state)
     assert_int_equal(q.n, 0);
 }
 
-static void who_leaves_has_no_turn(void **state)
+TEST(who_leaves_has_no_turn)
 {
     static const char *const without[6] = {"13524", "03524", "03514",
                                            "04512", "03512", "03142"};
@@ -653,7 +649,7 @@ static void go(session *s)
 }
 
 /* Fifty connections of one address, then one of another. */
-static void many_connections_have_one_turn(void **state)
+CASE(many_connections_have_one_turn)
 {
     static session crowd[CROWD], one, late, known;
     peer_share proven = {.has_proven = true};
@@ -687,7 +683,7 @@ static void many_connections_have_one_turn(void **state)
     assert_int_equal(c.rest_until, UINT64_MAX);
 }
 
-static void who_waits_may_leave(void **state)
+CASE(who_waits_may_leave)
 {
     fanin_server *s = start_with_cpu(1);
     peer p = peer_open(s), q = peer_open(s), own = peer_open_unix(s);
@@ -730,7 +726,7 @@ static void come_in_vain(fanin_server *s)
 }
 
 /* Nobody waits in the kernel's queue behind those who are over their share. */
-static void who_had_its_share_is_in_nobodys_way(void **state)
+CASE(who_had_its_share_is_in_nobodys_way)
 {
     fanin_server *s = start_with_cpu(50);
     use_up_accepting(s, 3 * SECOND);
@@ -745,7 +741,7 @@ static void who_had_its_share_is_in_nobodys_way(void **state)
 }
 
 /* To close them takes no more than accepting does, and then the listener rests. */
-static void to_close_takes_its_share_as_well(void **state)
+CASE(to_close_takes_its_share_as_well)
 {
     fanin_server *s = start_with_cpu(50);
     use_up_accepting(s, 5 * SECOND);
@@ -756,7 +752,7 @@ static void to_close_takes_its_share_as_well(void **state)
 }
 
 /* Who is over its share waits as ever while accepting is not. */
-static void who_had_its_share_waits_otherwise(void **state)
+CASE(who_had_its_share_waits_otherwise)
 {
     fanin_server *s = start_with_cpu(50);
     use_up_accepting(s, 1);
@@ -769,7 +765,7 @@ static void who_had_its_share_waits_otherwise(void **state)
 }
 
 /* However little memory the kernel has. */
-static void listeners_that_have_rested_listen(void **state)
+CASE(listeners_that_have_rested_listen)
 {
     fanin_server *s = start_with_cpu(10); /* it rests for less than a second */
     atomic_store(&no_memory, true);
@@ -783,7 +779,7 @@ static void listeners_that_have_rested_listen(void **state)
     peer_ping(&late);
 }
 
-static void without_a_limit_nobody_waits(void **state)
+CASE(without_a_limit_nobody_waits)
 {
     fanin_server *s = start_with_cpu(0);
     peer p = peer_open(s);
@@ -819,7 +815,7 @@ static pid_t connect_as_another(fanin_server *s)
 }
 
 /* They wait like the connections of a network; the own user's, among them, do not count. */
-static void other_users_on_the_unix_socket_wait(void **state)
+CASE(other_users_on_the_unix_socket_wait)
 {
     if (geteuid() != 0)
         skip();
@@ -843,7 +839,7 @@ static void other_users_on_the_unix_socket_wait(void **state)
 
 #define GARBAGE 200
 
-static void lines_of_strangers_are_few_and_counted(void **state)
+CASE(lines_of_strangers_are_few_and_counted)
 {
     static const char garbage[] = "GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n";
     fanin_server *s = start_with_cpu(0);
@@ -858,40 +854,4 @@ static void lines_of_strangers_are_few_and_counted(void **state)
     fanin_server_stats stats = server_stats(s);
     assert_int_equal(stats.protocol_errors, GARBAGE);
     assert_in_range(stats.log_lines_left_out, 1, GARBAGE - 1);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(one_place_is_one_peer),
-        cmocka_unit_test(many_places_are_not_remembered_for_ever),
-        cmocka_unit_test(strangers_leave_memory_for_the_own_user),
-        cmocka_unit_test(what_is_kept_for_all_is_the_strangers),
-        cmocka_unit_test_teardown(strangers_leave_room_for_the_own_user, end),
-        cmocka_unit_test_teardown(sessions_in_use_stay, end),
-        cmocka_unit_test_teardown(who_is_idle_for_longest_makes_room, end),
-        cmocka_unit_test_teardown(who_finds_no_room_pauses_for_itself_alone, end),
-        cmocka_unit_test_teardown(connections_make_room_too, end),
-        cmocka_unit_test_teardown(many_engines_behind_one_address, end),
-        cmocka_unit_test_teardown(very_many_engines_behind_one_address, end),
-        cmocka_unit_test_teardown(requests_that_never_end, end),
-        cmocka_unit_test_teardown(floods_of_requests_wait, end),
-        cmocka_unit_test_teardown(floods_on_data_connections_wait, end),
-        cmocka_unit_test_teardown(all_strangers_have_two_shares, end),
-        cmocka_unit_test_teardown(tensors_for_strangers_wait, end),
-        cmocka_unit_test_teardown(digests_for_strangers_wait, end),
-        cmocka_unit_test_teardown(who_rests_does_not_stall, end),
-        cmocka_unit_test(each_peer_has_one_turn),
-        cmocka_unit_test(who_leaves_has_no_turn),
-        cmocka_unit_test_teardown(many_connections_have_one_turn, end),
-        cmocka_unit_test_teardown(who_waits_may_leave, end),
-        cmocka_unit_test_teardown(who_had_its_share_is_in_nobodys_way, end),
-        cmocka_unit_test_teardown(to_close_takes_its_share_as_well, end),
-        cmocka_unit_test_teardown(who_had_its_share_waits_otherwise, end),
-        cmocka_unit_test_teardown(listeners_that_have_rested_listen, end),
-        cmocka_unit_test_teardown(without_a_limit_nobody_waits, end),
-        cmocka_unit_test_teardown(other_users_on_the_unix_socket_wait, end),
-        cmocka_unit_test_teardown(lines_of_strangers_are_few_and_counted, end),
-    };
-    return cmocka_run_group_tests_name("server_peers", tests, NULL, NULL);
 }

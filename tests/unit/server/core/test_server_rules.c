@@ -10,9 +10,6 @@
 
 #include <pthread.h>
 #include <semaphore.h>
-#include <stddef.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #ifdef __has_feature
@@ -80,7 +77,7 @@ static bool end_in_time_is_good(void)
     return good;
 }
 
-static void begin_update_drains(void **state)
+SERVER_TEST(begin_update_drains)
 {
     check(end_in_time_is_good, RULE_DRAIN);
 }
@@ -102,7 +99,7 @@ static bool draining_refuses(void)
     return refused;
 }
 
-static void draining_grants_no_lease(void **state)
+SERVER_TEST(draining_grants_no_lease)
 {
     check(draining_refuses, RULE_REFUSAL);
 }
@@ -135,7 +132,7 @@ static bool readers_cannot_hold_up(void)
     return returned;
 }
 
-static void begin_update_is_bounded(void **state)
+SERVER_TEST(begin_update_is_bounded)
 {
     /* Each rule alone is enough ... */
     atomic_store(&server_rules_off, RULE_REFUSAL);
@@ -163,7 +160,7 @@ static bool late_end_is_stale(void)
     return !peer_end(&p, &g, false).good;
 }
 
-static void end_confirms_the_epoch(void **state)
+SERVER_TEST(end_confirms_the_epoch)
 {
     check(late_end_is_stale, RULE_END_CHECK);
 }
@@ -178,7 +175,7 @@ static bool other_step_is_refused(void)
     return !peer_begin(&p, &g).granted;
 }
 
-static void begin_minds_the_step(void **state)
+SERVER_TEST(begin_minds_the_step)
 {
     check(other_step_is_refused, RULE_STEP);
 }
@@ -195,7 +192,7 @@ static bool other_catalog_is_refused(void)
     return !peer_begin(&p, &g).granted;
 }
 
-static void begin_minds_the_catalog(void **state)
+SERVER_TEST(begin_minds_the_catalog)
 {
     check(other_catalog_is_refused, RULE_CATALOG);
 }
@@ -227,7 +224,7 @@ static bool reply_has_no_later_bytes(void)
     return old + zero == BIG;
 }
 
-static void sends_mind_the_epoch(void **state)
+SERVER_TEST(sends_mind_the_epoch)
 {
 #ifdef RACES_ARE_ERRORS
     /* Without the rule the test is a data race, and ThreadSanitizer says so. */
@@ -279,7 +276,7 @@ static bool begin_waits_for_a_send(void)
     return waits;
 }
 
-static void begin_update_waits_for_sends(void **state)
+SERVER_TEST(begin_update_waits_for_sends)
 {
     check(begin_waits_for_a_send, RULE_SEND_WAIT);
 }
@@ -332,7 +329,7 @@ static void read_now(peer *data, const grant *g)
 
 /* Readers are served while the thread of another one is held up, and a new connection comes to the
    thread that has the fewest. */
-static void data_threads_serve_side_by_side(void **state)
+SERVER_TEST(data_threads_serve_side_by_side)
 {
     fanin_server *s = start_threads(2);
     peer p = peer_open(s);
@@ -357,7 +354,7 @@ static void data_threads_serve_side_by_side(void **state)
 }
 
 /* begin_update waits for the sends of all threads, however they end. */
-static void begin_update_waits_for_each_thread(void **state)
+SERVER_TEST(begin_update_waits_for_each_thread)
 {
     enum { THREADS = 3 };
     fanin_server *s = start_threads(THREADS);
@@ -383,7 +380,7 @@ static void begin_update_waits_for_each_thread(void **state)
 }
 
 /* A server ends, and a session, while the threads of its connections are in the middle of sends. */
-static void sessions_end_on_every_thread(void **state)
+SERVER_TEST(sessions_end_on_every_thread)
 {
     fanin_server *s = start_threads(3);
     peer p = peer_open(s), q = peer_open(s), data[6];
@@ -410,7 +407,7 @@ static void sessions_end_on_every_thread(void **state)
 
 /* Reads of four other epochs are still under way, so no more can be announced: the reply is
    padding, and no end says that it was good. */
-static void unannounced_reads_void_the_lease(void **state)
+SERVER_TEST(unannounced_reads_void_the_lease)
 {
     memset(memory, 1, BIG);
     fanin_server *s = start(0);
@@ -498,7 +495,7 @@ static bool reuse_voids_first(void)
     return stale;
 }
 
-static void generations_are_raised_before_reuse(void **state)
+SERVER_TEST(generations_are_raised_before_reuse)
 {
     check(reuse_voids_first, RULE_ARENA_RAISE);
 }
@@ -522,7 +519,7 @@ static bool published_is_left_alone(void)
     return got[0] == 1 && got[99] == 1 && peer_end(&p, &g, false).good;
 }
 
-static void the_published_arena_is_never_filled(void **state)
+SERVER_TEST(the_published_arena_is_never_filled)
 {
     check(published_is_left_alone, RULE_ARENA_CHOICE);
 }
@@ -540,7 +537,7 @@ static bool begin_is_refused_while_filled(void)
     return refused;
 }
 
-static void an_arena_being_filled_cannot_be_begun(void **state)
+SERVER_TEST(an_arena_being_filled_cannot_be_begun)
 {
     /* It is never the published one ... */
     assert_false(begin_is_refused_while_filled());
@@ -569,7 +566,7 @@ static bool lease_holds_up_reuse(void)
     return good;
 }
 
-static void reuse_waits_for_leases(void **state)
+SERVER_TEST(reuse_waits_for_leases)
 {
     check(lease_holds_up_reuse, RULE_ARENA_WAIT);
 }
@@ -590,31 +587,9 @@ static bool reuse_is_bounded(void)
     return returned;
 }
 
-static void reuse_waits_for_the_lease_time_at_most(void **state)
+SERVER_TEST(reuse_waits_for_the_lease_time_at_most)
 {
     check(reuse_is_bounded, RULE_ARENA_DEADLINE);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(begin_update_drains),
-        server_test(draining_grants_no_lease),
-        server_test(begin_update_is_bounded),
-        server_test(end_confirms_the_epoch),
-        server_test(begin_minds_the_step),
-        server_test(begin_minds_the_catalog),
-        server_test(sends_mind_the_epoch),
-        server_test(begin_update_waits_for_sends),
-        server_test(data_threads_serve_side_by_side),
-        server_test(begin_update_waits_for_each_thread),
-        server_test(sessions_end_on_every_thread),
-        server_test(unannounced_reads_void_the_lease),
-        server_test(generations_are_raised_before_reuse),
-        server_test(the_published_arena_is_never_filled),
-        server_test(an_arena_being_filled_cannot_be_begun),
-        server_test(reuse_waits_for_leases),
-        server_test(reuse_waits_for_the_lease_time_at_most),
-    };
-    return cmocka_run_group_tests(tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

@@ -9,8 +9,6 @@
 #include "testing.h"
 
 #include <cuda.h>
-#include <stdio.h>
-#include <string.h>
 
 #define SIZE ((size_t)300000)
 #define PATIENCE_MS 20000
@@ -106,7 +104,7 @@ static void release(void)
 
 /* ------------------------------------------------------------- by reference */
 
-static void effect_comes_with_the_stream(void **state)
+DEVICE_TEST(effect_comes_with_the_stream)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -130,7 +128,7 @@ static void effect_comes_with_the_stream(void **state)
     assert_int_equal(server_stats(s).commits_withdrawn, 0);
 }
 
-static void begin_update_withdraws(void **state)
+DEVICE_TEST(begin_update_withdraws)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -154,7 +152,7 @@ static void begin_update_withdraws(void **state)
 }
 
 /* After the stream got there a begin_update withdraws nothing, however soon it comes. */
-static void what_was_reached_is_published(void **state)
+DEVICE_TEST(what_was_reached_is_published)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -188,7 +186,7 @@ static void replace_shard(fanin_server *s)
     server_put(s, RUN, "a", elsewhere, sizeof elsewhere);
 }
 
-static void other_changes_withdraw(void **state)
+DEVICE_TEST(other_changes_withdraw)
 {
     void (*const changes[])(fanin_server *) = {abort_it, remove_it, remove_shard,
                                                replace_shard};
@@ -212,7 +210,7 @@ static void other_changes_withdraw(void **state)
     }
 }
 
-static void streams_may_outlive_the_server(void **state)
+DEVICE_TEST(streams_may_outlive_the_server)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -226,7 +224,7 @@ static void streams_may_outlive_the_server(void **state)
     release();
 }
 
-static void a_commit_waits_for_the_one_before(void **state)
+DEVICE_TEST(a_commit_waits_for_the_one_before)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -254,7 +252,7 @@ static bool late_effect_is_withdrawn(void)
     return peer_state(&r.control) == WIRE_STATE_WRITING;
 }
 
-static void late_effects_mind_the_epoch(void **state)
+DEVICE_TEST(late_effects_mind_the_epoch)
 {
     assert_true(late_effect_is_withdrawn());
     atomic_store(&server_rules_off, RULE_LATE_EFFECT);
@@ -263,7 +261,7 @@ static void late_effects_mind_the_epoch(void **state)
     assert_false(without);
 }
 
-static void streams_are_checked(void **state)
+DEVICE_TEST(streams_are_checked)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -296,7 +294,7 @@ static void write_later(uint8_t *memory, uint8_t value)
     gpu_context_leave(driver);
 }
 
-static void copies_are_made_in_the_streams_order(void **state)
+DEVICE_TEST(copies_are_made_in_the_streams_order)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = alloc(0, s, "a"), *b = alloc(1, s, "b");
@@ -317,7 +315,7 @@ static void copies_are_made_in_the_streams_order(void **state)
 }
 
 /* The trainer runs ahead of its stream: steps are published one after the other. */
-static void the_trainer_runs_ahead(void **state)
+DEVICE_TEST(the_trainer_runs_ahead)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = alloc(0, s, "a");
@@ -341,7 +339,7 @@ static void the_trainer_runs_ahead(void **state)
     assert_int_equal(server_stats(s).commits, 3);
 }
 
-static void without_a_stream_it_is_complete(void **state)
+DEVICE_TEST(without_a_stream_it_is_complete)
 {
     static uint8_t host[SIZE];
     fanin_server *s = server_start_lease(0);
@@ -366,7 +364,7 @@ static void without_a_stream_it_is_complete(void **state)
 }
 
 /* The stream may write host memory too: it is copied when the stream has got there. */
-static void host_memory_waits_for_the_stream(void **state)
+DEVICE_TEST(host_memory_waits_for_the_stream)
 {
     static uint8_t host[SIZE];
     fanin_server *s = server_start_lease(0);
@@ -388,7 +386,7 @@ static void host_memory_waits_for_the_stream(void **state)
 }
 
 /* Nothing reads the trainer's memory when remove has returned. */
-static void removal_waits_for_the_copy(void **state)
+DEVICE_TEST(removal_waits_for_the_copy)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = alloc(0, s, "a");
@@ -405,7 +403,7 @@ static void removal_waits_for_the_copy(void **state)
 }
 
 /* Of a commit, whose step is published before, and of a copy that nobody will see. */
-static void pauses_wait_for_the_stream(void **state)
+DEVICE_TEST(pauses_wait_for_the_stream)
 {
     for (uint32_t flags = 0; flags <= FANIN_COMMIT_SNAPSHOT; flags++) {
         bool copies = flags == FANIN_COMMIT_SNAPSHOT;
@@ -432,7 +430,7 @@ static void pauses_wait_for_the_stream(void **state)
     }
 }
 
-static void destruction_waits_for_the_copy(void **state)
+DEVICE_TEST(destruction_waits_for_the_copy)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = alloc(0, s, "a");
@@ -450,7 +448,7 @@ static void destruction_waits_for_the_copy(void **state)
     assert_int_equal(now.allocations, 0);
 }
 
-static void aborted_copies_are_not_published(void **state)
+DEVICE_TEST(aborted_copies_are_not_published)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = alloc(0, s, "a");
@@ -468,7 +466,7 @@ static void aborted_copies_are_not_published(void **state)
     assert_int_equal(server_stats(s).commits_withdrawn, 1);
 }
 
-static void arenas_can_be_exported(void **state)
+DEVICE_TEST(arenas_can_be_exported)
 {
     fanin_server *s = server_start_lease(0);
     uint8_t *a = device_alloc(0, SIZE, FAKE_CUDA_VIRTUAL);
@@ -488,7 +486,7 @@ static void arenas_can_be_exported(void **state)
     region_table_free(&regions);
 }
 
-static void short_memory_leaves_the_last_snapshot(void **state)
+DEVICE_TEST(short_memory_leaves_the_last_snapshot)
 {
     fanin_server *s = server_start_lease(0);
     fanin_error error = FANIN_ERROR_INIT;
@@ -512,7 +510,7 @@ static void short_memory_leaves_the_last_snapshot(void **state)
     puller_end(&r);
 }
 
-static void any_failing_call_is_survived(void **state)
+DEVICE_TEST(any_failing_call_is_survived)
 {
     static const char *const functions[] = {
         "cuMemAlloc_v2",        "cuStreamCreate",      "cuEventCreate",
@@ -541,7 +539,7 @@ static void any_failing_call_is_survived(void **state)
         }
 }
 
-static void unchanged_shards_cost_little(void **state)
+DEVICE_TEST(unchanged_shards_cost_little)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -559,7 +557,7 @@ static void unchanged_shards_cost_little(void **state)
 }
 
 /* Last: what was on a broken device cannot be given back. */
-static void failed_devices_are_told(void **state)
+DEVICE_TEST(failed_devices_are_told)
 {
     fanin_server *s = server_start_lease(0);
     alloc(0, s, "a");
@@ -590,30 +588,4 @@ static int set_up(void **state)
     return 0;
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        device_test(effect_comes_with_the_stream),
-        device_test(begin_update_withdraws),
-        device_test(what_was_reached_is_published),
-        device_test(other_changes_withdraw),
-        device_test(streams_may_outlive_the_server),
-        device_test(a_commit_waits_for_the_one_before),
-        device_test(late_effects_mind_the_epoch),
-        device_test(streams_are_checked),
-        device_test(copies_are_made_in_the_streams_order),
-        device_test(the_trainer_runs_ahead),
-        device_test(without_a_stream_it_is_complete),
-        device_test(host_memory_waits_for_the_stream),
-        device_test(removal_waits_for_the_copy),
-        device_test(pauses_wait_for_the_stream),
-        device_test(destruction_waits_for_the_copy),
-        device_test(aborted_copies_are_not_published),
-        device_test(arenas_can_be_exported),
-        device_test(short_memory_leaves_the_last_snapshot),
-        device_test(any_failing_call_is_survived),
-        device_test(unchanged_shards_cost_little),
-        device_test(failed_devices_are_told),
-    };
-    return cmocka_run_group_tests(tests, set_up, NULL);
-}
+TESTS_BETWEEN(set_up, NULL)

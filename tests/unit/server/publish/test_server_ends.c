@@ -3,9 +3,6 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define SIZE 1000
 
 static uint8_t memory[SIZE];
@@ -53,7 +50,7 @@ static void send_quiet_end(peer *p, const grant *g)
     peer_send(p, &b);
 }
 
-static void a_quiet_end_is_taken_and_not_answered(void **state)
+SERVER_TEST(a_quiet_end_is_taken_and_not_answered)
 {
     fanin_server *s = start();
     reader_here r = lease_here(s);
@@ -78,7 +75,7 @@ static void end_with(peer *p, const grant *g, msg_end m)
     peer_ping(p); /* its answer comes after the end's, if there is one */
 }
 
-static void what_was_read_one_sided_is_counted_within_bounds(void **state)
+SERVER_TEST(what_was_read_one_sided_is_counted_within_bounds)
 {
     fanin_server *s = start();
     reader_here r = lease_here(s);
@@ -104,13 +101,4 @@ static void what_was_read_one_sided_is_counted_within_bounds(void **state)
     end_with(&tcp, &g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_cuda_ipc = 5});
     assert_int_equal(server_stats(s).bytes_cma, all + 5);
     assert_int_equal(server_stats(s).bytes_cuda_ipc, 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(a_quiet_end_is_taken_and_not_answered),
-        server_test(what_was_read_one_sided_is_counted_within_bounds),
-    };
-    return cmocka_run_group_tests_name("ends", tests, NULL, NULL);
 }

@@ -9,8 +9,6 @@
 #include "ucx.h"
 
 #include <stdatomic.h>
-#include <stdio.h>
-#include <string.h>
 
 #define SIZE 100
 #define MS UINT64_C(1000000)
@@ -74,7 +72,7 @@ static void expect_bytes(fanin_server *s, peer *p, uint8_t value)
 
 /* ----------------------------------------------------------------- answers */
 
-static void readers_are_answered_at_once(void **state)
+SERVER_TEST(readers_are_answered_at_once)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s), parked = peer_open(s);
@@ -108,7 +106,7 @@ static void expect_event(peer *p, uint64_t step, int32_t wanted)
 }
 
 /* A peer that does not know the state is told one that it knows. */
-static void state_is_told_as_the_peer_knows_it(void **state)
+SERVER_TEST(state_is_told_as_the_peer_knows_it)
 {
     fanin_server *s = start_published(0);
     uint64_t features[] = {FEATURE_PAUSED, 0};
@@ -133,7 +131,7 @@ static void state_is_told_as_the_peer_knows_it(void **state)
 
 /* ------------------------------------------------------------------- leases */
 
-static void readers_are_drained_at_most_the_lease(void **state)
+SERVER_TEST(readers_are_drained_at_most_the_lease)
 {
     fanin_server *s = start_published(200);
     peer p = peer_open(s);
@@ -154,7 +152,7 @@ static fanin_status pause_run(void *server)
 }
 
 /* While readers are waited for, others know already; the end of the reader ends the wait. */
-static void draining_turns_others_away(void **state)
+SERVER_TEST(draining_turns_others_away)
 {
     fanin_server *s = start_published(60000);
     peer holder = peer_open(s), other = peer_open(s), watcher = peer_watch(s, 0);
@@ -174,7 +172,7 @@ static void draining_turns_others_away(void **state)
 
 /* ------------------------------------------------------------------- resume */
 
-static void the_step_is_served_again(void **state)
+SERVER_TEST(the_step_is_served_again)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -192,7 +190,7 @@ static void the_step_is_served_again(void **state)
     assert_int_equal(peer_newest(&p).step, 2);
 }
 
-static void moved_memory_is_served(void **state)
+SERVER_TEST(moved_memory_is_served)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -214,7 +212,7 @@ static void moved_memory_is_served(void **state)
     assert_int_equal(server_stats(s).commits, 1);
 }
 
-static void changes_meanwhile_show_at_the_resume(void **state)
+SERVER_TEST(changes_meanwhile_show_at_the_resume)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -237,7 +235,7 @@ static void changes_meanwhile_show_at_the_resume(void **state)
     expect_bytes(s, &p, 2);
 }
 
-static void what_was_not_published_stays_so(void **state)
+SERVER_TEST(what_was_not_published_stays_so)
 {
     fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], SIZE);
@@ -260,7 +258,7 @@ static void what_was_not_published_stays_so(void **state)
 }
 
 /* Other values come back than those that were taken away. */
-static void a_step_that_is_given_up_is_not_shown_again(void **state)
+SERVER_TEST(a_step_that_is_given_up_is_not_shown_again)
 {
     fanin_server *s = start_published(0);
     peer p = open_with(s, FEATURE_PAUSED);
@@ -277,7 +275,7 @@ static void a_step_that_is_given_up_is_not_shown_again(void **state)
 
 /* ----------------------------------------------------------------- refusals */
 
-static void updates_are_refused_while_paused(void **state)
+SERVER_TEST(updates_are_refused_while_paused)
 {
     fanin_server *s = start_published(0);
     fanin_error error = FANIN_ERROR_INIT;
@@ -298,7 +296,7 @@ static void updates_are_refused_while_paused(void **state)
     assert_int_equal(fanin_server_pause(s, RUN, NULL, &error), FANIN_ERR_STATE);
 }
 
-static void nothing_is_created(void **state)
+SERVER_TEST(nothing_is_created)
 {
     fanin_server *s = server_start_lease(0);
     assert_int_equal(fanin_server_pause(s, RUN, NULL, NULL), FANIN_ERR_NOT_FOUND);
@@ -320,7 +318,7 @@ static void nothing_is_created(void **state)
     assert_int_equal(peer_newest(&p).step, 2);
 }
 
-static void reasons_are_text(void **state)
+SERVER_TEST(reasons_are_text)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -342,7 +340,7 @@ static void reasons_are_text(void **state)
 
 /* ------------------------------------------------------------------ others */
 
-static void snapshots_stay_readable(void **state)
+SERVER_TEST(snapshots_stay_readable)
 {
     fanin_server *s = server_start_lease(0);
     memset(memory[0], 1, SIZE);
@@ -368,7 +366,7 @@ static void snapshots_stay_readable(void **state)
     expect_bytes(s, &p, 2);
 }
 
-static void paused_ones_are_counted(void **state)
+SERVER_TEST(paused_ones_are_counted)
 {
     fanin_server *s = start_published(0);
     char text[16384];
@@ -383,7 +381,7 @@ static void paused_ones_are_counted(void **state)
 }
 
 /* Memory that is away is neither registered nor exported; afterwards it is. */
-static void no_keys_while_paused(void **state)
+SERVER_TEST(no_keys_while_paused)
 {
     if (!gpu_built())
         skip(); /* the only path with keys that needs no UCX */
@@ -452,7 +450,7 @@ static void replace_one(fanin_server *s)
 }
 
 /* Whose memory it is again need not wait for the control thread, which may be busy. */
-static void memory_of_catalogs_before_is_given_back_too(void **state)
+SERVER_TEST(memory_of_catalogs_before_is_given_back_too)
 {
     static void (*const give_back[])(fanin_server *) = {pause_all, remove_all,
                                                         remove_one, replace_one};
@@ -470,27 +468,4 @@ static void memory_of_catalogs_before_is_given_back_too(void **state)
         atomic_store(&control_is_away, false);
         server_stop(&s, 0);
     }
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(readers_are_answered_at_once),
-        server_test(state_is_told_as_the_peer_knows_it),
-        server_test(readers_are_drained_at_most_the_lease),
-        server_test(draining_turns_others_away),
-        server_test(the_step_is_served_again),
-        server_test(moved_memory_is_served),
-        server_test(changes_meanwhile_show_at_the_resume),
-        server_test(what_was_not_published_stays_so),
-        server_test(a_step_that_is_given_up_is_not_shown_again),
-        server_test(updates_are_refused_while_paused),
-        server_test(nothing_is_created),
-        server_test(reasons_are_text),
-        server_test(snapshots_stay_readable),
-        server_test(paused_ones_are_counted),
-        server_test(no_keys_while_paused),
-        server_test(memory_of_catalogs_before_is_given_back_too),
-    };
-    return cmocka_run_group_tests_name("server-pause", tests, NULL, NULL);
 }

@@ -3,9 +3,6 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 static uint8_t memory[4096];
@@ -22,7 +19,7 @@ static void expect_refused(const fanin_tensor *t, size_t count, fanin_status sta
     server_stop(&s, 0);
 }
 
-static void bad_names_are_refused(void **state)
+SERVER_TEST(bad_names_are_refused)
 {
     fanin_server *s = server_start(NULL);
     static const char *const names[] = {
@@ -66,7 +63,7 @@ static void bad_names_are_refused(void **state)
     expect_refused(&t, 1, FANIN_ERR_ARGUMENT, "512");
 }
 
-static void bad_tensors_are_refused(void **state)
+SERVER_TEST(bad_tensors_are_refused)
 {
     fanin_box box, boxes[2];
     const fanin_tensor good = byte_tensor("a", &box, memory, 8);
@@ -121,7 +118,7 @@ static void bad_tensors_are_refused(void **state)
     expect_refused(twice, 2, FANIN_ERR_ARGUMENT, "twice");
 }
 
-static void packed_dtypes_need_whole_bytes(void **state)
+SERVER_TEST(packed_dtypes_need_whole_bytes)
 {
     fanin_box box = {.offset = {0, 2}, .extent = {2, 4}, .address = memory};
     fanin_tensor t = {.struct_size = sizeof t,
@@ -144,7 +141,7 @@ static void packed_dtypes_need_whole_bytes(void **state)
     expect_refused(&t, 1, FANIN_ERR_ARGUMENT, "byte");
 }
 
-static void scalars_and_empty_shards(void **state)
+SERVER_TEST(scalars_and_empty_shards)
 {
     fanin_box scalar = {.address = memory}, nothing = {.extent = {0, 5}};
     fanin_tensor t[3] = {{.struct_size = sizeof *t,
@@ -211,7 +208,7 @@ static const char *listed(fanin_server *s, const char *publication, size_t most)
     return n.text;
 }
 
-static void put_is_all_or_nothing(void **state)
+SERVER_TEST(put_is_all_or_nothing)
 {
     fanin_server *s = server_start(NULL);
     fanin_box box[3];
@@ -245,7 +242,7 @@ static void put_is_all_or_nothing(void **state)
     assert_int_equal(stats.tensors, 1);
 }
 
-static void metadata_travel_with_the_keys(void **state)
+SERVER_TEST(metadata_travel_with_the_keys)
 {
     fanin_server *s = server_start(NULL);
     fanin_pair pairs[] = {{"r", "16"}, {"lora_alpha", "32"}, {"base", "\xc3\xa4"}};
@@ -288,7 +285,7 @@ static uint64_t cpu_ns(void)
 /* As many shards as a mixture-of-experts adapter has, each an allocation of its own. */
 #define MANY 37248
 
-static void many_shards_are_put_and_committed_fast(void **state)
+SERVER_TEST(many_shards_are_put_and_committed_fast)
 {
     fanin_tensor *t = calloc(MANY, sizeof *t);
     fanin_box *boxes = calloc(MANY, sizeof *boxes);
@@ -340,18 +337,4 @@ static void many_shards_are_put_and_committed_fast(void **state)
     free(name);
     free(boxes);
     free(t);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(bad_names_are_refused),
-        server_test(bad_tensors_are_refused),
-        server_test(packed_dtypes_need_whole_bytes),
-        server_test(scalars_and_empty_shards),
-        server_test(put_is_all_or_nothing),
-        server_test(metadata_travel_with_the_keys),
-        server_test(many_shards_are_put_and_committed_fast),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -8,9 +8,6 @@
 #include "testing.h"
 #include "thread.h"
 
-#include <stdio.h>
-#include <string.h>
-
 #define MS UINT64_C(1000000)
 #define WINDOW (SHARE_WINDOW_MS * MS)
 #define HOUR_MS 3600000
@@ -20,7 +17,7 @@ static uint8_t memory[100];
 
 /* ------------------------------------------------------- shares, by their own clock */
 
-static void a_share_is_had_once_and_comes_back(void **state)
+TEST(a_share_is_had_once_and_comes_back)
 {
     bucket b = {0};
     uint64_t now = 1000 * WINDOW;
@@ -38,7 +35,7 @@ static void a_share_is_had_once_and_comes_back(void **state)
 }
 
 /* Who needs less than half of it does not wait until half of it is back. */
-static void a_lease_is_enough_to_be_waited_for(void **state)
+TEST(a_lease_is_enough_to_be_waited_for)
 {
     bucket b = {0};
     uint64_t now = 1000 * WINDOW;
@@ -50,7 +47,7 @@ static void a_lease_is_enough_to_be_waited_for(void **state)
 }
 
 /* Whatever its leases do: what it holds up in any ten minutes is its share of eleven. */
-static void no_pattern_gets_more_than_a_share(void **state)
+TEST(no_pattern_gets_more_than_a_share)
 {
     static const uint64_t steps_ms[] = {1, 26, 400, 7000};
     for (size_t i = 0; i < sizeof steps_ms / sizeof *steps_ms; i++) {
@@ -67,7 +64,7 @@ static void no_pattern_gets_more_than_a_share(void **state)
     }
 }
 
-static void shares_of_nothing_and_of_everything(void **state)
+TEST(shares_of_nothing_and_of_everything)
 {
     bucket b = {0};
     assert_int_equal(share_left(&b, WINDOW, 0, HOUR_MS), 0);
@@ -132,7 +129,7 @@ static bool crowd_drain(crowd *c)
     return drain_finish(&c->server, &c->publication, &c->drain, 0, NULL);
 }
 
-static void many_addresses_have_a_few_shares(void **state)
+TEST(many_addresses_have_a_few_shares)
 {
     crowd *c = crowd_make();
     uint64_t held = 0;
@@ -161,7 +158,7 @@ static void expect_patience(crowd *c, size_t peer, size_t place)
     assert_true(drain_end(&c->server, &c->publication, &c->drain));
 }
 
-static void who_is_no_stranger_is_waited_for(void **state)
+TEST(who_is_no_stranger_is_waited_for)
 {
     crowd *c = crowd_make();
     int secret;
@@ -184,7 +181,7 @@ static void who_is_no_stranger_is_waited_for(void **state)
     crowd_free(c);
 }
 
-static void more_peers_than_places_are_told_apart_no_more(void **state)
+TEST(more_peers_than_places_are_told_apart_no_more)
 {
     crowd *c = crowd_make();
     lease *leases[DRAIN_PEERS + 10];
@@ -216,7 +213,7 @@ static fanin_server *start(uint32_t stranger_share_ms)
 }
 
 /* The attack: whenever there is a new step, a fresh lease, and none is ended. */
-static void a_stranger_that_holds_leases_is_waited_for_no_more(void **state)
+SERVER_TEST(a_stranger_that_holds_leases_is_waited_for_no_more)
 {
     log_listen("held-up");
     fanin_server *s = start(SHARE_MS);
@@ -242,7 +239,7 @@ static void a_stranger_that_holds_leases_is_waited_for_no_more(void **state)
         strstr(text, "\nfanin_held_up_seconds_max{peer=\"this host\"} 0.060000000\n"));
 }
 
-static void the_own_user_is_waited_for_beside_a_stranger(void **state)
+SERVER_TEST(the_own_user_is_waited_for_beside_a_stranger)
 {
     fanin_server *s = start(SHARE_MS);
     peer stranger = peer_open(s), own = peer_open_unix(s);
@@ -264,7 +261,7 @@ static void the_own_user_is_waited_for_beside_a_stranger(void **state)
 }
 
 /* Readers that end what they begin in time are waited for, if half of the share is left. */
-static void who_ends_in_time_loses_nothing(void **state)
+SERVER_TEST(who_ends_in_time_loses_nothing)
 {
     fanin_server *s = start(30000);
     peer stranger = peer_open(s), watcher = peer_watch(s, 0);
@@ -278,7 +275,7 @@ static void who_ends_in_time_loses_nothing(void **state)
     assert_int_equal(server_stats(s).drains_cut, 0);
 }
 
-static void a_snapshot_waits_on_the_same_account(void **state)
+SERVER_TEST(a_snapshot_waits_on_the_same_account)
 {
     fanin_server_config config = server_config();
     config.lease_ms = HOUR_MS;
@@ -296,22 +293,4 @@ static void a_snapshot_waits_on_the_same_account(void **state)
     fanin_server_stats stats = server_stats(s);
     assert_int_equal(stats.drains_cut, 8);
     assert_int_equal(stats.held_up_ns_max, SHARE_MS * MS);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_share_is_had_once_and_comes_back),
-        cmocka_unit_test(a_lease_is_enough_to_be_waited_for),
-        cmocka_unit_test(no_pattern_gets_more_than_a_share),
-        cmocka_unit_test(shares_of_nothing_and_of_everything),
-        cmocka_unit_test(many_addresses_have_a_few_shares),
-        cmocka_unit_test(who_is_no_stranger_is_waited_for),
-        cmocka_unit_test(more_peers_than_places_are_told_apart_no_more),
-        server_test(a_stranger_that_holds_leases_is_waited_for_no_more),
-        server_test(the_own_user_is_waited_for_beside_a_stranger),
-        server_test(who_ends_in_time_loses_nothing),
-        server_test(a_snapshot_waits_on_the_same_account),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,11 +6,8 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #define SIZE 1000
@@ -100,7 +97,7 @@ static fanin_status snapshot(fanin_server *s, uint64_t step, fanin_dtype cast,
 
 /* ------------------------------------------------------------------- arenas */
 
-static void readers_get_copies(void **state)
+SERVER_TEST(readers_get_copies)
 {
     fanin_server *s = start_published(0);
     puller r = puller_open(s);
@@ -121,7 +118,7 @@ static void readers_get_copies(void **state)
     }
 }
 
-static void tables_describe_both_arenas(void **state)
+SERVER_TEST(tables_describe_both_arenas)
 {
     fanin_server *s = start_published(0);
     puller r = puller_open(s);
@@ -150,7 +147,7 @@ static void tables_describe_both_arenas(void **state)
     key_table_free(&keys);
 }
 
-static void a_lease_outlives_one_commit(void **state)
+SERVER_TEST(a_lease_outlives_one_commit)
 {
     fanin_server *s = start_published(0);
     puller r = puller_open(s);
@@ -178,7 +175,7 @@ static fanin_status snapshot_third(void *server)
 }
 
 /* Of the arena that is to be filled, not the first one alone. */
-static void every_holder_is_waited_for(void **state)
+SERVER_TEST(every_holder_is_waited_for)
 {
     fanin_server *s = start_published(3600000);
     puller r[2] = {puller_open_unix(s), puller_open_unix(s)};
@@ -198,7 +195,7 @@ static void every_holder_is_waited_for(void **state)
     assert_int_equal(server_stats(s).drains_expired, 0);
 }
 
-static void begin_update_does_not_drain(void **state)
+SERVER_TEST(begin_update_does_not_drain)
 {
     fanin_server *s = start_published(60000);
     puller r = puller_open(s);
@@ -218,7 +215,7 @@ static void begin_update_does_not_drain(void **state)
 
 /* --------------------------------------------------------------- the catalog */
 
-static void new_shards_get_new_arenas(void **state)
+SERVER_TEST(new_shards_get_new_arenas)
 {
     static uint8_t third[SIZE];
     fanin_server *s = start_published(0);
@@ -244,7 +241,7 @@ static void new_shards_get_new_arenas(void **state)
     assert_true(peer_end(&r.control, &new, false).good);
 }
 
-static void metadata_keep_the_arenas(void **state)
+SERVER_TEST(metadata_keep_the_arenas)
 {
     fanin_server *s = start_published(0);
     puller r = puller_open(s);
@@ -261,7 +258,7 @@ static void metadata_keep_the_arenas(void **state)
     assert_true(peer_end(&r.control, &new, false).good);
 }
 
-static void shards_may_move_while_readers_go_on(void **state)
+SERVER_TEST(shards_may_move_while_readers_go_on)
 {
     static uint8_t moved[SIZE];
     fanin_server *s = start_published(60000);
@@ -294,7 +291,7 @@ static void shards_may_move_while_readers_go_on(void **state)
     assert_memory_equal(got, moved, SIZE);
 }
 
-static void removal_takes_the_arenas(void **state)
+SERVER_TEST(removal_takes_the_arenas)
 {
     fanin_server *s = start_published(0);
     puller r = puller_open(s);
@@ -313,7 +310,7 @@ static void removal_takes_the_arenas(void **state)
     assert_int_equal(begin(&r, &g).first_region, 0);
 }
 
-static void an_abort_leaves_the_last_snapshot(void **state)
+SERVER_TEST(an_abort_leaves_the_last_snapshot)
 {
     fanin_server *s = start_published(60000);
     puller r = puller_open(s);
@@ -334,7 +331,7 @@ static void an_abort_leaves_the_last_snapshot(void **state)
 
 /* ------------------------------------------------------------------ options */
 
-static void ways_are_not_mixed(void **state)
+SERVER_TEST(ways_are_not_mixed)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server *s = start_published(0);
@@ -353,7 +350,7 @@ static void ways_are_not_mixed(void **state)
     server_commit(s, 2);
 }
 
-static void options_are_checked(void **state)
+SERVER_TEST(options_are_checked)
 {
     fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", first, SIZE);
@@ -429,7 +426,7 @@ static uint16_t bf16_of(float value)
     return (uint16_t)(bits >> 16); /* these values are exact */
 }
 
-static void strides_are_packed(void **state)
+SERVER_TEST(strides_are_packed)
 {
     fanin_server *s = server_start_lease(0);
     put_floats(s);
@@ -448,7 +445,7 @@ static void strides_are_packed(void **state)
 }
 
 /* As a router among F32 masters that are published as BF16. */
-static void what_is_kept_is_not_cast(void **state)
+SERVER_TEST(what_is_kept_is_not_cast)
 {
     fanin_server *s = server_start_lease(0);
     put_floats(s);
@@ -478,7 +475,7 @@ static void what_is_kept_is_not_cast(void **state)
     assert_says(error.message, "a flag is unknown");
 }
 
-static void f32_is_cast(void **state)
+SERVER_TEST(f32_is_cast)
 {
     fanin_server *s = server_start_lease(0);
     put_floats(s);
@@ -545,18 +542,18 @@ static void copy_large_shards(bool are_lacking)
     free(got);
 }
 
-static void large_shards_are_copied_by_threads(void **state)
+SERVER_TEST(large_shards_are_copied_by_threads)
 {
     copy_large_shards(false);
 }
 
 /* A rank at its limits publishes its step all the same. */
-static void a_commit_needs_no_descriptor_and_no_memory(void **state)
+SERVER_TEST(a_commit_needs_no_descriptor_and_no_memory)
 {
     copy_large_shards(true);
 }
 
-static void nothing_can_be_published(void **state)
+SERVER_TEST(nothing_can_be_published)
 {
     fanin_server *s = server_start_lease(0);
     server_begin(s);
@@ -588,7 +585,7 @@ static void *train(void *cookie)
 }
 
 /* A step that was confirmed is whole, however fast the trainer is. */
-static void steps_are_never_mixed(void **state)
+SERVER_TEST(steps_are_never_mixed)
 {
     trainer t = {.server = start_published(100)};
     atomic_init(&t.stop, false);
@@ -619,30 +616,4 @@ static void steps_are_never_mixed(void **state)
     atomic_store(&t.stop, true);
     pthread_join(thread, NULL);
     assert_int_equal(good, 200);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(readers_get_copies),
-        server_test(tables_describe_both_arenas),
-        server_test(a_lease_outlives_one_commit),
-        server_test(every_holder_is_waited_for),
-        server_test(begin_update_does_not_drain),
-        server_test(new_shards_get_new_arenas),
-        server_test(metadata_keep_the_arenas),
-        server_test(shards_may_move_while_readers_go_on),
-        server_test(removal_takes_the_arenas),
-        server_test(an_abort_leaves_the_last_snapshot),
-        server_test(ways_are_not_mixed),
-        server_test(options_are_checked),
-        server_test(strides_are_packed),
-        server_test(f32_is_cast),
-        server_test(what_is_kept_is_not_cast),
-        server_test(large_shards_are_copied_by_threads),
-        server_test(a_commit_needs_no_descriptor_and_no_memory),
-        server_test(nothing_can_be_published),
-        server_test(steps_are_never_mixed),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -8,7 +8,6 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
-#include <string.h>
 #include <time.h>
 
 #define MS UINT64_C(1000000)
@@ -29,7 +28,7 @@ static fanin_status commit(fanin_server *s, uint64_t step)
     return fanin_server_commit(s, RUN, step, NULL, NULL);
 }
 
-static void first_commit_needs_no_update(void **state)
+SERVER_TEST(first_commit_needs_no_update)
 {
     fanin_server *s = server_start_lease(0);
     assert_int_equal(commit(s, 1), FANIN_ERR_ARGUMENT); /* no such publication */
@@ -50,7 +49,7 @@ static void first_commit_needs_no_update(void **state)
     assert_int_equal(stats.updates, 2);
 }
 
-static void begin_update_makes_the_publication(void **state)
+SERVER_TEST(begin_update_makes_the_publication)
 {
     fanin_server *s = server_start_lease(0);
     server_begin(s);
@@ -62,7 +61,7 @@ static void begin_update_makes_the_publication(void **state)
     assert_int_equal(fanin_server_begin_update(NULL, RUN, NULL), FANIN_ERR_ARGUMENT);
 }
 
-static void steps_grow_also_after_a_removal(void **state)
+SERVER_TEST(steps_grow_also_after_a_removal)
 {
     fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], 100);
@@ -81,7 +80,7 @@ static void steps_grow_also_after_a_removal(void **state)
     assert_int_equal(commit(s, 7), FANIN_OK);
 }
 
-static void a_withdrawn_step_is_worth_nothing(void **state)
+SERVER_TEST(a_withdrawn_step_is_worth_nothing)
 {
     fanin_server *s =
         server_start_lease(60000); /* it must not wait for the reader below */
@@ -105,7 +104,7 @@ static void a_withdrawn_step_is_worth_nothing(void **state)
     assert_int_equal(server_stats(s).aborts, 0); /* no update was */
 }
 
-static void a_snapshot_is_not_withdrawn(void **state)
+SERVER_TEST(a_snapshot_is_not_withdrawn)
 {
     fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], 100);
@@ -113,7 +112,7 @@ static void a_snapshot_is_not_withdrawn(void **state)
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
 }
 
-static void numbers_are_never_used_twice(void **state)
+SERVER_TEST(numbers_are_never_used_twice)
 {
     fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
@@ -133,7 +132,7 @@ static void numbers_are_never_used_twice(void **state)
     assert_int_equal(server_stats(s).pulls_stale, 5);
 }
 
-static void the_catalog_version_changes_with_the_catalog(void **state)
+SERVER_TEST(the_catalog_version_changes_with_the_catalog)
 {
     fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
@@ -161,7 +160,7 @@ static void the_catalog_version_changes_with_the_catalog(void **state)
     assert_memory_equal(moved.key_digest, described.key_digest, 16);
 }
 
-static void new_shards_appear_with_the_next_commit(void **state)
+SERVER_TEST(new_shards_appear_with_the_next_commit)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -178,7 +177,7 @@ static void new_shards_appear_with_the_next_commit(void **state)
 
 /* ---------------------------------------------------------------- draining */
 
-static void begin_update_waits_at_most_the_lease(void **state)
+SERVER_TEST(begin_update_waits_at_most_the_lease)
 {
     fanin_server *s =
         start_published(1000); /* so long that begin_update finds the lease alive */
@@ -196,7 +195,7 @@ static void begin_update_waits_at_most_the_lease(void **state)
     assert_true(stats.drain_wait_ns_total >= stats.drain_wait_ns_max);
 }
 
-static void a_lease_time_of_zero_never_waits(void **state)
+SERVER_TEST(a_lease_time_of_zero_never_waits)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -230,7 +229,7 @@ static bool give_back(peer *p, uint64_t begun)
 }
 
 /* By a client that did not wait for its begin's answer, and so knows no token. */
-static void a_lease_is_given_back_by_its_begin(void **state)
+SERVER_TEST(a_lease_is_given_back_by_its_begin)
 {
     fanin_server *s = start_published(60000);
     peer p = peer_open(s);
@@ -246,7 +245,7 @@ static void a_lease_is_given_back_by_its_begin(void **state)
     assert_int_equal(server_stats(s).drains_expired, 0);
 }
 
-static void a_closed_session_ends_the_draining(void **state)
+SERVER_TEST(a_closed_session_ends_the_draining)
 {
     fanin_server *s = start_published(60000);
     peer p = peer_open(s);
@@ -259,7 +258,7 @@ static void a_closed_session_ends_the_draining(void **state)
     assert_int_equal(server_stats(s).drains_expired, 0);
 }
 
-static void one_thread_drains_at_a_time(void **state)
+SERVER_TEST(one_thread_drains_at_a_time)
 {
     fanin_server *s = start_published(60000);
     peer p = peer_open(s);
@@ -277,7 +276,7 @@ static void one_thread_drains_at_a_time(void **state)
 
 /* ------------------------------------------------- changes outside of updates */
 
-static void a_moved_shard_makes_the_publication_unreadable(void **state)
+SERVER_TEST(a_moved_shard_makes_the_publication_unreadable)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
@@ -300,7 +299,7 @@ static void a_moved_shard_makes_the_publication_unreadable(void **state)
     assert_memory_equal(got, memory[1], 100);
 }
 
-static void a_removed_shard_makes_the_publication_unreadable(void **state)
+SERVER_TEST(a_removed_shard_makes_the_publication_unreadable)
 {
     fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
@@ -364,7 +363,7 @@ static void wait_for_a_pull(load *l)
         ;
 }
 
-static void pulls_beside_updates_are_whole(void **state)
+SERVER_TEST(pulls_beside_updates_are_whole)
 {
     load l = {.server = server_start_lease(60000)}; /* no reader is ever so late */
     atomic_init(&l.stop, false);
@@ -392,27 +391,4 @@ static void pulls_beside_updates_are_whole(void **state)
     assert_int_equal(server_stats(l.server).drains_expired, 0);
     server_stop(&l.server, 0);
     sem_destroy(&l.good);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(first_commit_needs_no_update),
-        server_test(begin_update_makes_the_publication),
-        server_test(steps_grow_also_after_a_removal),
-        server_test(a_withdrawn_step_is_worth_nothing),
-        server_test(a_snapshot_is_not_withdrawn),
-        server_test(numbers_are_never_used_twice),
-        server_test(the_catalog_version_changes_with_the_catalog),
-        server_test(new_shards_appear_with_the_next_commit),
-        server_test(begin_update_waits_at_most_the_lease),
-        server_test(a_lease_time_of_zero_never_waits),
-        server_test(a_lease_is_given_back_by_its_begin),
-        server_test(a_closed_session_ends_the_draining),
-        server_test(one_thread_drains_at_a_time),
-        server_test(a_moved_shard_makes_the_publication_unreadable),
-        server_test(a_removed_shard_makes_the_publication_unreadable),
-        server_test(pulls_beside_updates_are_whole),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

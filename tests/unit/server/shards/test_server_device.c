@@ -8,14 +8,13 @@
 #include "testing.h"
 
 #include <cuda.h>
-#include <stdio.h>
 
 static gpu *driver;
 
 /* --------------------------------------------------------------------- put */
 
 /* Before anything in this process has started CUDA. */
-static void host_memory_starts_no_cuda(void **state)
+DEVICE_CLEAN_TEST(host_memory_starts_no_cuda)
 {
     static uint8_t memory[1000];
     puller l = device_serve_bytes(memory, sizeof memory);
@@ -29,7 +28,7 @@ static void host_memory_starts_no_cuda(void **state)
     assert_ok(gpu_load(&none, &driver, &error), error); /* as the trainer does */
 }
 
-static void kind_and_device_are_found_out(void **state)
+DEVICE_CLEAN_TEST(kind_and_device_are_found_out)
 {
     static uint8_t memory[100];
     /* Neighbouring allocations touch each other. */
@@ -80,7 +79,7 @@ static void expect_refused(const fanin_tensor *t, fanin_status code, const char 
     assert_true(error.remedy[0] != '\0');
 }
 
-static void contradictions_are_refused(void **state)
+DEVICE_CLEAN_TEST(contradictions_are_refused)
 {
     static uint8_t memory[100];
     uint8_t *zero = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
@@ -113,7 +112,7 @@ static void contradictions_are_refused(void **state)
 }
 
 /* The CPU can read managed memory: who calls it the host's may do so. */
-static void managed_memory_may_be_called_host_memory(void **state)
+DEVICE_CLEAN_TEST(managed_memory_may_be_called_host_memory)
 {
     uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MANAGED);
     fanin_box box;
@@ -127,7 +126,7 @@ static void managed_memory_may_be_called_host_memory(void **state)
 }
 
 /* A driver that knows nothing of a pointer contradicts nobody. */
-static void host_memory_needs_no_answer(void **state)
+DEVICE_CLEAN_TEST(host_memory_needs_no_answer)
 {
     static uint8_t memory[100];
     fanin_box box;
@@ -139,7 +138,7 @@ static void host_memory_needs_no_answer(void **state)
 }
 
 /* Host memory by the megabyte is asked for once, whether it was said to be the host's or not. */
-static void host_shards_cost_few_questions(void **state)
+DEVICE_CLEAN_TEST(host_shards_cost_few_questions)
 {
     enum { COUNT = 1000 };
     static uint8_t memory[COUNT * 500];
@@ -156,7 +155,7 @@ static void host_shards_cost_few_questions(void **state)
     assert_in_range(fake_cuda_calls("cuPointerGetAttributes") - before, 1, 2);
 }
 
-static void many_shards_cost_few_questions(void **state)
+DEVICE_CLEAN_TEST(many_shards_cost_few_questions)
 {
     enum { COUNT = 37248, SEGMENTS = 8, EACH = COUNT / SEGMENTS };
     static fanin_tensor t[COUNT];
@@ -179,7 +178,7 @@ static void many_shards_cost_few_questions(void **state)
     region_table_free(&r);
 }
 
-static void memory_without_handles_is_streamed(void **state)
+DEVICE_CLEAN_TEST(memory_without_handles_is_streamed)
 {
     static const fake_cuda_kind kinds[] = {FAKE_CUDA_VIRTUAL, FAKE_CUDA_POOL,
                                            FAKE_CUDA_MANAGED};
@@ -211,7 +210,7 @@ static void memory_without_handles_is_streamed(void **state)
 
 /* -------------------------------------------------------------------- keys */
 
-static void own_user_gets_handles(void **state)
+DEVICE_CLEAN_TEST(own_user_gets_handles)
 {
     static uint8_t host[100];
     uint8_t *memory = device_alloc(1, 2 * MIB, FAKE_CUDA_MALLOC);
@@ -263,7 +262,7 @@ static void own_user_gets_handles(void **state)
 }
 
 /* The driver refuses to export: that is told, and the rest is served. */
-static void refused_exports_leave_no_key(void **state)
+DEVICE_CLEAN_TEST(refused_exports_leave_no_key)
 {
     uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
     puller l = device_serve_bytes(memory, 4096);
@@ -285,7 +284,7 @@ static void map(peer *p, const grant *g)
     region_table_free(&r);
 }
 
-static void who_still_maps_is_told(void **state)
+DEVICE_CLEAN_TEST(who_still_maps_is_told)
 {
     uint8_t *a = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC),
             *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
@@ -330,7 +329,7 @@ static void who_still_maps_is_told(void **state)
 
 /* The last reader of a snapshot is a reply that is still being copied: its end frees the arena,
    which the session has mapped. */
-static void freed_arenas_are_told(void **state)
+DEVICE_TEST(freed_arenas_are_told)
 {
     uint8_t *a = device_alloc(0, MIB, FAKE_CUDA_MALLOC),
             *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
@@ -357,21 +356,4 @@ static void freed_arenas_are_told(void **state)
     log_expect(1, "freed");
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        device_clean_test(host_memory_starts_no_cuda),
-        device_clean_test(kind_and_device_are_found_out),
-        device_clean_test(contradictions_are_refused),
-        device_clean_test(managed_memory_may_be_called_host_memory),
-        device_clean_test(host_memory_needs_no_answer),
-        device_clean_test(host_shards_cost_few_questions),
-        device_clean_test(many_shards_cost_few_questions),
-        device_clean_test(memory_without_handles_is_streamed),
-        device_clean_test(own_user_gets_handles),
-        device_clean_test(refused_exports_leave_no_key),
-        device_clean_test(who_still_maps_is_told),
-        device_test(freed_arenas_are_told), /* copies keep a stream a device */
-    };
-    return cmocka_run_group_tests(tests, device_set_up, NULL);
-}
+TESTS_BETWEEN(device_set_up, NULL)

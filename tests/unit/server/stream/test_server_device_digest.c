@@ -106,15 +106,8 @@ static void check_all(scene *s, uint64_t kernels)
     assert_int_equal(check(s, &whole[1], 1, FANIN_DTYPE_BF16), kernels);
 }
 
-static void kernels_digest(void **state)
-{
-    scene s;
-    set_scene(&s, 0, -1);
-    check_all(&s, 1);
-}
-
 /* First of all on device 1: who cannot load a kernel is not asked again. */
-static void the_cpu_digests_otherwise(void **state)
+DEVICE_CLEAN_TEST(the_cpu_digests_otherwise)
 {
     scene s;
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 1, 1);
@@ -125,8 +118,15 @@ static void the_cpu_digests_otherwise(void **state)
     check_all(&s, 0);
 }
 
+DEVICE_CLEAN_TEST(kernels_digest)
+{
+    scene s;
+    set_scene(&s, 0, -1);
+    check_all(&s, 1);
+}
+
 /* What lies in two places is digested by the CPU, and the next request is not. */
-static void places_may_mix(void **state)
+DEVICE_CLEAN_TEST(places_may_mix)
 {
     static const read_entry mixed[] = {{.box = 1, .count = 2}, {.box = 0, .count = 1}};
     static const read_entry alone[] = {{.box = 0, .offset = 7, .length = 9000}};
@@ -140,7 +140,7 @@ static void places_may_mix(void **state)
 }
 
 /* Nothing is answered before the device has done it; the update waits for no longer than that. */
-static void failures_are_answered(void **state)
+DEVICE_CLEAN_TEST(failures_are_answered)
 {
     static const read_entry all = {.box = 0, .count = 1};
     fanin_error error = FANIN_ERROR_INIT;
@@ -160,14 +160,4 @@ static void failures_are_answered(void **state)
     peer_expect_error(&s.l.data, FANIN_ERR_STALE);
 }
 
-int main(void)
-{
-    static const struct CMUnitTest tests[] = {
-        device_clean_test(the_cpu_digests_otherwise),
-        device_clean_test(kernels_digest),
-        device_clean_test(places_may_mix),
-        device_clean_test(failures_are_answered),
-    };
-    return cmocka_run_group_tests_name("digests of device memory", tests, device_set_up,
-                                       NULL);
-}
+TESTS_BETWEEN(device_set_up, NULL)

@@ -9,15 +9,12 @@
 #include "testing.h"
 
 #include <cuda.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* ------------------------------------------------------------------ stream */
 
 /* Both of them by the thread that commits; a device that cannot run them serves other paths
    still. */
-static void kernels_are_loaded_by_commits(void **state)
+DEVICE_CLEAN_TEST(kernels_are_loaded_by_commits)
 {
     static uint8_t got[4096];
     uint8_t *memory = device_alloc(1, sizeof got, FAKE_CUDA_MALLOC);
@@ -48,7 +45,7 @@ static void kernels_are_loaded_by_commits(void **state)
 
 /* Whose first read makes streams and pinned memory, and whose whole way is gone by ranks that end.
    */
-static void a_graph_that_the_trainer_captures_stays_valid(void **state)
+DEVICE_CLEAN_TEST(a_graph_that_the_trainer_captures_stays_valid)
 {
     static uint8_t got[4096];
     uint8_t *memory = device_alloc(0, sizeof got, FAKE_CUDA_MALLOC);
@@ -63,7 +60,7 @@ static void a_graph_that_the_trainer_captures_stays_valid(void **state)
     assert_true(fake_cuda_end_capture());
 }
 
-static void every_layout_is_gathered(void **state)
+DEVICE_CLEAN_TEST(every_layout_is_gathered)
 {
     static const int64_t strides[][3] = {
         {0, 0, 0},      {1300, 40, 2},  {1300, 42, 2}, {2, 80, 2400},
@@ -96,7 +93,7 @@ static void every_layout_is_gathered(void **state)
 }
 
 /* Boxes of the host and of two devices, in one read and in one chunk. */
-static void places_mix_in_one_read(void **state)
+DEVICE_CLEAN_TEST(places_mix_in_one_read)
 {
     enum { COUNT = 60, SIZE = 20000 };
     static fanin_tensor t[COUNT];
@@ -137,7 +134,7 @@ static void places_mix_in_one_read(void **state)
     free(host);
 }
 
-static void reads_are_pipelined(void **state)
+DEVICE_CLEAN_TEST(reads_are_pipelined)
 {
     uint8_t *memory = device_alloc(0, 6 * MIB, FAKE_CUDA_MALLOC);
     puller l = device_serve_bytes(memory, 6 * MIB);
@@ -195,7 +192,7 @@ static void share_chunks(uint32_t threads, uint64_t most)
     assert_in_range(counts.peak_pinned_bytes, threads * MIB, most);
 }
 
-static void chunks_are_few(void **state)
+DEVICE_CLEAN_TEST(chunks_are_few)
 {
     share_chunks(1, 4 * MIB);
     server_tear_down(state);
@@ -259,7 +256,7 @@ static void expect_small(puller *l)
 }
 
 /* It gets the next chunk, however many strangers were there before. */
-static void the_own_user_waits_for_one_stranger(void **state)
+DEVICE_CLEAN_TEST(the_own_user_waits_for_one_stranger)
 {
     queue_scene q = chunks_are_out((int[]){1, 0, 0});
     request_small(&q.own, 1);
@@ -275,7 +272,7 @@ static void the_own_user_waits_for_one_stranger(void **state)
 
 /* What strangers may have of CPU time is gone meanwhile: a chunk that they have, or get, they do
    not keep. */
-static void who_has_to_rest_keeps_no_chunk(void **state)
+DEVICE_CLEAN_TEST(who_has_to_rest_keeps_no_chunk)
 {
     peer_share others = {.is_own = false};
     queue_scene q = chunks_are_out((int[]){0, 0, 0});
@@ -292,7 +289,7 @@ static void who_has_to_rest_keeps_no_chunk(void **state)
 }
 
 /* Strangers have all that they may: the own user has a chunk of its quarter. */
-static void strangers_leave_a_chunk_for_the_own_user(void **state)
+DEVICE_CLEAN_TEST(strangers_leave_a_chunk_for_the_own_user)
 {
     static uint8_t got[4096];
     uint8_t *memory = device_alloc(0, sizeof got, FAKE_CUDA_MALLOC);
@@ -327,7 +324,7 @@ static puller serve_without_lease(uint8_t *memory)
     return l;
 }
 
-static void begin_update_waits_for_copies(void **state)
+DEVICE_CLEAN_TEST(begin_update_waits_for_copies)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     puller l = serve_without_lease(memory);
@@ -357,7 +354,7 @@ static void begin_update_waits_for_copies(void **state)
     peer_expect_error(&l.data, FANIN_ERR_STALE);
 }
 
-static void removal_while_copying(void **state)
+DEVICE_CLEAN_TEST(removal_while_copying)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     puller l = serve_without_lease(memory);
@@ -372,7 +369,7 @@ static void removal_while_copying(void **state)
 }
 
 /* A connection, then the server, end while a copy is under way. */
-static void ends_while_copying(void **state)
+DEVICE_CLEAN_TEST(ends_while_copying)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     for (int round = 0; round < 2; round++) {
@@ -398,31 +395,8 @@ static void ends_while_copying(void **state)
 
 /* ------------------------------------------------------------------ faults */
 
-/* A broken device's streams cannot be destroyed. */
-static void broken_devices_are_errors(void **state)
-{
-    uint8_t *memory = device_alloc(1, 4 * MIB, FAKE_CUDA_MALLOC);
-    puller l = device_serve_bytes(memory, 4 * MIB);
-    read_entry all = {.box = 0, .count = 1};
-    fake_cuda_hold(1);
-    peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
-    assert_true(fake_cuda_wait_queued(1, 1));
-    log_listen("device-failed");
-    fake_cuda_break(1); /* under a copy */
-    fake_cuda_release(1);
-    assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
-                "CUDA device 1");
-    log_await("");
-    peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1); /* before one */
-    assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
-                "CUDA device 1");
-    server_begin(l.server); /* does not hang */
-    server_tear_down(state);
-    fake_cuda_repair(1);
-}
-
 /* Reads that fail are a stranger's lines, of which there are few; the device's is there. */
-static void failing_reads_do_not_flood_the_log(void **state)
+DEVICE_CLEAN_TEST(failing_reads_do_not_flood_the_log)
 {
     static uint8_t got[1];
     read_entry all = {.box = 0, .count = 1};
@@ -442,7 +416,7 @@ static void failing_reads_do_not_flood_the_log(void **state)
 }
 
 /* The second half of a reply fails: it cannot become an error any more. */
-static void late_failures_void_the_lease(void **state)
+DEVICE_CLEAN_TEST(late_failures_void_the_lease)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     puller l = device_serve_bytes(memory, 4 * MIB);
@@ -464,7 +438,7 @@ static void late_failures_void_the_lease(void **state)
 }
 
 /* A device that does not get on keeps the trainer waiting for 10 s, no longer. */
-static void hung_devices_are_given_up(void **state)
+DEVICE_CLEAN_TEST(hung_devices_are_given_up)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     puller l = device_serve_bytes(memory, 4 * MIB);
@@ -488,7 +462,7 @@ static void hung_devices_are_given_up(void **state)
 
 /* Whatever function of the driver fails first, a read gives an error or the bytes, and the
    trainer goes on. */
-static void any_failure_is_survived(void **state)
+DEVICE_CLEAN_TEST(any_failure_is_survived)
 {
     static const char *const functions[] = {"cuMemHostAlloc", "cuStreamCreate",
                                             "cuLaunchKernel", "cuStreamAddCallback",
@@ -519,6 +493,29 @@ static void any_failure_is_survived(void **state)
     }
 }
 
+/* The last: a broken device's streams cannot be destroyed, nor can what it leaves be given back. */
+DEVICE_TEST(broken_devices_are_errors)
+{
+    uint8_t *memory = device_alloc(1, 4 * MIB, FAKE_CUDA_MALLOC);
+    puller l = device_serve_bytes(memory, 4 * MIB);
+    read_entry all = {.box = 0, .count = 1};
+    fake_cuda_hold(1);
+    peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
+    assert_true(fake_cuda_wait_queued(1, 1));
+    log_listen("device-failed");
+    fake_cuda_break(1); /* under a copy */
+    fake_cuda_release(1);
+    assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
+                "CUDA device 1");
+    log_await("");
+    peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1); /* before one */
+    assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
+                "CUDA device 1");
+    server_begin(l.server); /* does not hang */
+    server_tear_down(state);
+    fake_cuda_repair(1);
+}
+
 /* The trainer has started CUDA. */
 static int set_up(void **state)
 {
@@ -528,26 +525,4 @@ static int set_up(void **state)
                                                                                    : -1;
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        device_clean_test(kernels_are_loaded_by_commits), /* before any other does it */
-        device_clean_test(a_graph_that_the_trainer_captures_stays_valid),
-        device_clean_test(every_layout_is_gathered),
-        device_clean_test(places_mix_in_one_read),
-        device_clean_test(reads_are_pipelined),
-        device_clean_test(chunks_are_few),
-        device_clean_test(the_own_user_waits_for_one_stranger),
-        device_clean_test(who_has_to_rest_keeps_no_chunk),
-        device_clean_test(strangers_leave_a_chunk_for_the_own_user),
-        device_clean_test(begin_update_waits_for_copies),
-        device_clean_test(removal_while_copying),
-        device_clean_test(ends_while_copying),
-        device_clean_test(failing_reads_do_not_flood_the_log),
-        device_clean_test(late_failures_void_the_lease),
-        device_clean_test(hung_devices_are_given_up),
-        device_clean_test(any_failure_is_survived),
-        device_test(broken_devices_are_errors), /* leaves what cannot be given back */
-    };
-    return cmocka_run_group_tests(tests, set_up, NULL);
-}
+TESTS_BETWEEN(set_up, NULL)

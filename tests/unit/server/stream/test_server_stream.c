@@ -9,9 +9,6 @@
 #include "testing.h"
 
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 
 #define ARENA ((size_t)6 << 20)
@@ -76,7 +73,7 @@ static void check_box(const fanin_tensor *t)
     free(want);
 }
 
-static void every_layout_is_packed_on_the_way(void **state)
+SERVER_TEST(every_layout_is_packed_on_the_way)
 {
     fanin_box box = {.extent = {40, 30, 20}, .address = arena + 1000000};
     fanin_tensor t = {.struct_size = sizeof t,
@@ -119,7 +116,7 @@ static void every_layout_is_packed_on_the_way(void **state)
 }
 
 /* Random layouts of random shapes, against the element-wise model. */
-static void random_layouts(void **state)
+SERVER_TEST(random_layouts)
 {
     random_source seed = {20240607};
     for (int round = 0; round < 60; round++) {
@@ -138,7 +135,7 @@ static void random_layouts(void **state)
     }
 }
 
-static void reads_are_pipelined(void **state)
+SERVER_TEST(reads_are_pipelined)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
@@ -162,7 +159,7 @@ static void reads_are_pipelined(void **state)
     assert_int_equal(stats.reads_streamed, 60);
 }
 
-static void many_small_boxes_in_one_read(void **state)
+SERVER_TEST(many_small_boxes_in_one_read)
 {
     enum { COUNT = 5000, SIZE = 300 };
     static fanin_tensor t[COUNT];
@@ -188,7 +185,7 @@ static void many_small_boxes_in_one_read(void **state)
     free(got);
 }
 
-static void connections_share_the_thread(void **state)
+SERVER_TEST(connections_share_the_thread)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
@@ -219,7 +216,7 @@ static void connections_share_the_thread(void **state)
     }
 }
 
-static void as_many_threads_as_there_are_cpus_for(void **state)
+TEST(as_many_threads_as_there_are_cpus_for)
 {
     static const struct {
         unsigned cpus;
@@ -233,7 +230,7 @@ static void as_many_threads_as_there_are_cpus_for(void **state)
 }
 
 /* Each connection has one of its own, as long as there may be more. */
-static void threads_come_with_connections(void **state)
+SERVER_TEST(threads_come_with_connections)
 {
     enum { MOST = 3, CONNECTIONS = 5 };
     fanin_server_config c = server_config();
@@ -253,7 +250,7 @@ static void threads_come_with_connections(void **state)
     peer_close(&control);
 }
 
-static void data_connections_end_with_their_session(void **state)
+SERVER_TEST(data_connections_end_with_their_session)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
@@ -281,17 +278,4 @@ static void data_connections_end_with_their_session(void **state)
     peer_expect_error(&late, FANIN_ERR_CLOSED);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        server_test(every_layout_is_packed_on_the_way),
-        server_test(random_layouts),
-        server_test(reads_are_pipelined),
-        server_test(many_small_boxes_in_one_read),
-        server_test(connections_share_the_thread),
-        cmocka_unit_test(as_many_threads_as_there_are_cpus_for),
-        server_test(threads_come_with_connections),
-        server_test(data_connections_end_with_their_session),
-    };
-    return cmocka_run_group_tests(tests, set_up, tear_down);
-}
+TESTS_BETWEEN(set_up, tear_down)

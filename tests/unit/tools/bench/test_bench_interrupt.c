@@ -8,7 +8,6 @@
 #include <stdatomic.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 static _Atomic unsigned reads;
 
@@ -22,7 +21,7 @@ ssize_t process_vm_readv(pid_t pid, const struct iovec *local, unsigned long n_l
     return syscall(SYS_process_vm_readv, pid, local, n_local, remote, n_remote, flags);
 }
 
-static void ctrl_c_ends_the_limits(void **state)
+TEST(ctrl_c_ends_the_limits)
 {
     const char *words[] = {"nixl-fetch bench",
                            "--adapter-shape",
@@ -38,10 +37,4 @@ static void ctrl_c_ends_the_limits(void **state)
     int count = sizeof words / sizeof words[0] - 1;
     assert_int_equal(cmd_bench.run(&cmd_bench, count, words), 130);
     assert_true(atomic_load(&reads) > 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {cmocka_unit_test(ctrl_c_ends_the_limits)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

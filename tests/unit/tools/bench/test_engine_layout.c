@@ -3,10 +3,6 @@
 #include "bench/engine_layout.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define MATRIX(text, rows, columns)                                                    \
     {                                                                                  \
         .struct_size = sizeof(fanin_tensor), .name = (text),                           \
@@ -47,7 +43,7 @@ static mapping_module module = {
     .path = "model.a", .kind = "A", .tensors = &wide, .n_tensors = 1};
 static const mapping_file mapping = {.modules = &module, .n_modules = 1};
 
-static void a_mapping_says_where(void **state)
+TEST(a_mapping_says_where)
 {
     (void)state;
     engine_layout l;
@@ -64,7 +60,7 @@ static void a_mapping_says_where(void **state)
     engine_layout_free(&l);
 }
 
-static void a_mapping_of_something_else_is_refused(void **state)
+TEST(a_mapping_of_something_else_is_refused)
 {
     (void)state;
     engine_layout l;
@@ -84,13 +80,4 @@ static void a_mapping_of_something_else_is_refused(void **state)
         FANIN_ERR_MISMATCH);
     assert_says(error.message, "it computes");
     module.fallback = NULL;
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_mapping_says_where),
-        cmocka_unit_test(a_mapping_of_something_else_is_refused),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

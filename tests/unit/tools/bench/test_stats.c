@@ -3,9 +3,8 @@
 #include "bench/bench.h"
 #include "testing.h"
 
-static void a_percentile_is_a_sample(void **s)
+TEST(a_percentile_is_a_sample)
 {
-    (void)s;
     uint64_t values[100];
     for (uint32_t i = 0; i < 100; i++) {
         values[i] = 100 - i;
@@ -19,9 +18,8 @@ static void a_percentile_is_a_sample(void **s)
     assert_int_equal(f.count, 100);
 }
 
-static void few_samples_have_percentiles(void **s)
+TEST(few_samples_have_percentiles)
 {
-    (void)s;
     uint64_t one[] = {7};
     uint64_t three[] = {30, 10, UINT64_MAX};
     stats_figure f = stats_figure_of(one, 1);
@@ -31,13 +29,4 @@ static void few_samples_have_percentiles(void **s)
     assert_true(f.median == 30 && f.p90 == UINT64_MAX && f.p99 == UINT64_MAX);
     f = stats_figure_of(one, 0);
     assert_true(f.count == 0 && f.median == 0 && f.most == 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_percentile_is_a_sample),
-        cmocka_unit_test(few_samples_have_percentiles),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,9 +4,6 @@
 #include "sysfs_tree.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <string.h>
-
 typedef struct patient {
     char root[256], sys[300], proc[300], dev[300];
     doctor_facts facts;
@@ -89,7 +86,7 @@ static void add_ucx(patient *p, bool verbs, bool cuda)
     p->facts.ucx_has_cuda = cuda;
 }
 
-static void a_healthy_dgx_has_no_warnings(void **state)
+TEST(a_healthy_dgx_has_no_warnings)
 {
     patient p;
     admit(&p, sysfs_tree_dgx);
@@ -110,7 +107,7 @@ static void a_healthy_dgx_has_no_warnings(void **state)
     discharge(&p);
 }
 
-static void a_dgx_in_a_bare_container(void **state)
+TEST(a_dgx_in_a_bare_container)
 {
     patient p;
     admit(&p, sysfs_tree_dgx);
@@ -128,7 +125,7 @@ static void a_dgx_in_a_bare_container(void **state)
     discharge(&p);
 }
 
-static void a_full_dev_shm_is_told(void **state)
+TEST(a_full_dev_shm_is_told)
 {
     patient p;
     admit(&p, sysfs_tree_laptop);
@@ -139,7 +136,7 @@ static void a_full_dev_shm_is_told(void **state)
     discharge(&p);
 }
 
-static void missing_modules_are_named(void **state)
+TEST(missing_modules_are_named)
 {
     patient p;
     admit(&p, sysfs_tree_dgx);
@@ -155,7 +152,7 @@ static void missing_modules_are_named(void **state)
     discharge(&p);
 }
 
-static void a_cloud_machine(void **state)
+TEST(a_cloud_machine)
 {
     patient p;
     admit(&p, sysfs_tree_cloud);
@@ -179,7 +176,7 @@ static void a_cloud_machine(void **state)
     discharge(&p);
 }
 
-static void a_laptop_is_fine_for_trying_it(void **state)
+TEST(a_laptop_is_fine_for_trying_it)
 {
     patient p;
     admit(&p, sysfs_tree_laptop);
@@ -193,7 +190,7 @@ static void a_laptop_is_fine_for_trying_it(void **state)
     discharge(&p);
 }
 
-static void hidden_gpus_are_told(void **state)
+TEST(hidden_gpus_are_told)
 {
     patient p;
     admit(&p, sysfs_tree_cloud);
@@ -205,7 +202,7 @@ static void hidden_gpus_are_told(void **state)
     discharge(&p);
 }
 
-static void ranks_are_compared(void **state)
+TEST(ranks_are_compared)
 {
     patient p;
     admit(&p, sysfs_tree_laptop);
@@ -242,7 +239,7 @@ static void ranks_are_compared(void **state)
 }
 
 /* That is how they are meant to be, whatever is installed there. */
-static void open_ranks_are_not_told_to_install_ucx(void **state)
+TEST(open_ranks_are_not_told_to_install_ucx)
 {
     patient p;
     admit(&p, sysfs_tree_laptop);
@@ -260,7 +257,7 @@ static void open_ranks_are_not_told_to_install_ucx(void **state)
     discharge(&p);
 }
 
-static void ranks_that_hang_or_hold_nothing_are_told(void **state)
+TEST(ranks_that_hang_or_hold_nothing_are_told)
 {
     patient p;
     admit(&p, sysfs_tree_laptop);
@@ -305,7 +302,7 @@ static void ranks_that_hang_or_hold_nothing_are_told(void **state)
     discharge(&p);
 }
 
-static void the_report_is_bounded(void **state)
+TEST(the_report_is_bounded)
 {
     doctor_report report = {.n = 0};
     for (int i = 0; i < 2 * DOCTOR_FINDINGS; i++)
@@ -313,7 +310,7 @@ static void the_report_is_bounded(void **state)
     assert_int_equal(report.n, DOCTOR_FINDINGS);
 }
 
-static void few_open_files_are_few_connections(void **state)
+TEST(few_open_files_are_few_connections)
 {
     patient p;
     admit(&p, sysfs_tree_dgx);
@@ -329,7 +326,7 @@ static void few_open_files_are_few_connections(void **state)
     discharge(&p);
 }
 
-static void few_descriptors_are_few_ranks(void **state)
+TEST(few_descriptors_are_few_ranks)
 {
     patient p;
     admit(&p, sysfs_tree_dgx);
@@ -341,24 +338,4 @@ static void few_descriptors_are_few_ranks(void **state)
     judge(&p);
     finding(&p, DOCTOR_NOTE, "the limit is 40: enough for 0 ranks");
     discharge(&p);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_healthy_dgx_has_no_warnings),
-        cmocka_unit_test(a_dgx_in_a_bare_container),
-        cmocka_unit_test(a_full_dev_shm_is_told),
-        cmocka_unit_test(missing_modules_are_named),
-        cmocka_unit_test(a_cloud_machine),
-        cmocka_unit_test(a_laptop_is_fine_for_trying_it),
-        cmocka_unit_test(hidden_gpus_are_told),
-        cmocka_unit_test(ranks_are_compared),
-        cmocka_unit_test(open_ranks_are_not_told_to_install_ucx),
-        cmocka_unit_test(ranks_that_hang_or_hold_nothing_are_told),
-        cmocka_unit_test(the_report_is_bounded),
-        cmocka_unit_test(few_open_files_are_few_connections),
-        cmocka_unit_test(few_descriptors_are_few_ranks),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,9 +4,6 @@
 #include "fetch/look.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <string.h>
-
 enum { RANKS = 3, SECOND = 1000000000 };
 
 typedef struct run {
@@ -59,7 +56,7 @@ static const char *slow(const run *r)
     return text;
 }
 
-static void one_look_tells_nothing(void **state)
+TEST(one_look_tells_nothing)
 {
     run r;
     start(&r);
@@ -70,7 +67,7 @@ static void one_look_tells_nothing(void **state)
     look_rates_free(&r.rates);
 }
 
-static void a_rank_of_which_nothing_is_taken_is_slow(void **state)
+TEST(a_rank_of_which_nothing_is_taken_is_slow)
 {
     run r;
     start(&r);
@@ -83,7 +80,7 @@ static void a_rank_of_which_nothing_is_taken_is_slow(void **state)
     look_rates_free(&r.rates);
 }
 
-static void a_rank_that_sends_on_is_not_slow(void **state)
+TEST(a_rank_that_sends_on_is_not_slow)
 {
     run r;
     start(&r);
@@ -94,7 +91,7 @@ static void a_rank_that_sends_on_is_not_slow(void **state)
     look_rates_free(&r.rates);
 }
 
-static void where_all_send_or_nobody_does_one_look_is_enough(void **state)
+TEST(where_all_send_or_nobody_does_one_look_is_enough)
 {
     run r;
     start(&r);
@@ -108,15 +105,4 @@ static void where_all_send_or_nobody_does_one_look_is_enough(void **state)
     }
     assert_false(problems_need_rates(&r.look));
     look_rates_free(&r.rates);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(one_look_tells_nothing),
-        cmocka_unit_test(a_rank_of_which_nothing_is_taken_is_slow),
-        cmocka_unit_test(a_rank_that_sends_on_is_not_slow),
-        cmocka_unit_test(where_all_send_or_nobody_does_one_look_is_enough),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

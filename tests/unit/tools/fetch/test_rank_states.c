@@ -3,9 +3,6 @@
 #include "fetch/rank_states.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 static fanin_rank_state state_of(uint32_t rank, int32_t state, uint64_t step)
 {
     return (fanin_rank_state){.struct_size = sizeof(fanin_rank_state),
@@ -14,7 +11,7 @@ static fanin_rank_state state_of(uint32_t rank, int32_t state, uint64_t step)
                               .step = step};
 }
 
-static void groups(void **state)
+TEST(groups)
 {
     char text[200];
     const fanin_rank_state ranks[] = {
@@ -28,7 +25,7 @@ static void groups(void **state)
     assert_string_equal(text, "");
 }
 
-static void long_lists_end_behind_a_number(void **state)
+TEST(long_lists_end_behind_a_number)
 {
     enum { COUNT = 64 };
     fanin_rank_state ranks[COUNT];
@@ -43,7 +40,7 @@ static void long_lists_end_behind_a_number(void **state)
         assert_int_equal(strtoul(at, NULL, 10) % 2, 1);
 }
 
-static void groups_without_room_are_left_out(void **state)
+TEST(groups_without_room_are_left_out)
 {
     fanin_rank_state ranks[16];
     char text[120];
@@ -53,14 +50,4 @@ static void groups_without_room_are_left_out(void **state)
     assert_string_equal(text,
                         "rank 0 stable at step 100; rank 1 stable at step 101; "
                         "rank 2 stable at step 102; rank 3 stable at step 103; ...");
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(groups),
-        cmocka_unit_test(long_lists_end_behind_a_number),
-        cmocka_unit_test(groups_without_room_are_left_out),
-    };
-    return cmocka_run_group_tests_name("rank-states", tests, NULL, NULL);
 }

@@ -4,11 +4,7 @@
 #include "fetch/target.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 /* Parses and gives the addresses joined by blanks; "" if it was refused. */
 static const char *joined(const char *text, uint32_t world_size, fanin_status *status)
@@ -44,7 +40,7 @@ static void refuse(const char *text, uint32_t world_size)
     assert_int_equal(status, FANIN_ERR_ARGUMENT);
 }
 
-static void lists_and_base_ports(void **state)
+TEST(lists_and_base_ports)
 {
     expect("h:6000", 0, "h:6000");
     expect("h:6000", 3, "h:6000 h:6001 h:6002");
@@ -55,7 +51,7 @@ static void lists_and_base_ports(void **state)
     expect("10.0.0.1:65535", 1, "10.0.0.1:65535");
 }
 
-static void malformed_words(void **state)
+TEST(malformed_words)
 {
     static const char *const words[] = {
         "",     "h",    "h:",   ":1",       "h:0",      "h:65536", "h:1x",    "h:-1",
@@ -106,7 +102,7 @@ static unsigned long reads_made(void)
 }
 
 /* A call for each byte is what takes the time of large ones. */
-static void large_files_are_read_in_pieces(void **state)
+TEST(large_files_are_read_in_pieces)
 {
     static char text[256 << 10];
     int begun = snprintf(text, sizeof text,
@@ -121,7 +117,7 @@ static void large_files_are_read_in_pieces(void **state)
     assert_true(reads_made() - before < 4096);
 }
 
-static void info_files(void **state)
+TEST(info_files)
 {
     expect(
         file_with("{\"run_idx\":0,\"host\":\"h\",\"base_port\":6000,\"world_size\":2,"
@@ -138,7 +134,7 @@ static void info_files(void **state)
            0, "a:10 a:11 b:12");
 }
 
-static void info_files_name_the_run(void **state)
+TEST(info_files_name_the_run)
 {
     fanin_error error = FANIN_ERROR_INIT;
     target t;
@@ -172,7 +168,7 @@ static void chooses(const char *fields, const char *wanted, const char *all)
     target_free(&t);
 }
 
-static void info_files_name_publications(void **state)
+TEST(info_files_name_publications)
 {
     chooses("", "0", "");
     chooses(",\"run_idx\":7", "7", "");
@@ -195,7 +191,7 @@ static void info_files_name_publications(void **state)
            0);
 }
 
-static void info_files_name_world_and_job(void **state)
+TEST(info_files_name_world_and_job)
 {
     fanin_error error = FANIN_ERROR_INIT;
     static const uint8_t id[FANIN_WORLD_ID_SIZE] = {0x0a, [15] = 0xff};
@@ -221,7 +217,7 @@ static void info_files_name_world_and_job(void **state)
     target_free(&t);
 }
 
-static void directories(void **state)
+TEST(directories)
 {
     char directory[] = "/tmp/fanin-target-XXXXXX";
     char file[64];
@@ -251,7 +247,7 @@ static void directories(void **state)
     assert_int_equal(rmdir(directory), 0);
 }
 
-static void a_forgotten_port(void **state)
+TEST(a_forgotten_port)
 {
     fanin_error error = FANIN_ERROR_INIT;
     target t;
@@ -259,7 +255,7 @@ static void a_forgotten_port(void **state)
     assert_non_null(strstr(error.message, "'127.0.0.1' has no port"));
 }
 
-static void wrong_info_files(void **state)
+TEST(wrong_info_files)
 {
     static const char *const texts[] = {
         "",
@@ -299,7 +295,7 @@ static void wrong_info_files(void **state)
     refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":2}"), 3);
 }
 
-static void absent_files(void **state)
+TEST(absent_files)
 {
     fanin_status status;
     joined("/nonexistent/nixl_info.json", 0, &status);
@@ -308,7 +304,7 @@ static void absent_files(void **state)
     assert_int_equal(status, FANIN_ERR_NOT_FOUND);
 }
 
-static void durations(void **state)
+TEST(durations)
 {
     static const struct {
         const char *text;
@@ -327,7 +323,7 @@ static void durations(void **state)
     }
 }
 
-static void typos(void **state)
+TEST(typos)
 {
     static const char *const names[] = {"list", "show", "pull", "verify", NULL};
     assert_string_equal(options_nearest("lisst", names), "list");
@@ -350,7 +346,7 @@ static void typos(void **state)
     assert_null(options_nearest("x", names));
 }
 
-static void runs_and_dtypes(void **state)
+TEST(runs_and_dtypes)
 {
     assert_true(options_run_valid("0"));
     assert_true(options_run_valid("a.B_c-9"));
@@ -365,23 +361,4 @@ static void runs_and_dtypes(void **state)
     assert_int_equal(options_dtype("int3"), 0);
 }
 
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(lists_and_base_ports),
-        cmocka_unit_test(malformed_words),
-        cmocka_unit_test(large_files_are_read_in_pieces),
-        cmocka_unit_test(info_files),
-        cmocka_unit_test(info_files_name_the_run),
-        cmocka_unit_test(info_files_name_publications),
-        cmocka_unit_test(info_files_name_world_and_job),
-        cmocka_unit_test(directories),
-        cmocka_unit_test(a_forgotten_port),
-        cmocka_unit_test(wrong_info_files),
-        cmocka_unit_test(absent_files),
-        cmocka_unit_test(durations),
-        cmocka_unit_test(typos),
-        cmocka_unit_test(runs_and_dtypes),
-    };
-    return cmocka_run_group_tests(tests, make_file, remove_file);
-}
+TESTS_BETWEEN(make_file, remove_file)

@@ -6,10 +6,7 @@
 #include "fetch/terminal.h"
 #include "testing.h"
 
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 static void expect(const char *text, const char *shown)
 {
@@ -23,7 +20,7 @@ static void expect(const char *text, const char *shown)
     free(out);
 }
 
-static void text_is_shown_as_it_is(void **state)
+TEST(text_is_shown_as_it_is)
 {
     expect("", "");
     expect("lora:0 100 % \\ 'a'", "lora:0 100 % \\ 'a'");
@@ -31,7 +28,7 @@ static void text_is_shown_as_it_is(void **state)
            "\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80");
 }
 
-static void what_steers_is_escaped(void **state)
+TEST(what_steers_is_escaped)
 {
     expect("\x1b[31mred\x07", "\\x1b[31mred\\x07");
     expect("one\ntwo\r\t", "one\\x0atwo\\x0d\\x09");
@@ -45,7 +42,7 @@ static void what_steers_is_escaped(void **state)
     expect("\xe2\x81\xa6", "\\xe2\\x81\\xa6");
 }
 
-static void what_is_not_seen_is_escaped(void **state)
+TEST(what_is_not_seen_is_escaped)
 {
     expect("lora:0\xe2\x80\x8b", "lora:0\\xe2\\x80\\x8b"); /* a space of no width */
     expect("\xc2\xad\xd8\x9c", "\\xc2\\xad\\xd8\\x9c");
@@ -53,7 +50,7 @@ static void what_is_not_seen_is_escaped(void **state)
     expect("\xf3\xa0\x81\xa1", "\\xf3\\xa0\\x81\\xa1"); /* a letter among tags */
 }
 
-static void what_is_not_utf8_is_escaped(void **state)
+TEST(what_is_not_utf8_is_escaped)
 {
     expect("\x9b"
            "31m",
@@ -80,7 +77,7 @@ static size_t width(const char *line)
     return n;
 }
 
-static void progress_fits_every_terminal(void **state)
+TEST(progress_fits_every_terminal)
 {
     static const fanin_rank_progress slow = {.struct_size = sizeof slow,
                                              .rank = 5,
@@ -123,7 +120,7 @@ static void progress_fits_every_terminal(void **state)
 }
 
 /* Each write(2) to a datagram socket is one datagram. */
-static void a_line_is_one_write(void **state)
+TEST(a_line_is_one_write)
 {
     int ends[2];
     char line[4096];
@@ -181,7 +178,7 @@ static void expect_failure(const char *message, const char *key, const char *lin
     close(ends[1]);
 }
 
-static void the_key_is_told_once(void **state)
+TEST(the_key_is_told_once)
 {
     expect_failure("another shape", "w.1",
                    "nixl-fetch: cannot: another shape (key 'w.1'): do something\n");
@@ -192,18 +189,4 @@ static void the_key_is_told_once(void **state)
                    "something\n");
     expect_failure("w.10 lies beside w.1", "w.1",
                    "nixl-fetch: cannot: w.10 lies beside w.1: do something\n");
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(text_is_shown_as_it_is),
-        cmocka_unit_test(what_steers_is_escaped),
-        cmocka_unit_test(what_is_not_seen_is_escaped),
-        cmocka_unit_test(what_is_not_utf8_is_escaped),
-        cmocka_unit_test(progress_fits_every_terminal),
-        cmocka_unit_test(a_line_is_one_write),
-        cmocka_unit_test(the_key_is_told_once),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

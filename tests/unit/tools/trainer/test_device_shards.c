@@ -9,10 +9,6 @@
 #include "fetch/half.h"
 #include "fetch/pattern.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #define KIB UINT64_C(1024)
 #define MIB (UINT64_C(1024) * KIB)
 
@@ -68,7 +64,7 @@ static bool apart(const world *w, size_t i, size_t first, uint64_t size)
     return at(w, i) < at(w, first) || at(w, i) >= at(w, first) + size;
 }
 
-static void test_layout(void **state)
+TEST(test_layout)
 {
     world w;
     begin(&w);
@@ -130,7 +126,7 @@ static void check_bytes(world *w, uint64_t step)
     }
 }
 
-static void test_pattern(void **state)
+TEST(test_pattern)
 {
     world w;
     begin(&w);
@@ -143,7 +139,7 @@ static void test_pattern(void **state)
 }
 
 /* Columns of matrices: runs of odd lengths at odd places, and of whole words. */
-static void test_runs(void **state)
+TEST(test_runs)
 {
     static const uint64_t columns[] = {7, 40, 1000, 3};
     for (uint32_t index = 0; index < 3; index++) {
@@ -166,7 +162,7 @@ static void test_runs(void **state)
     }
 }
 
-static void test_own_bytes(void **state)
+TEST(test_own_bytes)
 {
     world w;
     uint8_t *data = malloc(14 * MIB);
@@ -191,7 +187,7 @@ static void test_own_bytes(void **state)
     free(data);
 }
 
-static void test_refusals(void **state)
+TEST(test_refusals)
 {
     world w;
     begin(&w);
@@ -208,7 +204,7 @@ static void test_refusals(void **state)
 }
 
 /* Values worked out by hand. */
-static void test_half(void **state)
+TEST(test_half)
 {
     static const struct {
         uint32_t from;
@@ -254,11 +250,6 @@ static void test_half(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_layout),   cmocka_unit_test(test_pattern),
-        cmocka_unit_test(test_runs),     cmocka_unit_test(test_own_bytes),
-        cmocka_unit_test(test_refusals), cmocka_unit_test(test_half),
-    };
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return tests_run(NULL);
 }

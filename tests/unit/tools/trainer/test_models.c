@@ -4,8 +4,6 @@
 #include "testing.h"
 
 #include <jansson.h>
-#include <stdlib.h>
-#include <string.h>
 
 typedef struct expectation {
     const char *shape;
@@ -13,7 +11,7 @@ typedef struct expectation {
     uint64_t bytes; /* in bfloat16 */
 } expectation;
 
-static void shapes_have_known_sizes(void **state)
+TEST(shapes_have_known_sizes)
 {
     static const expectation cases[] = {
         {"small", 336, 8798208},        {"dense", 448, 83886080},
@@ -54,7 +52,7 @@ static void expect(const tensor_list *list, const char *name, uint64_t rows,
     assert_int_equal(t->shape[1], columns);
 }
 
-static void dense_names_are_those_of_peft(void **state)
+TEST(dense_names_are_those_of_peft)
 {
     fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
@@ -73,7 +71,7 @@ static void dense_names_are_those_of_peft(void **state)
     tensor_list_free(&list);
 }
 
-static void experts_come_one_by_one_or_fused(void **state)
+TEST(experts_come_one_by_one_or_fused)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const model *m = model_find("qwen3-30b-a3b");
@@ -100,7 +98,7 @@ static void experts_come_one_by_one_or_fused(void **state)
     tensor_list_free(&list);
 }
 
-static void fused_configuration_is_json(void **state)
+TEST(fused_configuration_is_json)
 {
     char *text = model_fused_config(model_find("qwen3-30b-a3b"), 16);
     json_t *config = json_loads(text, 0, NULL);
@@ -112,7 +110,7 @@ static void fused_configuration_is_json(void **state)
     free(text);
 }
 
-static void wrong_requests_are_refused(void **state)
+TEST(wrong_requests_are_refused)
 {
     fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
@@ -127,16 +125,4 @@ static void wrong_requests_are_refused(void **state)
                      FANIN_ERR_ARGUMENT);
     assert_int_equal(model_expand(dense, 16, false, 0, &list, &error),
                      FANIN_ERR_ARGUMENT);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shapes_have_known_sizes),
-        cmocka_unit_test(dense_names_are_those_of_peft),
-        cmocka_unit_test(experts_come_one_by_one_or_fused),
-        cmocka_unit_test(fused_configuration_is_json),
-        cmocka_unit_test(wrong_requests_are_refused),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

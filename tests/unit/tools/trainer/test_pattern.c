@@ -4,12 +4,8 @@
 #include "trainer/shard.h"
 #include "testing.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 /* What tests/support/pattern.py says: `pattern.py bytes lora:0:a 1 0 40`. */
-static void bytes_are_those_of_the_second_implementation(void **state)
+TEST(bytes_are_those_of_the_second_implementation)
 {
     static const char expected[] = "76a17197d39986668fa67757a3157cf4ce57264858474859ffb"
                                    "0796df23e5d1cf651cdba7bc629d2";
@@ -22,7 +18,7 @@ static void bytes_are_those_of_the_second_implementation(void **state)
     assert_string_equal(text, expected);
 }
 
-static void any_part_equals_the_whole(void **state)
+TEST(any_part_equals_the_whole)
 {
     enum { SIZE = 67 };
     uint8_t whole[SIZE];
@@ -41,7 +37,7 @@ static void any_part_equals_the_whole(void **state)
     }
 }
 
-static void every_wrong_byte_is_found(void **state)
+TEST(every_wrong_byte_is_found)
 {
     enum { SIZE = 9000 }; /* more than a block of the comparison */
     uint8_t *bytes = malloc(SIZE);
@@ -58,7 +54,7 @@ static void every_wrong_byte_is_found(void **state)
     free(bytes);
 }
 
-static void steps_and_keys_differ(void **state)
+TEST(steps_and_keys_differ)
 {
     uint8_t bytes[64];
     uint64_t seed = pattern_seed("lora:0:a");
@@ -69,7 +65,7 @@ static void steps_and_keys_differ(void **state)
 }
 
 /* torch.chunk's examples: 10 over 4, 5 over 4, 8 over 16. */
-static void chunks_are_those_of_torch(void **state)
+TEST(chunks_are_those_of_torch)
 {
     static const struct {
         uint64_t n;
@@ -94,7 +90,7 @@ static void chunks_are_those_of_torch(void **state)
 }
 
 /* Shards of every dimension, written run by run, make up the tensor. */
-static void shards_tile_the_tensor(void **state)
+TEST(shards_tile_the_tensor)
 {
     static const fanin_dtype dtypes[] = {FANIN_DTYPE_BF16, FANIN_DTYPE_U8,
                                          FANIN_DTYPE_F4, FANIN_DTYPE_F6_E2M3};
@@ -121,7 +117,7 @@ static void shards_tile_the_tensor(void **state)
     }
 }
 
-static void a_scalar_is_whole_on_one_rank(void **state)
+TEST(a_scalar_is_whole_on_one_rank)
 {
     tensor_spec t = {.name = "k", .dtype = FANIN_DTYPE_F32, .bytes = 4};
     shard s;
@@ -129,18 +125,4 @@ static void a_scalar_is_whole_on_one_rank(void **state)
     assert_int_equal(s.bytes, 4);
     shard_cut(&t, 0, 4, 1, &s);
     assert_int_equal(s.bytes, 0);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bytes_are_those_of_the_second_implementation),
-        cmocka_unit_test(any_part_equals_the_whole),
-        cmocka_unit_test(every_wrong_byte_is_found),
-        cmocka_unit_test(steps_and_keys_differ),
-        cmocka_unit_test(chunks_are_those_of_torch),
-        cmocka_unit_test(shards_tile_the_tensor),
-        cmocka_unit_test(a_scalar_is_whole_on_one_rank),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,8 +4,6 @@
 #include "testing.h"
 
 #include <jansson.h>
-#include <stdlib.h>
-#include <string.h>
 
 typedef struct expectation {
     const char *name;
@@ -14,7 +12,7 @@ typedef struct expectation {
 } expectation;
 
 /* What the published checkpoints have. */
-static void models_have_known_sizes(void **state)
+TEST(models_have_known_sizes)
 {
     (void)state;
     static const expectation cases[] = {
@@ -60,7 +58,7 @@ static const tensor_spec *find(const tensor_list *list, const char *name)
     return NULL;
 }
 
-static void names_are_those_of_checkpoints(void **state)
+TEST(names_are_those_of_checkpoints)
 {
     (void)state;
     fanin_error error = FANIN_ERROR_INIT;
@@ -82,7 +80,7 @@ static void names_are_those_of_checkpoints(void **state)
     tensor_list_free(&list);
 }
 
-static void a_model_is_made_small(void **state)
+TEST(a_model_is_made_small)
 {
     (void)state;
     fanin_error error = FANIN_ERROR_INIT;
@@ -99,7 +97,7 @@ static void a_model_is_made_small(void **state)
     assert_int_equal(m.vocab, 2);
 }
 
-static void the_configuration_says_the_shapes(void **state)
+TEST(the_configuration_says_the_shapes)
 {
     (void)state;
     char *text = whole_model_config(whole_model_find("deepseek-v3"), FANIN_DTYPE_BF16);
@@ -111,15 +109,4 @@ static void the_configuration_says_the_shapes(void **state)
     assert_int_equal(json_integer_value(json_object_get(o, "n_routed_experts")), 256);
     assert_int_equal(json_integer_value(json_object_get(o, "hidden_size")), 7168);
     json_decref(o);
-}
-
-int main(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(models_have_known_sizes),
-        cmocka_unit_test(names_are_those_of_checkpoints),
-        cmocka_unit_test(a_model_is_made_small),
-        cmocka_unit_test(the_configuration_says_the_shapes),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "testing.h"
+
+#define MAX_CASES 128
+
+static struct CMUnitTest cases[MAX_CASES];
+static size_t n_cases;
+static CMFixtureFunction before_all, after_all;
+
+void tests_add(const char *name, CMUnitTestFunction run, CMFixtureFunction set_up,
+               CMFixtureFunction tear_down, void *given)
+{
+    if (n_cases == MAX_CASES)
+        abort();
+    cases[n_cases++] = (struct CMUnitTest){name, run, set_up, tear_down, given};
+}
+
+void tests_between(CMFixtureFunction first, CMFixtureFunction last)
+{
+    before_all = first;
+    after_all = last;
+}
+
+int tests_run(const char *filter)
+{
+    if (filter)
+        cmocka_set_test_filter(filter);
+    return _cmocka_run_group_tests(program_invocation_short_name, cases, n_cases,
+                                   before_all, after_all);
+}
+
+/* A program's own takes its place. */
+__attribute__((weak)) int main(int argc, char **argv)
+{
+    return tests_run(argc > 1 ? argv[1] : NULL);
+}
