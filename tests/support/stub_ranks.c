@@ -113,17 +113,17 @@ static void close_talk(stub_talk *t)
 void stub_talk_flush(stub_talk *t)
 {
     while (t->source.fd >= 0 && t->sent < t->out.size) {
-        ssize_t n = send(t->source.fd, t->out.data + t->sent, t->out.size - t->sent,
-                         MSG_NOSIGNAL);
-        if (n < 0 && errno == EAGAIN) {
-            loop_want(t->rank->loop, &t->source, EPOLLIN | EPOLLOUT);
-            return;
-        }
-        if (n < 0) {
+        size_t left = t->out.size - t->sent, most = t->rank->drips ? 1 : left;
+        ssize_t n = send(t->source.fd, t->out.data + t->sent, most, MSG_NOSIGNAL);
+        if (n < 0 && errno != EAGAIN) {
             close_talk(t);
             return;
         }
-        t->sent += (size_t)n;
+        t->sent += n > 0 ? (size_t)n : 0;
+        if (n < 0 || (size_t)n < left) {
+            loop_want(t->rank->loop, &t->source, EPOLLIN | EPOLLOUT);
+            return;
+        }
     }
     if (t->source.fd < 0)
         return;

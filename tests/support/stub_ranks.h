@@ -56,6 +56,7 @@ struct stub_rank {
     unsigned asked[STUB_TYPES]; /**< frames that came, by type */
     uint64_t last_request;      /**< of these */
     bool old;                   /**< knows no leases that come with announcements */
+    bool drips;                 /**< what it sends goes out byte by byte */
     bool impatient; /**< a wait times out when the time that it was given is up */
 
     /* What it publishes; nothing while state is WIRE_STATE_UNPUBLISHED. */
