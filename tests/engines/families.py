@@ -8,6 +8,7 @@ is enough to make a rank's modules and to run its loaders. Nothing can run such 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import socket
@@ -48,6 +49,13 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+# fp8 with a scale for each block of 128 x 128: of parts of two ranks, too.
+BLOCK = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 128}
 SIGMOID = {
     "n_group": 2,
     "topk_group": 1,
@@ -63,6 +71,7 @@ class Family:
     architecture: str
     config: str
     options: dict[str, Any]
+    quantized: bool = False
 
     @property
     def experts(self) -> bool:
@@ -72,6 +81,9 @@ class Family:
         made = getattr(transformers, self.config)(**{**SMALL, **self.options})
         made.architectures = [self.architecture]
         made.dtype = torch.bfloat16
+        if self.quantized:
+            gates = [f"model.layers.{n}.mlp.gate" for n in range(made.num_hidden_layers)]
+            made.quantization_config = BLOCK | {"modules_to_not_convert": ["lm_head", *gates]}
         return made
 
 
@@ -102,6 +114,18 @@ FAMILIES = {
         "DeepseekV3Config",
         {**EXPERTS, **SHARED, **LATENT, **SIGMOID, "q_lora_rank": 32},
     ),
+    "qwen3-fp8": Family(
+        "Qwen3ForCausalLM", "Qwen3Config", {"num_hidden_layers": 2, **BLOCKS}, quantized=True
+    ),
+    "qwen3-moe-fp8": Family(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **{"num_hidden_layers": 2, "num_experts": 4, **BLOCKS, **EXPERTS},
+            "moe_intermediate_size": 256,
+        },
+        quantized=True,
+    ),
 }
 
 
@@ -116,15 +140,26 @@ class Entry:
 
 def checkpoint(configuration: Any) -> list[Entry]:
     """What a checkpoint of the model has: experts one by one, tied tensors once."""
+    plain = copy.deepcopy(configuration)
+    quantized = plain.__dict__.pop("quantization_config", None) is not None
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(configuration, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16)
     seen: set[int] = set()
     found = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             found += _on_disk(name, tensor)
-    return found
+    return [part for one in found for part in _in_blocks(one)] if quantized else found
+
+
+def _in_blocks(entry: Entry) -> list[Entry]:
+    stem = entry.name.removesuffix(".weight")
+    if len(entry.shape) != 2 or stem.endswith(("lm_head", "embed_tokens", "mlp.gate")):
+        return [entry]
+    blocks = tuple(-(-size // 128) for size in entry.shape)
+    weight = Entry(entry.name, "F8_E4M3", entry.shape)
+    return [weight, Entry(f"{entry.name}_scale_inv", "F32", blocks)]
 
 
 def _on_disk(name: str, tensor: Any) -> Iterator[Entry]:
@@ -145,12 +180,14 @@ def _on_disk(name: str, tensor: Any) -> Iterator[Entry]:
 def values(entries: list[Entry]) -> dict[str, torch.Tensor]:
     """Random tensors of a checkpoint, the same in every run."""
     generator = torch.Generator().manual_seed(7)
-    types = {"BF16": torch.bfloat16, "F32": torch.float32}
+    types = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
     return {e.name: torch.randn(e.shape, generator=generator).to(types[e.dtype]) for e in entries}
 
 
 @contextlib.contextmanager
-def served(tensors: dict[str, torch.Tensor], ranks: int = 2) -> Iterator[list[str]]:
+def served(
+    tensors: dict[str, torch.Tensor], ranks: int = 2, metadata: dict[str, str] | None = None
+) -> Iterator[list[str]]:
     """Addresses of trainer ranks that have published *tensors* as `full:0`, at step 1, each rank a
     part of the rows of every tensor."""
     import fanin
@@ -167,6 +204,7 @@ def served(tensors: dict[str, torch.Tensor], ranks: int = 2) -> Iterator[list[st
                 offset = (min(rank * step, tensor.shape[0]), *[0] * (tensor.dim() - 1))
                 shard = fanin.shard_of(name, rows, shape=tensor.shape, offset=offset)
                 server.put("full:0", [shard])
+            server.set_metadata("full:0", metadata or {})
             server.commit("full:0", 1)
         yield [f"127.0.0.1:{server.port}" for server in servers]
 
@@ -192,7 +230,12 @@ class Engine:
     """vLLM's configuration for one model, and models of its ranks."""
 
     def __init__(
-        self, folder: Path, family: Family, layout: Layout, configuration: Any = None
+        self,
+        folder: Path,
+        family: Family,
+        layout: Layout,
+        configuration: Any = None,
+        **options: Any,
     ) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -200,6 +243,10 @@ class Engine:
         configuration.save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
         assert written["architectures"] == configuration.architectures
+        if family.quantized:
+            from quantized import install_kernel
+
+            install_kernel()
         self.family = family
         self.layout = layout
         self.config = EngineArgs(
@@ -210,6 +257,7 @@ class Engine:
             max_model_len=128,
             load_format="dummy",
             enable_expert_parallel=layout.experts,
+            **options,
         ).create_engine_config()
 
     @contextlib.contextmanager

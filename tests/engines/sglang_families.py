@@ -3,13 +3,15 @@
 place is what their own loaders put in place.
 
 A program: `sglang_families.py NAME...`, one line of JSON for each family, layout and rank. One
-process plays every rank in turn. Kernels are not needed to load.
+process plays every rank in turn. Kernels are not needed to load. The name "pairs" stands for
+trainers and engines that quantize otherwise than each other.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -22,7 +24,7 @@ from typing import Any
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import torch
-from families import FAMILIES, Layout, checkpoint, served, values
+from families import FAMILIES, Entry, Layout, checkpoint, served, values
 
 MODULES = {
     "qwen2": "qwen2",
@@ -33,6 +35,8 @@ MODULES = {
     "glm4-moe-lite": "glm4_moe_lite",
     "deepseek-v2": "deepseek_v2",
     "deepseek-v3": "deepseek_v2",
+    "qwen3-fp8": "qwen3",
+    "qwen3-moe-fp8": "qwen3_moe",
 }
 POISON = 7.0
 # SGLang's rotary embedding of MLA on the CPU is one that stretches.
@@ -108,9 +112,12 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def poisoned(kind: Any, config: Any) -> Any:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    how = getattr(config, "quantization_config", None)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = kind(config).eval()
+        model = kind(config, quant_config=how and Fp8Config.from_config(how)).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
@@ -132,10 +139,13 @@ def tensors_of(model: Any) -> dict[str, Any]:
 def differences(one: Any, other: Any) -> list[str]:
     mine, others = tensors_of(one), tensors_of(other)
     wrong = sorted(mine.keys() ^ others.keys())
-    wrong += [
-        name for name in mine.keys() & others.keys() if not torch.equal(mine[name], others[name])
-    ]
+    both = mine.keys() & others.keys()
+    wrong += [name for name in both if not torch.equal(bits(mine[name]), bits(others[name]))]
     return wrong
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def run(name: str) -> Iterator[dict[str, Any]]:
@@ -179,14 +189,56 @@ def run(name: str) -> Iterator[dict[str, Any]]:
                         "different": [] if standing.failure else differences(by_loader, pulled),
                         "tensors": len(tensors_of(pulled)),
                         "published": len(content),
-                        "through_loader": list(live._taken),
+                        "through_loader": list(live.by_loader),
                         "alone": len(alone),
                         "together": [str(one) for one in missed(live.shapes, told)],
                         "config": config_differences(as_trained, pulled.config),
                     }
 
 
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def pairs() -> Iterator[dict[str, Any]]:
+    """What each engine says of each trainer, whether the trainer tells how it quantizes or not."""
+    from fanin.sglang import Request, load
+    from fanin.sglang.guard import standing
+    from fanin.sglang.request import encode
+    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+    fp8 = configuration("qwen3-fp8")
+    plain, skips, small = (copy.deepcopy(fp8) for _ in range(3))
+    del plain.quantization_config
+    skips.quantization_config["modules_to_not_convert"].append(DOWN)
+    small.quantization_config["weight_block_size"] = [64, 64]
+    quantized = checkpoint(fp8)
+    some = [one for one in quantized if not one.name.startswith(DOWN)]
+    some.append(Entry(f"{DOWN}.weight", "BF16", (256, 512)))
+    for case, trains, content, serves in (
+        ("plain engine", fp8, quantized, plain),
+        ("plain trainer", plain, checkpoint(plain), fp8),
+        ("other blocks", fp8, quantized, small),
+        ("trainer skips", skips, some, fp8),
+        ("engine skips", fp8, quantized, skips),
+    ):
+        how = getattr(trains, "quantization_config", None)
+        for told in ({"quantization": json.dumps(how)} if how else {}, {}):
+            with served(values(content), metadata=told) as addresses, rank_of(Layout(1), 0):
+                request = Request(trainer=addresses, step=1, timeout=120)
+                standing.begin()
+                load(
+                    poisoned(Qwen3ForCausalLM, serves),
+                    pickle.loads(base64.b64decode(encode(request))),
+                )
+                yield {
+                    "family": "pairs",
+                    "case": case,
+                    "told": bool(told),
+                    "failure": standing.failure,
+                }
+
+
 if __name__ == "__main__":
     for chosen in sys.argv[1:]:
-        for line in run(chosen):
+        for line in pairs() if chosen == "pairs" else run(chosen):
             print(json.dumps(line), flush=True)

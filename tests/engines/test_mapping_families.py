@@ -111,7 +111,7 @@ def held(mapping: Mapping, model: Any) -> list[Held]:
 
 def trained(weights: dict[str, torch.Tensor]) -> list[Tensor]:
     """What a trainer of one rank tells it."""
-    types = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    types = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
     return [
         Tensor(name, tuple(one.shape), {types[one.dtype]: box_digest(one)}, "")
         for name, one in weights.items()

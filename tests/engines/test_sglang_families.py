@@ -14,13 +14,7 @@ from worlds import HERE
 pytestmark = needs_sglang
 
 
-@pytest.fixture(scope="module", params=["dense", "experts", "latent"])
-def lines(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    chosen = {
-        "dense": ["qwen2", "qwen3", "glm4"],
-        "experts": ["qwen3-moe", "glm4-moe"],
-        "latent": ["glm4-moe-lite", "deepseek-v2", "deepseek-v3"],
-    }[request.param]
+def lines_of(chosen: list[str]) -> list[dict[str, Any]]:
     done = subprocess.run(
         [str(SGLANG), "-B", str(HERE / "sglang_families.py"), *chosen],
         env=sglang_environment(),
@@ -32,6 +26,17 @@ def lines(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"family"')]
     assert {line["family"] for line in found} == set(chosen)
     return found
+
+
+@pytest.fixture(scope="module", params=["dense", "experts", "latent", "fp8"])
+def lines(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    chosen = {
+        "dense": ["qwen2", "qwen3", "glm4"],
+        "experts": ["qwen3-moe", "glm4-moe"],
+        "latent": ["glm4-moe-lite", "deepseek-v2", "deepseek-v3"],
+        "fp8": ["qwen3-fp8", "qwen3-moe-fp8"],
+    }
+    return lines_of(chosen[request.param])
 
 
 def test_what_their_own_loaders_put_in_place(lines: list[dict[str, Any]]) -> None:
@@ -54,3 +59,21 @@ def test_ranks_take_all_of_it_together(lines: list[dict[str, Any]]) -> None:
         if line["rank"] == size - 1:
             assert line["together"] == [], line
         assert line["config"] == [], line
+
+
+def test_another_quantization_is_refused() -> None:
+    """By the names of what differs, also if the trainer does not tell how it quantizes."""
+    leaves, quantizes = "the trainer leaves as it is", "this engine leaves as it is"
+    names = {
+        "plain engine": ('"fp8"', quantizes),
+        "plain trainer": (leaves, leaves),
+        "other blocks": ("[64, 64]", "no such scales"),
+        "trainer skips": (f"{leaves}: model.layers.1.mlp.down_proj;",) * 2,
+        "engine skips": (f"{quantizes}: model.layers.1.mlp.down_proj;",) * 2,
+    }
+    lines = lines_of(["pairs"])
+    assert {line["case"] for line in lines} == set(names)
+    for line in lines:
+        assert names[line["case"]][not line["told"]] in line["failure"], line
+        helps = "quantize=" if line["case"] == "plain trainer" else "--json-model-override-args"
+        assert helps in line["failure"], line

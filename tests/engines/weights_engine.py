@@ -167,8 +167,8 @@ class Engine:
 class Judge(Engine):
     """Another vLLM, which loads directories as it is started with them."""
 
-    def __init__(self, scratch: Path) -> None:
-        super().__init__(Path(), scratch, "judge")
+    def __init__(self, scratch: Path, **options: Any) -> None:
+        super().__init__(Path(), scratch, "judge", **options)
 
     def output_of(self, model: Path, adapter: Path | None = None, **options: Any) -> Any:
         """What a vLLM that has loaded this directory generates."""
@@ -204,9 +204,11 @@ def generate(engine: Any, spans: list[Any], adapter: str, tokens: Any = PROMPTS)
 class Served:
     def __init__(self, options: dict[str, Any], control: Control) -> None:
         import fanin.vllm
+        import quantized
 
         self.control = control
-
+        if quantized.KERNEL in os.environ:
+            quantized.install_kernel()
         fanin.vllm.register()
         fanin.vllm.register()  # as vLLM does in one process
         self.engine: Any = None

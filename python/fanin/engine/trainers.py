@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -48,9 +49,30 @@ class Published:
         """The model's config.json, None: the trainer does not tell it."""
         return self.metadata.get("config")
 
+    @property
+    def quantization(self) -> str | None:
+        """The quantization_config by which the trainer has quantized, None: it does not tell it.
+
+        Of a trainer that publishes fp8 tensors of its own, what its model's configuration has.
+        """
+        told = self.metadata.get("quantization")
+        if told is None and any(entry.dtype.startswith("F8_") for entry in self.entries):
+            told = _quantization_in(self.config)
+        return told
+
     def same_model(self, other: Published) -> bool:
         """Whether what was found out about *other* is so of this."""
-        return self.config == other.config and self.layout() == other.layout()
+        alike = self.config == other.config and self.quantization == other.quantization
+        return alike and self.layout() == other.layout()
+
+
+def _quantization_in(config: str | None) -> str | None:
+    try:
+        fields = json.loads(config or "{}")
+    except ValueError:
+        return None
+    told = fields.get("quantization_config") if isinstance(fields, dict) else None
+    return None if told is None else json.dumps(told)
 
 
 def without(published: Published, patterns: Iterable[str]) -> Published:

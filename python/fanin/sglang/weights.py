@@ -34,6 +34,12 @@ from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording
 from fanin.mapping._configs import enlarged, refuse_other_config
 from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
 from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
+from fanin.mapping._quantized import (
+    explained,
+    quantization_of,
+    read_quantization,
+    refuse_other_quantization,
+)
 
 from .guard import standing
 from .request import Request, decode
@@ -45,6 +51,10 @@ _log = logging.getLogger("fanin.sglang")
 _ALL_OF_IT = (
     "publish the model that the engine serves, with its layers, heads and widths, or sync with "
     'Registry(init={"unused": ["<pattern>"]}) for what the model does not have'
+)
+_START = (
+    """start SGLang with --json-model-override-args '{"quantization_config": %s}' and"""
+    " --load-format dummy"
 )
 _UNHEARD = "_fanin_unheard"
 _CACHE_ERROR = "_derived_weight_cache_error"
@@ -153,10 +163,12 @@ class _Live:
         whole = trainer.ready(deadline, request.step)
         published = without(whole, request.unused)
         self.unused = whole.names() - published.names()
-        layout = (published.layout(), published.config, request.keep, request.config)
+        told = (published.config, published.quantization)
+        layout = (published.layout(), told, request.keep, request.config)
         if self._layout != layout:
             if request.config == "check":
                 refuse_other_config(published.config, getattr(model, "config", None))
+                refuse_other_quantization(*_quantizations(model, published), _START)
             kept, idle = kept_paths(model, request.keep)
             refuse_idle(idle)
             if kept:
@@ -213,7 +225,13 @@ class _Live:
         def own(target: Any) -> str | None:
             return "kept as the engine has it" if target.path in kept else _engine_own(target)
 
-        recording = record(published.entries, _loader(model), model, own=own, about=_about(model))
+        def recorded(entries: Iterable[Any]) -> Recording:
+            return record(entries, _loader(model), model, own=own, about=_about(model))
+
+        recording = recorded(published.entries)
+        apart = explained(recording, recorded, *_quantizations(model, published), _START)
+        if apart is not None:
+            raise apart
         refuse_published(recording, kept)
         _refuse_padding(recording, model)
         self.shapes = {entry.name: tuple(entry.shape) for entry in published.entries}
@@ -294,6 +312,14 @@ def _all_but_computed(recording: Recording) -> Mapping | None:
         return recording.mapping(fallback=True)
     except MappingError:
         return None
+
+
+def _quantizations(model: Any, published: Published) -> tuple[Any, Any]:
+    """How the trainer quantizes, and this engine."""
+    method: Any = getattr(model, "quant_config", None)
+    named = method.get_name() if hasattr(method, "get_name") else None
+    mine = quantization_of(getattr(model, "config", None), named)
+    return read_quantization(published.quantization), mine
 
 
 def _refuse_padding(recording: Recording, model: Any) -> None:

@@ -6,8 +6,9 @@ a step is as much as the worker's part of the model: on its device if there is r
 memory otherwise.
 
 Whether a model holds what is published is found by reading it once more beside the model, proven by
-digests that the trainer's ranks make of their own memory. What processing hides from tensors (a
-packed copy on the CPU) is asked by one-hot inputs, whose products are the weight's elements. Of
+digests that the trainer's ranks make of their own memory. What processing makes of the tensors
+(other scales, another layout) is made again and compared. What processing makes beside the tensors
+(a packed copy on the CPU) is asked by one-hot inputs, whose products are the weight's elements. Of
 digests for :mod:`fanin.check` a mapping says the way back: which elements of which published tensor
 lie where. What processing has made into something else has no way back, and is compared so, too.
 """
@@ -34,6 +35,8 @@ __all__ = ["Comparison", "Module", "Shadow", "compare", "held", "poison"]
 _BLOCK = 256
 # Of the device's free memory, for what else is allocated meanwhile.
 _SPARE = 1.1
+# Types whose elements are values by themselves.
+_ASKED = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
 class Shadow:
@@ -204,13 +207,14 @@ class Module:
         }
         if landing.staged(path):
             own = {leaf: self.tensors[leaf].clone() for leaf in self._skeleton.leaves}
-            wanted.update(self._skeleton.result_of(own))
+            made = self._skeleton.result_of(own)
+            wanted.update((leaf, made[leaf]) for leaf in made if leaf in own or leaf not in wanted)
         different = []
         for leaf, tensor in wanted.items():
             live = self._skeleton.live(leaf)
             if tensor is not None and live is not None and not reload.same_bytes(live, tensor):
                 different.append(f"{path}.{leaf}")
-        seen = not landing.hidden(path) or self._asked(different)
+        seen = not landing.derives(path) or self._asked(different)
         found.different += dict.fromkeys(different)
         if not seen:
             found.unseen.append(path)
@@ -218,11 +222,16 @@ class Module:
             found.modules += 1
 
     def _asked(self, different: list[str]) -> bool:
-        """Whether the module could be asked by one-hot inputs: what differs is in *different*."""
+        """Whether the module could be asked by one-hot inputs: what differs is in *different*.
+
+        Products of a quantized weight are no elements of it.
+        """
         import torch
 
-        weight = self.tensors.get("weight")
-        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        weight, live = self.tensors.get("weight"), self._skeleton.live("weight")
+        if weight is None or weight.dim() != 2 or str(weight.dtype) not in _ASKED:
+            return False
+        if live is not None and live.numel() and live.dtype != weight.dtype:
             return False
         width = weight.shape[1]
         for first in range(0, width, _BLOCK):

@@ -233,6 +233,10 @@ class MappedLanding(Landing):
         """Whether the module's kernels read what processing has made, not only its tensors."""
         return path in self._skeletons or path in self._deriving
 
+    def derives(self, path: str) -> bool:
+        """Whether processing the module makes something beside its tensors (a packed copy)."""
+        return path in self._deriving
+
     def staged(self, path: str) -> bool:
         """Whether the module is processed into other tensors."""
         return path in self._skeletons
@@ -278,12 +282,13 @@ class MappedLanding(Landing):
             if signature not in trials:
                 trials[signature] = skeleton.try_out(_pattern(skeleton, self.device))
             trial = trials[signature]
+            if trial.derived:
+                self._deriving.add(module.path)
             if trial.same and skeleton.laid_out_as_live():
                 self._direct += not trial.derived
                 self._derived += trial.derived
                 if trial.derived:
                     layer.derived.append(skeleton)
-                    self._deriving.add(module.path)
             elif trial.fits:
                 staged = _Staged(skeleton, trial.kept)
                 layer.staged.append(staged)

@@ -49,10 +49,13 @@ __all__ = [
 ]
 
 _WRAPPED = "online_process_loader"
-# Attention's scales: a checkpoint may have them, else the engine has 1.0.
+# Attention's scales and zero points: a checkpoint may have them, else the engine has 1.0 and 0.
 _SCALES = frozenset(
-    f"{under}{which}_scale" for under in ("", "_") for which in ("k", "v", "q", "prob")
-) | {f"_{which}_zero_point" for which in ("k", "v", "q")}
+    f"{under}{which}_{what}"
+    for under in ("", "_")
+    for which in ("k", "v", "q", "prob")
+    for what in ("scale", "zero_point")
+)
 
 
 @dataclass(frozen=True)
@@ -545,7 +548,10 @@ class Skeleton:
             raise
 
     def result_of(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """What :meth:`install` would copy to the kernels' tensors; nothing is installed."""
+        """What :meth:`install` would copy to the kernels' tensors; nothing is installed.
+
+        Also what processing makes in addition (scales), and copies of what is never a skeleton.
+        """
         module, method = self.module, self.module.quant_method
         with _kept(module, method):
             self._enter(tensors)
@@ -554,7 +560,7 @@ class Skeleton:
                     module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
             _forget_processed(module)
             method.process_weights_after_loading(module)
-            found = {leaf: getattr(module, leaf, None) for leaf in self.leaves}
+            found = {**dict.fromkeys(self.leaves), **module._parameters, **module._buffers}
         self._info.reset()
         return found
 

@@ -43,6 +43,12 @@ from fanin.mapping._kept import (
     refuse_published,
     refuse_torn,
 )
+from fanin.mapping._quantized import (
+    explained,
+    quantization_of,
+    read_quantization,
+    refuse_other_quantization,
+)
 from fanin.vllm import beside, guard, patches, reload
 from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours
 from fanin.vllm.reload import record_model
@@ -59,6 +65,7 @@ _ALL_OF_IT = (
 )
 
 
+_START = 'start vLLM with hf_overrides={"quantization_config": %s} and load_format="dummy"'
 _MODES = ("auto", "loader")
 _CONFIGS = ("check", "ignore")
 _EXTERNAL_KV = ("drop", "keep")
@@ -487,13 +494,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if target is self._main:
             if info.config == "check":
                 refuse_other_config(published.config, self.model_config.hf_config)
+                refuse_other_quantization(*self._quantizations(published), _START)
             published = without(published, info.unused)
             target.kept, target.idle = kept_paths(target.model, info.keep)
             self._check_kept(target)
             others = target.kept
         else:
             others = reload.shared(target.model, self._main.model)
-        recording = record_model(published.entries, target.model, self.vllm_config, others)
+        recording = self._recorded(target, published, others)
         if target is self._main:
             refuse_published(recording, others)
         elif others:
@@ -535,6 +543,25 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             computes,
         )
         return mapped
+
+    def _quantizations(self, published: Published) -> tuple[Any, Any]:
+        """How the trainer quantizes, and this engine."""
+        mine = quantization_of(self.model_config.hf_config, self.model_config.quantization)
+        return read_quantization(published.quantization), mine
+
+    def _recorded(
+        self, target: ServedModel, published: Published, others: frozenset[str]
+    ) -> Recording:
+        """Raises RequestError if trainer and engine quantize other modules."""
+
+        def record(entries: Iterable[Any]) -> Recording:
+            return record_model(entries, target.model, self.vllm_config, others)
+
+        recording = record(published.entries)
+        error = explained(recording, record, *self._quantizations(published), _START)
+        if error is not None:
+            raise error
+        return recording
 
     def _check_kept(self, target: ServedModel) -> None:
         """Raises RequestError, StateError if what is kept is not what a checkpoint has."""
