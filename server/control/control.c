@@ -37,7 +37,7 @@ static void stop_listening(struct control *c)
 static void notify(struct control *c)
 {
     wake_heard(c->server->wake);
-    commit_tidy(c->server);
+    commit_tidy_and_leave(c->server);
     bool more = true;
     while (more) {
         more = changes_take(c->server, &c->changes);

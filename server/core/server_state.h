@@ -103,8 +103,11 @@ struct fanin_server {
     struct shard_catalog
         *garbage; /**< without references, to be freed by garbage_collect() */
     pthread_mutex_t collecting; /**< held while some are freed; taken without `lock` */
-    bool stopping;              /**< no begins any more */
-    fanin_server_stats stats;   /**< counters; gauges are filled in when asked for */
+    bool collects;              /**< a thread is at it, or will be */
+    pthread_t collector;
+    bool has_collector;       /**< to be joined; the control thread's alone */
+    bool stopping;            /**< no begins any more */
+    fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
 };
 
 /** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */

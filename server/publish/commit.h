@@ -108,11 +108,13 @@ void commit_withdraw(fanin_server *s, publication *p, const char *why);
 /** The commit's call has failed: it is over, and the update open again. */
 void commit_fail(commit *c);
 
-/* ------------- for the control thread, and others; the lock is not held, a writer may be */
+/* ------------------------------------- the lock is not held, a writer's may be */
 
 /** Settles what can be settled, logs and frees what was put off. Who gives the shards' memory back
     to the trainer calls it too: catalogs of before may still have it registered. */
 void commit_tidy(fanin_server *s);
+/** The same for the control thread, which does not wait for what is freed. */
+void commit_tidy_and_leave(fanin_server *s);
 /** Withdraws everything; streams that get there later find nothing. */
 void commit_stop(fanin_server *s);
 /** After commit_stop() and the threads' ends. A server without a hub is fine. */

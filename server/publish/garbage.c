@@ -2,6 +2,7 @@
 #include "publish/garbage.h"
 #include "core/wake.h"
 #include "shards/registration.h"
+#include "thread.h"
 
 /* Lock held. */
 static void add(fanin_server *s, shard_catalog *catalog)
@@ -44,4 +45,39 @@ void garbage_collect(fanin_server *s)
     /* Arenas that go may be mapped by others, as the trainer's memory may. */
     if (arenas)
         mappers_tell(&s->registrar, s->name, "freed");
+}
+
+static void *collect_all(void *server)
+{
+    fanin_server *s = server;
+    bool more = true;
+    while (more) {
+        garbage_collect(s);
+        pthread_mutex_lock(&s->lock);
+        more = s->collects = s->garbage;
+        pthread_mutex_unlock(&s->lock);
+    }
+    return NULL;
+}
+
+void garbage_leave(fanin_server *s)
+{
+    pthread_mutex_lock(&s->lock);
+    bool begins = s->garbage && !s->collects;
+    s->collects = s->collects || begins;
+    pthread_mutex_unlock(&s->lock);
+    if (!begins)
+        return;
+    garbage_join(s);
+    s->has_collector =
+        thread_start(&s->collector, "fanin-free", collect_all, s, NULL) == FANIN_OK;
+    if (!s->has_collector)
+        collect_all(s);
+}
+
+void garbage_join(fanin_server *s)
+{
+    if (s->has_collector)
+        pthread_join(s->collector, NULL);
+    s->has_collector = false;
 }

@@ -347,7 +347,7 @@ static commit *reap(fanin_server *s)
     return done;
 }
 
-void commit_tidy(fanin_server *s)
+static void tidy(fanin_server *s)
 {
     pthread_mutex_lock(&s->lock);
     commit *done = reap(s), *untold = s->untold, *next;
@@ -362,8 +362,19 @@ void commit_tidy(fanin_server *s)
         next = done->next;
         commit_release(done);
     }
-    garbage_collect(s);
     drain_tell(s);
+}
+
+void commit_tidy(fanin_server *s)
+{
+    tidy(s);
+    garbage_collect(s);
+}
+
+void commit_tidy_and_leave(fanin_server *s)
+{
+    tidy(s);
+    garbage_leave(s);
 }
 
 /* ----------------------------------------------------------------- the end */
@@ -379,6 +390,7 @@ void commit_stop(fanin_server *s)
 
 void commit_destroy(fanin_server *s)
 {
+    garbage_join(s);
     if (!s->hub)
         return;
     commit_tidy(s);

@@ -339,6 +339,31 @@ DEVICE_TEST(the_trainer_runs_ahead)
     assert_int_equal(server_stats(s).commits, 3);
 }
 
+/* CUDA frees an arena when nothing is queued on its device any more. */
+DEVICE_TEST(readers_go_on_while_arenas_are_freed)
+{
+    fanin_server *s = server_start_lease(0);
+    uint8_t *a = alloc(0, s, "a");
+    puller r = puller_open(s);
+    commit_ok(s, 1, FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT);
+    expect_published(&r, 1, 1);
+    hold(); /* the trainer's next step, which begins late */
+    write_later(a, 2);
+    fanin_stream busy = stream;
+    stream = (fanin_stream){.device = 0};
+    uint64_t freed = fake_cuda_calls("cuMemFree_v2");
+    alloc(0, s, "b");
+    server_begin(s);
+    commit_ok(s, 2, FANIN_COMMIT_SNAPSHOT);
+    stream = busy;
+    deadline at = deadline_in_ms(PATIENCE_MS);
+    while (fake_cuda_calls("cuMemFree_v2") == freed && !deadline_passed(at))
+        sched_yield();
+    assert_true(fake_cuda_calls("cuMemFree_v2") > freed);
+    expect_published(&r, 2, 1);
+    release();
+}
+
 DEVICE_TEST(without_a_stream_it_is_complete)
 {
     static uint8_t host[SIZE];
