@@ -50,18 +50,6 @@ static int broken(tls *t)
 
 /* ----------------------------------------------------------------- receiving */
 
-/* After the handshake these are changes of keys, which may take locks of OpenSSL's. */
-void tls_on_message(int is_sent, int version, int type, const void *data, size_t size,
-                    SSL *ssl, void *cookie)
-{
-    (void)version, (void)data, (void)size, (void)cookie;
-    tls *t = openssl_of_callback()->SSL_get_ex_data(ssl, TLS_DATA);
-    if (is_sent || type != RECORD_HANDSHAKE || !t->up || t->within)
-        return;
-    openssl_enter(t->end->o);
-    t->within = t->asked = true;
-}
-
 /* Bytes of one record at most; 0: the other closed; -1: errno. */
 static ssize_t receive_some(tls *t, void *to, size_t room)
 {

@@ -25,6 +25,19 @@
 #define CERTIFICATES_MOST 32768 /* bytes of the other's chain: several long ones */
 #define CIPHERS "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
 
+/* OpenSSL has read a message, which it takes next, or sent one. After the handshake these are
+   changes of keys, which may take locks of OpenSSL's. */
+static void on_message(int is_sent, int version, int type, const void *data,
+                       size_t size, SSL *ssl, void *cookie)
+{
+    (void)version, (void)data, (void)size, (void)cookie;
+    tls *t = openssl_of_callback()->SSL_get_ex_data(ssl, TLS_DATA);
+    if (is_sent || type != RECORD_HANDSHAKE || !t->up || t->within)
+        return;
+    openssl_enter(t->end->o);
+    t->within = t->asked = true;
+}
+
 SSL_CTX *tls_context_new(const openssl *o)
 {
     SSL_CTX *c = o->SSL_CTX_new(o->TLS_method());
@@ -38,7 +51,7 @@ SSL_CTX *tls_context_new(const openssl *o)
         return NULL;
     }
     o->SSL_CTX_set_options(c, OP_KTLS | OP_NO_TICKET | OP_OWN_ORDER);
-    o->SSL_CTX_set_msg_callback(c, tls_on_message);
+    o->SSL_CTX_set_msg_callback(c, on_message);
     o->SSL_CTX_ctrl(c, CTRL_SESSION_CACHE, 0, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MOST_CERTIFICATES, CERTIFICATES_MOST, NULL);
     o->SSL_CTX_ctrl(c, CTRL_MODE, MODE_RELEASE_BUFFERS, NULL);

@@ -79,10 +79,6 @@ fanin_status tls_no_context(const openssl *o, fanin_error *error);
 /** NULL is fine. */
 void tls_context_free(const openssl *o, SSL_CTX *context);
 
-/** OpenSSL's callback: it has read a message, which it takes next, or sent one. */
-void tls_on_message(int is_sent, int version, int type, const void *data, size_t size,
-                    SSL *ssl, void *cookie);
-
 /** What moves an SSL's bytes between its tls's buffers and its socket. NULL: no memory. */
 BIO_METHOD *tls_method_new(const openssl *o);
 
