@@ -103,23 +103,16 @@ def test_what_an_engine_was_started_with_is_no_version(stack: ExitStack) -> None
             registry.sync(1, version=name)
 
 
-def test_init_is_told_once(stack: ExitStack) -> None:
-    (engine,) = fleet(stack, 1)
-    registry = registry_of(engine)
-    for step in (1, 2, 3):
-        registry.sync(step)
-    assert engine.count(INIT) == 1 and engine.count("/update_weights") == 3
-
-
-def test_an_engine_that_was_started_again_is_told_anew(stack: ExitStack) -> None:
+def test_init_is_told_once_and_to_one_that_was_started_again(stack: ExitStack) -> None:
     engines = fleet(stack)
     registry = registry_of(*engines)
     registry.sync(1)
+    registry.sync(2)
     engines[0].restart()
-    result = registry.sync(2)
+    result = registry.sync(3)
     assert [engine.count(INIT) for engine in engines] == [2, 1]
-    assert result.results[engines[0].url].initialised
-    assert not result.results[engines[1].url].initialised
+    assert [result.results[engine.url].initialised for engine in engines] == [True, False]
+    assert engines[1].count("/update_weights") == 3
 
 
 def test_an_engine_that_has_forgotten_the_trainer_is_told_anew(stack: ExitStack) -> None:
@@ -189,20 +182,6 @@ def test_pause_modes(stack: ExitStack, mode: str, query: str, keeps: bool) -> No
     assert engine.bodies["/update_weights"]["update_info"]["keep_caches"] is True
 
 
-def test_who_goes_on_needs_the_caches(stack: ExitStack) -> None:
-    (engine,) = fleet(stack, 1)
-    with pytest.raises(RequestError, match="gone on with"):
-        registry_of(engine).sync(1, pause_mode="keep", keep_caches=False)
-
-
-def test_sglang_cannot_wait(stack: ExitStack) -> None:
-    (vllm,) = fleet(stack, 1)
-    sglang = stack.enter_context(FakeSGLang())
-    with pytest.raises(SyncError, match="cannot pause with mode 'wait'"):
-        registry_of(vllm, sglang).sync(1, pause_mode="wait")
-    assert not vllm.count("/pause") and not sglang.count("/pause_generation")
-
-
 # ------------------------------------------------------------------ the registry
 
 
@@ -244,6 +223,7 @@ def test_groups(stack: ExitStack) -> None:
         (lambda r: r.sync(1, timeout=0), "timeout 0"),
         (lambda r: r.sync(1, version=""), "version ''"),
         (lambda r: r.sync(), "which step"),
+        (lambda r: r.sync(1, pause_mode="keep", keep_caches=False), "gone on with"),
     ],
 )
 def test_wrong_arguments(stack: ExitStack, call: Callable[[Registry], Any], says: str) -> None:
@@ -276,14 +256,6 @@ def test_a_dead_one_can_be_left_out(stack: ExitStack) -> None:
         registry.sync(1, skip_dead=True)
     assert list(caught.value.result.failed) == [engines[1].url]
     assert engines[0].version == engines[2].version == "step-1" and not engines[2].paused
-
-
-def test_without_development_mode_nothing_is_paused(stack: ExitStack) -> None:
-    engines = fleet(stack)
-    engines[0].hooks["/weight_info"] = lambda _: (404, {"detail": "Not Found"})
-    with pytest.raises(SyncError, match="VLLM_SERVER_DEV_MODE=1"):
-        registry_of(*engines).sync(1)
-    assert not engines[1].count("/pause")
 
 
 PLACES = {
@@ -367,28 +339,65 @@ def test_an_update_that_was_left_open_is_gone_on_with(stack: ExitStack) -> None:
     assert registry_of(engine).sync(3).ok and engine.model == "weights of step 3"
 
 
-def test_an_engine_that_says_another_version_is_not_resumed(stack: ExitStack) -> None:
+PULLED = 'fanin has pulled: {"step": 9, "bytes": 1, "seconds": 1, "how": ""}'
+LIES = {"success": True, "message": PULLED}
+LOADER = {"custom_weight_loader": ["fanin.sglang.load"]}
+NO_VERSION = "does not say a weight_version"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "says", "phase"),
+    [
+        ("/weight_info", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1", "health"),
+        *(
+            ("/weight_info", (200, body), NO_VERSION, "health")
+            for body in (b"<html>", b'{"weight_version": 3}', b"[]", b"")
+        ),
+        ("/pause", (200, {"status": "paused"}), "does not say that it is", "pause"),
+        (WAY[3], (200, {"message": "done"}), "says that its weights are 'checkpoint'", "finish"),
+        ("/server_info", (200, {"custom_weight_loader": []}), "--custom-weight-loader", "init"),
+        ("/server_info", (200, {**LOADER, "dp_size": 2}), "data parallelism", "init"),
+        ("/server_info", (200, {**LOADER, "pp_size": 2}), "pipeline parallelism", "init"),
+        # Somebody else has updated it between the pull and the end.
+        ("/end_weight_update", (200, LIES), "they hold step 9, after step 1 was", "finish"),
+    ],
+)
+def test_an_answer_that_is_not_taken_for_well(
+    stack: ExitStack, path: str, answer: Any, says: str, phase: str
+) -> None:
+    kind = FakeVLLM if path in ("/weight_info", *WAY) else FakeSGLang
+    engine, other = stack.enter_context(kind()), fleet(stack, 1)[0]
+    engine.hooks[path] = lambda _: answer
+    with pytest.raises(SyncError, match=says) as caught:
+        registry_of(engine, other).sync(1)
+    assert failure(caught, engine).phase == phase
+    assert (engine.paused, other.count("/pause")) == (phase == "finish", phase != "health")
+    assert engine.version in ("checkpoint", "default") and not engine.count("/resume")
+    assert phase == "finish" or not way_of(engine, ["/start_weight_update", "/begin_weight_update"])
+
+
+def test_vllm_that_has_another_step_in_the_end(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
-    engine.hooks["/finish_weight_update"] = lambda _: (200, {"message": "done"})  # a lie
-    with pytest.raises(SyncError, match="says that its weights are 'checkpoint'") as caught:
+    engine.hooks["/finish_weight_update"] = lambda _: setattr(engine, "pulled", 9)
+    with pytest.raises(SyncError, match="they hold step 9, after step 1 was") as caught:
         registry_of(engine).sync(1)
     assert failure(caught, engine).phase == "finish" and engine.paused
 
 
-def test_an_engine_that_only_says_that_it_pauses(stack: ExitStack) -> None:
-    (engine,) = fleet(stack, 1)
-    engine.hooks["/pause"] = lambda _: (200, {"status": "paused"})
-    with pytest.raises(SyncError, match="does not say that it is"):
-        registry_of(engine).sync(1)
-    assert not engine.count("/start_weight_update")
-
-
-@pytest.mark.parametrize("answer", [b"<html>", b'{"weight_version": 3}', b"[]", b""])
-def test_wrong_replies(stack: ExitStack, answer: bytes) -> None:
-    (engine,) = fleet(stack, 1)
-    engine.hooks["/weight_info"] = lambda _: (200, answer)
-    with pytest.raises(SyncError, match="does not say a weight_version"):
-        registry_of(engine).sync(1)
+@pytest.mark.parametrize(
+    ("init", "how", "says"),
+    [
+        ({}, {"pause_mode": "wait"}, "cannot pause with mode 'wait'"),
+        ({"draft_run": "draft"}, {}, "SGLang's draft models are not updated.*leave draft_run"),
+    ],
+)
+def test_what_sglang_cannot(
+    stack: ExitStack, init: dict[str, Any], how: dict[str, Any], says: str
+) -> None:
+    sglang = stack.enter_context(FakeSGLang())
+    with pytest.raises(SyncError, match=says):
+        registry_of(sglang, init=init).sync(1, **how)
+    assert not sglang.count("/pause_generation")
 
 
 def test_the_wrong_key(stack: ExitStack) -> None:
@@ -483,45 +492,6 @@ def test_sglang_whose_success_says_nothing(stack: ExitStack) -> None:
     assert not sglang.count("/end_weight_update") and sglang.paused
     sglang.plugin = True
     assert registry.sync(1).ok
-
-
-def test_sglang_that_has_another_step_in_the_end(stack: ExitStack) -> None:
-    """Somebody else has updated it between the pull and the end."""
-    sglang = stack.enter_context(FakeSGLang())
-    told = 'fanin has pulled: {"step": 9, "bytes": 1, "seconds": 1, "how": ""}'
-    sglang.hooks["/end_weight_update"] = lambda _: (200, {"success": True, "message": told})
-    with pytest.raises(SyncError, match="they hold step 9, after step 1 was") as caught:
-        registry_of(sglang).sync(1)
-    assert failure(caught, sglang).phase == "finish" and sglang.paused
-    assert sglang.version == "default"
-
-
-def test_vllm_that_has_another_step_in_the_end(stack: ExitStack) -> None:
-    (engine,) = fleet(stack, 1)
-
-    def another(_: Any) -> None:
-        engine.pulled = 9
-
-    engine.hooks["/finish_weight_update"] = another
-    with pytest.raises(SyncError, match="they hold step 9, after step 1 was") as caught:
-        registry_of(engine).sync(1)
-    assert failure(caught, engine).phase == "finish" and engine.paused
-
-
-@pytest.mark.parametrize(
-    ("info", "says"),
-    [
-        ({"custom_weight_loader": [], "tp_size": 1}, "--custom-weight-loader"),
-        ({"custom_weight_loader": ["fanin.sglang.load"], "dp_size": 2}, "data parallelism"),
-        ({"custom_weight_loader": ["fanin.sglang.load"], "pp_size": 2}, "pipeline parallelism"),
-    ],
-)
-def test_sglang_that_cannot(stack: ExitStack, info: dict[str, Any], says: str) -> None:
-    sglang = stack.enter_context(FakeSGLang())
-    sglang.hooks["/server_info"] = lambda _: (200, info)
-    with pytest.raises(SyncError, match=says):
-        registry_of(sglang).sync(1)
-    assert not sglang.count("/begin_weight_update")
 
 
 @pytest.mark.parametrize("path", SGLANG_WAY)
@@ -771,17 +741,14 @@ def trainer(stack: ExitStack) -> WholeTrainer:
 
 def test_the_newest_step(stack: ExitStack, trainer: WholeTrainer) -> None:
     (engine,) = fleet(stack, 1)
-    registry = Registry(trainer.info, timeout=30)
-    registry.add(engine.url)
+    registry = registry_of(engine, trainer=trainer.info)
     trainer.commit(12)
     assert registry.sync().step == 12 and engine.version == "step-12"
 
 
 def test_what_is_there_is_left_alone(stack: ExitStack, trainer: WholeTrainer) -> None:
     engines = fleet(stack)
-    registry = Registry(trainer.info, timeout=30)
-    for engine in engines:
-        registry.add(engine.url)
+    registry = registry_of(*engines, trainer=trainer.info)
     trainer.commit(1)
     engines[0].refuse("/update_weights", 500, "no")
     with pytest.raises(SyncError):
@@ -810,8 +777,7 @@ def test_the_same_step_of_another_launch_is_not_the_same(
 ) -> None:
     (engine,) = fleet(stack, 1)
     write_info(tmp_path, trainer.info)
-    registry = Registry(tmp_path, timeout=30, prefetch=False)
-    registry.add(engine.url)
+    registry = registry_of(engine, trainer=tmp_path)
     trainer.commit(1)
     registry.sync(1)
     with WholeTrainer(world=bytes(range(2, 18))) as second:
@@ -824,8 +790,7 @@ def test_the_same_step_of_another_launch_is_not_the_same(
 
 def test_a_step_that_has_passed(stack: ExitStack, trainer: WholeTrainer) -> None:
     (engine,) = fleet(stack, 1)
-    registry = Registry(trainer.info, timeout=30)
-    registry.add(engine.url)
+    registry = registry_of(engine, trainer=trainer.info)
     trainer.commit(5)
     with pytest.raises(SupersededError, match="rank . is at 5"):
         registry.sync(4)
@@ -836,8 +801,7 @@ def test_nothing_is_paused_while_the_trainer_is_not_there(
     stack: ExitStack, trainer: WholeTrainer
 ) -> None:
     (engine,) = fleet(stack, 1)
-    registry = Registry(trainer.info, timeout=3)
-    registry.add(engine.url)
+    registry = registry_of(engine, trainer=trainer.info, timeout=3)
     trainer.commit(1)
     trainer.commit(2, ranks=[0])
     with pytest.raises(PullTimeoutError, match="rank 1 is at 1"):
@@ -895,8 +859,7 @@ def test_a_step_that_is_still_to_come_is_waited_for(
     stack: ExitStack, trainer: WholeTrainer
 ) -> None:
     (engine,) = fleet(stack, 1)
-    registry = Registry(trainer.info, timeout=30)
-    registry.add(engine.url)
+    registry = registry_of(engine, trainer=trainer.info)
     trainer.commit(1)
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(registry.sync(2)))
@@ -936,19 +899,13 @@ def test_a_draft_model_that_stays_as_it_is_is_noted(stack: ExitStack) -> None:
     assert '{"draft_run": ...}' in result.results[engine.url].note and engine.draft_held is None
 
 
-def test_sglang_has_no_draft_run(stack: ExitStack) -> None:
-    engine = stack.enter_context(FakeSGLang())
-    with pytest.raises(SyncError, match="SGLang's draft models are not updated.*leave draft_run"):
-        registry_of(engine, init={"draft_run": "draft"}).sync(1)
-    assert engine.count("/pause_generation") == 0
-
-
 def test_the_draft_run_is_waited_for_before_anything_is_paused(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
     with WholeTrainer() as trainer:
         trainer.commit(1)
-        registry = Registry(trainer.info, timeout=1.0, init={"draft_run": "draft"})
-        registry.add(engine.url)
+        registry = registry_of(
+            engine, trainer=trainer.info, timeout=1.0, init={"draft_run": "draft"}
+        )
         with pytest.raises(NotFoundError, match="draft"):
             registry.sync(1)
     assert engine.count("/pause") == 0
