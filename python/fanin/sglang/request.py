@@ -13,7 +13,7 @@ import base64
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fanin.errors import PeerError, RequestError
@@ -31,9 +31,7 @@ NAME = "fanin.request"
 TOLD = "fanin has pulled: "
 """What SGLang's message has before the JSON object of ``step``, ``bytes``, ``seconds``, ``how``."""
 
-_FIELDS = {
-    "trainer", "run", "step", "timeout", "server_name", "unused", "keep", "config", "external_kv",
-}  # fmt: skip
+_ALWAYS = ("trainer", "run", "step", "timeout")
 _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 
 
@@ -64,23 +62,12 @@ class Request:
     external_kv: str = "drop"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        body: dict[str, Any] = {
-            "trainer": self.trainer if isinstance(self.trainer, str) else list(self.trainer),
-            "run": self.run,
-            "step": self.step,
-            "timeout": self.timeout,
+        """What json writes; what is as it would be anyway is left out."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name in _ALWAYS or getattr(self, one.name) != one.default
         }
-        if self.server_name is not None:
-            body["server_name"] = self.server_name
-        for name, value in (("unused", list(self.unused)), ("keep", list(self.keep))):
-            if value:
-                body[name] = value
-        if self.config != "check":
-            body["config"] = self.config
-        if self.external_kv != "drop":
-            body["external_kv"] = self.external_kv
-        return body
 
 
 def encode(request: Request) -> str:
@@ -117,7 +104,7 @@ def decode(named_tensors: Any) -> Request:
         ) from None
     if not isinstance(body, dict):
         raise PeerError.make(f"the request to {LOADER} is no object", "let fanin.sync send it")
-    unknown = sorted(set(body) - _FIELDS)
+    unknown = sorted(set(body) - {one.name for one in fields(Request)})
     if unknown:
         raise RequestError.make(
             f"the field {unknown[0]!r} is unknown to {LOADER}",

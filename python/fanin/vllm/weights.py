@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -71,24 +71,6 @@ _CONFIGS = ("check", "ignore")
 _EXTERNAL_KV = ("drop", "keep")
 
 
-@dataclass(frozen=True)
-class Init:
-    """What an init has said, checked."""
-
-    source: Source
-    run: str
-    timeout: float
-    draft_run: str | None
-    mode: str
-    unused: tuple[str, ...]
-    keep: tuple[str, ...]
-    config: str
-    external_kv: str
-    verify: bool
-    ring: int
-    save: str | None
-
-
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """What ``/init_weight_transfer_engine`` takes.
@@ -123,17 +105,13 @@ class InitInfo(WeightTransferInitInfo):
     ring: Any = 2
     save: Any = None
 
-    def checked(self) -> Init:
-        """Raises RequestError, naming the field."""
+    def checked(self) -> InitInfo:
+        """All as it is meant; the trainer is a Source. Raises RequestError, naming the field."""
         whole = type(self.ring) is int and 1 <= self.ring <= 64
         for name, good, remedy in (
             ("mode", self.mode in _MODES, f"give one of {_MODES}"),
             ("config", self.config in _CONFIGS, f"give one of {_CONFIGS}"),
-            (
-                "external_kv",
-                self.external_kv in _EXTERNAL_KV,
-                f"give one of {_EXTERNAL_KV}",
-            ),
+            ("external_kv", self.external_kv in _EXTERNAL_KV, f"give one of {_EXTERNAL_KV}"),
             ("verify", isinstance(self.verify, bool), "give true or false"),
             ("ring", whole, "give 1 to 64, or leave it out"),
             ("save", self.save is None or isinstance(self.save, str), "give a directory"),
@@ -143,19 +121,14 @@ class InitInfo(WeightTransferInitInfo):
                 raise RequestError.make(said, remedy, key=name)
         source = Source.of(self.trainer)
         check_by_config(source.text, source.path, source.addresses)
-        return Init(
-            source=source,
+        return replace(
+            self,
+            trainer=source,
             run=full_run(self.run),
             timeout=check_timeout(self.timeout),
             draft_run=None if self.draft_run is None else full_run(self.draft_run),
-            mode=self.mode,
             unused=check_patterns("init_info's unused", self.unused, key="unused"),
             keep=check_patterns("init_info's keep", self.keep, key="keep"),
-            config=self.config,
-            external_kv=self.external_kv,
-            verify=self.verify,
-            ring=self.ring,
-            save=self.save,
         )
 
 
@@ -205,7 +178,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = _named(vllm_config)
         self._main = ServedModel(self._worker, model, self.model_config)
         self._draft: ServedModel | None = None
-        self._info: Init | None = None
+        self._info: InitInfo | None = None
         self._anew()
 
     def _anew(self) -> None:
@@ -270,7 +243,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main.close()
         if self._draft is not None:
             self._draft.close()
-        trainer, failure = Trainer(init.source, init.run), None
+        trainer, failure = Trainer(init.trainer, init.run), None
         deadline = time.monotonic() + init.timeout
         try:
             published = trainer.ready(deadline)
@@ -457,14 +430,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # ------------------------------------------------------------------------------ behind them
 
-    def _find_draft(self, target: ServedModel, info: Init) -> None:
+    def _find_draft(self, target: ServedModel, info: InitInfo) -> None:
         if info.draft_run is None:
             raise StateError.make(
                 f"{self._worker}: init_info named no run for the draft model",
                 'init it with {"draft_run": ...} as well',
                 key="draft_run",
             )
-        trainer = Trainer(info.source, info.draft_run)
+        trainer = Trainer(info.trainer, info.draft_run)
         try:
             published = trainer.ready(time.monotonic() + info.timeout)
             self._prepare(target, info, published)
@@ -473,7 +446,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         target.trainer = trainer
 
-    def _prepare(self, target: ServedModel, info: Init, published: Published) -> None:
+    def _prepare(self, target: ServedModel, info: InitInfo, published: Published) -> None:
         start = time.monotonic()
         self._anew()
         if target.landing is not None:
@@ -489,7 +462,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             time.monotonic() - start,
         )
 
-    def _landing(self, target: ServedModel, info: Init, published: Published) -> Landing:
+    def _landing(self, target: ServedModel, info: InitInfo, published: Published) -> Landing:
         target.taken, others, names = None, frozenset[str](), published.names()
         if target is self._main:
             if info.config == "check":
@@ -604,7 +577,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             key="draft_run",
         )
 
-    def _check_loader(self, target: ServedModel, info: Init, recording: Recording) -> None:
+    def _check_loader(self, target: ServedModel, info: InitInfo, recording: Recording) -> None:
         """Raises MappingError for what vLLM's loader fills with nothing, before the first step."""
         if recording.failed:
             why = [one for one in recording.refusals if not (one.module or one.leaf)]
@@ -624,7 +597,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         self._keep_taken(target, info, recording)
 
-    def _keep_taken(self, target: ServedModel, info: Init, recording: Recording) -> None:
+    def _keep_taken(self, target: ServedModel, info: InitInfo, recording: Recording) -> None:
         """Keeps what this worker does not take all of. One alone knows that nobody does."""
         remedy, parallel = _ALL_OF_IT, self.parallel_config
         # Experts of other replicas are not known here: these are not asked.
