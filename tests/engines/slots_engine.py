@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fanin.vllm import patches
 from moe_engine import Shape, configuration, expert_names, loader_of
 
 PACKED = {
@@ -234,7 +235,9 @@ def worker(e: Engine) -> Any:
     """What fanin's methods are given: a worker with that manager, and no request."""
     batch, manager = SimpleNamespace(lora_id_to_request_ids={}), loader(e)
     runner = SimpleNamespace(lora_manager=manager, input_batch=batch)
-    return SimpleNamespace(model_runner=runner, remove_lora=manager.remove_adapter)
+    kind = type("Worker", (SimpleNamespace,), {})
+    patches.put(kind, "WorkerBase")
+    return kind(model_runner=runner, remove_lora=manager.remove_adapter)
 
 
 def shapes(e: Engine, rank: int) -> dict[str, tuple[int, ...]]:

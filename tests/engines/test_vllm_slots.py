@@ -28,7 +28,6 @@ from fanin.engine.slot_images import Image, Layout
 from fanin.engine.slot_table import SlotTable
 from fanin.errors import RequestError
 from fanin.mapping import Trace
-from fanin.vllm import worker
 from fanin.vllm.slots import SlotMemory, prove, record_layout, stacks_of
 from fanin.vllm.slots_worker import Slots
 from slots_engine import Engine
@@ -594,7 +593,7 @@ def job(trainer: Published, path: Path, **fields: Any) -> dict[str, Any]:
 
 def finished(mine: Any, number: str) -> dict[str, Any]:
     deadline = time.monotonic() + 60
-    while (report := worker.fanin_poll_pull(mine, number))["state"] == "running":
+    while (report := mine.fanin_poll_pull(number))["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return dict(report)
@@ -607,26 +606,26 @@ def test_a_worker_learns_and_pulls(tmp_path: Path) -> None:
     with published(e) as trainer:
         directory = trainer.directory(tmp_path / "a")
         theirs.add_adapter(request(1, directory, e))
-        worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id="early"))
+        mine.fanin_start_pull(job(trainer, tmp_path / "b", id="early"))
         report = finished(mine, "early")
         assert report["state"] == "failed" and "know" in report["error"]["message"]
-        worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
+        mine.fanin_start_pull(job(trainer, directory, id="learn", learn=True))
         assert finished(mine, "learn")["state"] == "done"
         for number in ("one", "two"):
-            worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id=number))
+            mine.fanin_start_pull(job(trainer, tmp_path / "b", id=number))
             assert finished(mine, number)["state"] == "done"
     assert not (tmp_path / "b").exists()
     whole = sum(t.nbytes for t in slots_engine.adapter(e, 4, 1)[0].values())
-    assert worker.fanin_poll_pull(mine, "one")["bytes"] == whole / 2, "its experts only"
-    assert worker.fanin_poll_pull(mine, "two")["reused"]
+    assert mine.fanin_poll_pull("one")["bytes"] == whole / 2, "its experts only"
+    assert mine.fanin_poll_pull("two")["reused"]
     assert loader.add_adapter(request(1, tmp_path / "b", e))
     same_slots(loader, theirs)
 
-    worker.fanin_drop_adapter(mine, "", "two")  # as one who gave up: the first one's stays
+    mine.fanin_drop_adapter("", "two")  # as one who gave up: the first one's stays
     loader.remove_adapter(1)
     assert loader.add_adapter(request(1, tmp_path / "b", e))
     loader.remove_adapter(1)
-    worker.fanin_drop_adapter(mine, str(tmp_path / "b"))
+    mine.fanin_drop_adapter(str(tmp_path / "b"))
     deadline = time.monotonic() + 60
     while mine.fanin_worker_slots._slots.image(str(tmp_path / "b")) is not None:
         assert time.monotonic() < deadline
@@ -635,7 +634,7 @@ def test_a_worker_learns_and_pulls(tmp_path: Path) -> None:
 
 def learnt(trainer: Published, tmp_path: Path, mine: Any) -> None:
     directory = trainer.directory(tmp_path / "a")
-    worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
+    mine.fanin_start_pull(job(trainer, directory, id="learn", learn=True))
     assert finished(mine, "learn")["state"] == "done"
 
 
@@ -648,21 +647,21 @@ def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
         learnt(trainer, tmp_path, mine)
         for number, key in ((4, "by path"), (5, "by job")):
             told = job(trainer, tmp_path / key, id=key, number=number, adapter=key)
-            worker.fanin_start_pull(mine, told)
+            mine.fanin_start_pull(told)
             report = finished(mine, key)
             assert report["state"] == "done" and report["added"]
     assert loader.list_adapters() == {4, 5}
     again = {"adapter": "again", "number": 6, "path": str(tmp_path / "by path"), "is_3d": False}
-    assert worker.fanin_add_lora(mine, again) == {"error": None}
-    worker.fanin_drop_adapter(mine, "", "by job")
+    assert mine.fanin_add_lora(again) == {"error": None}
+    mine.fanin_drop_adapter("", "by job")
     assert 5 not in loader.list_adapters()
-    worker.fanin_drop_adapter(mine, str(tmp_path / "by path"), "", [4, 6])
+    mine.fanin_drop_adapter(str(tmp_path / "by path"), "", [4, 6])
     assert loader.list_adapters() == set()
     deadline = time.monotonic() + 60
     while jobs._deletions.busy:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]
+    error = mine.fanin_add_lora({**again, "number": 7})["error"]
     assert error is not None and 7 not in loader.list_adapters()
 
 
@@ -679,7 +678,7 @@ def test_a_slot_that_was_kept_for_a_pull_that_fails_is_free_again(tmp_path: Path
             "step": {"step": "7", "timeout": 0.2},
         }
         for number, fields in failing.items():
-            worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id=number, **fields))
+            mine.fanin_start_pull(job(trainer, tmp_path / "b", id=number, **fields))
             assert finished(mine, number)["state"] == "failed"
             assert not seats.indices(), number
 
@@ -698,7 +697,7 @@ def test_a_worker_that_cannot_add_it_says_so(
     with published(e) as trainer:
         learnt(trainer, tmp_path, mine)
         monkeypatch.setattr(Image, "put", short)
-        worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", number=4, adapter="b"))
+        mine.fanin_start_pull(job(trainer, tmp_path / "b", number=4, adapter="b"))
         report = finished(mine, "one")
     assert report["state"] == "failed" and report["error"]["class"] == "HostError"
     assert "no memory" in report["error"]["message"]
@@ -712,7 +711,7 @@ def test_a_configuration_that_changed_on_the_way_is_not_served(tmp_path: Path) -
     with published(e) as trainer:
         learnt(trainer, tmp_path, mine)
         stale = job(trainer, tmp_path / "b", digest="another", version="before")
-        worker.fanin_start_pull(mine, stale)
+        mine.fanin_start_pull(stale)
         report = finished(mine, "one")
     assert report["state"] == "failed" and report["error"]["class"] == "StaleError"
     assert mine.fanin_worker_slots._slots.image(str(tmp_path / "b")) is None

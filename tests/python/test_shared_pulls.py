@@ -26,10 +26,20 @@ from fanin.engine.metrics import Metrics
 from fanin.engine.pulls import Adapter, Wanted
 from fanin.engine.retire import holders
 from fanin.engine.shared_pulls import _SharedPull
-from fanin.vllm import worker
+from fanin.vllm import patches, worker
 from fanin.vllm.state import State, has_distant_workers
 
 Job = Callable[..., Coroutine[Any, Any, None]]
+
+
+class Host:
+    """The worker of another host."""
+
+    def get_model(self) -> Any:
+        return SimpleNamespace(is_3d_moe_weight=False)
+
+
+patches.put(Host, "WorkerBase")
 
 
 @dataclass(eq=False)
@@ -67,10 +77,8 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
-        if method == "fanin_model_facts":
-            return [{"is_3d_moe_weight": False}]
         await asyncio.sleep(0)
-        return [getattr(worker, method)(host, *args) for host in self.hosts]
+        return [getattr(host, method)(*args) for host in self.hosts or [Host()]]
 
     async def remove_lora(self, lora_int_id: int) -> bool:
         there = self.watched is not None and self.watched.exists()
@@ -558,7 +566,7 @@ async def test_two_engines_in_one_process(bench: Bench) -> None:
 
 def distant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """An engine whose two workers pull with a process' service of their own."""
-    bench = Bench(tmp_path, FakeEngine(SimpleNamespace(nnodes=2), hosts=("a", "b")))
+    bench = Bench(tmp_path, FakeEngine(SimpleNamespace(nnodes=2), hosts=(Host(), Host())))
     monkeypatch.setattr(worker, "_jobs", worker.Jobs())
     monkeypatch.setattr(worker, "_services", {})
     monkeypatch.setattr(worker, "ClientPool", lambda **_: ClientPool(bench.trainer.client))
@@ -662,11 +670,12 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "how": {"dtype": None, "trust_config": False, "max_bytes": None},
         "timeout": 10.0,
     }
-    worker.fanin_start_pull(None, job)
-    worker.fanin_start_pull(None, job)
-    assert worker.fanin_poll_pull(None, "j")["state"] == "running"
-    assert worker.fanin_drop_adapter(None, str(path), "j") is True
-    assert worker.fanin_poll_pull(None, "j")["state"] == "failed"
+    host: Any = Host()
+    host.fanin_start_pull(job)
+    host.fanin_start_pull(job)
+    assert host.fanin_poll_pull("j")["state"] == "running"
+    assert host.fanin_drop_adapter(str(path), "j") is True
+    assert host.fanin_poll_pull("j")["state"] == "failed"
     bench.trainer.commit(2)
     at_rest(jobs._pulls, jobs._deletions)
     assert len(bench.trainer.pulls) == 1 and not path.exists()

@@ -12,9 +12,10 @@ from typing import Any
 import fanin.fleet.engine_sync as engine_sync
 import fleet
 import pytest
-from fanin.engine.weights_state import fanin_weights_state, require_host_room
+from fanin.engine.weights_state import require_host_room
 from fanin.errors import HostError, RequestError
 from fanin.sync import Registry, Service, SyncClient, SyncError, SyncServer
+from fanin.vllm import patches
 from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, failure, internal
 from http_engine import Answer, Request
 
@@ -258,7 +259,9 @@ def test_sglang_cannot_read_ahead(engine: FakeVLLM) -> None:
 
 
 def test_a_worker_without_fanin() -> None:
-    assert fanin_weights_state(object())["ahead"] is None
+    kind = type("Worker", (), {})
+    patches.put(kind, "WorkerBase")
+    assert kind().fanin_weights_state()["ahead"] is None
 
 
 def test_host_memory_that_is_short(tmp_path: Path) -> None:

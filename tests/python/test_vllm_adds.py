@@ -57,15 +57,16 @@ class Place:
 
 
 def test_a_number_is_given_once_to_whoever_took_it() -> None:
-    numbers = Numbers(Counter())
-    number = numbers.inc(1)
-    assert numbers.taken() == number and numbers.taken() == 0
-    with numbers.given(number):
-        assert numbers.inc(1) == number
-        assert numbers.inc(1) == number + 1
-    with numbers.given(number):
+    place = Place()
+    counter, adds = place.models.lora_id_counter, place.adds  # vLLM's, and whoever pulls
+    number = counter.inc(1)
+    assert adds.taken() == number and adds.taken() == 0
+    with adds.given(number):
+        assert counter.inc(1) == number
+        assert counter.inc(1) == number + 1
+    with adds.given(number):
         pass  # as where vLLM refuses before it numbers
-    assert numbers.inc(1) == number + 2 and numbers.value == number + 2
+    assert counter.inc(1) == number + 2 and counter.value == number + 2
 
 
 async def test_numbers_of_tasks_do_not_mix() -> None:

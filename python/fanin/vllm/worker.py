@@ -247,7 +247,7 @@ METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
         _SERVED + "slots.py::test_a_numbered_adapter_is_added_with_the_answer",
     ),
     (fanin_drop_adapter, _JOB),
-    (fanin_model_facts, "tests/python/test_shared_pulls.py::test_refused_before_any_host_pulls"),
+    (fanin_model_facts, "tests/python/test_shared_pulls.py::test_facts_of_the_engine"),
     (
         fanin_lora_places,
         _SERVED + "serving.py::test_an_adapter_without_a_place_is_refused",
