@@ -23,7 +23,7 @@ from full_models import save_full_model
 from full_trainer import FullTrainer
 from safetensors.torch import load_file
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class Engine:

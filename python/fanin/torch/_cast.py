@@ -17,6 +17,9 @@ Cast = str | Mapping[str, str | None]
 None leaves the tensor as it is, and so does no pattern that fits. All name the same dtype. What
 the model keeps in F32 stays so, unless a pattern other than ``"*"`` fits it."""
 
+_SCALES = (".weight_scale_inv", ".weight_scale")
+"""Ends of the names of what fp8 weights are multiplied by: nobody rounds that."""
+
 _log = logging.getLogger("fanin.torch")
 
 
@@ -42,6 +45,8 @@ class Casting:
 
     def keeps(self, name: str, kept: Collection[str] = ()) -> bool:
         """Whether the tensor of that name stays as it is; kept: names of what the model keeps."""
+        if name.endswith(_SCALES):
+            return True
         for text, pattern, dtype in self._patterns:
             if pattern.match(name):
                 return dtype is None or (name in kept and not text.strip("*"))

@@ -21,6 +21,7 @@ from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
 from fanin.torch._derived import Stages
 from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
+from fanin.torch._quantized import Derived, Quantizer, Source
 from fanin.torch._segments import count_segments
 from fanin.torch._state import (
     Columns,
@@ -33,7 +34,7 @@ from fanin.torch._state import (
     refuse_kind,
     view_of,
 )
-from fanin.torch._tree import FindFunction, Item, Tree, root_of
+from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
 
 try:
     from torch.distributed.tensor import DTensor as _DTensor
@@ -79,6 +80,13 @@ class Change(NamedTuple):
     tree: Tree
     metadata: dict[str, str] | None = None
     """The publication's, None: as it was."""
+    derived: Derived | None = None
+    """What is published of what the items hold, None: that itself."""
+
+
+def _source(item: Item, state: State, shard: Shard) -> Source:
+    left = item.kind != PARAMETER or isinstance(item.owner, torch.nn.Embedding)
+    return Source(shard, lambda: [view_of(state, box) for box in shard.boxes], left)
 
 
 def _is_sharded(item: Item) -> bool:
@@ -105,9 +113,17 @@ class Parameters:
     """The parameters of one run. Not for several threads at once."""
 
     def __init__(
-        self, model: Any, find: FindFunction, names: NamesFunction | None, base: bool = False
+        self,
+        model: Any,
+        find: FindFunction,
+        names: NamesFunction | None,
+        base: bool = False,
+        quantizer: Quantizer | None = None,
     ) -> None:
-        """base: beside what is published there may be a model, as around an adapter."""
+        """base: beside what is published there may be a model, as around an adapter.
+
+        quantizer: rounds what would be published, None: nothing does.
+        """
         self._root = root_of(model)
         self._find = find
         self._names = names
@@ -125,7 +141,8 @@ class Parameters:
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
         #: What makes values that no parameter holds, at each step.
-        self.stages = Stages()
+        self.stages = Stages([quantizer] if quantizer is not None else [])
+        self.quantizer = quantizer
 
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
@@ -162,7 +179,7 @@ class Parameters:
                 if item.name in known:
                     item.state = known[item.name].state
                     item.sharded = item.sharded or known[item.name].sharded
-        shards: list[Shard] = []
+        told: list[tuple[Item, State]] = []
         states: list[tuple[Item, State]] = []
         for item in self._items if items is None else items:
             param = item.now()
@@ -172,18 +189,28 @@ class Parameters:
             new = self._resolve(item, param, anew)
             states.append((item, new))
             if state is None or not is_registered(new, state):
-                shards += self._shards(item, new)
+                told.append((item, new))
             rekeyed = rekeyed or state is None or new.slices != state.slices
         removed: list[str] = []
         if rekeyed:
             new_states = {id(item): state for item, state in states}
             removed = self._removed(self._items if items is None else items, new_states)
-        return Change(shards, removed, states, items, tree)
+        sources = [_source(*one, shard) for one in told for shard in self._shards(*one)]
+        if self.quantizer is None:
+            return Change([one.shard for one in sources], removed, states, items, tree)
+        derived = self.quantizer.derive(sources, self._by_name)
+        removed += [
+            self.quantizer.form.scale_name(name) for name in removed if name in self.quantizer
+        ]
+        removed += derived.dropped
+        return Change(derived.shards, removed, states, items, tree, derived=derived)
 
     def accept(self, change: Change) -> None:
         """To be called when the library has taken what :meth:`look` told."""
         if change.items is not None:
             self._items, self._tree = change.items, change.tree
+        if self.quantizer is not None and change.derived is not None:
+            self.quantizer.accept(change.derived, change.removed)
         for item, state in change.states:
             item.state = state
             item.sharded = item.sharded or state.spec is not None
@@ -204,6 +231,7 @@ class Parameters:
                 for item in self._items
                 if item.state is not None
                 and not local_of(item.state).is_inference()  # counts no writes
+                and not self._is_derived(item.state)
             ]
             self._by_param = {id(lent.param): lent.part for lent in self._lent}
             held = {item.state.device for item in self._items if item.state is not None}
@@ -302,7 +330,17 @@ class Parameters:
         for item in self._items:
             state = self._resolve(item, item.now(), False)
             for shard in self._shards(item, state):
-                yield item.path, shard, [view_of(state, box) for box in shard.boxes]
+                if self.quantizer is not None and shard.name in self.quantizer:
+                    for one, values in self.quantizer.held(shard.name):
+                        yield item.path, one, values
+                else:
+                    yield item.path, shard, [view_of(state, box) for box in shard.boxes]
+
+    def _is_derived(self, state: State) -> bool:
+        """Whether readers read none of a parameter's own memory."""
+        return self.quantizer is not None and all(
+            part.key in self.quantizer for part in state.slices
+        )
 
     def held(self) -> Iterator[tuple[Shard, Box, Any]]:
         """The boxes of :meth:`tensors`, one after the other."""
@@ -315,8 +353,13 @@ class Parameters:
         on_devices = [
             (item.state.device, item.state.pointer)
             for item in self._items
-            if item.state is not None and item.state.device >= 0 and item.state.pointer
+            if item.state is not None
+            and item.state.device >= 0
+            and item.state.pointer
+            and not self._is_derived(item.state)
         ]
+        if self.quantizer is not None:
+            on_devices += self.quantizer.places()
         return count_segments(on_devices)
 
     @property

@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,33 @@ class Ranks:
         with self._on_device():
             dist.broadcast_object_list(out, src=source, group=self._group)
         return out[0]
+
+    def home(self, device: str) -> Any:
+        """A device, of that kind if the ranks can reduce there, on which all ranks do so."""
+        if self._distributed and self.size > 1:
+            group = self._group or torch.distributed.group.WORLD
+            try:
+                group._get_backend(torch.device(device))
+            except RuntimeError:
+                device = "cuda"
+        at = torch.device(device)
+        if at.type == "cuda":
+            index = torch.cuda.current_device() if self._device is None else self._device
+            at = torch.device("cuda", index)
+        return at
+
+    def maximum(self, values: Any) -> Callable[[], None]:
+        """Begins the MAX of all ranks' values, in place; what it returns waits for its end. Blocks
+        until all ranks have called it, on a GPU only what is put on the current stream."""
+        if not self._distributed or self.size == 1:
+            return lambda: None
+        dist = torch.distributed
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
 
     def store(self) -> Store | None:
         """Where ranks leave things for others, of torch.distributed; None: there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +16,15 @@ from fanin._served import size_of
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
+from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
+from fanin.torch._formats import Format, format_of, is_fit, scales_among
 from fanin.torch._kept import KEEP_F32, kept_in_f32
-from fanin.torch._names import NamesFunction
+from fanin.torch._names import WRAPPERS, NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
 from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
+from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
 from fanin.torch._union import (
     Entry,
@@ -29,6 +33,7 @@ from fanin.torch._union import (
     Whole,
     compress,
     entry_of,
+    ranks_text,
     replicated,
     table_of,
     unite,
@@ -59,13 +64,17 @@ def full_publication(run: Run) -> str:
     return "full:" + publication_of(run).partition(":")[2]
 
 
-def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> Source:
+def _source(
+    run: Run, model: Any, names: NamesFunction | None, config: Any, form: Format | None
+) -> Source:
     if not isinstance(model, torch.nn.Module):
         raise RequestError.make(
             f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
         )
     publication = full_publication(run)
-    parameters = Parameters(model, find_weights, names or checkpoint_names(model))
+    quantizer = None if form is None else Quantizer(form)
+    names = names or checkpoint_names(model)
+    parameters = Parameters(model, find_weights, names, quantizer=quantizer)
 
     def describe() -> dict[str, str]:
         text = model_config(model, config)
@@ -75,6 +84,22 @@ def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> S
     kept = kept_in_f32(model, metadata.get("config"), change.states)
     ties = tuple(lost_ties(parameters.root))
     return Source(publication, parameters, change, metadata, describe, kept=kept, ties=ties)
+
+
+class Answer(NamedTuple):
+    """What a rank tells the others of a run."""
+
+    error: FaninError | None
+    told: Told
+    metadata: dict[str, str]
+    token: str
+    kept: frozenset[str]
+    contract: str | None
+    """Of the rounding to fp8, None: there is none."""
+    unfit: frozenset[str]
+    """Of ``skip_modules``, what fits no module of this rank's."""
+    cuda: bool
+    """It holds some on a CUDA device."""
 
 
 class Agreed(NamedTuple):
@@ -101,12 +126,19 @@ class WeightOptions(RankOptions):
             pattern that names one of them rounds it, and a warning says so.
         config: The model's configuration for engines: transformers', a dict or JSON. Default:
             ``model.config``, if any rank has one.
+        quantize: What engines get as E4M3 with scales, see docs/reference/quantization.md. "fp8":
+            blocks of 128 x 128. Or the keys of Hugging Face's ``quantization_config``. The results
+            take half of the memory that BF16 takes.
+        skip_modules: Modules that *quantize* leaves as they are, beside embeddings, heads and
+            routers: whole dotted parts of their names, or patterns for the whole name.
     """
 
     _: KW_ONLY
     run: Run = option("0")
     name: str = option("weight_param_server")
     config: Any = option(None)
+    quantize: Any = option(None)
+    skip_modules: Any = option(None)
 
 
 class WeightServer(Publisher):
@@ -115,6 +147,9 @@ class WeightServer(Publisher):
     Make it on every rank, at the same time, after the model is sharded. The server publishes every
     parameter and persistent buffer under the name of its checkpoint. It drops what FSDP, DDP,
     torch.compile and activation checkpointing put into names. A tied parameter is there once.
+
+    With ``quantize="fp8"`` ranks round their parts at each step, and readers get the bytes of the
+    whole matrices, rounded. See docs/reference/quantization.md.
 
     Parameters are plain tensors or DTensors, in host memory or on CUDA devices. A DTensor has any
     mesh and any placements but Partial. Each rank lends the part that it holds. That part may be
@@ -165,8 +200,12 @@ class WeightServer(Publisher):
         self._told_of_ties: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
-        run, model, names, config = options.run, options.model, options.names, options.config
-        super().__init__(options, options.name, lambda: _source(run, model, names, config))
+
+        def prepare() -> Source:
+            form = format_of(options.quantize, options.skip_modules)
+            return _source(options.run, options.model, options.names, options.config, form)
+
+        super().__init__(options, options.name, prepare)
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
@@ -199,8 +238,14 @@ class WeightServer(Publisher):
         *,
         names: NamesFunction | None = None,
         config: Any = None,
+        quantize: Any = None,
+        skip_modules: Any = None,
     ) -> None:
         """Publishes another model as well, a draft model for example; on every rank.
+
+        Or the same model in another precision: engines that compute with BF16 read one run, those
+        that compute with fp8 the other. Both are written by ``updating({"0": step, "0-fp8":
+        step})``.
 
         The run is readable from its first :meth:`publish` or :meth:`updating` on, which then want
         ``{run: step}``. Blocks until all ranks have come here. If one rank fails, all ranks raise
@@ -211,6 +256,8 @@ class WeightServer(Publisher):
             model: the module that is trained.
             names: as the constructor's.
             config: as the constructor's.
+            quantize: as the constructor's.
+            skip_modules: as the constructor's.
 
         Raises:
             RequestError: the run is there already; the constructor's reasons.
@@ -219,12 +266,14 @@ class WeightServer(Publisher):
         try:
             publication = full_publication(run)
             self._refuse_known(publication)
-            source = _source(run, model, names, config)
+            form = format_of(quantize, skip_modules)
+            source = _source(run, model, names, config, form)
         except Exception as caught:
             error = cause_of(caught)
         table = table_of(source.change.shards) if source is not None else {}
         metadata, kept = (source.metadata, source.kept) if source is not None else ({}, frozenset())
-        agreed = self._united(publication, table, metadata, kept, error)
+        parameters = None if source is None else source.parameters
+        agreed = self._united(publication, table, metadata, kept, parameters, error)
         assert source is not None
         self._register(self._server, _united_source(source, agreed, table))
         self._tables[source.publication] = table
@@ -254,27 +303,46 @@ class WeightServer(Publisher):
         table: Table,
         metadata: dict[str, str],
         kept: frozenset[str],
+        parameters: Parameters | None,
         error: FaninError | None,
     ) -> Agreed:
         """What all ranks hold together; the metadata are of the first that has a configuration."""
         ranks = self._ranks
         told, text = compress(table)
-        answers: list[tuple[FaninError | None, Told, dict[str, str], str, frozenset[str]]]
-        answers = ranks.gather((error, told, metadata, secrets.token_hex(8), kept))
-        raise_first([answer[0] for answer in answers], ranks.rank, "describe its parameters")
+        quantizer = None if parameters is None else parameters.quantizer
+        mine = Answer(error, told, metadata, secrets.token_hex(8), kept, None, frozenset(), False)
+        if parameters is not None and quantizer is not None:
+            mine = mine._replace(
+                contract=quantizer.form.contract(),
+                unfit=frozenset(_unfit(parameters.root, quantizer.form.skip)),
+                cuda=any(quantizer.places()),
+            )
+        answers: list[Answer] = ranks.gather(mine)
+        raise_first([answer.error for answer in answers], ranks.rank, "describe its parameters")
         texts: dict[bytes, bytes] = {}
-        for rank, (_, one, *_) in enumerate(answers):
-            if one.digest not in texts:
-                texts[one.digest] = ranks.share(text if rank == ranks.rank else None, rank)
-        everyone = [answer[1] for answer in answers]
+        for rank, answer in enumerate(answers):
+            if answer.told.digest not in texts:
+                shared = ranks.share(text if rank == ranks.rank else None, rank)
+                texts[answer.told.digest] = shared
+        everyone = [answer.told for answer in answers]
+        _refuse_other_contract(answers)
         wholes = unite(everyone, texts)
-        all_metadata = [answer[2] for answer in answers]
+        all_metadata = [answer.metadata for answer in answers]
         agreed = next((one for one in all_metadata if "config" in one), all_metadata[0])
         refuse_parts(wholes, agreed, ranks.size)
+        scales: set[str] = set()
+        if quantizer is not None:
+            quantizer.form.refuse(wholes, frozenset.intersection(*(a.unfit for a in answers)))
+            agreed = quantizer.form.described(agreed, wholes)
+            scales = scales_among(one.name for one in wholes)
+            home = ranks.home("cuda" if any(answer.cuda for answer in answers) else "cpu")
+            plan = shared_blocks(everyone, texts, quantizer.form)
+            quantizer.agree(plan, home, ranks.maximum)
         self._replicas[publication] = replicas_of(
-            ranks, answers[0][3], publication, replicated(everyone, texts, ranks.rank)
+            *(ranks, answers[0].token, publication),
+            replicated(everyone, texts, ranks.rank, scales),
         )
-        everywhere = frozenset().union(*(answer[4] for answer in answers))
+        everywhere = frozenset().union(*(answer.kept for answer in answers))
         everywhere -= self._casting.believed(everywhere)
         if everywhere:
             agreed = {**agreed, KEEP_F32: "\n".join(sorted(everywhere))}
@@ -286,7 +354,8 @@ class WeightServer(Publisher):
 
     def _agreed(self, source: Source) -> Source:
         table = table_of(source.change.shards)
-        agreed = self._united(source.publication, table, source.metadata, source.kept, None)
+        told = (source.metadata, source.kept, source.parameters)
+        agreed = self._united(source.publication, table, *told, None)
         self._tables[source.publication] = table
         return _united_source(source, agreed, table)
 
@@ -348,7 +417,7 @@ class WeightServer(Publisher):
                 table.pop(name, None)
         except Exception as caught:
             error = cause_of(caught)
-        agreed = self._united(run.publication, table, metadata, kept, error)
+        agreed = self._united(run.publication, table, metadata, kept, run.parameters, error)
         assert change is not None
         self._tables[run.publication] = table
         self._unsettled.add(run.publication)
@@ -359,6 +428,26 @@ class WeightServer(Publisher):
         for name in set(self._server.names(run.publication)) - {one.name for one in agreed.wholes}:
             self._server.remove(run.publication, name)
         self._unsettled.discard(run.publication)
+
+
+def _unfit(root: Any, entries: Iterable[str]) -> set[str]:
+    """The entries of a list of modules that fit none of *root*, by the names that it has."""
+    names = [
+        ".".join(part for part in path.split(".") if part not in WRAPPERS)
+        for path, _ in root.named_modules(remove_duplicate=False)
+    ]
+    return {entry for entry in entries if not any(is_fit(entry, name) for name in names)}
+
+
+def _refuse_other_contract(answers: list[Answer]) -> None:
+    first = answers[0].contract
+    others = [rank for rank, one in enumerate(answers) if one.contract != first]
+    if others:
+        raise RequestError.make(
+            f"rank 0 publishes with quantize {first}, and {ranks_text(others)} with "
+            f"{answers[others[0]].contract}",
+            "give quantize= and skip_modules= the same on all ranks",
+        )
 
 
 def _united_source(source: Source, agreed: Agreed, table: Table) -> Source:

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a run publishes as fp8: what is published of them, and how each step is made.
+
+What is rounded are boxes of published tensors. So a stack of experts, a part that ``names=`` tells
+of, and every placement need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fanin._tensors import Box, Shard
+from fanin.errors import RequestError
+from fanin.torch._blocks8 import Shared, begun, touched
+from fanin.torch._cast8 import cast, maxima, scales_of
+from fanin.torch._derived import Want, allocate
+from fanin.torch._formats import F8, Format
+
+__all__ = ["Derived", "Entry", "Quantizer"]
+
+_log = logging.getLogger("fanin.torch")
+
+Reduce = Callable[[Any], Callable[[], None]]
+"""Begins the MAX of all ranks' values, in place; what it returns waits for the end."""
+
+
+class Source(NamedTuple):
+    """A tensor that would be published if it was not rounded."""
+
+    shard: Shard
+    views: Callable[[], list[Any]]
+    """The memory of its boxes, as tensors."""
+    left: bool
+    """It stays as it is, whatever its name: an embedding, a buffer."""
+
+
+class Entry(NamedTuple):
+    """A tensor that is published as fp8."""
+
+    source: Shard
+    views: list[Any]
+    """What is rounded, of each box."""
+    values: list[Any]
+    """The results, of each box."""
+    scales: list[Any]
+    """The scales of the blocks whose first elements are in the box."""
+    published: tuple[Shard, Shard]
+    """Values and scales."""
+
+
+class Derived(NamedTuple):
+    """What is published of sources, and what the quantizer has to know of it once it is."""
+
+    shards: list[Shard]
+    entries: dict[str, Entry]
+    dropped: list[str]
+    """Scales of what is not rounded any more."""
+
+
+class _Job(NamedTuple):
+    """A box, and where its scales go."""
+
+    values: Any
+    at: tuple[int, int]
+    block: tuple[int, int]
+    out: Any
+    scales: Any
+    inside: tuple[slice, slice]
+    """The blocks of *scales* among those that the box touches."""
+    shared: tuple[Any, Any] | None
+    """Which of the touched blocks are shared, and their places among all shared ones."""
+
+
+class Quantizer:
+    """The stage that rounds to fp8. Not for several threads at once."""
+
+    def __init__(self, form: Format) -> None:
+        self.form = form
+        self._entries: dict[str, Entry] = {}
+        self._shared = Shared(0, {})
+        self._reduce: Reduce = lambda values: lambda: None
+        self._flat: Any = None
+        self._jobs: list[_Job] | None = None
+        self._flags: list[tuple[Any, Any]] = []
+
+    # -- what is published ------------------------------------------------------------------
+
+    def derive(self, sources: Iterable[Source], taken: Iterable[str]) -> Derived:
+        """What is published of *sources*. Changes nothing, see :meth:`accept`.
+
+        taken: names of what is published beside them. RequestError: scales have such a name.
+        """
+        shards: list[Shard] = []
+        rounded: list[Source] = []
+        dropped: list[str] = []
+        for one in sources:
+            shard = one.shard
+            if not one.left and self.form.takes(shard.name, shard.dtype, shard.shape):
+                rounded.append(one)
+            else:
+                shards.append(shard)
+                if shard.name in self._entries:
+                    dropped.append(self.form.scale_name(shard.name))
+        others = {*taken, *(shard.name for shard in shards)}
+        for one in rounded:
+            if (name := self.form.scale_name(one.shard.name)) in others:
+                raise RequestError.make(
+                    f"the model has '{name}', and quantize= would publish scales under this name",
+                    "put the module into skip_modules=, or drop the tensor by names=",
+                    key=name,
+                )
+        entries = self._placed(rounded)
+        shards += [shard for entry in entries.values() for shard in entry.published]
+        return Derived(shards, entries, dropped)
+
+    def accept(self, derived: Derived, removed: Iterable[str]) -> None:
+        """The library has taken what :meth:`derive` told, and *removed* tensors."""
+        gone = {self.form.scale_name(name): name for name in self._entries}
+        for name in [*removed, *derived.dropped]:
+            self._entries.pop(gone.get(name, name), None)
+        self._entries.update(derived.entries)
+        self._jobs = None
+
+    def agree(self, shared: Shared, home: Any, reduce: Reduce) -> None:
+        """The ranks have told each other what they hold; home: the device of the maxima."""
+        self._shared, self._reduce, self._jobs = shared, reduce, None
+        self._flat = torch.zeros(shared.size, dtype=torch.int32, device=home)
+        if shared.size:
+            _log.info("fanin: ranks share %d blocks of fp8 weights", shared.size)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor *name* is published as fp8."""
+        return name in self._entries
+
+    def scales(self) -> set[str]:
+        """The names of all scales."""
+        return {self.form.scale_name(name) for name in self._entries}
+
+    def held(self, name: str) -> Iterator[tuple[Shard, list[Any]]]:
+        """The values and the scales of the tensor *name*, as they were made last."""
+        entry = self._entries[name]
+        yield entry.published[0], entry.values
+        kept = (one for one in entry.scales if one.numel())
+        yield entry.published[1], list(kept)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Device and address of results on CUDA devices."""
+        for entry in self._entries.values():
+            for one in (*entry.values, *entry.scales):
+                if one.is_cuda and one.numel():
+                    yield one.device.index, one.untyped_storage().data_ptr()
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Rounds what the sources hold now; a block that ranks share by the maximum of all."""
+        error: Exception | None = None
+        first: list[tuple[_Job, Any]] = []
+        with torch.no_grad():
+            try:
+                self._tell_unusable()
+                self._flat.zero_()
+                jobs = self._compiled()
+                for job in jobs:
+                    if job.shared is not None:
+                        first.append((job, self._maxima(job, job.shared)))
+            except Exception as caught:  # the others wait for this rank all the same
+                error = caught
+            wait = self._reduce(self._flat) if self._shared.size else None
+            if error is None:
+                for job in jobs:
+                    if job.shared is None:
+                        self._cast(job, maxima(job.values, job.at, job.block))
+            if wait is not None:
+                wait()
+            if error is not None:
+                raise error
+            for job, largest in first:
+                assert job.shared is not None
+                chosen, places = job.shared
+                largest.view(-1)[chosen] = self._flat[places].to(largest.device)
+                self._cast(job, largest)
+            self._flag_unusable()
+
+    def miss(self) -> None:
+        if self._shared.size:
+            self._flat.zero_()
+            self._reduce(self._flat)()
+
+    def release(self) -> None:
+        self._entries, self._jobs, self._flags = {}, None, []
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _maxima(self, job: _Job, shared: tuple[Any, Any]) -> Any:
+        largest = maxima(job.values, job.at, job.block)
+        chosen, places = shared
+        mine = largest.view(-1)[chosen].to(self._flat.device)
+        self._flat[places] = torch.maximum(self._flat[places], mine)
+        return largest
+
+    def _cast(self, job: _Job, largest: Any) -> None:
+        scales = scales_of(largest, self.form.powers)
+        job.scales.copy_(scales[job.inside])
+        cast(job.values, job.at, job.block, scales, job.out)
+
+    def _placed(self, sources: Sequence[Source]) -> dict[str, Entry]:
+        """Entries with memory: that of before, where the parts are those of before."""
+        missing = [one for one in sources if not self._stands(one.shard)]
+        values = iter(_made(missing, torch.float8_e4m3fn, lambda _, box: box.extent, 16))
+        scales = iter(_made(missing, torch.float32, self._grids, 4))
+        out: dict[str, Entry] = {}
+        for one in sources:
+            shard = one.shard
+            if self._stands(shard):
+                known = self._entries[shard.name]
+                out[shard.name] = known._replace(source=shard, views=one.views())
+                continue
+            results = [next(values) for _ in shard.boxes]
+            grids = [next(scales) for _ in shard.boxes]
+            published = self._published(shard, results, grids)
+            out[shard.name] = Entry(shard, one.views(), results, grids, published)
+        return out
+
+    def _stands(self, shard: Shard) -> bool:
+        known = self._entries.get(shard.name)
+        return known is not None and (
+            known.source.shape == shard.shape
+            and known.source.device == shard.device
+            and _parts(known.source) == _parts(shard)
+        )
+
+    def _grids(self, shard: Shard, box: Box) -> tuple[int, ...]:
+        block = self.form.block_of(shard.shape)
+        return tuple(len(one) for one in _blocks(begun, box, block))
+
+    def _published(self, shard: Shard, values: list[Any], scales: list[Any]) -> tuple[Shard, Shard]:
+        block = self.form.block_of(shard.shape)
+        starts = [
+            tuple(-(-at // size) for at, size in zip(box.offset, block, strict=True))
+            for box in shard.boxes
+        ]
+        offsets = [box.offset for box in shard.boxes]
+        name, device = shard.name, shard.device
+        shape, grid = shard.shape, self.form.scale_shape(shard.shape)
+        return (
+            Shard(name, F8, shape, _boxes(offsets, values), device),
+            Shard(self.form.scale_name(name), "F32", grid, _boxes(starts, scales, False), device),
+        )
+
+    def _compiled(self) -> list[_Job]:
+        if self._jobs is None:
+            self._jobs = [
+                self._job(name, entry, at)
+                for name, entry in self._entries.items()
+                for at, box in enumerate(entry.source.boxes)
+                if 0 not in box.extent
+            ]
+        return self._jobs
+
+    def _job(self, name: str, entry: Entry, at: int) -> _Job:
+        box = entry.source.boxes[at]
+        block = self.form.block_of(entry.source.shape)
+        down, along = _blocks(touched, box, block)
+        mine = _blocks(begun, box, block)
+        inside = (
+            slice(mine[0].start - down.start, mine[0].stop - down.start),
+            slice(mine[1].start - along.start, mine[1].stop - along.start),
+        )
+        first, numbers = self._shared.of.get(name, (0, ()))
+        places = {number: first + i for i, number in enumerate(numbers)}
+        across = self.form.scale_shape(entry.source.shape)[1]
+        chosen, known = [], []
+        for i, row in enumerate(down if places else ()):
+            for j, column in enumerate(along):
+                place = places.get(row * across + column)
+                if place is not None:
+                    chosen.append(i * len(along) + j)
+                    known.append(place)
+        device = entry.values[at].device
+        shared = None
+        if chosen:
+            shared = (
+                torch.tensor(chosen, device=device),
+                torch.tensor(known, device=self._flat.device),
+            )
+        where = (box.offset[0], box.offset[1])
+        out, scales = entry.values[at], entry.scales[at]
+        return _Job(entry.views[at], where, block, out, scales, inside, shared)
+
+    def _flag_unusable(self) -> None:
+        """Notes whether a scale is NaN, where a GPU has to be asked without waiting for it."""
+        self._flags = []
+        for scales in _arenas(self._entries.values()):
+            usable = scales.isfinite().all()
+            if scales.is_cuda:
+                told = torch.empty((), dtype=torch.bool, pin_memory=True)
+                told.copy_(usable, non_blocking=True)
+                self._flags.append((told, torch.cuda.Event()))
+                self._flags[-1][1].record()
+            else:
+                self._flags.append((usable, None))
+        if all(event is None for _, event in self._flags):
+            self._tell_unusable()
+
+    def _tell_unusable(self) -> None:
+        """Warns of weights with a NaN or an infinity at the step that was made last."""
+        found, self._flags = self._flags, []
+        for usable, event in found:
+            if event is not None:
+                event.synchronize()
+            if not bool(usable):
+                break
+        else:
+            return
+        for name, entry in self._entries.items():
+            bad = sum(int((~one.isfinite()).sum()) for one in entry.scales)
+            if bad:
+                _log.warning(
+                    "fanin: '%s' has NaN or infinite values in %d of its blocks, which are "
+                    "published as NaN: %s",
+                    *(name, bad, "look at the loss, and at the step before"),
+                )
+
+
+def _parts(shard: Shard) -> list[Any]:
+    return [(box.offset, box.extent) for box in shard.boxes]
+
+
+def _blocks(which: Callable[..., range], box: Box, block: tuple[int, int]) -> tuple[range, range]:
+    return (
+        which(box.offset[0], box.extent[0], block[0]),
+        which(box.offset[1], box.extent[1], block[1]),
+    )
+
+
+def _boxes(
+    offsets: Sequence[tuple[int, ...]], tensors: Sequence[Any], empty: bool = True
+) -> tuple[Box, ...]:
+    return tuple(
+        Box(
+            tuple(offset),
+            tuple(one.shape),
+            tuple(step * one.element_size() for step in one.stride()),
+            one.data_ptr(),
+        )
+        for offset, one in zip(offsets, tensors, strict=True)
+        if empty or one.numel()
+    )
+
+
+def _made(
+    sources: Sequence[Source],
+    dtype: Any,
+    shape_of: Callable[[Shard, Box], tuple[int, ...]],
+    alignment: int,
+) -> list[Any]:
+    """Memory for results of each box of *sources*, where the box lies."""
+    wanted = []
+    for one in sources:
+        at = one.shard.device
+        device = torch.device("cpu") if at in (None, -1) else torch.device("cuda", at)
+        wanted += [Want(device, dtype, shape_of(one.shard, box)) for box in one.shard.boxes]
+    return allocate(wanted, alignment)
+
+
+def _arenas(entries: Iterable[Entry]) -> list[Any]:
+    """All scales, one tensor an allocation."""
+    storages = {}
+    for entry in entries:
+        for one in entry.scales:
+            if one.numel():
+                storages[one.untyped_storage().data_ptr()] = one
+    return [
+        torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage())
+        for one in storages.values()
+    ]
