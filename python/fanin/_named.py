@@ -8,8 +8,7 @@ calls can be missed, and no tensor is kept.
 
 As another thread may give a tensor other memory while this one is written, each call holds the
 storages. The library takes each right before it reads the tensor, and no code of Python's runs in
-between: so what was found of a tensor lies in the storage that is held. Many tensors that share few
-storages are read without that from the third time on (:mod:`fanin._anchors`).
+between: so what was found of a tensor lies in the storage that is held.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ import sys
 from typing import Any
 
 from . import _ffi
-from ._anchors import Anchors
 from ._tensors import BOX_SIZE, TENSOR_SIZE, Described, address_of
 
 __all__ = ["Named", "NamedTensors"]
 
 #: What several runs, or two buffers in turn, are pulled into.
 KEPT = 4
-#: Of what is kept for a description, the place of the boxes.
-_BOXES = 4
 _CAPSULE = b"dlpack_exchange_api"
 
 
@@ -76,7 +72,7 @@ def _reader(values: list[Any]) -> int | None:
 class NamedTensors(Described):
     """Tensors by name, as they were when they were read. Keeps no memory of theirs alive."""
 
-    __slots__ = ("anchors", "digest", "names")
+    __slots__ = ("digest", "names")
 
     def __init__(
         self, names: list[str], found: _ffi.Objects, address: int, buffers: tuple[Any, ...]
@@ -85,19 +81,9 @@ class NamedTensors(Described):
         super().__init__(len(names), devices, address, buffers)
         self.names = names
         self.digest = bytes(found.digest)
-        #: From the second time on, if there are few storages.
-        self.anchors: Anchors | None = None
 
     def is_prepared(self) -> None:
         self._buffers = ()  # a pull that reads them would still be the client's only one
-
-    def seen_with(self, storages: list[Any]) -> None:
-        """These are what the tensors lie in. A client that pulls once does not pay for others."""
-        buffers = self._buffers
-        if self.used and buffers and self.anchors is None:
-            boxes = memoryview(buffers[_BOXES]).cast("Q")
-            size, place = BOX_SIZE // 8, _ffi.Box.address.offset // 8
-            self.anchors = Anchors.of(storages, boxes[place::size].tolist())
 
 
 class Named:
@@ -113,45 +99,18 @@ class Named:
         read = _reader(values) if values else None
         if read is None:
             return None
-        held = self._anchored(names, values, read)
-        if held is None:
-            held = self._owned(names, values, read)
+        storages: list[Any] = [None] * len(values)
+        found = self._read(values, read, storages)
+        if found is None:
+            return None
+        digest = bytes(found.digest)
+        known = [one for one in self._kept if one.digest == digest and one.names == names]
+        held = (known[0], storages) if known else self._describe(names, values, read)
         if held is not None:
             # One assignment, as other threads may come, and be refused only later.
             others = [one for one in self._kept if one is not held[0]]
             self._kept = (held[0], *others[: KEPT - 1])
         return held
-
-    def _anchored(
-        self, names: list[str], values: list[Any], read: int
-    ) -> tuple[NamedTensors, list[Any]] | None:
-        """If they are what was pulled into last, or before, in few storages."""
-        if not self._kept or self._kept[0].anchors is None:
-            return None
-        found = self._read(values, read, None)
-        known = None if found is None else self._known(names, found)
-        storages = None if known is None or known.anchors is None else known.anchors.hold()
-        return None if known is None or storages is None else (known, storages)
-
-    def _owned(
-        self, names: list[str], values: list[Any], read: int
-    ) -> tuple[NamedTensors, list[Any]] | None:
-        storages: list[Any] = [None] * len(values)
-        found = self._read(values, read, storages)
-        if found is None:
-            return None
-        known = self._known(names, found)
-        if known is None:
-            return self._describe(names, values, read)
-        known.seen_with(storages)
-        return known, storages
-
-    def _known(self, names: list[str], found: _ffi.Objects) -> NamedTensors | None:
-        digest = bytes(found.digest)
-        for known in self._kept:
-            if known.digest == digest and known.names == names:
-                return known
-        return None
 
     def _describe(
         self, names: list[str], values: list[Any], read: int
@@ -178,7 +137,7 @@ class Named:
         self,
         values: list[Any],
         read: int,
-        storages: list[Any] | None,
+        storages: list[Any],
         out: tuple[int | None, int | None, int | None] = (None, None, None),
     ) -> _ffi.Objects | None:
         """What is found of them; into *storages*, as many, what each lies in. out: addresses of
@@ -193,7 +152,7 @@ class Named:
             item=_list_item,
             read=read,
             doubtful=ctypes.addressof(doubtful),
-            owner=None if storages is None else _call_one,
+            owner=_call_one,
             how=id(storage_of),
             keep=_list_set,
             kept=id(storages),
