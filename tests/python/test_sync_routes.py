@@ -94,9 +94,11 @@ def test_no_quantization(service: Service, nothing: Any) -> None:
     assert status == 200 and reply["quantization"] is None
 
 
-@pytest.mark.parametrize("what", [{"quant_method": "fp8"}, "fp8", {}, 8])
+@pytest.mark.parametrize(
+    ("what", "says"), [("fp8", "does not ask"), ({}, "unknown"), (8, "unknown"), ([1], "unknown")]
+)
 def test_quantization_is_refused_with_what_is_supported(
-    service: Service, engine: FakeVLLM, what: Any
+    service: Service, engine: FakeVLLM, what: Any, says: str
 ) -> None:
     call(service, "/add_inference_endpoint", place(engine.url))
     for path, body in (
@@ -104,7 +106,7 @@ def test_quantization_is_refused_with_what_is_supported(
         ("/sync_inference_weights", {"step": 1, "quantization": what}),
     ):
         status, reply = call(service, path, body)
-        assert status == 400 and "not supported" in reply["detail"] and "bf16" in reply["detail"]
+        assert status == 400 and says in reply["detail"] and reply["error"]["remedy"]
     assert not engine.count("/pause")
 
 
@@ -142,6 +144,8 @@ def test_quantization_is_refused_with_what_is_supported(
         ),
         ("/remove_inference_endpoint", {"host": "h", "port": 1, "force": True}, "'force'"),
         ("/set_sync_quantization", {"quant": None}, "'quant' is unknown"),
+        ("/set_sync_quantization", {"skip_modules": ["a"]}, "and no quantization"),
+        ("/set_sync_quantization", {"quantization": "fp8", "skip_modules": "a"}, "skip_modules"),
     ],
 )
 def test_refused(service: Service, path: str, body: Any, says: str) -> None:

@@ -106,7 +106,8 @@ class SyncClient:
             weight_version: as the *version* of :meth:`Registry.sync`.
             timeout: seconds; None: the client's.
             options: what else :meth:`Registry.sync` takes: pause_mode, keep_caches, skip_dead,
-                again, prefetch, verify_served. None: as that server was told.
+                again, prefetch, verify_served, quantization, skip_modules. None: as that server was
+                told.
 
         Returns:
             The reply's object.
@@ -122,6 +123,21 @@ class SyncClient:
         given = {"step": step, "pools": groups, "weight_version": weight_version, **more}
         body = {name: value for name, value in given.items() if value is not None}
         return self.call("sync_inference_weights", {**body, "timeout": seconds}, seconds + _EXTRA)
+
+    def set_quantization(
+        self, quantization: Any, skip_modules: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Chooses the run that the next syncs bring, as :meth:`Registry.set_quantization`.
+
+        Returns:
+            The reply's object, with ``run`` and its ``quantization``.
+
+        Raises:
+            FaninError: as :meth:`call`; RequestError says what the trainer publishes.
+        """
+        skip = None if skip_modules is None else [*skip_modules]
+        body = {"quantization": quantization, "skip_modules": skip}
+        return self.call("set_sync_quantization", body, 60.0)
 
     def call(self, route: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Posts to a route. Blocks at most *timeout* seconds.

@@ -166,12 +166,14 @@ class SyncResult:
         version: what the engines call the weights.
         results: by URL.
         seconds: for all of it.
+        run: of ``full:<run>``, which the engines pulled.
     """
 
     step: int
     version: str
     results: Mapping[str, EndpointResult]
     seconds: float
+    run: str
 
     @property
     def ok(self) -> bool:

@@ -73,11 +73,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Had:
-    """The step, version and options of the last sync that ended well."""
+    """The step, version, options and run of the last sync that ended well."""
 
     step: int
     version: str
     options: Options
+    run: str
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class Record:
     driver: Driver | None = None  # None: its kind is not known yet
     told: InitInfo | None = None  # the last init that it took
     step: int | None = None  # of its weights; None: not known
+    run: str = ""  # that the weights are of
     world: str = ""  # the launch of the trainer that the weights are of
     version: str | None = None  # what it was told to call its weights; None: not known
     had: Had | None = None  # the last sync that ended well
@@ -225,7 +227,7 @@ class EngineSync:
         stall = None if self.paused_at is None else time.monotonic() - self.paused_at
         with self.lock:
             self.phase = DONE
-            record.had = Had(plan.step, plan.version, plan.options)
+            record.had = Had(plan.step, plan.version, plan.options, plan.info.run)
             self.result = self.telling(version=plan.version, step=plan.step, stall=stall)
         _log.info("fanin.sync: %s", _line(self.result))
 
@@ -273,8 +275,8 @@ class EngineSync:
     def _has_it(self, driver: Driver) -> bool:
         """Whether these very weights are there: step and launch of the trainer, by all accounts."""
         record, plan = self.record, self.plan
-        known = (record.step, record.world, record.version)
-        wanted = (plan.step, plan.world, plan.version)
+        known = (record.step, record.run, record.world, record.version)
+        wanted = (plan.step, plan.info.run, plan.world, plan.version)
         whole = not record.dirty and not record.open and bool(plan.world)
         if not whole or known != wanted or self.seen != plan.version:
             return False
@@ -341,6 +343,7 @@ class EngineSync:
         record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
+        record.run = plan.info.run
 
     def _verify(self, driver: Driver, pulled: Pulled) -> None:
         """Compares what is served with what is trained, if it is to be. Raises HostError if that

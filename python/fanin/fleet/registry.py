@@ -48,8 +48,9 @@ from .engine_sync import (
     failure,
 )
 from .engine_vllm import VLLM
+from .quantization import Run, Wanted, wanted_of
 from .restarts import Restarts
-from .steps import wait_for_step
+from .steps import run_of, wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
 
 __all__ = ["Registry"]
@@ -139,6 +140,9 @@ class Registry:
         self._trainer = trainer
         self._said = path_of(trainer) or addresses_of(trainer)
         self._api_key = checked_key(api_key)
+        #: What the next syncs bring, and as what: see :meth:`set_quantization`.
+        self._chosen = self.run
+        self._wanted: Wanted | None = None
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
         self._leaving: dict[str, Record] = {}  # were removed while a sync was at them
@@ -401,6 +405,8 @@ class Registry:
         again: bool = False,
         prefetch: bool | str | None = None,
         verify_served: bool | str | None = None,
+        quantization: Any = None,
+        skip_modules: Sequence[str] | None = None,
     ) -> SyncResult:
         """Brings *step* to every engine, or to those of the groups, all at once.
 
@@ -440,6 +446,8 @@ class Registry:
                 ahead, the result's note says what, and that engine is paused while it reads.
             verify_served: as the registry's; None: the registry's. True also has engines that have
                 the step pull it again.
+            quantization, skip_modules: as :meth:`set_quantization`, for this sync alone; None: as
+                that has said.
 
         Returns:
             What the sync did to each engine.
@@ -465,14 +473,76 @@ class Registry:
             check_step(step)
         _check_version(version)
         until = started + seconds
-        return self._bring(
-            self._choose(group, urls), object(), step, version, options, until, skip_dead, again
+        records = self._choose(group, urls)
+        run = self._run_for(quantization, skip_modules, until)
+        return self._bring(records, object(), run, step, version, options, until, skip_dead, again)
+
+    def set_quantization(
+        self,
+        quantization: Any,
+        skip_modules: Sequence[str] | None = None,
+        *,
+        timeout: float = _HEALTH,
+    ) -> Run:
+        """Chooses the run that the next syncs bring: the one that the trainer quantizes so.
+
+        A sync quantizes nothing. Runs of one model are named alike: ``0``, ``0-fp8``.
+
+        Args:
+            quantization: None: the registry's run, whatever it is. "bf16": one that is not
+                quantized. "fp8"; or a quantization_config, of which the trainer's has each key.
+            skip_modules: patterns of modules that the run must not quantize.
+            timeout: seconds that the call blocks at most.
+
+        Returns:
+            The run, and the quantization_config that it is published with.
+
+        Raises:
+            RequestError: no run is published so: it says what is, and how to publish it.
+            FaninError: what asking the trainer raises.
+        """
+        wanted = wanted_of(quantization, skip_modules)
+        run = Run(self.run, None)
+        if wanted is not None:
+            run = self._run_as(wanted, time.monotonic() + timeout)
+        with self._changed:
+            self._chosen, self._wanted = run.name, wanted
+        return run
+
+    def _run_for(self, quantization: Any, skip: Any, deadline: float) -> str:
+        """The run that a sync is to bring."""
+        with self._changed:
+            run, known = self._chosen, self._wanted
+        wanted = wanted_of(quantization, skip, known)
+        if wanted is None or wanted is known:
+            return run
+        return self._run_as(wanted, deadline).name
+
+    def _run_as(self, wanted: Wanted, deadline: float) -> Run:
+        if not self.ask_trainer and wanted.keys is None:
+            return Run(self.run, None)
+        if not self.ask_trainer:
+            raise RequestError.make(
+                f"quantization {wanted} is asked for, and the registry does not ask the trainer",
+                "let the registry ask the trainer, or make one of the run that is quantized so",
+                key="quantization",
+            )
+        draft = self._init.get("draft_run")
+        return run_of(
+            self._trainer,
+            self.run,
+            wanted,
+            without=() if draft is None else {str(draft).removeprefix("full:")},
+            timeout=max(deadline - time.monotonic(), 0.001),
+            server_name=self.server_name,
+            **self._client,
         )
 
     def _bring(
         self,
         records: Sequence[Record],
         caller: object,
+        run: str,
         step: int | None,
         version: str | None,
         options: Options,
@@ -483,8 +553,8 @@ class Registry:
         started = time.monotonic()
         try:
             self._take(records, caller, deadline)
-            with span("fanin.sync", run=self.run, step=step, engines=len(records)) as told:
-                plan = self._plan(step, version, options, deadline, again)
+            with span("fanin.sync", run=run, step=step, engines=len(records)) as told:
+                plan = self._plan(run, step, version, options, deadline, again)
                 told.set(step=plan.step)
                 result = self._run(records, plan, started, skip_dead)
                 told.set(bytes=result.bytes)
@@ -494,6 +564,7 @@ class Registry:
 
     def _plan(
         self,
+        run: str,
         step: int | None,
         version: str | None,
         options: Options,
@@ -502,20 +573,20 @@ class Registry:
     ) -> Plan:
         world = ""
         if self.ask_trainer:
-            step, world = self._step_of(self.run, step, deadline)
+            step, world = self._step_of(run, step, deadline)
         elif step is None:
             raise RequestError.make(
                 "which step is the newest is not known", "give step, or ask_trainer=True"
             )
         draft = self._init.get("draft_run")
         drafts = [] if draft is None else [check_run(str(draft).removeprefix("full:"))]
-        for run in drafts if self.ask_trainer else ():
-            self._step_of(run, step, deadline)
+        for other in drafts if self.ask_trainer else ():
+            self._step_of(other, step, deadline)
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
-        info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
+        info = InitInfo(self._said, run, pull, self.server_name, self._init)
         version = version or f"step-{step}"
-        trained = self._trained({self.run, *drafts}, step, world, options, deadline)
+        trained = self._trained({run, *drafts}, step, world, options, deadline)
         return Plan(
             step, version, info, options, world, deadline, again, draft_run=draft, trained=trained
         )
@@ -739,7 +810,7 @@ def _judged(plan: Plan, syncs: Sequence[EngineSync], started: float, what: str) 
         or EndpointResult(sync.record.endpoint, "", version=sync.seen, paused=sync.record.paused)
         for sync in syncs
     }
-    result = SyncResult(plan.step, plan.version, results, time.monotonic() - started)
+    result = SyncResult(plan.step, plan.version, results, time.monotonic() - started, plan.info.run)
     if any(entry.error for entry in results.values()):
         raise SyncError.of(result, what, CODES)
     return result

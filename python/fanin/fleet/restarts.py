@@ -73,9 +73,9 @@ class Restarts:
         rest = registry._choose(None, urls), self.token
         try:
             try:
-                registry._bring(*rest, had.step, had.version, had.options, deadline)
+                registry._bring(*rest, had.run, had.step, had.version, had.options, deadline)
             except SupersededError:
-                registry._bring(*rest, None, None, had.options, deadline)
+                registry._bring(*rest, had.run, None, None, had.options, deadline)
         except FaninError as error:
             self._later.update(dict.fromkeys(urls, time.monotonic() + _AGAIN))
             _log.warning("fanin.sync: tried again in %.0f s: %s", _AGAIN, error)

@@ -49,7 +49,7 @@ _MODES = {
     "wait": "wait",
 }
 _INVALIDATION = ("auto", "flush", "none")
-_PLAIN = ("bf16", "bfloat16", "none")
+_NOT_HERE = "a sync quantizes nothing: the trainer publishes its run {run} so"
 _WHATS = {
     str: "a text",
     bool: "true or false",
@@ -64,7 +64,8 @@ _ADD = {
 _SYNC = {
     "step", "model_id", "pools", "pause_mode", "flush_cache", "keep_caches",
     "cache_invalidation_mode",
-    "weight_version", "quantization", "timeout", "skip_dead", "again", "prefetch", "verify_served",
+    "weight_version", "quantization", "skip_modules", "timeout", "skip_dead", "again", "prefetch",
+    "verify_served",
     *_UNNEEDED,
 }  # fmt: skip
 
@@ -268,17 +269,21 @@ class Service:
         return 200, {"endpoints": found, "count": len(found)}
 
     def _quantize(self, sent: Any) -> tuple[int, dict[str, Any]]:
-        _Body(sent, {"quantization"})
-        _check_quantization(sent.get("quantization"))
+        body = _Body(sent, {"quantization", "skip_modules"})
+        run = self.registry.set_quantization(
+            body.raw("quantization"), body.get("skip_modules", list)
+        )
         return 200, {
-            "quantization": None,
-            "message": "weights are synced as the trainer publishes them (bf16, no quantization)",
+            "success": True,
+            "quantization": run.quantization,
+            "run": run.name,
+            "message": f"syncs bring full:{run.name} from now on",
+            "notices": [_NOT_HERE.format(run=run.name)],
         }
 
     def _sync(self, sent: Any) -> tuple[int, dict[str, Any]]:
         body = _Body(sent, _SYNC)
         notices = body.notices()
-        _check_quantization(sent.get("quantization"))
         self._check_model(body)
         cache = body.one_of("cache_invalidation_mode", _INVALIDATION, "auto")
         mode = _MODES[body.one_of("pause_mode", _MODES, "retract")]
@@ -300,6 +305,8 @@ class Service:
                 again=body.get("again", bool, False),
                 prefetch=body.raw("prefetch"),
                 verify_served=body.raw("verify_served"),
+                quantization=body.raw("quantization"),
+                skip_modules=body.get("skip_modules", list),
             )
         except SyncError as error:
             timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"
@@ -307,6 +314,8 @@ class Service:
             reply["error"] = body_of(error)["error"]
             return 504 if timed_out else 502, reply
         told = f"step {result.step} is on {len(result.results)} engines"
+        if "quantization" in body:
+            notices.append(_NOT_HERE.format(run=result.run))
         return 200, _sync_body(result, told, cache, keep, notices)
 
     def _check_model(self, body: _Body) -> None:
@@ -328,18 +337,6 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise RequestError.make(f"the body is no JSON: {error}", "send an object") from None
-
-
-def _check_quantization(value: Any) -> None:
-    """Raises RequestError for anything but no quantization."""
-    method = value.get("quant_method") if isinstance(value, dict) else value
-    if value is None or (isinstance(method, str) and method.lower() in _PLAIN):
-        return
-    raise RequestError.make(
-        f"quantization {method!r} is not supported",
-        "leave it out: bf16 (or none) is, weights travel as the trainer publishes them",
-        key="quantization",
-    )
 
 
 def _error_body(error: BaseException) -> dict[str, Any]:
@@ -375,6 +372,7 @@ def _sync_body(
         "success": result.ok,
         "message": message,
         "step": result.step,
+        "run": result.run,
         "weight_version": result.version,
         "transfer_time": slowest.get("update_s", 0.0),
         "total_bytes": result.bytes or 0,

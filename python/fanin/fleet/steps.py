@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 from fanin._options import handed_on
@@ -23,7 +23,9 @@ from fanin.errors import (
 from fanin.info import Target, addresses_of, client_arguments
 from fanin.names import check_run
 
-__all__ = ["look", "newest_step", "wait_for_step"]
+from .quantization import Run, Wanted, look_for
+
+__all__ = ["look", "newest_step", "run_of", "wait_for_step"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _CONNECT = 5.0
@@ -126,6 +128,29 @@ def wait_for_step(
         return look(asked, publication, size, step, timeout)
 
     return _ask(trainer, publication, judge, timeout, server_name, stop, more)
+
+
+def run_of(
+    trainer: Target,
+    run: str,
+    wanted: Wanted,
+    *,
+    without: Container[str] = (),
+    timeout: float,
+    server_name: str | None = None,
+    **client: Any,
+) -> Run:
+    """The run that *trainer* quantizes as *wanted*, of the model of *run*.
+
+    Args and Raises as :func:`wait_for_step` and :func:`look_for`; what has no step is waited for.
+    """
+    publication = "full:" + check_run(run)
+
+    def judge(asked: Any, size: int, timeout: float) -> Run | FaninError:
+        return look_for(asked, run, wanted, without, timeout)
+
+    more = handed_on("run_of", Client, client)
+    return _ask(trainer, publication, judge, timeout, server_name, None, more)
 
 
 def _ask(

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fanin.errors import PeerError, RequestError
-from fanin.mapping._record import Described, Recording
 
-__all__ = ["explained", "quantization_of", "read_quantization", "refuse_other_quantization"]
+if TYPE_CHECKING:
+    from fanin.mapping._record import Described, Recording
+
+__all__ = [
+    "LISTS",
+    "explained",
+    "quantization_of",
+    "read_quantization",
+    "refuse_other_quantization",
+]
 
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
-# Lists of modules: a recording finds where they differ.
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""Keys under which modules are listed that are not quantized: a recording finds where they differ.
+"""
 _SKIPPED = "the trainer's skip_modules"
 _SHOWN, _WIDE = 4, 600
 
@@ -133,7 +142,7 @@ def explained(
             mine[copy.name.removesuffix(".weight")] = None
         elif not eight and copy.name in scaled:
             theirs[copy.name.removesuffix(".weight")] = None
-    of = next((name for name in _LISTS if name in (engine or {})), _LISTS[0])
+    of = next((name for name in LISTS if name in (engine or {})), LISTS[0])
     said, ways = [], []
     if mine:
         said.append(f"this engine quantizes what the trainer leaves as it is: {_listed(mine)}")
@@ -169,4 +178,4 @@ def _short(config: Mapping[str, Any]) -> str:
     text = json.dumps(config)
     if len(text) <= _WIDE:
         return text
-    return json.dumps({k: "..." if k in _LISTS else v for k, v in config.items()})
+    return json.dumps({k: "..." if k in LISTS else v for k, v in config.items()})
