@@ -377,68 +377,6 @@ CASE(test_two_at_once)
 
 #define CROWD 6
 
-/* All start together; whoever is first reads, and nobody else. */
-CASE(test_crowd)
-{
-    puller pullers[CROWD];
-    unsigned readers = 0;
-    for (int i = 0; i < CROWD; i++)
-        pullers[i] = start_puller(0);
-    for (int i = 0; i < CROWD; i++) {
-        /* A reader's report comes before its outcome. */
-        char first = 0;
-        assert_int_equal(read(pullers[i].reports, &first, 1), 1);
-        outcome o;
-        if (first == 'r') {
-            o = await_outcome(&pullers[i]);
-        } else {
-            *(char *)&o = first;
-            assert_int_equal(read(pullers[i].reports, (char *)&o + 1, sizeof o - 1),
-                             sizeof o - 1);
-            close(pullers[i].reports);
-            assert_int_equal(waitpid(pullers[i].pid, NULL, 0), pullers[i].pid);
-        }
-        assert_ok(o.status, o.error);
-        readers += !o.reused;
-    }
-    assert_int_equal(readers, 1);
-    check_adapter(1);
-    expect_alone(1);
-}
-
-/* One that is stopped while it reads keeps the place; who waits for it does so no longer than
-   it was told to. */
-CASE(test_stopped_holder)
-{
-    puller holder = start_puller(SIGSTOP);
-    await_reading(&holder);
-    siginfo_t info;
-    assert_int_equal(waitid(P_PID, (id_t)holder.pid, &info, WSTOPPED | WNOWAIT), 0);
-    fanin_pull_options options = defaults();
-    options.timeout_ms = 300;
-    assert_int_equal(pull_with(FANIN_PATH_STREAM, &options), FANIN_ERR_TIMEOUT);
-    assert_non_null(strstr(error.message, b.directory));
-    assert_int_equal(access(b.directory, F_OK), -1);
-    assert_int_equal(kill(holder.pid, SIGCONT), 0);
-    outcome o = await_outcome(&holder);
-    assert_ok(o.status, o.error);
-    check_adapter(1);
-}
-
-/* One that is killed while it reads leaves nothing that another could take for whole. */
-CASE(test_killed_holder)
-{
-    puller holder = start_puller(SIGKILL);
-    await_reading(&holder);
-    close(holder.reports);
-    assert_int_equal(waitpid(holder.pid, NULL, 0), holder.pid);
-    assert_int_equal(access(b.directory, F_OK), -1);
-    assert_ok(pull(), error);
-    assert_false(reused);
-    check_adapter(1);
-    expect_alone(1); /* what the dead one left is gone too */
-}
-
 /* -------------------------------------------------------------- failed pulls */
 
 static void kill_rank(void *cookie, uint64_t done, uint64_t total)

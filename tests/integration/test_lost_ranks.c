@@ -16,25 +16,6 @@
 /* More than a pull that is not in vain needs; who waits for it has failed. */
 #define LONG_MS 6000
 
-/* The rank that dies as soon as it has announced this step. */
-static struct {
-    world *of;
-    size_t rank;
-    uint64_t step;
-} dies;
-
-fanin_status __real_decode_wait_ok(body *in, msg_wait_ok *out);
-fanin_status __wrap_decode_wait_ok(body *in, msg_wait_ok *out);
-fanin_status __wrap_decode_wait_ok(body *in, msg_wait_ok *out)
-{
-    fanin_status status = __real_decode_wait_ok(in, out);
-    if (status == FANIN_OK && dies.of && out->step == dies.step) {
-        world_stop_rank(dies.of, dies.rank);
-        dies.of = NULL;
-    }
-    return status;
-}
-
 /* What a test has, and what its client said last. */
 static world w;
 static fanin_client *client;
@@ -117,50 +98,6 @@ CASE(a_lost_rank_ends_the_wait)
     /* Of a rank that never said who it is the address is told. */
     client = world_client(&w, FANIN_PATH_STREAM);
     assert_names_seven(pull_step(FANIN_STEP_EXACT, 2, LONG_MS), -1);
-}
-
-static void *commit_three(void *cookie)
-{
-    for (size_t i = 0; i < 3; i++)
-        world_commit_rank(cookie, i, 2);
-    return NULL;
-}
-
-CASE(a_lost_replica_does_not)
-{
-    begin_with_client(4, CUT_HSDP, 1);
-    world_stop_rank(&w, 3);
-    assert_int_equal(pull_step(FANIN_STEP_EXACT, 2, 400), FANIN_ERR_TIMEOUT);
-    assert_int_equal(error.rank, 3); /* gone, which is worse than behind */
-    assert_string_equal(error.address, w.addresses[3]);
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, commit_three, &w), 0);
-    expect_step(FANIN_STEP_EXACT, 2, 2);
-    pthread_join(thread, NULL);
-}
-
-CASE(a_dead_rank_sets_no_target)
-{
-    begin_with_client(4, CUT_HSDP, 4);
-    world_commit_rank(&w, 3, 5);
-    dies.rank = 3;
-    dies.step = 5;
-    dies.of = &w;
-    expect_step(FANIN_STEP_NEWEST, 0, 4);
-    assert_null(dies.of);
-}
-
-CASE(the_slowest_is_named_first)
-{
-    begin_with_client(8, CUT_CHUNK0, 3);
-    for (size_t i = 0; i < 8; i++)
-        if (i != 5)
-            world_commit_rank(&w, i, 4);
-    world_commit_rank(&w, 2, 5);
-    assert_int_equal(pull_step(FANIN_STEP_EXACT, 5, 1000), FANIN_ERR_TIMEOUT);
-    assert_int_equal(error.rank, 5);
-    assert_string_equal(error.address, w.addresses[5]);
-    assert_order("rank 5 at", "ranks 0-1, 3-4, 6-7 are at step 4");
 }
 
 /* ------------------------------------------------------------------- silent */
@@ -357,24 +294,6 @@ CASE(who_comes_late_is_waited_for_whatever_was_there_before)
     sem_destroy(&waits_again);
 }
 
-/* Three are gone, and one of them has a replica that is there: it is not to blame. */
-CASE(a_lost_replica_is_not_to_blame)
-{
-    static const size_t lost[] = {0, 1, 3};
-    uint64_t got;
-    begin_with_client(4, CUT_HSDP,
-                      1); /* ranks 0 and 2 hold one half, 1 and 3 another */
-    expect_step(FANIN_STEP_NEWEST, 0, 1);
-    for (size_t i = 0; i < 3; i++)
-        world_stop_rank(&w, lost[i]);
-    assert_gone(pull_step(FANIN_STEP_EXACT, 1, LONG_MS));
-    assert_true(error.rank == 1 || error.rank == 3);
-    assert_non_null(strstr(error.message, "no other rank holds"));
-    const fanin_pull_options options = make_options(FANIN_STEP_EXACT, 2);
-    assert_gone(fanin_client_wait(client, &options, &got, &error));
-    assert_true(error.rank == 1 || error.rank == 3);
-}
-
 /* All that are left have announced the step, and do not hold all of it: no pull can get that. */
 CASE(nobody_waits_for_what_is_in_vain)
 {
@@ -424,28 +343,4 @@ CASE(a_rank_that_stops_is_named_first)
     fanin_client_destroy(&client);
     rank_proxy_stop(&proxy);
     sem_destroy(&gate);
-}
-
-static void kill_first(void *cookie)
-{
-    (void)cookie;
-    world_stop_rank(&w, 0);
-}
-
-/* The last one dies when it is asked what it has, and this client has never seen a table. */
-CASE(nobody_is_left)
-{
-    rank_proxy proxy;
-    begin(2, CUT_CHUNK0, 1);
-    rank_proxy_start(&proxy, fanin_server_port(w.ranks[0].server), MSG_LIST, kill_first,
-                     NULL);
-    w.address_list[0] = proxy.address;
-    connect_with(LONG_MS);
-    world_stop_rank(&w, 1);
-    fanin_status status = pull_step(FANIN_STEP_EXACT, 9, 1000);
-    assert_true(atomic_load(&proxy.triggered));
-    assert_true(status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_UNREACHABLE);
-    assert_true(error.rank == 0 || error.rank == 1);
-    fanin_client_destroy(&client);
-    rank_proxy_stop(&proxy);
 }

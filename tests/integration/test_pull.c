@@ -349,45 +349,6 @@ CASE(test_columns_tcp)
 
 /* -------------------------------------------------------------- step rules */
 
-static void *commit_later(void *cookie)
-{
-    world_commit(cookie, 8);
-    return NULL;
-}
-
-CASE(test_step_rules)
-{
-    begin(4, CUT_CHUNK0, 0, FANIN_PATH_AUTO);
-    /* Not yet published: waited for. */
-    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 200), FANIN_ERR_TIMEOUT);
-    world_commit(&w, 7);
-    assert_int_equal(pulled(FANIN_STEP_EXACT, 7), 7);
-    assert_int_equal(pull_step(FANIN_STEP_EXACT, 6, 9000), FANIN_ERR_SUPERSEDED);
-    assert_non_null(strstr(error.message, "step 7"));
-    assert_int_equal(pull_step(FANIN_STEP_AT_LEAST, 8, 300), FANIN_ERR_TIMEOUT);
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, commit_later, &w), 0);
-    assert_int_equal(pulled(FANIN_STEP_AT_LEAST, 8), 8);
-    pthread_join(thread, NULL);
-}
-
-/* One rank is a step ahead: the pull waits for the others, then has one step. */
-CASE(test_ranks_apart)
-{
-    begin(3, CUT_CHUNK0, 1, FANIN_PATH_STREAM);
-    world_commit_rank(&w, 1, 2);
-    /* Until it takes long enough that all ranks have said where they are. */
-    uint32_t limit_ms = 100;
-    do {
-        limit_ms *= 2;
-        assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, limit_ms), FANIN_ERR_TIMEOUT);
-    } while (!strstr(error.message, "ranks 0, 2 are at step 1") && limit_ms < 60000);
-    assert_says(error.message, "ranks 0, 2 are at step 1");
-    world_commit_rank(&w, 0, 2);
-    world_commit_rank(&w, 2, 2);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 2);
-}
-
 /* Replicas: a dead rank, and one that is behind, are done without. */
 CASE(test_replicas)
 {
@@ -424,24 +385,6 @@ CASE(test_restart)
         world_commit_rank(&w, i, 4);
     }
     assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
-}
-
-/* The catalog changes between pulls: new tensor, removed tensor, moved pointer. */
-CASE(test_catalog_changes)
-{
-    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count - 2);
-    world_commit(&w, 1);
-    client = world_client(&w, FANIN_PATH_AUTO);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
-    for (size_t i = 0; i < 2; i++)
-        assert_ok(fanin_server_remove(w.ranks[i].server, "lora:0", world_lora[2].name,
-                                      &error),
-                  error);
-    /* Unreadable until the next commit. */
-    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 300), FANIN_ERR_TIMEOUT);
-    world_commit(&w, 2);
-    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 9000), FANIN_ERR_NOT_FOUND);
-    assert_non_null(strstr(error.key, world_lora[2].name));
 }
 
 /* ------------------------------------------------------------------- cancel */
@@ -482,21 +425,4 @@ CASE(test_quiet_watch)
         fanin_client_watch(client, "lora:9", 20000, see_step, NULL, &error),
         FANIN_ERR_NOT_FOUND);
     assert_non_null(strstr(error.message, "lora:0"));
-}
-
-static void *cancel_it(void *cookie)
-{
-    fanin_client_cancel(cookie);
-    return NULL;
-}
-
-CASE(test_cancel)
-{
-    pthread_t thread;
-    begin(2, CUT_CHUNK0, 0, FANIN_PATH_STREAM);
-    assert_int_equal(pthread_create(&thread, NULL, cancel_it, client), 0);
-    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 60000), FANIN_ERR_CANCELLED);
-    pthread_join(thread, NULL);
-    world_commit(&w, 1);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
 }

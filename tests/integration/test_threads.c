@@ -17,8 +17,6 @@
 #define THREADS 4
 #define VICTIM 5
 #define WAIT_S 20
-#define LOOKS_NS                                                                       \
-    UINT64_C(700000000) /* less than between two looks of the calling thread */
 
 /* Half a megabyte a rank. */
 static const world_tensor large[] = {
@@ -150,21 +148,6 @@ CASE_ALSO_OF_ONE(what_came_is_verified)
 static unsigned count_readers(pid_t *first)
 {
     return threads_named("fanin-read", first);
-}
-
-/* Not when the calling thread looks around next, which it does once a second. */
-CASE(a_pull_ends_with_its_last_byte)
-{
-    uint64_t took;
-    deadline at = deadline_in_ms(30000); /* on a busy machine most are late */
-    begin_large(CUT_CHUNK0);
-    connect_with(THREADS, false);
-    do {
-        uint64_t start = clock_ns();
-        expect_pull(1);
-        took = clock_ns() - start;
-    } while (took >= LOOKS_NS && !deadline_passed(at));
-    assert_true(took < LOOKS_NS);
 }
 
 CASE(threads_are_kept_and_end)
@@ -409,38 +392,6 @@ CASE(the_slowest_is_named)
     options.progress_cookie = &told;
     assert_ok(world_pull(&w, client, &options, &info, &error), error);
     assert_true(told > 0);
-}
-
-/* One bit of what a rank sends over its data connection. Two thirds of the bytes are this rank's,
-   so that a thread reads them, and goes on when the calling one is through. Returns the time that
-   the pull took. */
-static uint64_t pull_altered(void)
-{
-    static const world_tensor lopsided[] = {
-        {"base_model.model.a.lora_A.weight", FANIN_DTYPE_F32, 2, {3, 100000}}};
-    flip f = {.connection = 1, .way = FLIP_TO_CLIENT, .at = 790000, .bit = 3};
-    world_start(&w, 2, CUT_CHUNK0, lopsided, 1);
-    world_commit(&w, 1);
-    rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[0].server), &f);
-    has_proxy = true;
-    w.address_list[0] = proxy.address;
-    connect_over(2, 1, true);
-    uint64_t start = clock_ns();
-    expect_pull(1);
-    uint64_t took = clock_ns() - start;
-    assert_true(atomic_load(&f.flipped));
-    assert_int_equal(info.restarts, 1);
-    tear_down(NULL);
-    return took;
-}
-
-/* The calling thread is told of it, and does not find it when it looks around, once a second. On a
-   busy machine most pulls are late. */
-CASE(an_altered_bit_is_asked_for_again)
-{
-    deadline at = deadline_in_ms(30000);
-    while (pull_altered() >= LOOKS_NS)
-        assert_false(deadline_passed(at));
 }
 
 /* Sixteen requests: as soon as all of a rank's connections are up each has two of them. */
