@@ -399,18 +399,17 @@ SERVER_TEST(no_keys_while_paused)
 
 /* ------------------------------------------------------------- catalogs of before */
 
-void __real_commit_tidy(fanin_server *s);
-void __wrap_commit_tidy(fanin_server *s);
+void __real_commit_tidy_and_leave(fanin_server *s);
+void __wrap_commit_tidy_and_leave(fanin_server *s);
 void __wrap_ucx_region_destroy(ucx_region **r);
 
-static _Thread_local bool is_trainer;
 static atomic_bool control_is_away;
 static atomic_uint unregistered;
 
-void __wrap_commit_tidy(fanin_server *s)
+void __wrap_commit_tidy_and_leave(fanin_server *s)
 {
-    if (is_trainer || !atomic_load(&control_is_away))
-        __real_commit_tidy(s);
+    if (!atomic_load(&control_is_away))
+        __real_commit_tidy_and_leave(s);
 }
 
 void __wrap_ucx_region_destroy(ucx_region **r)
@@ -454,7 +453,6 @@ SERVER_TEST(memory_of_catalogs_before_is_given_back_too)
 {
     static void (*const give_back[])(fanin_server *) = {pause_all, remove_all,
                                                         remove_one, replace_one};
-    is_trainer = true;
     for (size_t i = 0; i < sizeof give_back / sizeof *give_back; i++) {
         fanin_server *s = start_published(0);
         register_region(s);
