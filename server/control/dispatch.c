@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/dispatch.h"
 #include "control/open_path.h"
-#include "control/reply.h"
+#include "control/session.h"
 #include "control/requests.h"
 #include "control/rest.h"
-#include "control/secure.h"
 #include "control/waits.h"
 
 #include <sys/epoll.h>

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/listeners.h"
 #include "control/dispatch.h"
-#include "control/evict.h"
-#include "guests/peer_log.h"
-#include "guests/peer_work.h"
+#include "control/session.h"
+#include "guests/peer.h"
 #include "error_set.h"
 #include "neighbour.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/open_path.h"
-#include "control/reply.h"
+#include "control/session.h"
 #include "shards/registration.h"
 #include "error_set.h"
 #include "neighbour.h"

@@ -18,4 +18,10 @@ void answer_begin(session *s, publication *p, uint64_t request, const msg_begin 
                   msg_begin_ok *reply, fanin_error *error);
 fanin_status handle_end(session *s, uint64_t request, body *in);
 
+/* ----------------------------------------------------------------------- TLS */
+
+/** Goes on with it. True: the session may receive. Else it waits, is being told why it is refused,
+    or is closed. */
+bool session_secure(session *s);
+
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/rest.h"
-#include "guests/peer_work.h"
+#include "guests/peer.h"
 
 /* Who has proven the secret is no stranger. */
 static bool is_counted(const session *s)

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A control session's life, and its bytes on their way in and out. */
 #include "control/session.h"
-#include "control/reply.h"
 #include "control/rest.h"
-#include "guests/peer_log.h"
+#include "guests/peer.h"
 #include "error_set.h"
 #include "neighbour.h"
 #include "shards/registration.h"
@@ -297,4 +296,126 @@ bool session_receive(session *s)
     if (s->phase == SESSION_OPEN)
         s->idle = deadline_in_ms(s->control->server->idle_ms);
     return true;
+}
+
+/* --------------------------------------------------------------- making room */
+
+/* When nobody could go for a peer, nobody can for a moment: to look at all sessions costs more than
+   to accept. For others somebody may. */
+#define LOOK_AGAIN_MS 50
+
+static bool holds_lease(const reader *r)
+{
+    for (size_t i = 0; i < SESSION_LEASES; i++)
+        if (r->leases[i].of)
+            return true;
+    return false;
+}
+
+/* When anything was last heard of it, or sent to its data connections. Lock held. */
+static uint64_t active_ns(const session *s)
+{
+    return s->heard_ns > s->reader->active_ns ? s->heard_ns : s->reader->active_ns;
+}
+
+/* Nobody's connections are more in the way than those of who has more of them. */
+static bool may_go_for(const session *s, const peer_share *newcomer,
+                       admission_room room)
+{
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0)
+        return false;
+    return s->from == newcomer ||
+           (room == ROOM_NONE && !s->from->is_own &&
+            (newcomer->is_own || s->from->connections > newcomer->connections));
+}
+
+static session *find_idle(struct control *c, const peer_share *newcomer,
+                          admission_room room)
+{
+    fanin_server *server = c->server;
+    session *found = NULL;
+    uint64_t before = clock_ns() - (uint64_t)EVICT_IDLE_MS * 1000000;
+    pthread_mutex_lock(&server->lock);
+    for (session *s = c->sessions; s; s = s->next)
+        if (may_go_for(s, newcomer, room) && active_ns(s) < before &&
+            !holds_lease(s->reader)) {
+            before = active_ns(s);
+            found = s;
+        }
+    server->stats.sessions_evicted += found != NULL;
+    pthread_mutex_unlock(&server->lock);
+    return found;
+}
+
+bool evict_idle(struct control *c, peer_share *newcomer, admission_room room)
+{
+    deadline *again = &newcomer->evict_again[room == ROOM_NONE];
+    if (!deadline_passed(*again))
+        return false;
+    session *s = find_idle(c, newcomer, room);
+    if (!s) {
+        *again = deadline_in_ms(LOOK_AGAIN_MS);
+        return false;
+    }
+    reply_fault(s, 0, FANIN_ERR_CLOSED,
+                "the session was idle, and its connection is needed by another");
+    session_send(s);
+    session_close(s, "it was idle, and its connection is needed by another");
+    return true;
+}
+
+/* ------------------------------------------------------------------- replies */
+
+void reply_error(session *s, uint64_t request, const fanin_error *error)
+{
+    msg_error m = {.code = error->status};
+    if (error->status == FANIN_OK)
+        return;
+    memcpy(m.message, error->message, sizeof m.message);
+    memcpy(m.remedy, error->remedy, sizeof m.remedy);
+    memcpy(m.key, error->key, sizeof m.key);
+    encode_error(&s->out.bytes, request, &m);
+}
+
+void reply_fault(session *s, uint64_t request, fanin_status code, const char *message)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    error_set(&error, code, NULL, "%s", message);
+    reply_error(s, request, &error);
+}
+
+uint64_t age_ms(uint64_t since_ns)
+{
+    return (clock_ns() - since_ns) / 1000000 + 1;
+}
+
+void describe_missing(const fanin_server *server, const char *name, fanin_error *error)
+{
+    char there[320];
+    error_place place = {.phase = "catalog", .remedy = "check the name of the run"};
+    publication_names(server, there, sizeof there);
+    error_set(error, FANIN_ERR_NOT_FOUND, &place,
+              "rank %u does not publish %s; it publishes %s", (unsigned)server->rank,
+              name, there[0] ? there : "nothing");
+}
+
+publication *find_present(const fanin_server *server, const char *name)
+{
+    publication *p = publication_find(server, name);
+    return p && p->present ? p : NULL;
+}
+
+void describe_paused(const char *name, const char *reason, fanin_error *error)
+{
+    error_place place = {.phase = "wait",
+                         .key = name,
+                         .remedy = "pull again when the trainer has resumed it"};
+    error_set(error, FANIN_ERR_PAUSED, &place, "%s is paused: %s", name, reason);
+}
+
+int32_t state_for(const session *s, publication_state state)
+{
+    if (state == STATE_PAUSED && !(s->features & FEATURE_PAUSED))
+        return WIRE_STATE_WRITING;
+    return (int32_t)state;
 }

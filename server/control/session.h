@@ -5,11 +5,12 @@
 
 #include "guests/admission.h"
 #include "core/bucket.h"
-#include "guests/peer_turns.h"
+#include "guests/peer.h"
 #include "framing.h"
 #include "outgoing.h"
 #include "tls.h"
 #include "publish/lease.h"
+#include "publish/publication.h"
 
 /* Caps of one control session (PROTOCOL.md, "Limits"). */
 #define SESSION_WAITS 16
@@ -150,5 +151,41 @@ bool session_receive(session *s);
 void session_send(session *s);
 /** Counts its memory; false: the connections have more than they may. */
 bool session_account(session *s);
+
+/* --------------------------------------------------------------- making room */
+
+/* Sessions that nobody uses make room for others when there is none. */
+
+/** A session that has said nothing for so long may go; a pull is never silent so long without a
+    lease or a wait, but for work of its own. */
+#define EVICT_IDLE_MS 10000
+
+/** Closes the session that has been idle for longest, without lease, wait or watch, and tells it
+    why. For one more of @p newcomer: a session of its own, or, if it is not its share that is used
+    up, of a network peer that has more of them. False: there is none. By the control thread. */
+bool evict_idle(struct control *c, peer_share *newcomer, admission_room room);
+
+/* ------------------------------------------------------------------- replies */
+
+/** What who asks for more is told. */
+#define SHUTTING_DOWN "the server is shutting down"
+
+/** Answers with an error; does nothing if there is none. */
+void reply_error(session *s, uint64_t request, const fanin_error *error);
+void reply_fault(session *s, uint64_t request, fanin_status code, const char *message);
+
+/** Since a clock_ns(); at least 1: 0 is "not known". */
+uint64_t age_ms(uint64_t since_ns);
+
+/* All with the lock held. */
+
+/** NULL: not there. */
+publication *find_present(const fanin_server *server, const char *name);
+/** NOT_FOUND that names what there is. */
+void describe_missing(const fanin_server *server, const char *name, fanin_error *error);
+/** Why readers of a publication get nothing. */
+void describe_paused(const char *name, const char *reason, fanin_error *error);
+/** As the session's peer knows it: an older one takes paused for writing. */
+int32_t state_for(const session *s, publication_state state);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/waits.h"
-#include "control/reply.h"
+#include "control/session.h"
 #include "control/requests.h"
 #include "error_set.h"
 

@@ -23,6 +23,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 
 typedef struct publication publication;
 typedef struct reader reader;
@@ -45,9 +46,9 @@ struct fanin_server {
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint8_t *
-        witness; /**< incarnation, where no forked child has it (core/witness.h); NULL: no cma */
+        witness; /**< incarnation, where no forked child has it (below); NULL: no cma */
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
-    uint32_t peer_cpu; /**< thousandths of a CPU, 0: no limit (guests/peer_work.h) */
+    uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (guests/peer.h) */
     uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */
     uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/lease.h) */
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
@@ -73,13 +74,13 @@ struct fanin_server {
     struct stream *stream;
     registrar registrar;
 
-    atomic_uint_fast64_t memory;         /**< of all connections */
-    atomic_uint_fast64_t parts;          /**< of that: shards/shard_catalog.h */
-    atomic_uint_fast64_t network_memory; /**< of that: all but the own user's */
-    bucket lines[2]; /**< of all peers together: guests/peer_log.h */
+    atomic_uint_fast64_t memory;           /**< of all connections */
+    atomic_uint_fast64_t parts;            /**< of that: shards/shard_catalog.h */
+    atomic_uint_fast64_t network_memory;   /**< of that: all but the own user's */
+    bucket lines[2];                       /**< of all peers together: guests/peer.h */
     atomic_uint_fast64_t unsaid, tell_at;  /**< lines left out, and when to tell */
-    bucket strangers_work, strangers_sent; /**< guests/peer_work.h */
-    atomic_uint_fast64_t rests;            /**< guests/peer_work.h */
+    bucket strangers_work, strangers_sent; /**< guests/peer.h */
+    atomic_uint_fast64_t rests;            /**< guests/peer.h */
 
     pthread_mutex_t lock; /* guards what follows */
     pthread_cond_t freed; /**< a lease or a send ended, or a drain; CLOCK_MONOTONIC */
@@ -123,5 +124,24 @@ static inline uint64_t next_even(fanin_server *s)
     s->counter += 2 - s->counter % 2;
     return s->counter;
 }
+
+/* ------------------------------------------------------------------- witness */
+
+/* The proof for clients of cma that the process which they read is this server's. */
+
+/** A copy of @p incarnation in a page of its own. A forked child, which may get the rank's number
+    when the rank has died, lacks this page. NULL: there is none to be had. */
+uint8_t *witness_make(const uint8_t incarnation[16]);
+/** Also of a child, which does not have it. */
+void witness_free(uint8_t **witness);
+
+/* ------------------------------------------------------------------ yielding */
+
+/* How much the server's threads let others of the process, and of the host, go first. */
+
+/** The nice value of threads that have @p more than the calling one. */
+int yielding_value(int32_t more);
+/** For a thread of the server at its beginning: takes the server's nice value, if it has one. */
+void yielding_begin(const fanin_server *s);
 
 #endif

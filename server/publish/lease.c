@@ -4,7 +4,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "guests/peer.h"
-#include "publish/garbage.h"
+#include "publish/publication.h"
 #include "thread.h"
 
 #include <inttypes.h>

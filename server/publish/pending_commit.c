@@ -7,7 +7,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/lease.h"
-#include "publish/garbage.h"
+#include "publish/publication.h"
 #include "shards/arena.h"
 #include "thread.h"
 

@@ -101,7 +101,7 @@ struct publication {
     state_change history[HISTORY];
 };
 
-/* --------------------------------------------- by name: publications.c */
+/* ------------------------------------------------------------------- by name */
 
 /** How every call that names a publication begins: server_check(), publication_name_check(). */
 fanin_status publication_call_check(const fanin_server *server, const char *name,
@@ -168,5 +168,24 @@ void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch);
 void publication_wait_for_reads(fanin_server *s, publication *p);
 /** ... until no other thread is in begin_update of it. */
 void publication_wait_for_drain(fanin_server *s, publication *p);
+
+/* ------------------------------------------------------------------- garbage */
+
+/* Catalogs without references, until somebody may wait while they go, and with them arenas and
+   registered memory. CUDA frees memory of a device when all that is queued there has ended, which
+   may be the trainer's, or never, where a collective hangs: no thread that serves readers may. */
+
+/** Gives a reference back; garbage_collect() frees what is left without one. NULL is fine. Lock
+    held. */
+void catalog_discard(fanin_server *s, shard_catalog *catalog);
+/** The same, lock not held: for the threads that serve readers. */
+void catalog_retire(fanin_server *s, shard_catalog *catalog);
+/** No lock held but a writer's. May block for as long as deregistering memory takes. What was left
+    without a reference before the call is freed when it returns, by whichever thread. */
+void garbage_collect(fanin_server *s);
+/** For the control thread: lets a thread collect, if there is anything, and does not wait. */
+void garbage_leave(fanin_server *s);
+/** Waits for that thread. The control thread has ended. */
+void garbage_join(fanin_server *s);
 
 #endif

@@ -74,7 +74,4 @@ fanin_status region_set_append(registrar *r, region_set *set, const region_set *
                                uint64_t base, uint64_t length, const gpu_range *in,
                                fanin_error *error);
 
-/** The region among the sorted ones that holds @p address, or NULL. */
-region *region_set_find(const region_set *set, uint64_t address);
-
 #endif

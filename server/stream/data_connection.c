@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/data_connection.h"
-#include "guests/peer_log.h"
-#include "guests/peer_work.h"
+#include "guests/peer.h"
 #include "core/rules.h"
 #include "error_set.h"
 

@@ -4,7 +4,7 @@
 #define DATA_CONNECTION_H
 
 #include "digest.h"
-#include "guests/peer_turns.h"
+#include "guests/peer.h"
 #include "stream/stage.h"
 #include "stream/stream.h"
 #include "stream/stream_digest.h"
@@ -38,7 +38,7 @@ typedef struct connection {
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits, with room in its socket: its peer has had its share of CPU
-                      time (guests/peer_work.h) */
+                      time (guests/peer.h) */
     peer_turn turn; /**< of those that rest */
     bool waiting;   /**< its socket is full: counted in sends_waiting */
     bool

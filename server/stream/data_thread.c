@@ -2,11 +2,10 @@
 /* The data threads: which of them gets a connection, and what it does with it. A connection stays
    with its thread until it is closed. Sockets are watched edge-triggered; connections that can do
    something are in a queue and take turns of at most one frame or one sendmsg each. */
-#include "guests/peer_log.h"
 #include "core/wake.h"
-#include "core/yielding.h"
+#include "core/server_state.h"
 #include "error_set.h"
-#include "guests/peer_work.h"
+#include "guests/peer.h"
 #include "stream/data_connection.h"
 #include "thread.h"
 

@@ -2,7 +2,7 @@
 #include "stream/read_job.h"
 
 #include "array.h"
-#include "publish/garbage.h"
+#include "publish/publication.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -3,7 +3,7 @@
 #include "core/rules.h"
 #include "core/wake.h"
 #include "error_set.h"
-#include "publish/garbage.h"
+#include "publish/publication.h"
 #include "stream/data_connection.h"
 #include "stream/stage_fill.h"
 

@@ -22,7 +22,7 @@
 #define STAGE_H
 
 #include "digest.h"
-#include "guests/peer_turns.h"
+#include "guests/peer.h"
 #include "stream/read_job.h"
 
 #define CHUNK_BYTES ((size_t)1 << 20)

@@ -4,7 +4,7 @@
  * away, dies or becomes another. Nothing counts then.
  */
 #include "cma/cma.h"
-#include "core/witness.h"
+#include "core/server_state.h"
 #include "ends.h"
 #include "local_world.h"
 #include "obedient_rank.h"

@@ -5,7 +5,7 @@
  */
 #include "control/rest.h"
 #include "guests/admission.h"
-#include "guests/peer_work.h"
+#include "guests/peer.h"
 #include "log_catcher.h"
 #include "server_peer.h"
 #include "testing.h"

@@ -2,7 +2,7 @@
 /* Device memory by stream: layouts, order, bounded memory, epochs and faults of the device. The
    driver is a stand-in. */
 #include "call.h"
-#include "guests/peer_work.h"
+#include "guests/peer.h"
 #include "gpu.h"
 #include "log_catcher.h"
 #include "server_device.h"
