@@ -7,18 +7,15 @@ import gc
 import os
 import random
 import threading
-from collections import Counter
 
 import fanin
 import local_world
 import numpy as np
 import pytest
-from limits import limits
 from local_world import (
     A_NAME,
     B_NAME,
     PATIENCE,
-    PUBLICATION,
     assert_step,
     client_of,
     empty,
@@ -212,95 +209,6 @@ def test_a_child_has_no_part_in_it(client: fanin.Client, got: dict[str, np.ndarr
         session.read()
         session.end()
     assert_step(got, 1)
-
-
-def test_threads_may_take_turns(client: fanin.Client, got: dict[str, np.ndarray]) -> None:
-    session = client.begin(0, got)
-    for index in range(2):
-        thread = threading.Thread(target=session.read, args=(index, 1))
-        thread.start()
-        thread.join()
-    session.end()
-    assert_step(got, 1)
-
-
-@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
-def test_a_step_between_any_two_calls(ranks: list[fanin.Server], unix: bool) -> None:
-    """Whatever ends well is one step, whole; whatever does not says that it was overtaken."""
-    chance, ends, step = random.Random(5), Counter[str](), 1
-    with client_of(ranks, use_unix=unix) as client:
-        for _ in range(60):
-            got, commit_at = empty(), chance.randrange(6)
-            with client.begin(0, packed(got), timeout=PATIENCE) as session:
-                begun = session.step
-                try:
-                    for number, index in enumerate((1, 0, 1, 0)):
-                        if number == commit_at:
-                            publish(ranks, step := step + 1)
-                        session.read(index, 1)
-                    if commit_at == 4:
-                        publish(ranks, step := step + 1)
-                    assert session.end().step == begun
-                    ends["good"] += 1
-                    assert_step(got, begun)
-                    assert commit_at == 5
-                except fanin.StaleError:
-                    ends["overtaken"] += 1
-                    assert commit_at < 5
-        assert ends["good"] > 0 and ends["overtaken"] > 0
-
-
-def test_paused_between_two_reads(ranks: list[fanin.Server]) -> None:
-    """Memory of a paused run is its owner's: nothing that was begun before ends well."""
-    with client_of(ranks) as client:
-        got = empty()
-        session = client.begin(0, got)
-        session.read(0, 1)
-        for server in ranks:
-            server.pause(PUBLICATION, "offloaded")
-        for server in ranks:
-            server.resume(PUBLICATION)
-        with pytest.raises(fanin.StaleError, match="rank"):
-            session.read(1, 1)
-            session.end()
-        session.abandon()
-        for server in ranks:
-            server.pause(PUBLICATION, "offloaded")
-        with pytest.raises(fanin.PausedError, match="offloaded"):
-            client.begin(0, got)
-        for server in ranks:
-            server.resume(PUBLICATION)
-        client.pull_into(0, got)
-        assert_step(got, 1)
-
-
-def test_another_launch_between_two_reads() -> None:
-    """The same addresses and the same step, and still not what was begun."""
-    got = empty()
-    with servers() as old:
-        publish(old, 1)
-        ports = [server.port for server in old]
-        with limits(lost_ms=1000):
-            client = client_of(old)
-        session = client.begin(0, got, timeout=PATIENCE)
-        session.read(0, 1)
-    world = os.urandom(16)
-    new = [
-        fanin.Server(world_id=world, rank=r, world_size=3, base_port=port - r, use_ucx=False)
-        for r, port in enumerate(ports)
-    ]
-    with client:
-        publish(new, 1)
-        with pytest.raises(fanin.ConnectionFailedError, match="rank"):
-            session.read(1, 1)
-        with pytest.raises(fanin.ConnectionFailedError, match="rank"):
-            session.end()
-        with client.begin(0, got, timeout=PATIENCE) as again:
-            again.read()
-            again.end()
-        assert_step(got, 1)
-    for server in new:
-        server.close()
 
 
 def test_the_memory_is_held(ranks: list[fanin.Server]) -> None:
