@@ -109,6 +109,7 @@ class Bench:
         self.engine = FakeEngine() if engine is None else engine
         self.keeper = self.state.keeper
         self.keeper._poll = 0.001
+        self.attached = True  # by what fetch() pulls
 
     def wanted(self, step: int, run: str = "0", **more: Any) -> Wanted:
         assert self.state.source is not None
@@ -123,6 +124,8 @@ class Bench:
 
     async def fetch(self, step: int, **more: Any) -> Adapter:
         """A pull that has been made a request of, and committed for it."""
+        if self.attached:
+            await self.state.attach(self.engine)
         self.trainer.commit(step, more.get("run", "0"))
         adapter = await self.state.pulls.fetch(self.wanted(step, **more))
         self.engine.request(adapter, step)
@@ -321,7 +324,6 @@ async def test_two_alphas_are_two_questions(bench: Bench) -> None:
 
 async def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
     """Two flights of one name, the second of which chose its place when the first was done."""
-    await bench.state.attach(bench.engine)
     first = await bench.fetch(2)
     twice = dataclasses.replace(first, path=first.path.with_name("policy-step2-2"))
     twice.lease = bench.state.places.lease(twice.path, time.monotonic() + 10)
@@ -341,7 +343,6 @@ async def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
 
 async def test_the_order_of_retirement(bench: Bench) -> None:
     engine = bench.engine
-    await bench.state.attach(engine)
     old = await bench.fetch(1)
     engine.watched = old.path
     engine.output_processor.request_states["r"] = SimpleNamespace(lora_request=old.requests[0])
@@ -361,7 +362,6 @@ async def test_the_order_of_retirement(bench: Bench) -> None:
 
 
 async def test_whoever_holds_the_request_may_still_send_it(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     old = await bench.fetch(1)
     held = [bench.engine.lora_requests[old.name]]
     await bench.fetch(2)
@@ -375,7 +375,6 @@ async def test_whoever_holds_the_request_may_still_send_it(bench: Bench) -> None
 
 
 async def test_what_somebody_else_still_loads_did_not_fail(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     adapter = await bench.fetch(1)
     adapter.suspended = True  # the name has gone for now, and nobody has tried to load it
     bench.keeper.not_loaded(adapter.name)
@@ -392,7 +391,6 @@ def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fanin.engine.retire._POLL_SLOW", 0.001)
 
     async def work() -> None:
-        await bench.state.attach(bench.engine)
         old = await bench.fetch(1)
         cycle: list[Any] = [bench.engine.lora_requests[old.name]]
         cycle.append(cycle)
@@ -425,7 +423,6 @@ async def test_registered_only_after_it_was_retired(bench: Bench) -> None:
 
 
 async def test_a_name_of_somebody_else_is_left_alone(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     old = await bench.fetch(1)
     theirs = Request(old.name, "/somewhere/else", 99)
     bench.engine.lora_requests[old.name] = theirs
@@ -436,7 +433,6 @@ async def test_a_name_of_somebody_else_is_left_alone(bench: Bench) -> None:
 
 
 async def test_runs_are_kept_apart(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     bench.trainer.runs["1"] = Run()
     here = [await bench.fetch(1, run="1")]
     here += [await bench.fetch(step) for step in (1, 2)]
@@ -449,7 +445,6 @@ async def test_runs_are_kept_apart(bench: Bench) -> None:
 
 
 async def test_asked_for_again_is_as_good_as_new(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     first, second = await bench.fetch(1), await bench.fetch(2)
     assert await bench.state.pulls.fetch(bench.wanted(1)) is first
     first.pins -= 1
@@ -459,7 +454,6 @@ async def test_asked_for_again_is_as_good_as_new(bench: Bench) -> None:
 
 
 async def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     old = await bench.fetch(1)
     for step in (2, 3):
         await bench.fetch(step)
@@ -471,7 +465,6 @@ async def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
 
 
 async def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
-    await bench.state.attach(bench.engine)
     old = await bench.fetch(35)
     bench.trainer.restart(OTHER_WORLD, 30)
     # The name is registered, so it is not asked for; another one tells.
@@ -485,7 +478,6 @@ async def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
 
 async def test_asked_again_after_a_restart(bench: Bench) -> None:
     """Somebody who asks by the route asks the trainer, although the name is here."""
-    await bench.state.attach(bench.engine)
     old = await bench.fetch(35)
     bench.trainer.restart(OTHER_WORLD, 35)
     new = await bench.state.pulls.fetch(bench.wanted(35))
@@ -499,6 +491,7 @@ async def test_asked_again_after_a_restart(bench: Bench) -> None:
 async def test_without_an_engine_nothing_is_deleted(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bench.attached = False
     adapters = [await bench.fetch(step) for step in (1, 2, 3, 4)]
     assert all(adapter.path.exists() for adapter in adapters)
     assert sum("VLLM_PLUGINS" in record.getMessage() for record in caplog.records) == 1
@@ -510,7 +503,6 @@ async def test_what_no_thread_could_delete_goes_with_the_next(
     async def no_thread(work: Callable[[], Any]) -> None:
         raise RuntimeError("can't start new thread")
 
-    await bench.state.attach(bench.engine)
     first, second = await bench.fetch(1), await bench.fetch(2)
     with monkeypatch.context() as patch:
         patch.setattr("fanin.vllm.models.in_thread", no_thread)
@@ -526,7 +518,6 @@ async def test_an_engine_that_fails_keeps_the_directory(bench: Bench) -> None:
     async def fail(lora_int_id: int) -> bool:
         raise RuntimeError("engine is dead")
 
-    await bench.state.attach(bench.engine)
     bench.engine.remove_lora = fail  # type: ignore[method-assign]
     adapters = [await bench.fetch(step) for step in (1, 2, 3)]
     await bench.keeper.settled()

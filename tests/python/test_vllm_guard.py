@@ -205,9 +205,13 @@ def request(name: str, client: int = 0) -> Any:
     return SimpleNamespace(request_id=name, client_index=client)
 
 
-def update(core: Any, step: int) -> None:
-    core.collective_rpc("start_weight_update")
+def pulled(core: Any, step: Any, start: str = "start_weight_update") -> None:
+    core.collective_rpc(start)
     core.collective_rpc("update_weights", None, (step,))
+
+
+def update(core: Any, step: int) -> None:
+    pulled(core, step)
     assert core.collective_rpc("finish_weight_update") == [step] * len(core.workers)
 
 
@@ -249,8 +253,7 @@ def test_caches_of_the_old_weights_are_dropped() -> None:
     core = engine()
     update(core, 3)
     assert core.dropped == ["prefixes", "encoders"]
-    core.collective_rpc("start_weight_update")
-    core.collective_rpc("update_weights", None, ({"step": 4, "keep_caches": True},))
+    pulled(core, {"step": 4, "keep_caches": True})
     core.collective_rpc("finish_weight_update")
     assert len(core.dropped) == 2
     update(core, 5)
@@ -352,17 +355,12 @@ def test_answers_are_never_those_of_the_call_before() -> None:
     error = failing(core, 4, w0="before", w1="before")
     assert not any(core.answers)
     assert str(error).count("before the first byte") == 1  # the same of both is said once
-    failing(core, 4, w0="before", w1="after")
+    said = str(failing(core, 4, w0="before", w1="after"))
+    assert "before the first byte" in said and "after the first byte" in said
     assert not any(core.answers)
     with pytest.raises(FaninError, match="without an update"):
         core.collective_rpc("finish_weight_update")
     update(core, 5)
-
-
-def test_all_that_workers_say_is_told() -> None:
-    core = engine()
-    said = str(failing(core, 4, w0="before", w1="after"))
-    assert "before the first byte" in said and "after the first byte" in said
 
 
 def test_requests_of_a_dirty_engine_fail() -> None:
@@ -404,8 +402,7 @@ def test_workers_begin_and_end_together() -> None:
     with pytest.raises(FaninError, match="already active"):
         core.collective_rpc("start_weight_update")
     update(core, 3)
-    core.collective_rpc("start_weight_update")
-    core.collective_rpc("update_weights", None, (4,))
+    pulled(core, 4)
     core.workers[1].weight_transfer_engine.updates.leave()
     with pytest.raises(FaninError, match="without an update"):
         core.collective_rpc("finish_weight_update")
@@ -498,8 +495,7 @@ def test_reading_ahead_brings_nothing_yet() -> None:
 
 def test_an_update_under_way_is_lost_in_a_sleep() -> None:
     core = engine(paused=True)
-    core.collective_rpc("start_weight_update")
-    core.collective_rpc("update_weights", None, (4,))
+    pulled(core, 4)
     core.sleep(level=2)
     with pytest.raises(StateError, match="not whole.*sleep at level 2"):
         core.collective_rpc("finish_weight_update")
@@ -511,8 +507,7 @@ def test_each_model_that_sleep_has_given_up_is_pulled() -> None:
     for worker in core.workers:
         worker.weight_transfer_engine.drafts = True
     core.sleep(level=2)
-    core.collective_rpc("start_draft_weight_update")
-    core.collective_rpc("update_weights", None, (4,))
+    pulled(core, 4, "start_draft_weight_update")
     core.collective_rpc("finish_weight_update")
     assert "worker 0 of 2: the weights were given up" in refused(core)
     core.sleep(level=2)
@@ -521,8 +516,7 @@ def test_each_model_that_sleep_has_given_up_is_pulled() -> None:
     said = refused(core)
     assert "worker 0 of 2, draft: the weights were given up" in said
     assert "start_draft_weight_update" in said
-    core.collective_rpc("start_draft_weight_update")
-    core.collective_rpc("update_weights", None, (4,))
+    pulled(core, 4, "start_draft_weight_update")
     core.resume_scheduler()
     assert core.resumed == 1
 
@@ -697,17 +691,20 @@ def test_no_replica_is_resumed_if_one_is_dirty() -> None:
     assert good.calls[-1] == "resumed"
 
 
-def test_replicas_of_different_steps_are_not_resumed() -> None:
-    """One has failed before its first byte was written: both are whole."""
-    one = server("", "", held=((4, ""), (None, "")))
-    with pytest.raises(Refusal, match="different steps: step 4, the weights that it was started"):
-        asyncio.run(one.resume_generation())
-    assert "resumed" not in one.calls
-
-
-def test_replicas_of_different_launches_are_not_resumed() -> None:
-    one = server("", "", held=(THREE, (3, "b" * 32)))
-    with pytest.raises(Refusal, match=f"step 3 of launch {'a' * 32}, step 3 of launch {'b' * 32}"):
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        # One has failed before its first byte was written: both are whole.
+        (((4, ""), (None, "")), "different steps: step 4, the weights that it was started"),
+        (
+            (THREE, (3, "b" * 32)),
+            f"step 3 of launch {'a' * 32}, step 3 of launch {'b' * 32}",
+        ),
+    ],
+)
+def test_replicas_of_different_steps_are_not_resumed(held: Any, says: str) -> None:
+    one = server("", "", held=held)
+    with pytest.raises(Refusal, match=says):
         asyncio.run(one.resume_generation())
     assert "resumed" not in one.calls
 

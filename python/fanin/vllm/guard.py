@@ -121,7 +121,7 @@ def fanin_disown_weights(worker: Any, why: str) -> None:
 
 _TEST = "tests/python/test_vllm_guard.py::"
 METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
-    (fanin_weights_call, _TEST + "test_all_that_workers_say_is_told"),
+    (fanin_weights_call, _TEST + "test_answers_are_never_those_of_the_call_before"),
     (fanin_leave_update, _TEST + "test_workers_begin_and_end_together"),
     (fanin_lose_weights, _TEST + "test_weights_that_sleep_has_given_up"),
     (fanin_disown_weights, _TEST + "test_weights_that_are_not_what_was_trained"),
