@@ -19,12 +19,14 @@ import contextlib
 import dataclasses
 import difflib
 import logging
-import math
 import os
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fanin import _allowed
+from fanin._dtypes import NARROWED
 from fanin._options import LANDINGS, MOST_BYTES
 from fanin._otel import span, within
 from fanin.engine.clients import Source
@@ -65,60 +67,46 @@ def api_processes(args: Any, config: Any) -> int:
     return max(asked if isinstance(asked, int) else 1, real if isinstance(real, int) else 1)
 
 
-def _seconds(body: dict[str, Any], default: float) -> float:
-    value = body.get("timeout")
+def _positive(value: Any, most: float) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value <= most
+
+
+#: What is good, and what is said of what is not, and the remedy.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "timeout": (
+        lambda value: _positive(value, _MAX_TIMEOUT),
+        f"is no number of seconds up to {_MAX_TIMEOUT:g}",
+        "",
+    ),
+    "lora_alpha": (lambda value: _positive(value, sys.float_info.max), "is no positive number", ""),
+    "dtype": (
+        lambda value: isinstance(value, str) and value.upper() in NARROWED,
+        "is not one that F32 tensors are converted to",
+        'give "BF16" or "F16", or leave it out',
+    ),
+    "max_bytes": (
+        lambda value: type(value) is int and 0 < value <= MOST_BYTES,
+        f"is no integer from 1 to {MOST_BYTES}",
+        "",
+    ),
+    "trust_config": (lambda value: isinstance(value, bool), "is neither true nor false", ""),
+    "landing": (lambda value: value in LANDINGS, f"is none of {', '.join(LANDINGS)}", ""),
+}
+
+
+def _said(body: dict[str, Any], name: str, default: Any = None) -> Any:
+    value = body.get(name)
     if value is None:
         return default
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not 0 < value <= _MAX_TIMEOUT:
-        raise RequestError.make(
-            f"timeout {value!r} is no number of seconds up to {_MAX_TIMEOUT:g}", key="timeout"
-        )
-    return float(value)
-
-
-def _alpha(body: dict[str, Any]) -> float | None:
-    value = body.get("lora_alpha")
-    if value is None:
-        return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value <= 0:
-        raise RequestError.make(f"lora_alpha {value!r} is no positive number", key="lora_alpha")
-    return float(value)
-
-
-def _dtype(body: dict[str, Any], default: str | None) -> str | None:
-    value = body.get("dtype")
-    if value is None:
-        return default
-    if not isinstance(value, str) or value.upper() not in ("BF16", "F16"):
-        raise RequestError.make(
-            f"dtype {value!r} is not one that F32 tensors are converted to",
-            'give "BF16" or "F16", or leave it out',
-            key="dtype",
-        )
-    return value.upper()
-
-
-def _max_bytes(body: dict[str, Any], default: int | None) -> int | None:
-    value = body.get("max_bytes")
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_BYTES:
-        raise RequestError.make(
-            f"max_bytes {value!r} is no integer from 1 to {MOST_BYTES}", key="max_bytes"
-        )
+    good, says, remedy = _FIELDS[name]
+    if not good(value):
+        raise RequestError.make(f"{name} {value!r} {says}", remedy, key=name)
     return value
 
 
 def _trust_config(body: dict[str, Any], default: bool) -> bool:
-    value = body.get("trust_config")
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise RequestError.make(
-            f"trust_config {value!r} is neither true nor false", key="trust_config"
-        )
+    value = bool(_said(body, "trust_config", default))
     if value and not default:  # whoever can send a request must not make the engine trust more
         raise RequestError.make(
             "trust_config is off in this engine",
@@ -126,17 +114,6 @@ def _trust_config(body: dict[str, Any], default: bool) -> bool:
             key="trust_config",
         )
     return value
-
-
-def _landing(body: dict[str, Any], default: str) -> str:
-    value = body.get("landing")
-    if value is None:
-        return default
-    if value not in LANDINGS:
-        raise RequestError.make(
-            f"landing {value!r} is none of {', '.join(LANDINGS)}", key="landing"
-        )
-    return str(value)
 
 
 def _check_fields(body: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -176,6 +153,7 @@ class Api:
         _check_fields(body, _LOAD_FIELDS)
         run, step, label = which(body.get("lora_name"), body.get("run_idx"), body.get("step"))
         config = self._here.config
+        dtype = _said(body, "dtype", config.dtype)
         return Wanted.by(
             config,
             self._source(body),
@@ -183,12 +161,12 @@ class Api:
             run,
             step,
             label,
-            timeout=_seconds(body, config.timeout),
-            lora_alpha=_alpha(body),
-            dtype=_dtype(body, config.dtype),
+            timeout=_said(body, "timeout", config.timeout),
+            lora_alpha=_said(body, "lora_alpha"),
+            dtype=None if dtype is None else dtype.upper(),
             trust_config=_trust_config(body, config.trust_config),
-            max_bytes=_max_bytes(body, config.max_bytes),
-            landing=_landing(body, config.landing),
+            max_bytes=_said(body, "max_bytes", config.max_bytes),
+            landing=_said(body, "landing", config.landing),
         )
 
     def _wants_newest(self, body: dict[str, Any]) -> bool:
@@ -346,7 +324,7 @@ class Api:
                 key="trainer_addresses",
             )
         source = self._named(trainer, body)
-        timeout = _seconds(body, 10.0)
+        timeout = _said(body, "timeout", 10.0)
         try:
             world = await in_thread(lambda: self._here.service.world_now(source, timeout))
         except FaninError as error:
