@@ -16,12 +16,13 @@ can reach them can run code in the engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -447,27 +448,20 @@ class SGLangEngine:
             )
         return reply
 
-    def _exclusive(self, name: str) -> _Exclusive:
-        return _Exclusive(self._lock, self._busy, name)
-
-
-class _Exclusive:
-    """One load or unload of a name at a time."""
-
-    def __init__(self, lock: threading.Lock, busy: set[str], name: str) -> None:
-        self._lock, self._busy, self._name = lock, busy, name
-
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def _exclusive(self, name: str) -> Iterator[None]:
+        """One load or unload of a name at a time."""
         with self._lock:
-            if self._name in self._busy:
+            if name in self._busy:
                 raise RequestError.make(
-                    f"{self._name} is being loaded or unloaded by another thread", "wait for it"
+                    f"{name} is being loaded or unloaded by another thread", "wait for it"
                 )
-            self._busy.add(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._busy.discard(self._name)
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(name)
 
 
 def _delete(lease: Lease) -> None:
