@@ -104,9 +104,17 @@ class Difference:
 # ---------------------------------------------------------------------- how a rank tells them
 
 
+_DIGESTS = ".digests"
+
+
 def publication_for(publication: str) -> str:
     """Where the digests of a publication are: ``"full:0.digests"``."""
-    return f"{publication}.digests"
+    return f"{publication}{_DIGESTS}"
+
+
+def tells_digests(publication: str) -> bool:
+    """Whether it is what :func:`publication_for` names."""
+    return publication.endswith(_DIGESTS)
 
 
 def size_of(layouts: Sequence[Layout]) -> int:

@@ -351,7 +351,7 @@ class WholeTrainer(Trainer):
         for rank in ranks if digests else ():
             self.digest(step, rank)
 
-    def digest(self, step: int, rank: int) -> None:
+    def digest(self, step: int, rank: int, publication: str = "") -> None:
         """What fanin.torch makes of the weights, with numbers of the tests."""
         place = (4 * rank, 0), (4, 8)
         layouts = [Layout("w", "F32", (8, 8), (place,))]
@@ -360,7 +360,7 @@ class WholeTrainer(Trainer):
         told = bytearray(digests_of(layouts, step, held))
         shards = [fanin.Shard(f"rank{at}", "U8", (len(told),), (), -1) for at in range(2)]
         shards[rank] = fanin.shard_of(f"rank{rank}", told, dtype="U8")
-        told_by, name = self.servers[rank], publication_for(self.publication)
+        told_by, name = self.servers[rank], publication_for(publication or self.publication)
         told_by.begin_update(name)
         told_by.put(name, shards, replace=True)
         told_by.commit(name, step)

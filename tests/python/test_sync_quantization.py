@@ -155,6 +155,21 @@ def test_an_engine_that_was_started_again_gets_its_run(
     assert registry.healthy() == {engine.url, other.url}
 
 
+def test_what_is_served_is_compared_with_that_run(trainer: WholeTrainer, engine: FakeVLLM) -> None:
+    """Again when the weights were given up, as by a sleep. Digests are no runs of their own."""
+    for server in trainer.servers:
+        for publication in ("full:0", "full:0-fp8"):
+            trainer.digest(1, server.rank, publication)
+    registry = registry_of(engine, trainer=trainer.info)
+    registry.set_quantization("fp8")
+    registry.sync(1)
+    engine.basis = "slept"
+    registry.sync(1, again=True)
+    assert engine.compared_runs == ["full:0-fp8"] * 2
+    registry.sync(1, quantization="bf16")
+    assert engine.compared_runs[2:] == ["full:0"]
+
+
 def test_over_http(registry: Registry, engine: FakeVLLM) -> None:
     with SyncServer(Service(registry), port=0) as server:
         client = SyncClient(server.url)

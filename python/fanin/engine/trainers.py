@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from fanin.config import engine_credentials
@@ -49,7 +50,7 @@ class Published:
         """The model's config.json, None: the trainer does not tell it."""
         return self.metadata.get("config")
 
-    @property
+    @cached_property
     def quantization(self) -> str | None:
         """The quantization_config by which the trainer has quantized, None: it does not tell it.
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from fanin._served import tells_digests
 from fanin.engine.trainers import Published
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError
 from fanin.mapping._quantized import LISTS, read_quantization
+from fanin.torch._formats import is_fit
 
 __all__ = ["Run", "Wanted", "chosen", "look_for", "wanted_of"]
 
 _PLAIN = ("bf16", "bfloat16", "none")
 # What a quantization_config has if it leaves them out.
-_LEFT_OUT = {"activation_scheme": "dynamic", "fmt": "e4m3"}
+_LEFT_OUT = {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "float"}
 _TAKEN = 'null, "bf16", "fp8", or a quantization_config of Hugging Face'
 
 
@@ -141,7 +142,7 @@ def look_for(
 def _is_of(name: str, run: str) -> bool:
     kind, _, other = name.partition(":")
     near = other == run or other.startswith(run + "-") or run.startswith(other + "-")
-    return kind == "full" and near
+    return kind == "full" and near and not tells_digests(other)
 
 
 def chosen(published: Mapping[str, Published], wanted: Wanted, own: str) -> Run:
@@ -195,12 +196,7 @@ def _quantized(published: Published, skip: Sequence[str]) -> list[str]:
     """Modules that are to be left out, and are published in fp8."""
     names = (entry.name for entry in published.entries if entry.dtype.startswith("F8_"))
     modules = [name.removesuffix(".weight") for name in names]
-    return [one for one in modules if any(_is_meant(entry, one) for entry in skip)]
-
-
-def _is_meant(entry: str, module: str) -> bool:
-    """As ``WeightServer(skip_modules=)`` reads it: whole dotted parts, or a pattern for all."""
-    return f".{entry}." in f".{module}." or fnmatchcase(module, entry)
+    return [one for one in modules if any(is_fit(entry, one) for entry in skip)]
 
 
 def _few(names: Iterable[str]) -> str:
