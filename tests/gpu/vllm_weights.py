@@ -14,13 +14,15 @@ time.
   moe         Qwen3-MoE (FusedMoE) with sleep mode: steps in place; sleep of level 2, then a step
   moe-tp2     the same on two GPUs, from a worker each
   lora        Qwen3 with --enable-lora: steps in place of the model beneath vLLM's wrappers
+  fp8         Qwen3 that is published in fp8 blocks and trained in BF16: ten steps in place into an engine
+              that has no fp8 checkpoint; the judge loads what torch has gathered, rounded whole
   mla         DeepSeek-V2 (MLA and FusedMoE): steps in place
   large       Qwen3-8B's shapes over HTTP: how long an update holds up the engine, with and without
               reading ahead, beside vLLM's own NCCL engine (alternated) and a copy within the device
 
 Needs two GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
-status 77 and the reason without. --device cpu rehearses `dense`, `moe` and `large`, in small and
-without graphs, with vLLM's build for CPUs. The last line is "N passed, N failed".
+status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` (with FANIN_TEST_FP8_KERNEL=) and
+`large`, in small and without graphs, with vLLM's build for CPUs. The last line is "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -110,6 +112,20 @@ MLA = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+SMALL_FP8 = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
 }
 QWEN3_8B = {
     "vocab_size": 151936,
@@ -266,6 +282,7 @@ class Part:
         self.scratch.mkdir()
         self.stack = contextlib.ExitStack()
         self.judges = 0
+        self.rounded = False
 
     def say(self, text: str) -> None:
         print(f"        {self.name}: {text}", flush=True)
@@ -275,9 +292,19 @@ class Part:
 
         return save_full_model(self.scratch / "model", kind, **(more if self.gpu else {}))
 
+    def file(self, trainer: Any, step: int) -> Path:
+        """What torch has gathered of that step; rounded to fp8 if the trainer rounds it."""
+        gathered = Path(trainer.record(step))
+        if not self.rounded:
+            return gathered
+        to = self.scratch / f"fp8-{step}"
+        return to if to.exists() else rounded(gathered, to)
+
     def plain(self, options: dict[str, Any]) -> dict[str, Any]:
         """What an engine takes: on a CPU, nothing about graphs and memory."""
-        return PLAIN | options if self.gpu else {}
+        if self.gpu:
+            return PLAIN | options
+        return {name: options[name] for name in ("hf_overrides", "load_format") if name in options}
 
     def trainer(self, model: Path, **more: Any) -> Any:
         from full_trainer import FullTrainer
@@ -314,7 +341,7 @@ class Part:
         for _ in range(steps):
             step = int(trainer.step(record=True)["step"])
             engine.pull(step)
-            judge.ask("load", model=str(trainer.record(step)), options={})
+            judge.ask("load", model=str(self.file(trainer, step)), options={})
             output = compare(step, engine, judge)
             assert output not in seen, f"step {step} is like one before"
             seen.append(output)
@@ -323,7 +350,8 @@ class Part:
     def loaded_anew(self, trainer: Any, engine: Any, options: dict[str, Any], alone: bool) -> None:
         """The step that the engine has now is what a vLLM has that is started with its file."""
         step = trainer.published
-        compare(step, engine, self.judge(trainer.record(step), alone, options).wait_ready())
+        judge = self.judge(self.file(trainer, step), alone, options)
+        compare(step, engine, judge.wait_ready())
 
 
 def run_model(
@@ -434,6 +462,50 @@ def compiled(part: Part) -> None:
 def lora(part: Part) -> None:
     options = {"compilation_config": GRAPHS, "enable_lora": True, "max_lora_rank": 8}
     run_model(part, part.model("qwen3", **DENSE), options, lambda *_: None)
+
+
+def fp8(part: Part) -> None:
+    """The trainer has BF16 and publishes fp8; the engine has no fp8 checkpoint at its start."""
+    from full_models import save_full_model
+
+    part.rounded = True
+    options = {"compilation_config": GRAPHS, "hf_overrides": {"quantization_config": FP8}}
+    model = save_full_model(part.scratch / "model", "qwen3", **SMALL_FP8)
+    first = rounded(model, part.scratch / "fp8-start")
+    trainer = part.trainer(model, server={"quantize": "fp8"}, record=True)
+    engine = part.engine(model, load_format="dummy", **options)
+    judge = part.judge(first, True, {"compilation_config": GRAPHS})
+    for one in (trainer, engine, judge):
+        one.wait_ready()
+    failure = engine.init(str(trainer.info), timeout=60)
+    assert not failure, failure
+    part.steps_in_place(trainer, engine, judge, 10)
+    assert engine.ask("replays") > 0 or not part.gpu, "no CUDA graph was replayed"
+    part.say(f"fanin.check.weights: {engine.check(trainer.published)}")
+    part.loaded_anew(trainer, engine, {"compilation_config": GRAPHS}, True)
+
+
+def rounded(source: Path, to: Path) -> Path:
+    """The model as whole matrices of fp8, by the tests' own rule."""
+    import shutil
+
+    import torch
+    from fp8_rule import rounded as whole
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, to)
+    found = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module, _, leaf = name.rpartition(".")
+        found[name] = tensor
+        if tensor.dim() == 2 and module not in ("lm_head", "model.embed_tokens"):
+            codes, scales = whole(tensor.float().numpy())
+            found[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+            found[f"{module}.weight_scale_inv"] = torch.from_numpy(scales)
+    save_file(found, to / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((to / "config.json").read_text()) | {"quantization_config": FP8}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
 
 
 def moe(part: Part) -> None:
@@ -697,11 +769,12 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "moe": moe,
     "moe-tp2": moe_tp2,
     "lora": lora,
+    "fp8": fp8,
     "mla": mla,
     "large": large,
 }
 ALONE = {"large"}
-ON_CPU = {"dense", "moe", "large"}
+ON_CPU = {"dense", "moe", "fp8", "large"}
 
 
 def one_part(name: str, scratch: Path, options: argparse.Namespace, told: dict[str, Any]) -> bool:
