@@ -14,14 +14,11 @@ from typing import Any
 import fanin.check
 import pytest
 import torch
-from families import served
-from fanin.errors import FaninError
 from fanin.sglang import LOADER, Request
 from fanin.sglang.request import encode
 from fanin.sync import Registry, SyncError
 from full_models import save_full_model
 from full_trainer import FullTrainer
-from safetensors.torch import load_file
 from sglang_server import BrokenLink, SGLangServer, generation, needs_sglang
 from vllm_server import Refused
 
@@ -225,37 +222,6 @@ def test_a_request_lives_through_an_update(place: Place) -> None:
     assert last["meta_info"]["completion_tokens"] == 400
     versions = [span["version"] for span in last["meta_info"]["weight_versions"]]
     assert versions == [before, f"step-{step}"]
-
-
-@ALONE
-def test_tensors_that_do_not_fit(place: Place) -> None:
-    found = place.seen()
-    tensors = load_file(place.trainer.record(place.trainer.published) / "model.safetensors")
-    wrong = "model.layers.1.post_attention_layernorm.weight"
-    tensors[wrong] = tensors[wrong][:-8].contiguous()
-    with served(tensors) as addresses:
-        status, message = place.attempt(1, addresses)
-        assert status == 400 and wrong in message
-        with pytest.raises(SyncError, match=wrong):
-            place.registry(addresses).sync(1)
-    assert place.engine.post("/end_weight_update")["success"]
-    place.engine.post("/continue_generation")  # it has its old weights
-    assert place.seen() == found
-
-
-@ALONE
-def test_a_rank_that_is_dead(place: Place) -> None:
-    """Asked first, so that nothing is paused; and an engine that is told to pull all the same has
-    its old weights, because it asks every rank before it reads."""
-    found, step = place.seen(), place.trainer.published
-    place.trainer.kill_rank(1)
-    address = place.trainer.addresses[1]
-    with pytest.raises(FaninError, match=address):
-        place.registry().sync(step, timeout=10)
-    assert place.seen() == found
-    status, message = place.attempt(step, timeout=10)
-    assert status == 400 and address in message
-    assert place.seen() == found
 
 
 def by_sync(place: Place, step: int, trainer: list[str]) -> str:

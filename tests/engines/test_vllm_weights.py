@@ -243,56 +243,7 @@ def place(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
     one.close()
 
 
-@pytest.mark.parametrize(
-    ("info", "said"),
-    [
-        ({"trainers": 1}, "unexpected keyword argument 'trainers'"),
-        ({"trainer": "127.0.0.1:1", "timeout": 2}, "127.0.0.1:1"),  # nobody listens there
-        ({"run": "other", "timeout": 5}, "full:other"),
-    ],
-)
-def test_wrong_init_info(place: Place, info: dict[str, Any], said: str) -> None:
-    info = {"trainer": str(place.trainer.info), **info}
-    assert said in place.engine.call("init_weight_transfer_engine", {"init_info": info})
-
-
 def test_a_good_update(place: Place) -> None:
-    place.init()
-    place.goes_on()
-
-
-def test_no_update_at_all_is_no_success(place: Place) -> None:
-    engine = place.engine
-    engine.good("start_weight_update")
-    assert "nothing was pulled" in engine.call("finish_weight_update", "step-99")
-    assert engine.version() != "step-99"
-    assert "already active" in engine.call("start_weight_update")
-    step = place.trainer.published
-    assert not engine.update(step)
-    engine.good("finish_weight_update", f"step-{step}")
-    place.serves(step)
-
-
-def test_a_step_that_has_passed(place: Place) -> None:
-    before = place.trainer.published
-    place.goes_on()
-    place.engine.good("start_weight_update")
-    failure = place.engine.update(before)
-    assert "SupersededError" in failure and str(before) in failure
-    # Nothing was written, and nothing of it can be ended as if it were.
-    assert "without a matching start" in place.engine.call("finish_weight_update")
-    place.serves(place.trainer.published)
-
-
-def test_a_rank_behind(place: Place) -> None:
-    place.init(timeout=3)
-    step = place.trainer.published + 1
-    place.trainer.step_on(0)
-    place.engine.good("start_weight_update")
-    failure = place.engine.update(step)
-    assert "TimeoutError" in failure and "rank 1" in failure
-    place.trainer.step_on(1)
-    place.trainer.published = step
     place.init()
     place.goes_on()
 

@@ -6,7 +6,6 @@ One server for the file. The tests run in order, each on what the earlier ones l
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -180,41 +179,6 @@ def test_a_dirty_engine_answers_nothing(place: Place) -> None:
     with pytest.raises(Refused):
         place.post("/finish_weight_update", weight_version=f"step-{step}")
     place.pull(step)
-    place.serves(place.trainer.record(step))
-
-
-def test_requests_of_a_paused_engine_wait_for_whole_weights(place: Place) -> None:
-    step = int(place.trainer.step()["step"])
-    place.post("/pause?mode=keep")
-    with ThreadPoolExecutor(1) as pool:
-        place.fail(step)
-        answer = pool.submit(place.engine.tokens, "base", list(PROMPTS[0]), COUNT, 180)
-        place.refuses_to_resume(f"the pull of step {step} failed")
-        assert place.engine.ask("GET", "/is_paused")["is_paused"]
-        assert not answer.done()
-        place.pull(step)
-        assert answer.result(180) == place.answers()[0]
-    place.serves(place.trainer.record(step))
-
-
-def test_a_trainer_that_dies_leaves_the_engine_dirty_until_another_one_serves(
-    place: Place,
-) -> None:
-    place.trainer.kill()
-    place.post("/start_weight_update")
-    with pytest.raises(Refused):
-        place.post("/update_weights", update_info={"step": place.trainer.published + 1})
-    with pytest.raises(Refused):
-        place.post("/finish_weight_update", weight_version="step-none")
-    assert place.engine.ask("GET", "/health") is not None
-    place.trainer.close()
-    place.trainer = FullTrainer(
-        place.model, place.scratch / "run", world_size=2, record=True, step=50, seed=3
-    )
-    place.trainer.wait_ready()
-    step = int(place.trainer.step()["step"])
-    place.pull(step)
-    assert place.version() == f"step-{step}"
     place.serves(place.trainer.record(step))
 
 
