@@ -7,9 +7,10 @@ them. :func:`fanin.trace` is another thing, and needs none of this.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import FaninError
@@ -124,24 +125,19 @@ def carried() -> dict[str, str]:
     return headers
 
 
-class within:
+@contextlib.contextmanager
+def within(headers: Mapping[str, str] | Any) -> Iterator[None]:
     """A ``with`` block below the span that *headers* carry, unless one is current already, which
     an instrumented server's is. headers: with ``get``; None: of nobody."""
-
-    def __init__(self, headers: Mapping[str, str] | Any) -> None:
-        self._api = None if headers is None else _api()
-        self._headers = headers
-        self._token: Any = None
-
-    def __enter__(self) -> None:
-        api = self._api
-        if api is None or api.trace.get_current_span().get_span_context().is_valid:
-            return
-        self._token = api.context.attach(api.propagate.extract(self._headers))
-
-    def __exit__(self, *_: object) -> None:
-        if self._api is not None and self._token is not None:
-            self._api.context.detach(self._token)
+    api = None if headers is None else _api()
+    if api is None or api.trace.get_current_span().get_span_context().is_valid:
+        yield
+        return
+    token = api.context.attach(api.propagate.extract(headers))
+    try:
+        yield
+    finally:
+        api.context.detach(token)
 
 
 def carry(work: Callable[..., _T]) -> Callable[..., _T]:

@@ -607,14 +607,13 @@ class PullService:
         deadline: float,
         progress: Progress | None,
     ) -> Adapter:
-        lease = self.places.lease(plan.path, deadline)
-        try:
-            result = self._bring(
+        result, lease = self._leased(
+            plan.path,
+            deadline,
+            lambda: self._bring(
                 client, wanted.run, plan.path, wanted.step, deadline, progress, wanted.how
-            )
-        except BaseException:
-            lease.release(delete=True)
-            raise
+            ),
+        )
         return self.arrived(
             wanted,
             plan,
@@ -629,19 +628,14 @@ class PullService:
     def arrived(self, wanted: Wanted, plan: Plan, **pulled: Any) -> Adapter:
         """The adapter of a pull that has succeeded; *pulled* are fields of it. Does not block."""
         self.places.spend(plan.path, plan.world, *wanted.place)
+        same = "name run step label source dtype trust_config".split()
         return Adapter(
-            name=wanted.name,
-            run=wanted.run,
-            step=wanted.step,
-            label=wanted.label,
-            source=wanted.source,
+            **{one: getattr(wanted, one) for one in same},
             addresses=plan.target.addresses,
             world=plan.world,
             path=plan.path,
             facts=plan.facts,
             is_3d=plan.is_3d,
-            dtype=wanted.dtype,
-            trust_config=wanted.trust_config,
             shown=self.pool.shown(plan.target),
             **pulled,
         )
@@ -654,16 +648,23 @@ class PullService:
         """
         deadline = time.monotonic() + float(job["timeout"])
         path = Path(job["path"])
-        lease = self.places.lease(path, deadline)
-        try:
+
+        def bring() -> Any:
             with self.connected(job, deadline, path.parent) as client:
-                result = self._bring(
+                return self._bring(
                     client, job["run"], path, int(job["step"]), deadline, progress, job["how"]
                 )
+
+        return self._leased(path, deadline, bring)
+
+    def _leased(self, path: Path, deadline: float, bring: Callable[[], Any]) -> tuple[Any, Lease]:
+        """What *bring* brings into *path*, which stays if that succeeds."""
+        lease = self.places.lease(path, deadline)
+        try:
+            return bring(), lease
         except BaseException:
             lease.release(delete=True)
             raise
-        return result, lease
 
     def connected(
         self, job: dict[str, Any], deadline: float, folder: Path | None = None
