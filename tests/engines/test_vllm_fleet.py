@@ -161,19 +161,3 @@ def test_a_trainer_that_dies_in_the_midst(fleet: Fleet) -> None:
         assert entry.phase == "init" and "127.0.0.1" in entry.error, entry
         assert not entry.paused and not fleet.paused(index)
     assert fleet.versions() == before
-
-
-def test_one_that_is_dead_is_removed(fleet: Fleet) -> None:
-    fleet.trainer.close()
-    fleet.trainer = FullTrainer(
-        fleet.model, fleet.trainer.info.parent, world_size=2, step=100, seed=9
-    )
-    fleet.trainer.wait_ready()
-    step = fleet.step()
-    fleet.signal(1, signal.SIGKILL)
-    with pytest.raises(SyncError, match="nothing was paused"):
-        fleet.registry.sync(step)
-    assert fleet.registry.remove(fleet.engines[1].url)
-    assert fleet.registry.sync(step).ok
-    assert fleet.engines[0].ask("GET", "/weight_info")["weight_version"] == f"step-{step}"
-    assert not fleet.paused(0)
