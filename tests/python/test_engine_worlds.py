@@ -90,31 +90,6 @@ async def test_ranks_that_go_one_after_the_other(by_name: Bench) -> None:
     assert (await by_name.state.pulls.fetch(by_name.wanted(12))).world == OTHER_WORLD
 
 
-async def test_requests_that_run_finish(bench: Bench) -> None:
-    old = await loaded(bench)
-    bench.engine.output_processor.request_states["r"] = SimpleNamespace(
-        lora_request=old.requests[0]
-    )
-    bench.trainer.restart(OTHER_WORLD, 12)
-    await until(lambda: bench.keeper.status()["retiring"] != [])
-    await bench.fetch(12)
-    assert old.path.exists() and bench.engine.events == []
-    bench.engine.output_processor.request_states.clear()
-    await bench.keeper.settled()
-    assert not old.path.exists()
-
-
-async def test_a_launch_that_the_file_names(tmp_path: Path) -> None:
-    info = tmp_path / "info"
-    info.mkdir()
-    write_info(info, TrainerInfo((ADDRESS,), world_id=WORLD))
-    bench = Bench(tmp_path, FANIN_TRAINER=str(info / "nixl_info.json"))
-    await loaded(bench)
-    # Elsewhere, while the old ones still run.
-    write_info(info, TrainerInfo(("10.0.0.9:1",), world_id=OTHER_WORLD))
-    await until(lambda: bench.keeper.get(NAME) is None)
-
-
 def test_a_launch_that_the_file_names_while_the_old_one_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -464,18 +464,6 @@ async def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
     assert again.path != old.path and again.path.name == "policy-step1-2"
 
 
-async def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
-    old = await bench.fetch(35)
-    bench.trainer.restart(OTHER_WORLD, 30)
-    # The name is registered, so it is not asked for; another one tells.
-    with pytest.raises(errors.PullTimeoutError):
-        await bench.state.pulls.fetch(bench.wanted(31, timeout=0.05))
-    await bench.keeper.settled()
-    assert not old.path.exists() and old.name not in bench.engine.lora_requests
-    new = await bench.fetch(35)
-    assert (old.world, new.world) == (WORLD, OTHER_WORLD)
-
-
 async def test_asked_again_after_a_restart(bench: Bench) -> None:
     """Somebody who asks by the route asks the trainer, although the name is here."""
     old = await bench.fetch(35)
