@@ -73,16 +73,16 @@ class Place:
         self.engine.wait_ready()
         self.base_tokens = self.oracle.tokens(None, PROMPT, COUNT)
 
-    def launch(self, step: int, seed: int, where: str = "trainer") -> LiveTrainer:
+    def launch(self, step: int, seed: int) -> LiveTrainer:
         """A new launch of trainers, whose nixl_info.json takes the place of an earlier one's."""
-        trainer = LiveTrainer(self.model, self.scratch / where, step=step, seed=seed)
+        trainer = LiveTrainer(self.model, self.scratch / "trainer", step=step, seed=seed)
         return self._stack.enter_context(trainer).wait_ready()
 
     def pulled(self, name: str) -> list[int]:
         return self.engine.tokens(name, PROMPT, COUNT)
 
-    def expected(self, step: int, trainer: LiveTrainer | None = None) -> list[int]:
-        return self.oracle.tokens((trainer or self.trainer).record(step), PROMPT, COUNT)
+    def expected(self, step: int) -> list[int]:
+        return self.oracle.tokens(self.trainer.record(step), PROMPT, COUNT)
 
     def next_step(self) -> int:
         return int(self.trainer.step()["step"])
@@ -201,21 +201,6 @@ def test_later_adapters_go_straight_into_slots(place: Place) -> None:
     assert place.pulled(f"filed-run0-step{step}") == place.expected(step)
 
 
-def test_requests_for_one_new_name_share_one_pull(place: Place) -> None:
-    before = place.pulls()
-    name = f"shared-run0-step{place.step + 1}"
-    with meanwhile() as pool:
-        answers = [pool.submit(place.load, name, timeout=PATIENCE)]
-        until(place.pulling, "a pull")
-        answers += [pool.submit(place.pulled, name) for _ in range(3)]
-        step = place.next_step()
-        assert answers[0].result(PATIENCE)["step"] == step
-        expected = place.expected(step)
-        assert all(answer.result(PATIENCE) == expected for answer in answers[1:])
-    assert place.pulls() == before + 1
-    assert len(place.directories("shared")) == 1
-
-
 def test_a_pull_that_waits_for_its_step_holds_nothing_up(place: Place) -> None:
     loaded = place.step
     assert place.pulled(f"shared-run0-step{loaded}") == place.expected(loaded)
@@ -261,18 +246,6 @@ def test_what_cannot_be_had(place: Place, name: str, status: int, said: str) -> 
     if "paused" in name:
         place.trainer.resume()
     place.still_serves()
-
-
-def test_an_alpha_that_contradicts_the_trainers(place: Place) -> None:
-    step = place.next_step()
-    name = f"alpha-run0-step{step}"
-    with pytest.raises(Refused) as caught:
-        place.load(name, lora_alpha=ALPHA + 1)
-    assert caught.value.status == 400
-    assert str(ALPHA) in caught.value.message and str(ALPHA + 1) in caught.value.message
-    assert name not in place.engine.names()
-    assert place.load(name, lora_alpha=ALPHA)["step"] == step
-    assert place.pulled(name) == place.expected(step)
 
 
 def test_what_vllm_does_not_take_is_refused_before_bytes_move(place: Place) -> None:
@@ -400,20 +373,6 @@ def test_a_pool_updates_its_engines(place: Place) -> None:
     assert place.pulled(f"pool-run0-step{newest}") == place.expected(newest)
 
 
-def test_pointed_at_other_trainers_and_back(place: Place) -> None:
-    from fanin.pool import EnginePool
-
-    step = place.next_step()
-    with place.launch(step, seed=77, where="other") as other:
-        answer = place.point_at(trainer_addresses=other.addresses)
-        assert answer["world"] == other.world_id
-        assert place.pulled(f"other-run0-step{step}") == place.expected(step, other)
-        EnginePool([place.engine.url]).init_engines(place.trainer.info)
-        assert place.pulled(f"back-run0-step{step}") == place.expected(step)
-        assert place.expected(step, other) != place.expected(step)
-    place.still_serves()
-
-
 def test_dead_trainers(place: Place) -> None:
     step = place.next_step()
     kept = f"kept-run0-step{step}"
@@ -448,28 +407,6 @@ def test_trainers_that_are_stopped_when_others_take_their_place(place: Place) ->
     until(lambda: place.pulled(name) == after, "the new launch")
     until(lambda: not old.exists(), "retirement")
     stopped.close()
-    place.still_serves()
-
-
-def test_trainers_restarted_from_an_earlier_step(place: Place) -> None:
-    earlier = place.step
-    wanted = earlier + 5
-    place.trainer.step(5)
-    name = f"again-run0-step{wanted}"
-    first = place.load(name)
-    assert first["world"] == place.trainer.world_id
-    before = place.pulled(name)
-    assert before == place.expected(wanted)
-
-    assert place.trainer.exit() == [0, 0]
-    place.trainer.close()
-    place.trainer = place.launch(earlier, seed=3)
-    place.trainer.step(5)
-    second = place.load(name)
-    assert second["world"] == place.trainer.world_id != first["world"]
-    after = place.pulled(name)
-    assert after == place.expected(wanted)
-    assert after != before
     place.still_serves()
 
 
