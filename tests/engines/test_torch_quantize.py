@@ -24,7 +24,7 @@ from full_models import random_model
 from quantize_ranks import module_of, whole_tensors
 from quantize_ranks import names as expert_names
 from test_full_worlds import Engine
-from worlds import World
+from worlds import World, child
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FORMATS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -147,7 +147,7 @@ def edges() -> torch.Tensor:
         one = torch.tensor([v / 448.0 * largest for v in values] + [largest]).repeat(65)
         blocks.append(one[: 128 * 128].view(128, 128) * (-1.0) ** torch.arange(128))
     blocks.append(torch.tensor(near(464.0, 64)[:128]).repeat(128, 1))
-    return torch.cat(blocks, 1)
+    return torch.cat(blocks, 1).float()
 
 
 @pytest.mark.parametrize("told, rule", FORMATS)
@@ -263,6 +263,14 @@ def _held(server: WeightServer) -> list[Any]:
     from fanin.torch._proof import _held as held
 
     return list(held(server._runs["full:0"].parameters))
+
+
+def test_kernels_of_gpus(tmp_path: Path) -> None:
+    """Triton's, by its interpreter, which has to be chosen before anything imports Triton."""
+    with child("kernels", "quantize_kernels.py", {}, tmp_path) as kernels:
+        for _ in FORMATS:
+            assert kernels.expect("rounded")["boxes"] == 5
+        assert kernels.wait() == 0
 
 
 # ---------------------------------------------------------------------------- which, and under what

@@ -19,6 +19,7 @@ from fanin.torch._blocks8 import Shared, begun, touched
 from fanin.torch._cast8 import cast, maxima, scales_of
 from fanin.torch._derived import Want, allocate
 from fanin.torch._formats import F8, Format
+from fanin.torch._launch8 import Job, Launches, can_launch
 
 __all__ = ["Derived", "Entry", "Quantizer"]
 
@@ -61,20 +62,6 @@ class Derived(NamedTuple):
     """Scales of what is not rounded any more."""
 
 
-class _Job(NamedTuple):
-    """A box, and where its scales go."""
-
-    values: Any
-    at: tuple[int, int]
-    block: tuple[int, int]
-    out: Any
-    scales: Any
-    inside: tuple[slice, slice]
-    """The blocks of *scales* among those that the box touches."""
-    shared: tuple[Any, Any] | None
-    """Which of the touched blocks are shared, and their places among all shared ones."""
-
-
 class Quantizer:
     """The stage that rounds to fp8. Not for several threads at once."""
 
@@ -84,7 +71,8 @@ class Quantizer:
         self._shared = Shared(0, {})
         self._reduce: Reduce = lambda values: lambda: None
         self._flat: Any = None
-        self._jobs: list[_Job] | None = None
+        self._jobs: list[Job] | None = None
+        self._launches: list[Launches] = []
         self._flags: list[tuple[Any, Any]] = []
 
     # -- what is published ------------------------------------------------------------------
@@ -117,13 +105,14 @@ class Quantizer:
         shards += [shard for entry in entries.values() for shard in entry.published]
         return Derived(shards, entries, dropped)
 
-    def accept(self, derived: Derived, removed: Iterable[str]) -> None:
+    def accept(self, derived: Derived, removed: Sequence[str]) -> None:
         """The library has taken what :meth:`derive` told, and *removed* tensors."""
         gone = {self.form.scale_name(name): name for name in self._entries}
         for name in [*removed, *derived.dropped]:
             self._entries.pop(gone.get(name, name), None)
         self._entries.update(derived.entries)
-        self._jobs = None
+        if derived.entries or removed or derived.dropped:
+            self._jobs = None
 
     def agree(self, shared: Shared, home: Any, reduce: Reduce) -> None:
         """The ranks have told each other what they hold; home: the device of the maxima."""
@@ -159,12 +148,14 @@ class Quantizer:
     def fill(self) -> None:
         """Rounds what the sources hold now; a block that ranks share by the maximum of all."""
         error: Exception | None = None
-        first: list[tuple[_Job, Any]] = []
+        first: list[tuple[Job, Any]] = []
         with torch.no_grad():
             try:
                 self._tell_unusable()
                 self._flat.zero_()
                 jobs = self._compiled()
+                for launches in self._launches:
+                    launches.maxima()
                 for job in jobs:
                     if job.shared is not None:
                         first.append((job, self._maxima(job, job.shared)))
@@ -172,6 +163,8 @@ class Quantizer:
                 error = caught
             wait = self._reduce(self._flat) if self._shared.size else None
             if error is None:
+                for launches in self._launches:
+                    launches.whole()
                 for job in jobs:
                     if job.shared is None:
                         self._cast(job, maxima(job.values, job.at, job.block))
@@ -179,6 +172,8 @@ class Quantizer:
                 wait()
             if error is not None:
                 raise error
+            for launches in self._launches:
+                launches.rest()
             for job, largest in first:
                 assert job.shared is not None
                 chosen, places = job.shared
@@ -192,18 +187,18 @@ class Quantizer:
             self._reduce(self._flat)()
 
     def release(self) -> None:
-        self._entries, self._jobs, self._flags = {}, None, []
+        self._entries, self._jobs, self._launches, self._flags = {}, None, [], []
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _maxima(self, job: _Job, shared: tuple[Any, Any]) -> Any:
+    def _maxima(self, job: Job, shared: tuple[Any, Any]) -> Any:
         largest = maxima(job.values, job.at, job.block)
         chosen, places = shared
         mine = largest.view(-1)[chosen].to(self._flat.device)
         self._flat[places] = torch.maximum(self._flat[places], mine)
         return largest
 
-    def _cast(self, job: _Job, largest: Any) -> None:
+    def _cast(self, job: Job, largest: Any) -> None:
         scales = scales_of(largest, self.form.powers)
         job.scales.copy_(scales[job.inside])
         cast(job.values, job.at, job.block, scales, job.out)
@@ -252,27 +247,40 @@ class Quantizer:
             Shard(self.form.scale_name(name), "F32", grid, _boxes(starts, scales, False), device),
         )
 
-    def _compiled(self) -> list[_Job]:
+    def _compiled(self) -> list[Job]:
+        """The jobs that torch does; others are in ``_launches``."""
         if self._jobs is None:
-            self._jobs = [
+            found = [
                 self._job(name, entry, at)
                 for name, entry in self._entries.items()
                 for at, box in enumerate(entry.source.boxes)
                 if 0 not in box.extent
             ]
+            on: dict[Any, list[Job]] = {}
+            self._jobs = []
+            for job in found:
+                beside = job.shared is None or job.out.device == self._flat.device
+                if beside and can_launch(job):
+                    on.setdefault(job.out.device, []).append(job)
+                else:
+                    self._jobs.append(self._moved(job))
+            powers = self.form.powers
+            self._launches = [Launches(jobs, self._flat, powers) for jobs in on.values()]
         return self._jobs
 
-    def _job(self, name: str, entry: Entry, at: int) -> _Job:
+    def _moved(self, job: Job) -> Job:
+        """What torch indexes by lies on the devices where it does so."""
+        if job.shared is None:
+            return job
+        chosen, places = job.shared
+        return job._replace(shared=(chosen.to(job.out.device), places.to(self._flat.device)))
+
+    def _job(self, name: str, entry: Entry, at: int) -> Job:
         box = entry.source.boxes[at]
         block = self.form.block_of(entry.source.shape)
         down, along = _blocks(touched, box, block)
-        mine = _blocks(begun, box, block)
-        inside = (
-            slice(mine[0].start - down.start, mine[0].stop - down.start),
-            slice(mine[1].start - along.start, mine[1].stop - along.start),
-        )
-        first, numbers = self._shared.of.get(name, (0, ()))
-        places = {number: first + i for i, number in enumerate(numbers)}
+        base, numbers = self._shared.of.get(name, (0, ()))
+        places = {number: base + i for i, number in enumerate(numbers)}
         across = self.form.scale_shape(entry.source.shape)[1]
         chosen, known = [], []
         for i, row in enumerate(down if places else ()):
@@ -281,16 +289,10 @@ class Quantizer:
                 if place is not None:
                     chosen.append(i * len(along) + j)
                     known.append(place)
-        device = entry.values[at].device
-        shared = None
-        if chosen:
-            shared = (
-                torch.tensor(chosen, device=device),
-                torch.tensor(known, device=self._flat.device),
-            )
-        where = (box.offset[0], box.offset[1])
-        out, scales = entry.values[at], entry.scales[at]
-        return _Job(entry.views[at], where, block, out, scales, inside, shared)
+        shared = (torch.tensor(chosen), torch.tensor(known)) if chosen else None
+        out, scales, by_row = entry.values[at], entry.scales[at], self.form.block is None
+        first = (box.offset[0], box.offset[1])
+        return Job(entry.views[at], first, block, out, scales, shared, by_row)
 
     def _flag_unusable(self) -> None:
         """Notes whether a scale is NaN, where a GPU has to be asked without waiting for it."""

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of :mod:`fanin.torch._cast8` as Triton kernels over a table: one launch for all tensors.
+
+A row of a table is a block, or a band of rows that have a scale each: address and elements between
+rows of the source, the same of the results, address of its scales (0: another rank's), place among
+the shared ones, rows, columns.
+
+WORK says what a launch does: 0 all of the rule; 1 the maximum alone, into what the ranks share; 2
+what follows from that. KIND is of the source: 0 BF16, 1 F32, 2 F16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["bands", "blocks"]
+
+
+@triton.jit
+def _bf16(
+    address,
+    offsets,
+    mask,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    if KIND == 0:
+        source = address.to(tl.pointer_type(tl.bfloat16)) + offsets
+    elif KIND == 1:
+        source = address.to(tl.pointer_type(tl.float32)) + offsets
+    else:
+        source = address.to(tl.pointer_type(tl.float16)) + offsets
+    if ALIGNED:
+        source = tl.max_contiguous(tl.multiple_of(source, [1, 16]), [1, 16])
+    if MASKED:
+        values = tl.load(source, mask=mask, other=0.0)
+    else:
+        values = tl.load(source)
+    if KIND == 2:
+        values = values.to(tl.float32)
+    return values.to(tl.bfloat16)
+
+
+@triton.jit
+def _magnitude(values):
+    """Bits, of which the larger ones are the larger number."""
+    return values.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+
+
+@triton.jit
+def _finished(largest):
+    """F32's bits of a maximum; what is not finite is NaN."""
+    return tl.where(largest > 0x7F7F, 0x7FC0, largest) << 16
+
+
+@triton.jit
+def _scale(bits, POWERS: tl.constexpr):
+    scale = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-4) * 0.0022321429569274187
+    out = scale.to(tl.int32, bitcast=True)
+    if POWERS:
+        out = ((out >> 23) + ((out & 0x7FFFFF) != 0).to(tl.int32)) << 23
+    return tl.where(bits == 0x7FC00000, 0x7FC00000, out).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _byte(values, scale, bits):
+    product = values.to(tl.float32) * tl.div_rn(1.0, scale)
+    out = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(bits == 0x7FC00000, 0x7F, out.to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def blocks(
+    table,
+    count,
+    shared,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    WORK: tl.constexpr,
+    POWERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """A block a row of the table: of ROWS and ALONG, of which each row begins at a multiple of 16
+    bytes, or any where MASKED."""
+    for at in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = table + at * 8
+        i = tl.arange(0, ROWS)[:, None]
+        j = tl.arange(0, ALONG)[None, :]
+        mask = (i < tl.load(row + 6)) & (j < tl.load(row + 7))
+        values = _bf16(tl.load(row), i * tl.load(row + 1) + j, mask, KIND, MASKED, not MASKED)
+        if WORK == 2:
+            bits = tl.load(shared + tl.load(row + 5))
+        else:
+            bits = _finished(tl.max(_magnitude(values)))
+        if WORK == 1:
+            tl.atomic_max(shared + tl.load(row + 5), bits)
+        else:
+            scale = _scale(bits, POWERS)
+            out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i * tl.load(row + 3) + j
+            if MASKED:
+                tl.store(out, _byte(values, scale, bits), mask=mask)
+            else:
+                out = tl.max_contiguous(tl.multiple_of(out, [1, 16]), [1, 16])
+                tl.store(out, _byte(values, scale, bits))
+            place = tl.load(row + 4)
+            tl.store(place.to(tl.pointer_type(tl.float32)), scale, mask=place != 0)
+
+
+@triton.jit
+def bands(
+    table,
+    count,
+    shared,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORK: tl.constexpr,
+    POWERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """ROWS rows a row of the table, of any length: each has a scale. ALIGNED: each begins at a
+    multiple of 16 bytes, and has such a number of elements."""
+    for at in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = table + at * 8
+        i = tl.arange(0, ROWS)
+        j = tl.arange(0, ALONG)[None, :]
+        source, columns = tl.load(row), tl.load(row + 7)
+        if ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        inside = i < tl.load(row + 6)
+        starts = i[:, None] * tl.load(row + 1)
+        places = shared + tl.load(row + 5) + i
+        if WORK == 2:
+            bits = tl.load(places, mask=inside, other=0)
+        else:
+            largest = tl.zeros([ROWS], dtype=tl.int32)
+            for first in range(0, columns, ALONG):
+                mask = inside[:, None] & (first + j < columns)
+                values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
+                largest = tl.maximum(largest, tl.max(_magnitude(values), axis=1))
+            bits = _finished(largest)
+        if WORK == 1:
+            tl.atomic_max(places, bits, mask=inside)
+        else:
+            scale = _scale(bits, POWERS)
+            out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i[:, None] * tl.load(row + 3)
+            for first in range(0, columns, ALONG):
+                mask = inside[:, None] & (first + j < columns)
+                values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
+                byte = _byte(values, scale[:, None], bits[:, None])
+                places8 = out + first + j
+                if ALIGNED:
+                    places8 = tl.max_contiguous(tl.multiple_of(places8, [1, 16]), [1, 16])
+                tl.store(places8, byte, mask=mask)
+            place = tl.load(row + 4)
+            scales = place.to(tl.pointer_type(tl.float32)) + i
+            tl.store(scales, scale, mask=inside & (place != 0))
