@@ -26,6 +26,7 @@ from fanin.torch._names import NamesFunction, Slice, chain, on_disk, per_expert,
 
 if TYPE_CHECKING:
     from fanin.torch._compact import Compacted, compact
+    from fanin.torch._transform import Transform, Values, parts_of
     from fanin.torch.server import AdapterServer
     from fanin.torch.weights import WeightServer
 
@@ -34,10 +35,13 @@ __all__ = [
     "Compacted",
     "NamesFunction",
     "Slice",
+    "Transform",
+    "Values",
     "WeightServer",
     "chain",
     "compact",
     "on_disk",
+    "parts_of",
     "per_expert",
     "renamed",
     "slot",
@@ -57,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from fanin.torch import _compact
 
         return getattr(_compact, name)
+    if name in ("Transform", "Values", "parts_of"):
+        from fanin.torch import _transform
+
+        return getattr(_transform, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -141,8 +141,10 @@ def metadata_of(model: Any, config: Mapping[str, Any] | None) -> dict[str, str]:
     return {"peft_config": json.dumps(ordered), _BASE: fields[_BASE]}
 
 
-def model_config(model: Any, given: Any) -> str | None:
+def model_config(model: Any, given: Any, unpacked: bool = False) -> str | None:
     """The configuration of a whole model as JSON, as transformers' ``config.json`` has it.
+
+    unpacked: what bitsandbytes packs is published as it is without.
 
     given: transformers' configuration, a mapping or JSON; None: the model's own. None if it has
     none. TypeError: what is given is none of these.
@@ -167,6 +169,8 @@ def model_config(model: Any, given: Any) -> str | None:
             f"config is a {type(given).__name__}; transformers' configuration, a dict or JSON of "
             "one is wanted"
         )
+    if unpacked and (fields.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
+        del fields["quantization_config"]
     if holder is not None and not fields.get("architectures"):
         # As transformers writes it when it saves; fully_shard() puts FSDP before a class's name.
         fields["architectures"] = [type(holder).__name__.removeprefix("FSDP")]

@@ -7,7 +7,7 @@ What the library has registered is compared with what is there now.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from fanin.torch._state import (
     refuse_kind,
     view_of,
 )
+from fanin.torch._transform import Computing, Transform, boxes_of, computed, placed, values_of
 from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
 
 try:
@@ -93,6 +94,10 @@ def _is_sharded(item: Item) -> bool:
     return item.state is not None and item.state.spec is not None
 
 
+def _is_computed(item: Item) -> bool:
+    return item.state is not None and item.state.values is not None
+
+
 def _is_temporary(item: Item, spec: Any) -> bool:
     """Whether FSDP shows its unsharded buffer: a plain tensor, or a DTensor on fewer of the mesh's
     dimensions than its shard."""
@@ -118,15 +123,20 @@ class Parameters:
         find: FindFunction,
         names: NamesFunction | None,
         base: bool = False,
+        transform: Transform | None = None,
+        filled: Callable[[], None] = lambda: None,
         quantizer: Quantizer | None = None,
     ) -> None:
         """base: beside what is published there may be a model, as around an adapter.
+
+        filled: called when all that *transform* says is computed.
 
         quantizer: rounds what would be published, None: nothing does.
         """
         self._root = root_of(model)
         self._find = find
         self._names = names
+        self._transform = transform
         self._base = base
         self._items: list[Item] = []
         self._tree = Tree()
@@ -141,7 +151,8 @@ class Parameters:
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
         #: What makes values that no parameter holds, at each step.
-        self.stages = Stages([quantizer] if quantizer is not None else [])
+        computing = [Computing(self._states, filled)] if transform is not None else []
+        self.stages = Stages([*computing, *([quantizer] if quantizer is not None else [])])
         self.quantizer = quantizer
 
     @contextlib.contextmanager
@@ -181,16 +192,17 @@ class Parameters:
                     item.sharded = item.sharded or known[item.name].sharded
         told: list[tuple[Item, State]] = []
         states: list[tuple[Item, State]] = []
+        asked = anew or (rekeyed and self._transform is not None)
         for item in self._items if items is None else items:
-            param = item.now()
-            state = item.state
-            if not anew and state is not None and param is state.param and is_same(param, state):
-                continue
-            new = self._resolve(item, param, anew)
-            states.append((item, new))
-            if state is None or not is_registered(new, state):
+            param, old = item.now(), item.state
+            if asked or old is None or param is not old.param or not is_same(param, old):
+                states.append((item, self._resolve(item, param, anew)))
+        states = placed(states)
+        for item, new in states:
+            old = item.state
+            if old is None or not is_registered(new, old):
                 told.append((item, new))
-            rekeyed = rekeyed or state is None or new.slices != state.slices
+            rekeyed = rekeyed or old is None or new.slices != old.slices
         removed: list[str] = []
         if rekeyed:
             new_states = {id(item): state for item, state in states}
@@ -221,15 +233,17 @@ class Parameters:
                 if item.state is not None
                 for part in item.state.slices
             }
-            alike: dict[tuple[bool, str], list[Item]] = {}
+            alike: dict[tuple[bool, str, bool], list[Item]] = {}
             for item in self._items:
-                alike.setdefault((_is_sharded(item), item.kind), []).append(item)
+                which = (_is_sharded(item), item.kind, _is_computed(item))
+                alike.setdefault(which, []).append(item)
             self._columns = [Columns(items, *which) for which, items in alike.items()]
             self.take_back()
             self._lent = [
                 _lent_of(item, item.state)
                 for item in self._items
                 if item.state is not None
+                and item.state.values is None  # a copy: writes hurt nobody
                 and not local_of(item.state).is_inference()  # counts no writes
                 and not self._is_derived(item.state)
             ]
@@ -328,7 +342,9 @@ class Parameters:
         """Every published tensor as the model has it now: the path of its parameter, which boxes
         this rank holds, and their elements, where they lie. Raises as :meth:`look`."""
         for item in self._items:
-            state = self._resolve(item, item.now(), False)
+            state = item.state
+            if state is None or state.values is None:
+                state = self._resolve(item, item.now(), False)
             for shard in self._shards(item, state):
                 if self.quantizer is not None and shard.name in self.quantizer:
                     for one, values in self.quantizer.held(shard.name):
@@ -370,6 +386,9 @@ class Parameters:
     def __len__(self) -> int:
         return len(self._items)
 
+    def _states(self) -> Iterator[State]:
+        return (item.state for item in self._items if item.state is not None)
+
     def _removed(self, items: list[Item], new: dict[int, State]) -> list[str]:
         """Keys that are registered and will not be there any more. RequestError: a key twice."""
         owners: dict[str, str] = {}
@@ -406,7 +425,9 @@ class Parameters:
             local = param._local_tensor
             if hasattr(local, "trigger_wait"):  # the result of a collective still under way
                 local = local.trigger_wait()
-        refuse_kind(item, local)
+        values = values_of(item, self._transform, param)
+        if values is None:
+            refuse_kind(item, local)
         storage = local.untyped_storage()
         if local.numel() > 0 and storage.nbytes() == 0:
             raise StateError.make(
@@ -414,12 +435,14 @@ class Parameters:
                 OFFLOADED,
                 key=item.name,
             )
-        shape = tuple(param.shape)
+        shape = tuple(param.shape if values is None else values.shape)
         state = item.state
         if state is not None and state.shape == shape and not anew:
             slices = state.slices
         else:
             slices = self._slices(item, shape)
+        if values is not None:
+            return computed(state, param, local, values, slices)
         size, steps = local.element_size(), tuple(local.stride())
         return State(
             param=param,
@@ -453,6 +476,24 @@ class Parameters:
                 ) from None
         return slices
 
+    def _boxes(self, item: Item, state: State) -> tuple[Box, ...]:
+        """Of the stored tensor, or of what is computed of it."""
+        if state.values is not None:
+            return boxes_of(state)
+        if state.spec is None:
+            blocks = layout(state.shape, (), (), (), state.local_shape)
+        else:
+            blocks = layout(state.shape, *self._layout(item, state))
+        if blocks is None:
+            raise RequestError.make(
+                f"the local tensor of '{item.path}' has shape {list(state.local_shape)}, which "
+                f"placements {state.spec.placements} on mesh {list(state.spec.mesh.shape)} do not "
+                f"give for {list(state.shape)}",
+                "make the parameter by fully_shard or distribute_tensor",
+                key=item.name,
+            )
+        return place(blocks, state.stride, state.pointer)
+
     def _shards(self, item: Item, state: State, name: str | None = None) -> list[Shard]:
         """Of all that *item* is published as, or of what is published under *name*."""
         dtype, shape = torch_dtype(state.dtype), state.shape
@@ -462,19 +503,7 @@ class Parameters:
                 "publish parameters of a floating-point type",
                 key=item.name,
             )
-        if state.spec is None:
-            blocks = layout(shape, (), (), (), state.local_shape)
-        else:
-            blocks = layout(shape, *self._layout(item, state))
-        if blocks is None:
-            raise RequestError.make(
-                f"the local tensor of '{item.path}' has shape {list(state.local_shape)}, which "
-                f"placements {state.spec.placements} on mesh {list(state.spec.mesh.shape)} do not "
-                f"give for {list(shape)}",
-                "make the parameter by fully_shard or distribute_tensor",
-                key=item.name,
-            )
-        boxes = place(blocks, state.stride, state.pointer)
+        boxes = self._boxes(item, state)
         pieces: dict[str, list[Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for part in state.slices:

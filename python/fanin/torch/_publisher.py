@@ -703,9 +703,9 @@ class Publisher:
             yield
             ordered = _ordered(run for run, _ in runs)
             for run in ordered:
-                self._prove(run)
-            for run in ordered:
                 run.parameters.stages.fill()
+            for run in ordered:  # also of what was made: replicas make the same
+                self._prove(run)
             for run, step in runs:
                 self._commit(run, step)
                 begun.remove(run)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, eq, is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,9 @@ from fanin.errors import RequestError
 from fanin.torch._blocks import Order, Split
 from fanin.torch._names import Slice
 from fanin.torch._tree import Item
+
+if TYPE_CHECKING:
+    from fanin.torch._transform import Values
 
 # By name: older PyTorch lacks them.
 _PACKED = ("torch.float4_e2m1fn_x2", "torch.bits2x4", "torch.bits4x2", "torch.bits1x8")
@@ -46,6 +49,8 @@ class State(NamedTuple):
     """Keeps the memory allocated for as long as readers may be told of it."""
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
+    values: Values | None = None
+    """What is computed of the parameter: then memory, type and shapes are the results'."""
 
 
 _spec = attrgetter("_spec")
@@ -60,9 +65,11 @@ class Columns:
     Tens of thousands of parameters are compared at each commit, so no Python runs for each.
     """
 
-    def __init__(self, items: list[Item], sharded: bool, kind: str) -> None:
+    def __init__(self, items: list[Item], sharded: bool, kind: str, computed: bool) -> None:
+        """computed: results are registered, for which the parameter may lie anywhere."""
         states = [item.state for item in items if item.state is not None]
         self._sharded = sharded
+        self._computed = computed
         self._kept = attrgetter(kind)
         self._owners = [item.owner for item in items]
         self._attributes = [item.attribute for item in items]
@@ -83,7 +90,7 @@ class Columns:
             if not all(map(is_, map(_spec, self._params), self._specs)):
                 return False
             local = list(map(_local_tensor, self._params))
-        return (
+        return self._computed or (
             all(map(eq, map(torch.Tensor.data_ptr, local), self._pointers))
             and all(map(is_, map(_dtype, local), self._dtypes))
             and all(map(eq, map(_shape, local), self._shapes))
@@ -126,7 +133,9 @@ def layout_of(item: Item, spec: Any, order: Any) -> Layout:
 
 
 def local_of(state: State) -> Any:
-    """The tensor that holds this rank's part."""
+    """The tensor that holds this rank's part; of what is computed, all parts in a row."""
+    if state.values is not None:
+        return view_of(state, Box((0,), state.local_shape, state.stride, state.pointer))
     return state.param if state.spec is None else state.param._local_tensor
 
 
@@ -143,6 +152,8 @@ def is_same(param: Any, state: State) -> bool:
     """Whether a parameter object that is the registered one still lies where it was registered."""
     if state.spec is not None and param._spec is not state.spec:
         return False
+    if state.values is not None:
+        return True
     local = local_of(state)
     return (
         local.data_ptr() == state.pointer
@@ -163,7 +174,12 @@ def is_registered(new: State, old: State) -> bool:
         and new.device == old.device
         and new.spec == old.spec
         and new.slices == old.slices
+        and _parts(new) == _parts(old)
     )
+
+
+def _parts(state: State) -> Any:
+    return None if state.values is None else state.values.parts
 
 
 def refuse_kind(item: Item, local: Any) -> None:

@@ -16,8 +16,20 @@ from fanin.errors import RequestError
 from fanin.torch._checkpoint import CheckpointNames, converts
 from fanin.torch._config import kinds_of
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
+from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction, parse
-from fanin.torch._tree import BUFFER, PARAMETER, Alias, Found, Item, root_of, walk, walk_buffers
+from fanin.torch._transform import Transform, values_of
+from fanin.torch._tree import (
+    BUFFER,
+    PARAMETER,
+    Alias,
+    FindFunction,
+    Found,
+    Item,
+    root_of,
+    walk,
+    walk_buffers,
+)
 
 # Classes whose only child "module" is no part of a checkpoint's names.
 _AROUND = ("DistributedDataParallel", "DataParallel", "Float16Module", "DeepSpeedEngine")
@@ -40,8 +52,7 @@ def _checkpoint_name(path: str, transparent: set[str]) -> str:
     return ".".join(
         part
         for at, part in enumerate(parts)
-        if part not in WRAPPERS
-        and not (part == "module" and ".".join(parts[: at + 1]) in transparent)
+        if part not in WRAPPERS and ".".join(parts[: at + 1]) not in transparent
     )
 
 
@@ -80,14 +91,14 @@ class _Names:
         return 0
 
 
-def lost_ties(root: Any) -> list[tuple[str, str]]:
+def lost_ties(root: Any, items: Iterable[Item]) -> list[tuple[str, str]]:
     """Names of tensors that the configuration ties and torch holds apart, two and two.
 
     That happens after ``to_empty()``, when a head was cloned, and where FSDP2 shards the two
     separately. Each then has a gradient of its own, and transformers and engines load one of them.
     """
     transparent = _transparent(root)
-    held = {_checkpoint_name(path, transparent): tensor for _, _, tensor, path in walk(root)}
+    held = {item.name: item.now() for item in items}
     names = {id(tensor): name for name, tensor in held.items()}
     pairs: list[tuple[str, str]] = []
     for path, module in root.named_modules():
@@ -122,24 +133,25 @@ def refuse_lost_tie(run: str, first: tuple[str, Any], second: tuple[str, Any]) -
         )
 
 
-def _parts_of_adapters(root: Any) -> Iterator[str]:
-    """Paths of LoRA's parameters, whoever made them, and of modules of PEFT's."""
-    yield from (path for _, _, _, path in walk(root) if parse(path) is not None)
+def _parts_of_adapters(root: Any, computed: bool) -> Iterator[str]:
+    """Paths of LoRA's parameters, whoever made them, and of modules of PEFT's. computed: of PEFT's
+    alone."""
+    yield from (path for _, _, _, path in walk(root) if not computed and parse(path) is not None)
     for where, name in _PEFT:
         kind = getattr(sys.modules.get(where), name, ())
         yield from (path or name for path, one in root.named_modules() if isinstance(one, kind))
 
 
-def _refuse_adapter(root: Any) -> None:
-    path = next(_parts_of_adapters(root), None)
+def _refuse_adapter(root: Any, computed: bool) -> None:
+    path = next(_parts_of_adapters(root, computed), None)
     if path is not None:
         kinds = kinds_of(root)
         raise RequestError.make(
             f"'{path}' belongs to an adapter" + (f" ({', '.join(kinds)})" if kinds else "") + ": "
             "the weights that engines want are the base's and the adapter's together, which lie in "
             "no memory",
-            "publish a LoRA adapter by fanin.torch.AdapterServer, or give the WeightServer what "
-            "merge_and_unload() makes",
+            "publish a LoRA adapter by fanin.torch.AdapterServer, or merged into its base by "
+            "WeightServer(model, merge=True); of other adapters what merge_and_unload() makes",
             key=path,
         )
 
@@ -162,22 +174,28 @@ def _refuse_packed(owner: Any, tensor: Any, path: str) -> None:
             )
 
 
-def find_weights(root: Any) -> Found:
+def find_weights(root: Any, merge: Merge | None = None, computed: bool = False) -> Found:
     """Every parameter and persistent buffer once, in the order of the tree.
+
+    merge: takes the adapter, whose tensors are not among them. computed: ``transform=`` says what
+    is published of tensors, and takes adapters that are not PEFT's.
 
     RequestError: an adapter's are among them, or weights that are packed; two tensors would have
     one name.
     """
     refuse_fsdp1(root)
-    _refuse_adapter(root)
+    if merge is not None:
+        merge.look()
+    else:
+        _refuse_adapter(root, computed)
     record_of = sharding_of(root)
-    transparent = _transparent(root)
+    transparent = _transparent(root) | (merge.transparent if merge is not None else set())
     told = _Names(root, transparent)
     places: dict[int, list[tuple[Any, str, str, str, str]]] = {}
     for kind, all_of in ((PARAMETER, walk(root)), (BUFFER, walk_buffers(root))):
         for owner, attribute, tensor, path in all_of:
             name = _checkpoint_name(path, transparent)
-            if not told.is_saved(name):
+            if not told.is_saved(name) or (merge is not None and not merge.is_kept(path)):
                 continue
             if kind == PARAMETER:
                 _refuse_packed(owner, tensor, path)
@@ -185,6 +203,8 @@ def find_weights(root: Any) -> Found:
     items: list[Item] = []
     aliases: list[Alias] = []
     for names in places.values():
+        if merge is not None:
+            merge.refuse_tied([place[:2] for place in names], [place[-1] for place in names])
         chosen = told.first([place[-1] for place in names])
         owner, attribute, kind, path, name = names[chosen]
         record = record_of(owner, attribute, path) if kind == PARAMETER else None
@@ -210,7 +230,9 @@ def _refuse_same_names(items: list[Item]) -> None:
         paths[item.name] = item.path
 
 
-def checkpoint_names(model: Any) -> NamesFunction | None:
+def checkpoint_names(
+    model: Any, find: FindFunction = find_weights, transform: Transform | None = None
+) -> NamesFunction | None:
     """What transformers saves of *model*; None: what is stored, under the names that it has.
 
     Only where a wrapper at most is around transformers' model: its names begin at the root.
@@ -219,7 +241,11 @@ def checkpoint_names(model: Any) -> NamesFunction | None:
     if not converts(root):
         return None
 
+    def shape_of(item: Item) -> tuple[int, ...]:
+        values = values_of(item, transform, item.now())
+        return tuple(item.now().shape if values is None else values.shape)
+
     def shapes() -> dict[str, tuple[int, ...]]:
-        return {item.name: tuple(item.now().shape) for item in find_weights(root).items}
+        return {item.name: shape_of(item) for item in find(root).items}
 
     return CheckpointNames(root, shapes)

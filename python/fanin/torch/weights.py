@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from collections.abc import Iterable
@@ -20,12 +21,14 @@ from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
 from fanin.torch._formats import Format, format_of, is_fit, scales_among
 from fanin.torch._kept import KEEP_F32, kept_in_f32
+from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
 from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
 from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
+from fanin.torch._transform import Transform
 from fanin.torch._union import (
     Entry,
     Table,
@@ -64,25 +67,44 @@ def full_publication(run: Run) -> str:
     return "full:" + publication_of(run).partition(":")[2]
 
 
-def _source(
-    run: Run, model: Any, names: NamesFunction | None, config: Any, form: Format | None
-) -> Source:
+class _What(NamedTuple):
+    """What a run is to publish: the arguments of that name."""
+
+    model: Any
+    names: NamesFunction | None
+    config: Any
+    merge: bool
+    transform: Transform | None
+    quantize: Any
+    skip_modules: Any
+
+
+def _source(run: Run, what: _What) -> Source:
+    model, transform = what.model, what.transform
+    form = format_of(what.quantize, what.skip_modules)
     if not isinstance(model, torch.nn.Module):
         raise RequestError.make(
             f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
         )
     publication = full_publication(run)
     quantizer = None if form is None else Quantizer(form)
-    names = names or checkpoint_names(model)
-    parameters = Parameters(model, find_weights, names, quantizer=quantizer)
+    merge = Merge(model, transform) if what.merge else None
+    if merge is not None:
+        model, transform = merge.root, merge
+    find = functools.partial(find_weights, merge=merge, computed=transform is not None)
+    names = what.names or checkpoint_names(model, find, transform)
+    forget = (lambda: None) if merge is None else merge.forget
+    parameters = Parameters(
+        model, find, names, transform=transform, filled=forget, quantizer=quantizer
+    )
 
     def describe() -> dict[str, str]:
-        text = model_config(model, config)
+        text = model_config(model, what.config, unpacked=what.merge)
         return {"format": "pt"} if text is None else {"config": text, "format": "pt"}
 
     change, metadata = parameters.look(), describe()
     kept = kept_in_f32(model, metadata.get("config"), change.states)
-    ties = tuple(lost_ties(parameters.root))
+    ties = tuple(lost_ties(parameters.root, change.items or ()))
     return Source(publication, parameters, change, metadata, describe, kept=kept, ties=ties)
 
 
@@ -115,8 +137,8 @@ class WeightOptions(RankOptions):
     """What :class:`WeightServer` is told.
 
     Args:
-        model: The module that is trained. A model with an adapter of PEFT's is refused: publish the
-            adapter by :class:`fanin.torch.AdapterServer`.
+        model: The module that is trained. A model with an adapter of PEFT's is refused without
+            *merge*: :class:`fanin.torch.AdapterServer` publishes the adapter alone.
         run: The publication is ``full:<run>``.
         name: Engines that demand a name of servers must demand this one.
         cast: "BF16" or "F16": snapshots of F32 tensors are converted. Needs *snapshot*. A mapping
@@ -126,6 +148,10 @@ class WeightOptions(RankOptions):
             pattern that names one of them rounds it, and a warning says so.
         config: The model's configuration for engines: transformers', a dict or JSON. Default:
             ``model.config``, if any rank has one.
+        merge: Publishes the base of a PEFT model with its LoRA adapter merged, bit for bit what
+            ``merge_and_unload()`` makes. Base and adapter stay as they are.
+        transform: Publishes computed values in place of stored ones, see
+            :data:`fanin.torch.Transform`.
         quantize: What engines get as E4M3 with scales, see docs/reference/quantization.md. "fp8":
             blocks of 128 x 128. Or the keys of Hugging Face's ``quantization_config``. The results
             take half of the memory that BF16 takes.
@@ -137,6 +163,8 @@ class WeightOptions(RankOptions):
     run: Run = option("0")
     name: str = option("weight_param_server")
     config: Any = option(None)
+    merge: bool = option(False)
+    transform: Transform | None = option(None)
     quantize: Any = option(None)
     skip_modules: Any = option(None)
 
@@ -200,12 +228,8 @@ class WeightServer(Publisher):
         self._told_of_ties: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
-
-        def prepare() -> Source:
-            form = format_of(options.quantize, options.skip_modules)
-            return _source(options.run, options.model, options.names, options.config, form)
-
-        super().__init__(options, options.name, prepare)
+        what = _What(*(getattr(options, name) for name in _What._fields))
+        super().__init__(options, options.name, lambda: _source(options.run, what))
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
@@ -238,6 +262,8 @@ class WeightServer(Publisher):
         *,
         names: NamesFunction | None = None,
         config: Any = None,
+        merge: bool = False,
+        transform: Transform | None = None,
         quantize: Any = None,
         skip_modules: Any = None,
     ) -> None:
@@ -256,6 +282,8 @@ class WeightServer(Publisher):
             model: the module that is trained.
             names: as the constructor's.
             config: as the constructor's.
+            merge: as the constructor's.
+            transform: as the constructor's.
             quantize: as the constructor's.
             skip_modules: as the constructor's.
 
@@ -266,8 +294,8 @@ class WeightServer(Publisher):
         try:
             publication = full_publication(run)
             self._refuse_known(publication)
-            form = format_of(quantize, skip_modules)
-            source = _source(run, model, names, config, form)
+            what = _What(model, names, config, merge, transform, quantize, skip_modules)
+            source = _source(run, what)
         except Exception as caught:
             error = cause_of(caught)
         table = table_of(source.change.shards) if source is not None else {}
@@ -421,7 +449,7 @@ class WeightServer(Publisher):
         assert change is not None
         self._tables[run.publication] = table
         self._unsettled.add(run.publication)
-        run.kept, run.ties = agreed.kept, tuple(lost_ties(run.parameters.root))
+        run.kept, run.ties = agreed.kept, tuple(lost_ties(run.parameters.root, change.items or ()))
         self._tell(run, change._replace(metadata=agreed.metadata))
         others = self._casting.marked(_others(agreed.wholes, table), run.kept)
         self._server.put(run.publication, others, replace=True)

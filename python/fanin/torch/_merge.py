@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base and its LoRA adapter together: the values that PEFT's ``merge_and_unload()`` would leave.
+
+PEFT's own functions compute what a layer adds, from the factors that this rank's part needs. So
+order and dtypes of the computation are PEFT's, and base and adapter stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fanin._cover import Part
+from fanin.errors import RequestError
+from fanin.torch._config import active_adapters, holder_of, kinds_of
+from fanin.torch._factors import Factors, Place
+from fanin.torch._state import refuse_kind
+from fanin.torch._transform import Transform, Values, parts_of
+from fanin.torch._tree import Item, root_of
+
+Shape = tuple[int, ...]
+
+_LAYERS = ("Linear", "Embedding", "ParamWrapper", "Linear4bit")
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+_GRAIN = 64
+"""Rows are computed by so many, whatever this rank's part is: products of very few rows may be
+rounded otherwise than those of a whole matrix."""
+_MOST = 16 << 20
+"""Elements that a layer adds at a time."""
+_OTHERS = "publish the adapter by fanin.torch.AdapterServer, or what merge_and_unload() makes"
+
+
+def _kind_of(layer: Any) -> type:
+    """PEFT's class of a layer, of which FSDP2 may have made one of its own."""
+    return next(kind for kind in type(layer).__mro__ if kind.__module__.partition(".")[0] == "peft")
+
+
+class Layer:
+    """One of PEFT's layers, which adds something to a tensor of the base."""
+
+    def __init__(self, path: str, layer: Any, adapter: str) -> None:
+        self.path, self.layer, self.adapter = path, layer, adapter
+        self.kind = _kind_of(layer)
+        self.embeds = adapter in layer.lora_embedding_A
+        self.is_dora = adapter in layer.lora_variant
+        self.places = self._places()
+
+    def _places(self) -> dict[str, Place]:
+        layer, adapter = self.layer, self.adapter
+        if self.embeds:
+            return {
+                "A": Place(layer.lora_embedding_A, adapter),
+                "B": Place(layer.lora_embedding_B, adapter),
+            }
+        found = {
+            "A": Place(layer.lora_A[adapter], "weight"),
+            "B": Place(layer.lora_B[adapter], "weight"),
+        }
+        if self.is_dora:
+            found["magnitude"] = Place(layer.lora_magnitude_vector[adapter], "weight")
+        return found
+
+    @property
+    def target(self) -> tuple[Any, str]:
+        """The module of the base and its attribute."""
+        return self.layer.get_base_layer(), getattr(self.layer, "parameter_name", "weight")
+
+    def add(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any) -> None:
+        """Writes to *out* a part of the tensor of that shape, *base*, and what is added to it."""
+        (first, *rest), (count, *extent) = part
+        cut = (slice(None), *(slice(at, at + n) for at, n in zip(rest, extent, strict=True)))
+        step = max(1, _MOST // max(1, math.prod(shape[1:])))
+        step -= step % _GRAIN if step > _GRAIN else 0
+        for at in range(0, count, step):
+            rows = slice(at, min(at + step, count))
+            start, stop = first + rows.start, first + rows.stop
+            delta = self._delta(factors, shape, start, stop, out)[cut]
+            if self.is_dora:  # the norm is one of whole rows
+                summed = base[rows] + delta
+                norm = torch.linalg.norm(summed, dim=1).to(summed.dtype)
+                out[rows] = (factors["magnitude"][start:stop] / norm).view(-1, 1) * summed
+            elif self.embeds:  # PEFT rounds what is added to embeddings
+                torch.add(base[rows], delta.to(out.dtype), out=out[rows])
+            else:
+                torch.add(base[rows], delta, out=out[rows])
+
+    def _delta(
+        self, factors: dict[str, Any], shape: Shape, start: int, stop: int, like: Any
+    ) -> Any:
+        """What is added to rows start to stop; like: has the tensor's dtype and device."""
+        a, b = factors["A"], factors["B"]
+        if len(shape) == 3:
+            return self._experts(a, b, shape[0], start, stop, like)
+        first, last = start // _GRAIN * _GRAIN, -(-stop // _GRAIN) * _GRAIN
+        if self.embeds:
+            a = a[:, first:last]
+        else:
+            b = b[first:last]
+        return self._by_peft(a, b, like)[start - first : stop - first]
+
+    def _experts(self, a: Any, b: Any, count: int, start: int, stop: int, like: Any) -> Any:
+        """Of stacked experts. Their number counts slowest in A and fastest in B."""
+        # PEFT takes one expert for a layer that is not stacked.
+        first = min(start, max(count - 2, 0))
+        last = min(max(stop, first + 2), count)
+        a = a.reshape(count, -1, a.shape[-1])[first:last].flatten(0, 1)
+        b = b.reshape(b.shape[0], -1, count)[..., first:last].flatten(1)
+        delta = self._by_peft(a, b, like, last - first)
+        return delta.reshape(last - first, *delta.shape[-2:])[start - first : stop - first]
+
+    def _by_peft(self, a: Any, b: Any, like: Any, experts: int = 1) -> Any:
+        """PEFT's function, given what it looks at of a layer."""
+        prefix = "lora_embedding_" if self.embeds else "lora_"
+        factors = (a, b) if self.embeds else (SimpleNamespace(weight=a), SimpleNamespace(weight=b))
+        seen = SimpleNamespace(
+            scaling=self.layer.scaling,
+            fan_in_fan_out=False,
+            num_experts=experts,
+            _did_swap_in_out_features=getattr(self.layer, "_did_swap_in_out_features", False),
+            get_param=lambda: like,
+        )
+        for which, one in zip("AB", factors, strict=True):
+            setattr(seen, prefix + which, {self.adapter: one})
+        return self.kind.get_delta_weight(seen, self.adapter)  # type: ignore[attr-defined]
+
+
+class Merge:
+    """A transform: of each tensor of the base what it is together with the adapter."""
+
+    def __init__(self, model: Any, transform: Transform | None = None) -> None:
+        """transform: gives what the base's tensors are. RequestError: there is no adapter."""
+        root = root_of(model)
+        if holder_of(root) is None:
+            raise RequestError.make(
+                f"merge=True merges an adapter of PEFT's, and the {type(root).__name__} has none",
+                "give what get_peft_model() made, or leave merge= out",
+            )
+        self._holder = holder_of(root)
+        self._transform = transform
+        #: The base's outermost module, under which names are those of its checkpoint.
+        self.root = root_of(root.get_base_model() if hasattr(root, "get_base_model") else root)
+        self._layers: dict[tuple[int, str], list[Layer]] = {}
+        self._factors = Factors([])
+        self._adapter = ""
+        #: Paths of modules that no name of the base has, and of what is not published.
+        self.transparent: set[str] = set()
+        self._dropped: set[str] = set()
+
+    def look(self) -> None:
+        """Finds the layers of the adapter that is active now. RequestError: they cannot be merged.
+
+        What they are is found again when the module tree has changed.
+        """
+        self._adapter = self._active()
+        self.transparent, self._dropped, layers = set(), set(), []
+        for path, module in self.root.named_modules(remove_duplicate=False):
+            if _is_a(module, "tuners.tuners_utils", "BaseTunerLayer"):
+                self.transparent.add(f"{path}.base_layer")
+                held = (*module._modules, *module._parameters, *module._buffers)
+                self._dropped |= {f"{path}.{name}" for name in held if name != "base_layer"}
+                layers += self._layer(path, module)
+            elif _is_a(module, "utils.other", "AuxiliaryTrainingWrapper"):
+                self._wrapper(path, module)
+        if not layers:
+            raise RequestError.make(
+                f"merge=True found no LoRA layer of the adapter '{self._adapter}'",
+                "give what get_peft_model() made with a LoraConfig",
+            )
+        self._layers = {}
+        for layer in reversed(layers):  # the innermost first
+            owner, attribute = layer.target
+            self._layers.setdefault((id(owner), attribute), []).append(layer)
+        self._factors = Factors(place for layer in layers for place in layer.places.values())
+
+    def _active(self) -> str:
+        kinds = kinds_of(self._holder)
+        if kinds != ["LORA"]:
+            raise RequestError.make(
+                f"merge=True merges LoRA, and the model has {' and '.join(kinds)}", _OTHERS
+            )
+        active = active_adapters(self._holder)
+        if len(active) != 1:
+            raise RequestError.make(
+                f"merge=True merges one adapter, and {', '.join(active) or 'none'} "
+                f"{'is' if not active else 'are'} active",
+                "set_adapter(name) the one that is to be published, on every rank",
+            )
+        return active[0]
+
+    def _layer(self, path: str, module: Any) -> list[Layer]:
+        kind = _kind_of(module).__name__
+        if kind not in _LAYERS or not hasattr(module, "lora_variant"):
+            raise _refused(path, f"is PEFT's {kind}, which is not merged")
+        if self._adapter not in (*module.lora_A, *module.lora_embedding_A):
+            return []
+        variant = type(module.lora_variant.get(self._adapter)).__name__
+        if variant not in ("NoneType", "DoraLinearVariant"):
+            raise _refused(path, f"is computed by PEFT's {variant}, which is not merged")
+        if getattr(module, "fan_in_fan_out", False):
+            raise _refused(path, "holds its weight transposed (fan_in_fan_out)")
+        if module.lora_bias.get(self._adapter):
+            raise _refused(path, "has a bias of its own (lora_bias)")
+        return [Layer(path, module, self._adapter)]
+
+    def _wrapper(self, path: str, module: Any) -> None:
+        if _kind_of(module).__name__ != "ModulesToSaveWrapper":
+            raise _refused(path, f"is PEFT's {_kind_of(module).__name__}, which is not merged")
+        saved = f"{path}.modules_to_save"
+        if self._adapter in module.modules_to_save:
+            kept = {saved, f"{saved}.{self._adapter}"}
+        else:
+            kept = {f"{path}.original_module"}
+        self.transparent |= kept
+        every = {f"{saved}.{name}" for name in module.modules_to_save}
+        self._dropped |= ({f"{path}.original_module", saved} | every) - kept
+
+    def is_kept(self, path: str) -> bool:
+        """Whether a tensor at that path is one of the base, or takes the place of one."""
+        parts = path.split(".")
+        return not any(".".join(parts[:n]) in self._dropped for n in range(1, len(parts) + 1))
+
+    def refuse_tied(self, places: list[tuple[Any, str]], paths: list[str]) -> None:
+        """RequestError: the adapter adds to one of the places of one tensor, which is another
+        tensor then in the others."""
+        layers = [one for owner, name in places for one in self._layers.get((id(owner), name), ())]
+        if layers and len(places) > 1:
+            raise _refused(
+                layers[0].path,
+                f"adds to '{paths[0]}', which is tied to '{paths[1]}': merged they are two tensors",
+                "load the base with tie_word_embeddings=False and two tensors, or leave the "
+                "embeddings out of target_modules",
+            )
+
+    def __call__(self, name: str, module: Any, attribute: str, tensor: Any) -> Values | None:
+        given = self._base(name, module, attribute, tensor)
+        key = (id(module), attribute)
+        if key not in self._layers:
+            return given
+        base = given or _stored(name, module, attribute, tensor)
+        if base.dtype not in _FLOATING:
+            raise _refused(
+                self._layers[key][0].path,
+                f"adds to '{name}', whose elements are of {base.dtype}: the base is quantized",
+                "give transform= that says what the base's values are, or publish the adapter by "
+                "fanin.torch.AdapterServer",
+            )
+        shape, parts = tuple(base.shape), base.parts
+        self._refuse_split_dora(key, name, shape, parts)
+
+        def merge(outs: list[Any]) -> None:
+            layers = self._layers[key]
+            factors = [
+                {which: self._factors.whole(place) for which, place in layer.places.items()}
+                for layer in layers
+            ]
+            if given is not None:
+                given.fill(outs)
+            sources = outs if given is not None else _views(name, module, attribute)
+            for layer, found in zip(layers, factors, strict=True):
+                self._refuse_switched(layer)
+                for part, source, out in zip(parts, sources, outs, strict=True):
+                    layer.add(found, shape, part, source, out)
+                sources = outs
+
+        return Values(shape, base.dtype, parts, merge)
+
+    def _base(self, name: str, module: Any, attribute: str, tensor: Any) -> Values | None:
+        return self._transform(name, module, attribute, tensor) if self._transform else None
+
+    def forget(self) -> None:
+        """All is computed: frees the factors that were gathered."""
+        self._factors.forget()
+
+    def _refuse_split_dora(
+        self, key: tuple[int, str], name: str, shape: Shape, parts: tuple[Part, ...]
+    ) -> None:
+        whole = all(tuple(extent[1:]) == shape[1:] for _, extent in parts)
+        if not whole and any(layer.is_dora for layer in self._layers[key]):
+            raise _refused(
+                self._layers[key][0].path,
+                f"is DoRA's, which scales whole rows, and this rank has parts of rows of '{name}'",
+                "shard the base by rows (Shard(0)), or train without use_dora",
+            )
+
+    def _refuse_switched(self, layer: Layer) -> None:
+        """RequestError: the layer does not compute with the adapter that was found."""
+        module = layer.layer
+        if module.merged_adapters:
+            what, remedy = "is merged into the base already", "unmerge_adapter() before"
+        elif module.disable_adapters:
+            what, remedy = "is switched off", "switch adapters on before the step is published"
+        elif list(module.active_adapters) != [self._adapter]:
+            what = f"is not the one that is active ({', '.join(module.active_adapters) or 'none'})"
+            remedy = (
+                f"set_adapter('{self._adapter}') before the step is published, or call refresh() "
+                "on every rank"
+            )
+        else:
+            return
+        raise RequestError.make(
+            f"the adapter '{self._adapter}' of '{layer.path}' {what}", remedy, key=layer.path
+        )
+
+
+def _views(name: str, module: Any, attribute: str) -> list[Any]:
+    """This rank's parts of the stored tensor that is there now."""
+    return [view for _, view in parts_of(module._parameters[attribute], name)]
+
+
+def _stored(name: str, module: Any, attribute: str, tensor: Any) -> Values:
+    """A stored tensor, as it is."""
+    refuse_kind(Item(name, name, module, attribute), getattr(tensor, "_local_tensor", tensor))
+    parts = tuple((offset, tuple(view.shape)) for offset, view in parts_of(tensor, name))
+    return Values(tuple(tensor.shape), tensor.dtype, parts, lambda outs: None)
+
+
+def _is_a(module: Any, where: str, name: str) -> bool:
+    return isinstance(module, getattr(sys.modules.get(f"peft.{where}"), name, ()))
+
+
+def _refused(path: str, what: str, remedy: str = _OTHERS) -> RequestError:
+    return RequestError.make(f"'{path}' {what}", remedy, key=path)

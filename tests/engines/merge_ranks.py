@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of test_torch_merge.py (a child of worlds.py): it is told to `run` a case below, which
+fails by an assertion."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fanin.errors import RequestError, StateError
+from fanin.torch import WeightServer
+from merged import adapted, pulled, same, saved
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from worlds import Control, join_world
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def sharded(model: Any, layout: str) -> Any:
+    """FSDP2, of the rows, of the columns where there are any, or of replicas."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    more: dict[str, Any] = {}
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("replica", "shard"))
+    if layout == "columns":
+        more["shard_placement_fn"] = lambda param: Shard(min(param.dim() - 1, 1))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh, **more)
+    return fully_shard(model, mesh=mesh, **more)
+
+
+def whole(model: Any) -> dict[str, Any]:
+    held = model.state_dict().items()
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in held}
+
+
+def merged(adapter: str, layout: str, dtype: str, wide: bool) -> None:
+    """What is pulled is what PEFT saves, at the next step as well; the model stays as it is."""
+
+    def make() -> Any:
+        return adapted(adapter, dtype, wide)
+
+    model = sharded(make(), layout)
+    before = whole(model)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        WeightServer(model, base_port=0, use_ucx=False, merge=True) as server,
+    ):
+        server.publish(0)
+        dist.barrier()
+        if RANK == 0:
+            same(pulled(server), saved(make, Path(folder)))
+        dist.barrier()
+        after = whole(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        with server.updating(1), torch.no_grad():
+            for path, param in model.named_parameters():
+                if ".lora_" in path:
+                    param.mul_(-1.5)
+        later = whole(model)
+        dist.barrier()
+        if RANK == 0:
+
+            def stepped() -> Any:
+                model = make()
+                model.load_state_dict(later)
+                return model
+
+            same(pulled(server), saved(stepped, Path(folder) / "1"))
+        dist.barrier()
+
+
+def split_rows_of_dora() -> None:
+    try:
+        WeightServer(sharded(adapted("dora"), "columns"), base_port=0, merge=True)
+    except RequestError as error:
+        assert "scales whole rows" in str(error) and "q_proj" in (error.key or ""), error
+    else:
+        raise AssertionError("norms of parts of rows")
+
+
+def refused_on_one_rank(how: str) -> None:
+    """That rank refuses; the others do not wait for it, and its last step's results stay."""
+    model = sharded(adapted("linear"), "fsdp")
+    with WeightServer(model, base_port=0, use_ucx=False, merge=True) as server:
+        server.publish(0)
+        dist.barrier()
+        before = pulled(server) if RANK == 0 else {}
+        norm = model.get_base_model().model.norm.weight._local_tensor.untyped_storage()
+        if RANK == 1 and how == "switched off":
+            model.disable_adapter_layers()
+        if RANK == 1 and how == "offloaded":
+            norm.resize_(0)
+        with torch.no_grad():
+            for path, param in model.named_parameters():
+                if ".lora_" in path:
+                    param.mul_(-1.5)
+        try:
+            server.publish(1)
+        except (RequestError, StateError) as error:
+            assert RANK == 1 and how in str(error), error
+        else:
+            assert RANK != 1
+        dist.barrier()
+        mine = server._runs["full:0"].parameters.held() if how == "switched off" else ()
+        for shard, box, values in mine:
+            rows = (slice(at, at + n) for at, n in zip(box.offset, box.extent, strict=True))
+            if RANK == 0 and ".q_proj." in shard.name:
+                assert not torch.equal(values, before[shard.name][tuple(rows)])
+        dist.barrier()
+
+
+def main() -> None:
+    control = Control()
+    join_world(json.loads(sys.argv[1]))
+    control.say("ready")
+    while (command := control.hear())["event"] != "exit":
+        try:
+            globals()[command["case"]](*command["arguments"])
+        except BaseException:
+            control.say("done", error=traceback.format_exc())
+        else:
+            control.say("done", error=None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters whose base is published with them merged: the models, and what PEFT makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fanin
+import torch
+from full_models import random_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("qwen3", {"r": 8, "lora_alpha": 16, "target_modules": LINEAR}),
+    "rslora": (
+        "qwen3",
+        {"r": 5, "lora_alpha": 7, "use_rslora": True, "target_modules": LINEAR},
+    ),
+    "patterns": (
+        "qwen3",
+        {
+            "r": 6,
+            "lora_alpha": 7,
+            "rank_pattern": {"q_proj": 3, r"layers\.1\..*down_proj": 10},
+            "alpha_pattern": {"k_proj": 11},
+            "target_modules": LINEAR,
+        },
+    ),
+    "embedding": (
+        "qwen3",
+        {
+            "r": 8,
+            "lora_alpha": 16,
+            "target_modules": ["embed_tokens", "q_proj"],
+            "modules_to_save": ["lm_head"],
+        },
+    ),
+    "dora": ("qwen3", {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": LINEAR}),
+    "experts": (
+        "qwen3-moe",
+        {"r": 4, "lora_alpha": 9, "target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    ),
+}
+
+
+def adapted(name: str, dtype: str = "bfloat16", wide: bool = True) -> Any:
+    """A PEFT model whose factors all matter; wide: the factors are F32, as PEFT has them."""
+    kind, fields = ADAPTERS[name]
+    return with_adapter(random_model(kind, dtype=dtype), wide=wide, **fields)
+
+
+def with_adapter(base: Any, *, wide: bool = True, **fields: Any) -> Any:
+    model = get_peft_model(base, LoraConfig(**fields), autocast_adapter_dtype=wide)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for path, param in model.named_parameters():
+            if "lora_" in path or "modules_to_save" in path:
+                param.normal_(0, 0.1)
+    return model
+
+
+def saved(make: Callable[[], Any], folder: Path) -> dict[str, Any]:
+    """What PEFT's merged model saves, as engines load it."""
+    make().merge_and_unload().save_pretrained(folder)
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def pulled(server: Any, run: str = "full:0") -> dict[str, Any]:
+    with fanin.Client(server.addresses) as client:
+        into = {
+            one.name: torch.empty(one.shape, dtype=DTYPES[one.dtype]) for one in client.catalog(run)
+        }
+        client.pull_into(run, into, timeout=60)
+    return into
+
+
+def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """All bytes."""
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WeightServer(merge=True): bytes of PEFT's merge_and_unload(), and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from fanin.errors import RequestError
+from fanin.torch import WeightServer
+from full_models import random_model
+from merged import ADAPTERS, LINEAR, adapted, pulled, same, saved, with_adapter
+from peft import LoraConfig, get_peft_model
+from worlds import World
+
+DTYPES = ("bfloat16", "float32")
+
+
+def serve(model: Any, **options: Any) -> WeightServer:
+    return WeightServer(model, **{"base_port": 0, "use_ucx": False, "merge": True, **options})
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("merge")
+    with World(request.param, {}, folder, "merge_ranks.py") as ranks:
+        ranks.expect("ready")
+        yield ranks
+        ranks.tell("exit")
+        assert set(ranks.wait()) == {0}
+
+
+def run(world: World, case: str, *arguments: Any) -> None:
+    for rank, answer in enumerate(world.do("run", case=case, arguments=arguments)):
+        assert answer["error"] is None, f"rank {rank}: {answer['error']}"
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["factors of F32", "of the base's dtype"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_bytes_of_merge_and_unload_in_a_world(
+    world: World, adapter: str, dtype: str, wide: bool
+) -> None:
+    run(world, "merged", adapter, "fsdp", dtype, wide)
+
+
+@pytest.mark.parametrize("adapter", ["linear", "embedding", "experts"])
+@pytest.mark.parametrize("layout", ["columns", "hsdp"])
+def test_other_shards(world: World, adapter: str, layout: str) -> None:
+    if layout == "hsdp" and len(world.ranks) != 4:
+        pytest.skip("replicas want four ranks")
+    run(world, "merged", adapter, layout, "bfloat16", True)
+
+
+def test_dora_of_a_base_that_is_cut_by_columns_is_refused(world: World) -> None:
+    run(world, "split_rows_of_dora")
+
+
+@pytest.mark.parametrize("how", ["switched off", "offloaded"])
+def test_a_rank_that_refuses(world: World, how: str) -> None:
+    run(world, "refused_on_one_rank", how)
+
+
+# ------------------------------------------------------------------------------------ one process
+
+
+def merged_now(model: Any, folder: Path) -> dict[str, Any]:
+    """What PEFT would save of the model as it is, which stays as it is."""
+    return saved(lambda: copy.deepcopy(model), folder)
+
+
+def test_the_configuration_is_the_bases() -> None:
+    model = adapted("linear")
+    with serve(model) as server:
+        server.publish(0)
+        described = server._runs["full:0"].metadata["config"]
+    assert '"architectures": ["Qwen3ForCausalLM"]' in described and "peft" not in described
+
+
+def test_what_no_adapter_touches_goes_by_reference() -> None:
+    model = adapted("linear")
+    with serve(model) as server:
+        held = {shard.name: values for shard, _, values in server._runs["full:0"].parameters.held()}
+    base = model.get_base_model()
+    assert held["model.norm.weight"].data_ptr() == base.model.norm.weight.data_ptr()
+    query = base.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert held["model.layers.0.self_attn.q_proj.weight"].data_ptr() != query.data_ptr()
+
+
+def test_steps_of_an_optimizer_a_scale_and_a_pause(tmp_path: Path) -> None:
+    model = adapted("linear")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with serve(model) as server:
+        server.publish(0)
+        model(torch.arange(3, 9)[None]).logits.square().mean().backward()
+        with server.updating(1):
+            optimizer.step()
+        same(pulled(server), merged_now(model, tmp_path / "1"))
+        model.get_base_model().model.layers[0].mlp.up_proj.set_scale("default", 3.0)
+        server.publish(2)
+        same(pulled(server), merged_now(model, tmp_path / "2"))
+        server.pause()
+        model.to(torch.float32).to(torch.bfloat16)  # all of its memory is another
+        server.resume()
+        same(pulled(server), merged_now(model, tmp_path / "3"))
+
+
+def test_snapshots_and_a_cast(tmp_path: Path) -> None:
+    model = adapted("linear", "float32")
+    with serve(model, snapshot=True, cast="BF16") as server:
+        server.publish(0)
+        wanted = saved(lambda: adapted("linear", "float32"), tmp_path)
+        same(pulled(server), {name: value.bfloat16() for name, value in wanted.items()})
+
+
+def two_adapters() -> Any:
+    model = adapted("embedding")
+    model.add_adapter("other", LoraConfig(r=2, target_modules=LINEAR))
+    return model
+
+
+def test_an_adapter_beside_others(tmp_path: Path) -> None:
+    """The active one is published, also of what the others have and it does not."""
+    model = two_adapters()
+    with serve(model) as server:
+        server.publish(0)
+        first = pulled(server)
+        same(first, saved(lambda: adapted("embedding"), tmp_path))
+        model.set_adapter("other")
+        with pytest.raises(RequestError, match=r"'default' of .* is not .*active \(other\)") as why:
+            server.publish(1)
+        assert "refresh()" in why.value.remedy
+        server.refresh()
+        server.publish(1)
+        second = pulled(server)
+    base = random_model("qwen3")
+    assert torch.equal(second["lm_head.weight"], base.lm_head.weight)
+    assert not torch.equal(first["lm_head.weight"], base.lm_head.weight)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(second[query], base.state_dict()[query])  # its B is zero
+
+
+def test_an_adapter_that_joins_the_run(tmp_path: Path) -> None:
+    """Its layers are found where the base's were by reference."""
+    model = with_adapter(random_model("qwen3"), r=2, target_modules=["q_proj"])
+    with serve(model) as server:
+        server.publish(0)
+        more = LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, init_lora_weights=False)
+        model.add_adapter("more", more)
+        model.set_adapter("more")
+        server.refresh()
+        server.publish(1)
+        got = pulled(server)
+    model.delete_adapter("default")
+    same(got, saved(lambda: model, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda model: model.disable_adapter_layers(), "'default' of .* is switched off"),
+        (lambda model: model.merge_adapter(), "'default' of .* is merged into the base already"),
+    ],
+)
+def test_an_adapter_that_is_not_applied(change: Any, text: str) -> None:
+    model = adapted("linear")
+    with serve(model) as server:
+        server.publish(0)
+        with pytest.raises(RequestError, match=text), server.updating(1):
+            change(model)
+        model.enable_adapter_layers()
+        model.unmerge_adapter()
+        server.publish(1)
+
+
+def both_active() -> Any:
+    model = two_adapters()
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def conv1d() -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    small = GPT2Config(vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    base = AutoModelForCausalLM.from_config(small)
+    return with_adapter(base, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+
+
+def eight_bits() -> Any:
+    model = adapted("linear")
+    query = model.get_base_model().model.layers[1].self_attn.q_proj.base_layer
+    query.weight = torch.nn.Parameter(query.weight.to(torch.float8_e4m3fn), False)
+    return model
+
+
+def loha() -> Any:
+    return get_peft_model(random_model("qwen3"), peft.LoHaConfig(target_modules=["q_proj"]))
+
+
+REFUSED = {
+    "no adapter": (lambda: random_model("qwen3"), "Qwen3ForCausalLM has none"),
+    "several": (both_active, "merges one adapter, and default, other are active"),
+    "another kind": (loha, "merges LoRA, and the model has LOHA"),
+    "tokens": (
+        lambda: with_adapter(random_model("qwen3"), r=2, trainable_token_indices=[3, 4]),
+        "embed_tokens' is PEFT's TrainableTokensWrapper",
+    ),
+    "transposed": (conv1d, "c_attn' holds its weight transposed"),
+    "dora of an embedding": (
+        lambda: with_adapter(
+            random_model("qwen3"), r=2, use_dora=True, target_modules=["embed_tokens"]
+        ),
+        "embed_tokens' is computed by PEFT's DoraEmbeddingVariant",
+    ),
+    "a bias": (
+        lambda: with_adapter(random_model("qwen2"), r=2, lora_bias=True, target_modules=["q_proj"]),
+        "q_proj' has a bias of its own",
+    ),
+    "a tie": (
+        lambda: with_adapter(
+            random_model("qwen3", tied=True), r=2, target_modules=["embed_tokens"]
+        ),
+        "adds to 'model.embed_tokens.weight', which is tied to 'lm_head.weight'",
+    ),
+    "a quantized base": (eight_bits, r"layers.1.*q_proj' adds to .*float8_e4m3fn: the base is"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_merged_is_refused_by_name(what: str) -> None:
+    make, text = REFUSED[what]
+    with pytest.raises(RequestError, match=text) as caught:
+        serve(make())
+    assert caught.value.remedy
