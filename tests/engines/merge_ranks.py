@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_torch_merge.py (a child of worlds.py): it is told to `run` a case below, which
-fails by an assertion."""
+"""One rank of test_torch_merge.py and test_torch_packed.py (a child of worlds.py).
+
+It is told to `run` a case below, which fails by an assertion.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer
-from merged import adapted, pulled, same, saved
+from merged import adapted, four_bits, pulled, same, saved, unpacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -88,6 +90,25 @@ def split_rows_of_dora() -> None:
         raise AssertionError("norms of parts of rows")
 
 
+def dequantized(storage: str, kind: str, nested: bool) -> None:
+    """Each rank dequantizes and merges the range of packed values that FSDP2 gave it."""
+    model = four_bits(storage, kind, nested)
+    wanted = unpacked(model)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with WeightServer(model, base_port=0, use_ucx=False, merge=True) as server:
+        server.publish(0)
+        dist.barrier()
+        if RANK == 0:
+            same(pulled(server), wanted)
+        held = server._runs["full:0"].parameters.held()
+        cut = [0 < box.extent[1] < shard.shape[1] for shard, box, _ in held if len(shard.shape) > 1]
+        dist.barrier()
+        assert SIZE == 2 or any(cut), "this rank holds no part of a row"
+
+
 def refused_on_one_rank(how: str) -> None:
     """That rank refuses; the others do not wait for it, and its last step's results stay."""
     model = sharded(adapted("linear"), "fsdp")
@@ -95,6 +116,7 @@ def refused_on_one_rank(how: str) -> None:
         server.publish(0)
         dist.barrier()
         before = pulled(server) if RANK == 0 else {}
+        dist.barrier()
         norm = model.get_base_model().model.norm.weight._local_tensor.untyped_storage()
         if RANK == 1 and how == "switched off":
             model.disable_adapter_layers()

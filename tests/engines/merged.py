@@ -87,3 +87,62 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name, value in wanted.items():
         assert got[name].dtype == value.dtype, name
         assert torch.equal(got[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name
+
+
+# ------------------------------------------------------------------------------------ 4 bits
+
+
+def packed(storage: str, kind: str, nested: bool) -> Any:
+    """A base whose linear layers bitsandbytes packs."""
+    import bitsandbytes as bnb
+
+    model = random_model("qwen3", hidden_size=136, intermediate_size=200)
+    how = {
+        "compress_statistics": nested,
+        "quant_type": kind,
+        "quant_storage": getattr(torch, storage),
+    }
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, linear in list(parent.named_children()):
+                if type(linear) is torch.nn.Linear:
+                    four = bnb.nn.Linear4bit(
+                        linear.in_features,
+                        linear.out_features,
+                        bias=False,
+                        compute_dtype=torch.bfloat16,
+                        **how,
+                    )
+                    four.weight = bnb.nn.Params4bit(
+                        linear.weight.detach(), requires_grad=False, module=four, **how
+                    ).to("cpu")
+                    setattr(parent, name, four)
+    model.is_loaded_in_4bit = True
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    return model
+
+
+def four_bits(storage: str = "bfloat16", kind: str = "nf4", nested: bool = True) -> Any:
+    """A PEFT model over it. Not all of the packed layers are adapted."""
+    fields = {"r": 8, "lora_alpha": 16, "target_modules": [n for n in LINEAR if n != "up_proj"]}
+    return with_adapter(packed(storage, kind, nested), **fields)
+
+
+def unpacked(model: Any) -> dict[str, Any]:
+    """What bitsandbytes makes of a whole packed base, and PEFT adds to it: PEFT's own merge would
+    pack it again."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    wanted = {}
+    for path, param in model.get_base_model().named_parameters():
+        if ".lora_" in path:
+            continue
+        owner, _, attribute = path.rpartition(".")
+        value, module = param, model.get_base_model().get_submodule(owner)
+        if type(module).__name__ == "Linear4bit":
+            value = dequantize_4bit(param.data, param.quant_state)
+        if owner.endswith(".base_layer"):
+            layer = model.get_base_model().get_submodule(owner.removesuffix(".base_layer"))
+            value = (value + layer.get_delta_weight("default")).to(value.dtype)
+        wanted[path.replace(".base_layer", "")] = value.detach()
+    return wanted

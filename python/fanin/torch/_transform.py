@@ -187,7 +187,9 @@ def boxes_of(state: State) -> tuple[Box, ...]:
 
 def placed(states: list[tuple[Item, State]]) -> list[tuple[Item, State]]:
     """The states, those of computed values with memory where they have none."""
-    new = [at for at, (_, one) in enumerate(states) if one.values is not None and one.storage is None]
+    new = [
+        at for at, (_, one) in enumerate(states) if one.values is not None and one.storage is None
+    ]
     wanted = []
     for at in new:
         state = states[at][1]
