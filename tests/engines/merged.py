@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("qwen3", {"r": 8, "lora_alpha": 16, "target_modules": LINEAR}),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,24 @@ def test_snapshots_and_a_cast(tmp_path: Path) -> None:
         server.publish(0)
         wanted = saved(lambda: adapted("linear", "float32"), tmp_path)
         same(pulled(server), {name: value.bfloat16() for name, value in wanted.items()})
+
+
+@pytest.mark.parametrize("adapter", ["linear", "experts"])
+def test_fp8_of_what_is_merged(adapter: str) -> None:
+    model = adapted(adapter)
+    with serve(model, quantize="fp8") as server:
+        server.publish(0)
+        with server.updating(1), torch.no_grad():
+            for path, param in model.named_parameters():
+                if ".lora_" in path:
+                    param.mul_(-1.5)
+        got = pulled(server)
+        config = json.loads(server._runs["full:0"].metadata["config"])
+    assert config["quantization_config"]["quant_method"] == "fp8"
+    with serve(model.merge_and_unload(), quantize="fp8", merge=False) as server:
+        server.publish(0)
+        same(got, pulled(server))
+        assert config == json.loads(server._runs["full:0"].metadata["config"])
 
 
 def two_adapters() -> Any:

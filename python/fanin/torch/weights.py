@@ -19,7 +19,7 @@ from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
 from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
-from fanin.torch._formats import Format, format_of, is_fit, scales_among
+from fanin.torch._formats import format_of, is_fit, scales_among
 from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
