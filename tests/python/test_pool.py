@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +20,9 @@ from fanin.errors import CancelledError, PullTimeoutError, RequestError
 from fanin.info import TrainerInfo, wait_stable, write_info
 from fanin.pool import EnginePool, PoolError, UpdateResult, newest_step
 from http_engine import OK, SUPERSEDED, Answer, Engine, Request, Trainer, refusal
-from local_world import PATIENCE, PYTHON, until
+from local_world import PATIENCE, until
 
 Answers = Callable[[Request], Answer | None]
-FOLDER = str(Path(__file__).parent)
 HERE = TrainerInfo(("10.0.0.1:6000", "[fd00::1]:6001"), run="3")
 
 
@@ -220,47 +215,6 @@ def test_stragglers_are_not_waited_for(stack: ExitStack, hang: Answers) -> None:
         EnginePool([refusing.url]).update_weights(HERE, "p", 1, stragglers=0.0)
     with pytest.raises(RequestError, match="stragglers"):
         pool.update_weights(HERE, "p", 1, stragglers=-1)
-
-
-ENGINE = """
-import sys
-from http_engine import OK, Engine
-
-with Engine([OK]) as engine:
-    print(engine.url, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_an_engine_whose_process_is_stopped(stack: ExitStack) -> None:
-    """It is connected to and says nothing; when it goes on, the next step reaches it."""
-    (good,) = engines(stack, [OK])
-    process = stack.enter_context(
-        subprocess.Popen(
-            [sys.executable, "-c", ENGINE],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(PYTHON), FOLDER))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    )
-    stack.callback(process.kill)
-    assert process.stdin is not None and process.stdout is not None
-    url = process.stdout.readline().strip()
-    pool = EnginePool([url, good.url], timeout=3600.0)
-    assert set(pool.update_weights(HERE, "p", 1, stragglers=PATIENCE).seconds) == {url, good.url}
-
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    for step in (2, 3):  # on the connection that was kept, and on a new one
-        result = pool.update_weights(HERE, "p", step, stragglers=0.05)
-        assert list(result.seconds) == [good.url] and list(result.failures) == [url]
-        assert "no answer" in str(result.failures[url])
-    process.send_signal(signal.SIGCONT)
-    result = pool.update_weights(HERE, "p", 4, stragglers=PATIENCE)
-    assert set(result.seconds) == {url, good.url} and not result.failures
-    process.stdin.close()
-    assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(
