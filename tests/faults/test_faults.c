@@ -228,30 +228,35 @@ static void suffer(phase phase, int number, uint32_t replicate)
     tear_down(&f);
 }
 
-#define FAULT_TEST(name, phase, number, replicate)                                     \
-    static void name(void **state)                                                     \
-    {                                                                                  \
-        (void)state;                                                                   \
-        suffer(phase, number, replicate);                                              \
-    }
+static const struct row {
+    const char *name;
+    phase phase;
+    int number;
+    uint32_t replicate;
+} rows[] = {
+    {"kill_before_connect", BEFORE_CONNECT, SIGKILL, 1},
+    {"stop_before_connect", BEFORE_CONNECT, SIGSTOP, 1},
+    {"kill_in_catalog", IN_CATALOG, SIGKILL, 1},
+    {"stop_in_catalog", IN_CATALOG, SIGSTOP, 1},
+    {"kill_mid_read", MID_READ, SIGKILL, 1},
+    {"stop_mid_read", MID_READ, SIGSTOP, 1},
+    {"kill_before_end", BEFORE_END, SIGKILL, 1},
+    {"stop_before_end", BEFORE_END, SIGSTOP, 1},
+    {"replica_kill_before_connect", BEFORE_CONNECT, SIGKILL, 2},
+    {"replica_stop_before_connect", BEFORE_CONNECT, SIGSTOP, 2},
+    {"replica_kill_in_catalog", IN_CATALOG, SIGKILL, 2},
+    {"replica_stop_in_catalog", IN_CATALOG, SIGSTOP, 2},
+    {"replica_kill_mid_read", MID_READ, SIGKILL, 2},
+    {"replica_stop_mid_read", MID_READ, SIGSTOP, 2},
+    {"replica_kill_before_end", BEFORE_END, SIGKILL, 2},
+    {"replica_stop_before_end", BEFORE_END, SIGSTOP, 2},
+};
 
-FAULT_TEST(test_kill_before_connect, BEFORE_CONNECT, SIGKILL, 1)
-FAULT_TEST(test_stop_before_connect, BEFORE_CONNECT, SIGSTOP, 1)
-FAULT_TEST(test_kill_in_catalog, IN_CATALOG, SIGKILL, 1)
-FAULT_TEST(test_stop_in_catalog, IN_CATALOG, SIGSTOP, 1)
-FAULT_TEST(test_kill_mid_read, MID_READ, SIGKILL, 1)
-FAULT_TEST(test_stop_mid_read, MID_READ, SIGSTOP, 1)
-FAULT_TEST(test_kill_before_end, BEFORE_END, SIGKILL, 1)
-FAULT_TEST(test_stop_before_end, BEFORE_END, SIGSTOP, 1)
-
-FAULT_TEST(test_replica_kill_before_connect, BEFORE_CONNECT, SIGKILL, 2)
-FAULT_TEST(test_replica_stop_before_connect, BEFORE_CONNECT, SIGSTOP, 2)
-FAULT_TEST(test_replica_kill_in_catalog, IN_CATALOG, SIGKILL, 2)
-FAULT_TEST(test_replica_stop_in_catalog, IN_CATALOG, SIGSTOP, 2)
-FAULT_TEST(test_replica_kill_mid_read, MID_READ, SIGKILL, 2)
-FAULT_TEST(test_replica_stop_mid_read, MID_READ, SIGSTOP, 2)
-FAULT_TEST(test_replica_kill_before_end, BEFORE_END, SIGKILL, 2)
-FAULT_TEST(test_replica_stop_before_end, BEFORE_END, SIGSTOP, 2)
+static void suffer_row(void **state)
+{
+    const struct row *r = *state;
+    suffer(r->phase, r->number, r->replicate);
+}
 
 /* ----------------------------------------------------------------- new life */
 
@@ -286,47 +291,20 @@ static void test_reborn_mid_read(void **state)
     tear_down(&f);
 }
 
-static int run_early_phases(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_kill_before_connect),
-        cmocka_unit_test(test_stop_before_connect),
-        cmocka_unit_test(test_kill_in_catalog),
-        cmocka_unit_test(test_stop_in_catalog),
-        cmocka_unit_test(test_replica_kill_before_connect),
-        cmocka_unit_test(test_replica_stop_before_connect),
-        cmocka_unit_test(test_replica_kill_in_catalog),
-        cmocka_unit_test(test_replica_stop_in_catalog),
-    };
-    return cmocka_run_group_tests_name("faults, early", tests, NULL, NULL);
-}
-
-static int run_late_phases(void)
-{
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_kill_mid_read),
-        cmocka_unit_test(test_stop_mid_read),
-        cmocka_unit_test(test_kill_before_end),
-        cmocka_unit_test(test_stop_before_end),
-        cmocka_unit_test(test_replica_kill_mid_read),
-        cmocka_unit_test(test_replica_stop_mid_read),
-        cmocka_unit_test(test_replica_kill_before_end),
-        cmocka_unit_test(test_replica_stop_before_end),
-        cmocka_unit_test(test_reborn_mid_read),
-    };
-    return cmocka_run_group_tests_name("faults, late", tests, NULL, NULL);
-}
-
+/* The phases before a read are the same on every path. */
 int main(int argc, char **argv)
 {
     const char *which = argc > 1 ? argv[1] : "early";
-    if (argc > 2)
-        cmocka_set_test_filter(argv[2]);
-    if (strcmp(which, "early") == 0)
-        return run_early_phases();
+    bool early = strcmp(which, "early") == 0;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if ((rows[i].phase <= IN_CATALOG) == early)
+            tests_add(rows[i].name, suffer_row, NULL, NULL,
+                      (void *)(uintptr_t)&rows[i]);
+    if (!early)
+        tests_add("reborn_mid_read", test_reborn_mid_read, NULL, NULL, NULL);
     if (strcmp(which, "cma") == 0)
         path = FANIN_PATH_CMA;
     no_unix = strncmp(which, "tcp", 3) == 0;
     threads = strstr(which, "-threads") ? 3 : 1; /* one of them has two ranks */
-    return run_late_phases();
+    return tests_run(argc > 2 ? argv[2] : NULL);
 }

@@ -132,7 +132,7 @@ static void alter(fanin_server *server, unsigned connection, flip_way way,
         alter_one(server, connection, way, at);
 }
 
-static void no_altered_bit_arrives(void **state)
+TEST(no_altered_bit_arrives)
 {
     fanin_server *server = start_server();
     flip clean = {.at = UINT64_MAX};
@@ -148,9 +148,9 @@ static void no_altered_bit_arrives(void **state)
 }
 
 /* What is altered, says so and is asked for again. */
-static void altered_weights_are_asked_for_again(void **state)
+static void ask_again(uint32_t columns_now)
 {
-    columns = *(const uint32_t *)*state;
+    columns = columns_now;
     fanin_server *server = start_server();
     flip clean = {.at = UINT64_MAX};
     outcome o;
@@ -171,8 +171,14 @@ static void altered_weights_are_asked_for_again(void **state)
     columns = FEW;
 }
 
+TEST(altered_weights_are_asked_for_again)
+{
+    ask_again(FEW);
+    ask_again(MANY);
+}
+
 /* The proxy does what it says, and this is what checksums are for. */
-static void without_checksums_it_arrives(void **state)
+TEST(without_checksums_it_arrives)
 {
     fanin_server *server = start_server();
     flip clean = {.at = UINT64_MAX};
@@ -217,24 +223,10 @@ static void never_end(unsigned threads, unsigned connection)
     fanin_server_destroy(&server, 0);
 }
 
-static void a_hello_that_never_ends_is_given_up(void **state)
+TEST(a_hello_that_never_ends_is_given_up)
 {
     columns = MANY; /* as much as two threads read */
     never_end(1, 1);
     never_end(2, 1);
     never_end(2, 2);
-}
-
-int main(void)
-{
-    static uint32_t few = FEW, many = MANY;
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(no_altered_bit_arrives),
-        cmocka_unit_test_prestate(altered_weights_are_asked_for_again, &few),
-        {"altered_weights_are_asked_for_again_large",
-         altered_weights_are_asked_for_again, NULL, NULL, &many},
-        cmocka_unit_test(without_checksums_it_arrives),
-        cmocka_unit_test(a_hello_that_never_ends_is_given_up),
-    };
-    return cmocka_run_group_tests_name("altered", tests, NULL, NULL);
 }
