@@ -146,10 +146,8 @@ static fanin_status pull(fault *f, phase phase, fanin_result_info *info,
 
 static void connect_all(fault *f)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(
-        fanin_client_connect(f->client, f->world.address_list, RANKS, 20000, &error),
-        error);
+    assert_works(
+        fanin_client_connect(f->client, f->world.address_list, RANKS, 20000, ERROR));
 }
 
 static fanin_status connect_and_pull(fault *f, phase phase, fanin_result_info *info,
@@ -276,15 +274,14 @@ static void test_reborn_mid_read(void **state)
     if (cannot_run())
         skip();
     fault f;
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
     set_up(&f, MID_READ, SIGKILL, 1);
     connect_all(&f);
     fanin_pull_options options = make_options(FANIN_STEP_EXACT, 1);
     options.progress = rebirth;
     options.progress_cookie = &f;
-    assert_ok(rank_world_pull(&f.world, f.client, &options, &f.landing, &info, &error),
-              error);
+    assert_works(
+        rank_world_pull(&f.world, f.client, &options, &f.landing, &info, ERROR));
     assert_true(f.triggered);
     assert_true(info.restarts > 0);
     expect_life(&f, &info); /* all bytes are the new life's, and it says so */

@@ -121,31 +121,26 @@ static void check(const scene *s, const seen *n, oddity what, const char *why)
 
 static void ping(scene *s, oddity what, const char *why)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     seen n = {.scene = s};
-    assert_ok(fanin_client_ping(s->client, PATIENCE_MS, on_ping, &n, &error), error);
+    assert_works(fanin_client_ping(s->client, PATIENCE_MS, on_ping, &n, ERROR));
     check(s, &n, what, why);
 }
 
 static void list(scene *s, oddity what, const char *why)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     seen n = {.scene = s}, after = {.scene = s};
-    assert_ok(fanin_client_list(s->client, PATIENCE_MS, on_publication, &n, &error),
-              error);
+    assert_works(fanin_client_list(s->client, PATIENCE_MS, on_publication, &n, ERROR));
     for (uint32_t i = 0; i < RANKS; i++)
         assert_int_equal(n.publications[i], i != s->odd);
-    assert_ok(fanin_client_ranks(s->client, on_rank, &after, &error), error);
+    assert_works(fanin_client_ranks(s->client, on_rank, &after, ERROR));
     check(s, &after, what, why);
 }
 
 static void ask_for_metadata(scene *s)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     unsigned pairs = 0;
-    assert_ok(fanin_client_metadata(s->client, "lora:0", PATIENCE_MS, on_pair, &pairs,
-                                    &error),
-              error);
+    assert_works(fanin_client_metadata(s->client, "lora:0", PATIENCE_MS, on_pair,
+                                       &pairs, ERROR));
     assert_true(pairs > 0);
 }
 
@@ -153,12 +148,10 @@ static void ask_for_metadata(scene *s)
 static void try_new_client(oddity what, uint32_t odd)
 {
     scene s;
-    fanin_error error = FANIN_ERROR_INIT;
     set_up(&s, odd);
     strike(&s, what);
-    assert_ok(fanin_client_connect_any(s.client, s.world.address_list, RANKS, LONG_MS,
-                                       &error),
-              error);
+    assert_works(fanin_client_connect_any(s.client, s.world.address_list, RANKS,
+                                          LONG_MS, ERROR));
     ask_for_metadata(&s);
     list(&s, what, "accepted but did not answer in time");
     ping(&s, what, "accepted but did not answer in time");
@@ -169,11 +162,9 @@ static void try_new_client(oddity what, uint32_t odd)
 static void try_old_client(oddity what, uint32_t odd)
 {
     scene s;
-    fanin_error error = FANIN_ERROR_INIT;
     set_up(&s, odd);
-    assert_ok(
-        fanin_client_connect(s.client, s.world.address_list, RANKS, 10000, &error),
-        error);
+    assert_works(
+        fanin_client_connect(s.client, s.world.address_list, RANKS, 10000, ERROR));
     strike(&s, what);
     ask_for_metadata(&s);
     ping(&s, what, "fell silent");
@@ -181,8 +172,7 @@ static void try_old_client(oddity what, uint32_t odd)
     if (what == STOPPED) {
         seen n = {.scene = &s};
         lab_signal(&s.lab, odd, SIGCONT);
-        assert_ok(fanin_client_list(s.client, 10000, on_publication, &n, &error),
-                  error);
+        assert_works(fanin_client_list(s.client, 10000, on_publication, &n, ERROR));
         assert_int_equal(n.publications[odd], 1);
     }
     tear_down(&s);

@@ -127,7 +127,6 @@ TEST(a_part_is_read_of_both_arenas)
 {
     const size_t device = 1;
     static float into[WANTED][ELEMENTS];
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client *client = NULL;
     int channel, status;
     pid_t trainer = start_trainer(&channel);
@@ -140,8 +139,7 @@ TEST(a_part_is_read_of_both_arenas)
         for (size_t i = 0; i < WANTED; i++)
             m.boxes[device * OF_DEVICE + 100 + i].address = into[i];
         memset(into, 0, sizeof into);
-        assert_ok(fanin_client_pull(client, &options, wanted, WANTED, NULL, &error),
-                  error);
+        assert_works(fanin_client_pull(client, &options, wanted, WANTED, NULL, ERROR));
         for (size_t i = 0; i < WANTED * ELEMENTS; i++)
             assert_true(into[i / ELEMENTS][i % ELEMENTS] == told(device, step));
     }

@@ -124,11 +124,9 @@ static void check_digests(const puller *p)
 {
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof info};
-    fanin_error error = FANIN_ERROR_INIT;
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
-    assert_ok(
-        fanin_client_pull_adapter(b.client, &options, p->directory, &result, &error),
-        error);
+    assert_works(
+        fanin_client_pull_adapter(b.client, &options, p->directory, &result, ERROR));
     fanin_result_get(result, &info);
     assert_true(info.reused);
     fanin_result_free(&result);

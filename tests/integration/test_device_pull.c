@@ -340,10 +340,9 @@ static void check_tensor(size_t index, fanin_dtype dtype, const uint8_t *bytes)
 static void check_directory(const char *directory, fanin_dtype dtype)
 {
     char path[160];
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_safetensors *file = NULL;
     snprintf(path, sizeof path, "%s/adapter_model.safetensors", directory);
-    assert_ok(fanin_safetensors_open(path, &file, &error), error);
+    assert_works(fanin_safetensors_open(path, &file, ERROR));
     for (size_t i = 0; i < b.world.tensors.count; i++) {
         const tensor_spec *t = &b.world.tensors.tensors[i];
         char name[FANIN_MAX_NAME + 32];
@@ -607,10 +606,8 @@ CASE(test_contradictions)
 
 static void prepare(const target *t)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_destination_create(t->places.wanted, b.world.tensors.count, &into,
-                                       &error),
-              error);
+    assert_works(fanin_destination_create(t->places.wanted, b.world.tensors.count,
+                                          &into, ERROR));
 }
 
 /* Prepared once: memory that was freed, and allocated again at the same address, also by another
@@ -659,9 +656,8 @@ CASE(test_halves_on_two_devices)
     wanted[0].n_boxes = 1;
     wanted[1] = wanted[0];
     wanted[1].boxes = &halves[1];
-    fanin_error error = FANIN_ERROR_INIT;
     const fanin_pull_options options = defaults();
-    assert_ok(fanin_client_pull(b.client, &options, wanted, 2, NULL, &error), error);
+    assert_works(fanin_client_pull(b.client, &options, wanted, 2, NULL, ERROR));
     for (int i = 0; i < 2; i++) {
         uint64_t start = pattern_start(b.world.seeds[0], 1);
         assert_int_equal(pattern_compare(t[i].bytes, start, (uint64_t)i * half, half),

@@ -38,12 +38,11 @@ static void tear_down(stage *s)
 /* How many kernels digested. */
 static uint64_t pull_equal(stage *s, fanin_dtype dtype, int64_t gap)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
     fake_cuda_counts before, after;
     int64_t row = SCENE_COLUMNS * (dtype ? 2 : 4) + gap;
     fake_cuda_count(&before);
-    assert_ok(scene_pull(&s->scene, dtype, s->landed, row, &info, &error), error);
+    assert_works(scene_pull(&s->scene, dtype, s->landed, row, &info, ERROR));
     fake_cuda_count(&after);
     assert_int_equal(info.path, FANIN_PATH_STREAM);
     assert_true(info.verified);

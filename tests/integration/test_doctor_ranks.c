@@ -21,9 +21,8 @@ __attribute__((visibility("default"))) int clock_gettime(clockid_t clock,
 
 static void examine(const world *w, const doctor_facts *facts, doctor_ranks *out)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client *client = world_client(w, FANIN_PATH_STREAM);
-    assert_ok(doctor_ask(client, facts, "", 20000, out, &error), error);
+    assert_works(doctor_ask(client, facts, "", 20000, out, ERROR));
     fanin_client_destroy(&client);
 }
 
@@ -33,12 +32,11 @@ TEST(ranks_that_hang_are_found)
     doctor_ranks found;
     doctor_report *report = calloc(1, sizeof *report);
     doctor_facts *facts = calloc(1, sizeof *facts);
-    fanin_error error = FANIN_ERROR_INIT;
     assert_true(report && facts);
     world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit_rank(&w, 0, 1);
     world_commit_rank(&w, 2, 1);
-    assert_ok(fanin_server_begin_update(w.ranks[2].server, "lora:0", &error), error);
+    assert_works(fanin_server_begin_update(w.ranks[2].server, "lora:0", ERROR));
     examine(&w, facts, &found);
     assert_int_equal(found.stuck, 0);
     assert_int_equal(found.empty, 1);
@@ -56,7 +54,7 @@ TEST(ranks_that_hang_are_found)
         told =
             told || strstr(report->findings[i].text, "rank 2 has been writing lora:0");
     assert_true(told);
-    assert_ok(fanin_server_abort_update(w.ranks[2].server, "lora:0", &error), error);
+    assert_works(fanin_server_abort_update(w.ranks[2].server, "lora:0", ERROR));
     world_stop(&w);
     free(facts);
     free(report);

@@ -38,17 +38,14 @@ static bool start(trainer *t, const char *bind, uint16_t port, uint64_t value)
 
 static void publish(trainer *t)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_box box;
     fanin_tensor tensor = tensor_at(&box, &t->value);
-    assert_ok(fanin_server_put(t->server, PUBLICATION, &tensor, 1, false, &error),
-              error);
-    assert_ok(fanin_server_commit(t->server, PUBLICATION, 1, NULL, &error), error);
+    assert_works(fanin_server_put(t->server, PUBLICATION, &tensor, 1, false, ERROR));
+    assert_works(fanin_server_commit(t->server, PUBLICATION, 1, NULL, ERROR));
 }
 
 static uint64_t pull(const char *address, bool no_unix)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config = make_client_config();
     config.no_unix = no_unix;
     fanin_client *client = connect_client(&config, &address, 1);
@@ -56,7 +53,7 @@ static uint64_t pull(const char *address, bool no_unix)
     uint64_t landed = 0;
     fanin_box box;
     fanin_tensor tensor = tensor_at(&box, &landed);
-    assert_ok(fanin_client_pull(client, &options, &tensor, 1, NULL, &error), error);
+    assert_works(fanin_client_pull(client, &options, &tensor, 1, NULL, ERROR));
     fanin_client_destroy(&client);
     return landed;
 }

@@ -34,14 +34,12 @@ static void begin(size_t size, world_cut cut)
 
 static void pause_rank(size_t rank)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_pause(w.ranks[rank].server, RUN, NULL, &error), error);
+    assert_works(fanin_server_pause(w.ranks[rank].server, RUN, NULL, ERROR));
 }
 
 static void resume_rank(size_t rank)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_resume(w.ranks[rank].server, RUN, &error), error);
+    assert_works(fanin_server_resume(w.ranks[rank].server, RUN, ERROR));
 }
 
 static void expect_step(fanin_client *by, uint64_t step)
@@ -176,25 +174,22 @@ static uint8_t *map_memory(uint8_t value)
 static void put(trainer *t)
 {
     fanin_box box;
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_tensor tensor = tensor_at(&box, t->memory);
-    assert_ok(fanin_server_put(t->server, RUN, &tensor, 1, true, &error), error);
+    assert_works(fanin_server_put(t->server, RUN, &tensor, 1, true, ERROR));
 }
 
 static void train(trainer *t)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_begin_update(t->server, RUN, &error), error);
+    assert_works(fanin_server_begin_update(t->server, RUN, ERROR));
     t->step++;
     memset(t->memory, value_at(t->step), BYTES);
-    assert_ok(fanin_server_commit(t->server, RUN, t->step, NULL, &error), error);
+    assert_works(fanin_server_commit(t->server, RUN, t->step, NULL, ERROR));
 }
 
 /* Away and back: where it was, or elsewhere. */
 static void offload(trainer *t, bool move)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_pause(t->server, RUN, NULL, &error), error);
+    assert_works(fanin_server_pause(t->server, RUN, NULL, ERROR));
     if (move) {
         uint8_t *fresh = map_memory(value_at(t->step));
         assert_int_equal(munmap(t->memory, BYTES), 0);
@@ -206,7 +201,7 @@ static void offload(trainer *t, bool move)
         memset(t->memory, 0xee, BYTES);
         memset(t->memory, value_at(t->step), BYTES);
     }
-    assert_ok(fanin_server_resume(t->server, RUN, &error), error);
+    assert_works(fanin_server_resume(t->server, RUN, ERROR));
 }
 
 static void trainer_start(trainer *t)
@@ -261,9 +256,8 @@ static void expect_pulled(const trainer *t, fanin_client *by)
 {
     uint8_t *into = malloc(BYTES);
     uint64_t step;
-    fanin_error error = FANIN_ERROR_INIT;
     assert_non_null(into);
-    assert_ok(pull_tensor(by, into, &step, &error), error);
+    assert_works(pull_tensor(by, into, &step, ERROR));
     assert_int_equal(step, t->step);
     for (size_t i = 0; i < BYTES; i++)
         if (into[i] != value_at(step))
@@ -278,13 +272,12 @@ static void offload_on(fanin_path path)
     fanin_client *by = trainer_client(&t, path);
     expect_pulled(&t, by);
     uint64_t before, after;
-    fanin_error error = FANIN_ERROR_INIT;
     for (int round = 0; round < 6; round++) {
         bool move = round % 2;
-        assert_ok(fanin_client_list(by, 5000, note_version, &before, &error), error);
+        assert_works(fanin_client_list(by, 5000, note_version, &before, ERROR));
         offload(&t, move);
         expect_pulled(&t, by);
-        assert_ok(fanin_client_list(by, 5000, note_version, &after, &error), error);
+        assert_works(fanin_client_list(by, 5000, note_version, &after, ERROR));
         /* Nothing of this memory was registered or mapped that would have to end. */
         assert_int_equal(after != before, move);
         if (round == 3)

@@ -248,13 +248,12 @@ static void write_secret(void)
 /* What is derived from it for all connections. */
 static void derive(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     const openssl *o;
     uint8_t secret[KEY_SIZE], root[KEY_SIZE], key[KEY_SIZE];
     uint8_t world[16];
     char identity[IDENTITY_MOST];
-    assert_ok(openssl_load(&o, &error), error);
-    assert_ok(secret_file_read(path, secret, &error), error);
+    assert_works(openssl_load(&o, ERROR));
+    assert_works(secret_file_read(path, secret, ERROR));
     assert_true(launch_root(o, secret, root));
     look_for("the root", root);
     assert_true(launch_key(o, root, IDENTITY_READER, key));

@@ -31,7 +31,6 @@ typedef struct scene {
 /* A good tensor before the one that is lost. */
 static void set_scene(scene *s, const char *secret, bool narrow)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config = make_server_config();
     config.secret_file = secret;
     config.log = log_catch;
@@ -46,13 +45,12 @@ static void set_scene(scene *s, const char *secret, bool narrow)
                                 narrow ? 16 : 1024, &s->boxes[1], s->memory + SIZE / 4);
     if (narrow)
         s->boxes[1].stride[0] = 1024;
-    assert_ok(fanin_server_put(s->server, RUN, s->tensors, 2, false, &error), error);
+    assert_works(fanin_server_put(s->server, RUN, s->tensors, 2, false, ERROR));
 }
 
 static void commit(scene *s)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_commit(s->server, RUN, 1, 0, &error), error);
+    assert_works(fanin_server_commit(s->server, RUN, 1, 0, ERROR));
 }
 
 static void take_away(scene *s, bool unmap)

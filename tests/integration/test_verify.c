@@ -139,10 +139,9 @@ TEST(an_update_is_only_stale)
 {
     static float landed[SCENE_FLOATS];
     verify_scene s;
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
     set_scene(&s, scene_update);
-    assert_ok(scene_pull(&s, 0, landed, SCENE_COLUMNS * 4, &info, &error), error);
+    assert_works(scene_pull(&s, 0, landed, SCENE_COLUMNS * 4, &info, ERROR));
     assert_int_equal(info.step, 2);
     assert_int_equal(info.stale, 1);
     assert_true(info.verified);

@@ -3,6 +3,8 @@
 
 #define MAX_CASES 128
 
+_Thread_local fanin_error tests_error;
+
 static struct CMUnitTest cases[MAX_CASES];
 static size_t n_cases;
 static CMFixtureFunction before_all, after_all;

@@ -56,6 +56,15 @@ int tests_run(const char *filter);
         tests_between(first, last);                                                    \
     }
 
+#ifndef __cplusplus
+#include <fanin/error.h>
+
+/** As assert_ok() of a call whose error nobody else looks at: assert_works(f(..., ERROR)). */
+#define assert_works(call) assert_ok(call, tests_error)
+#define ERROR (tests_error = (fanin_error)FANIN_ERROR_INIT, &tests_error)
+extern _Thread_local fanin_error tests_error;
+#endif
+
 /** Fails the test with the error's own words. */
 #define assert_ok(call, error)                                                         \
     do {                                                                               \

@@ -139,8 +139,7 @@ typedef struct scene {
 static box_table *decode(const scene *s, const buffer *b)
 {
     box_table *t;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(box_table_decode(b->data, b->size, s->keys, NULL, &t, &error), error);
+    assert_works(box_table_decode(b->data, b->size, s->keys, NULL, &t, ERROR));
     return t;
 }
 

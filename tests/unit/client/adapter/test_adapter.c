@@ -943,13 +943,12 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 {
     key_entry claimed[2] = {entries[0], entries[1]};
     key_table table = keys;
-    fanin_error error = FANIN_ERROR_INIT;
     claimed[1].shape[0] = gib << 26;
     claimed[1].bytes = gib << 30;
     table.entries = claimed;
     a = open_at(place);
-    assert_ok(adapter_prepare(a, &table, "lora:0", &to, size_out, &error), error);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_prepare(a, &table, "lora:0", &to, size_out, ERROR));
+    assert_works(adapter_map(a, &base, ERROR));
     return a;
 }
 

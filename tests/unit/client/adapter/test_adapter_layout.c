@@ -48,26 +48,24 @@ static void make_adapter(const char *name, const key_table *keys, fanin_dtype dt
     const uint64_t *to;
     uint64_t size;
     uint8_t *base;
-    fanin_error error = FANIN_ERROR_INIT;
     const adapter_layout_key key = {keys->id, dtype, false};
     adapter_identity identity = {
         .publication = publication, .step = fill, .dtype = dtype};
     snprintf(path, sizeof path, "%s/%s", root, name);
-    assert_ok(
-        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, &error),
-        error);
+    assert_works(
+        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, ERROR));
     adapter_convert(a, dtype);
     *was_kept = adapter_layout_fits(*kept, &key, publication);
     adapter_keep_layout(a, kept);
-    assert_ok(adapter_prepare(a, keys, publication, &to, &size, &error), error);
+    assert_works(adapter_prepare(a, keys, publication, &to, &size, ERROR));
     assert_false(adapter_layout_fits(*kept, &key, publication)); /* it is in use */
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_map(a, &base, ERROR));
     for (uint32_t i = 0; i < keys->count; i++) {
         uint64_t bytes = entries[i].bytes / (dtype ? 2 : 1);
         memset(base + to[i], fill, bytes);
         adapter_landed(a, to[i], bytes);
     }
-    assert_ok(adapter_publish(a, &identity, &error), error);
+    assert_works(adapter_publish(a, &identity, ERROR));
     adapter_close(&a);
     assert_true(adapter_layout_fits(*kept, &key, publication));
 }

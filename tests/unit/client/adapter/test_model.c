@@ -112,11 +112,10 @@ static int count_entries(const char *path)
 static adapter *open_model(uint64_t file_bytes, const uint64_t **to, uint64_t *span)
 {
     adapter *a = NULL;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error),
-              error);
+    assert_works(
+        adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, ERROR));
     adapter_make_model(a, file_bytes);
-    assert_ok(adapter_prepare(a, &keys, "full:0", to, span, &error), error);
+    assert_works(adapter_prepare(a, &keys, "full:0", to, span, ERROR));
     return a;
 }
 
@@ -129,11 +128,10 @@ static uint8_t content_at(uint32_t key, uint64_t i)
 static void fill(adapter *a, uint8_t *base, const uint64_t *to)
 {
     enum { STEP = 700001 };
-    fanin_error error = FANIN_ERROR_INIT;
     for (uint32_t k = KEYS; k-- > 0;) {
         for (uint64_t end = sizes[k]; end > 0;) {
             uint64_t begin = end > STEP ? end - STEP : 0;
-            assert_ok(adapter_need(a, to[k] + begin, end - begin, &error), error);
+            assert_works(adapter_need(a, to[k] + begin, end - begin, ERROR));
             for (uint64_t i = begin; i < end; i++)
                 base[to[k] + i] = content_at(k, i);
             adapter_landed(a, to[k] + begin, end - begin);
@@ -147,11 +145,10 @@ static void make_model(void)
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
-    fanin_error error = FANIN_ERROR_INIT;
     adapter *a = open_model(FILE_BYTES, &to, &span);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_map(a, &base, ERROR));
     fill(a, base, to);
-    assert_ok(adapter_publish(a, &identity, &error), error);
+    assert_works(adapter_publish(a, &identity, ERROR));
     adapter_close(&a);
 }
 
@@ -168,10 +165,9 @@ static void assert_tensor(const char *file_name, uint32_t key)
 {
     char path[160];
     fanin_safetensors *file = NULL;
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_safetensors_entry entry = {.struct_size = sizeof entry};
     snprintf(path, sizeof path, "%s/%s", place, file_name);
-    assert_ok(fanin_safetensors_open(path, &file, &error), error);
+    assert_works(fanin_safetensors_open(path, &file, ERROR));
     int64_t index = fanin_safetensors_find(file, entries[key].name);
     assert_true(index >= 0 && fanin_safetensors_get(file, (size_t)index, &entry));
     assert_int_equal(entry.bytes, sizes[key]);
@@ -264,11 +260,10 @@ CASE(files_lie_side_by_side)
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
-    fanin_error error = FANIN_ERROR_INIT;
     adapter *a = open_model(FILE_BYTES, &to, &span);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_map(a, &base, ERROR));
     /* what most paths ask for before they begin */
-    assert_ok(adapter_need(a, 0, span, &error), error);
+    assert_works(adapter_need(a, 0, span, ERROR));
     memset(base, 7, (size_t)span);
     assert_int_equal(access(place, F_OK), -1);
     adapter_close(&a);
@@ -281,17 +276,16 @@ CASE(a_new_attempt_fills_it_anew)
     const uint64_t *to;
     uint64_t span;
     uint8_t *base, *again;
-    fanin_error error = FANIN_ERROR_INIT;
     adapter *a = open_model(FILE_BYTES, &to, &span);
-    assert_ok(adapter_map(a, &base, &error), error);
-    assert_ok(adapter_need(a, to[1], sizes[1], &error), error);
+    assert_works(adapter_map(a, &base, ERROR));
+    assert_works(adapter_need(a, to[1], sizes[1], ERROR));
     memset(base + to[1], 9, sizes[1]);
     adapter_landed(a, to[1], sizes[1]);
     adapter_restart(a);
-    assert_ok(adapter_map(a, &again, &error), error);
+    assert_works(adapter_map(a, &again, ERROR));
     assert_ptr_equal(again, base);
     fill(a, base, to);
-    assert_ok(adapter_publish(a, &identity, &error), error);
+    assert_works(adapter_publish(a, &identity, ERROR));
     adapter_close(&a);
     assert_whole();
 }
@@ -302,15 +296,14 @@ CASE(a_table_of_other_sizes_is_mapped_anew)
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
-    fanin_error error = FANIN_ERROR_INIT;
     entries[4].bytes = entries[4].shape[0] = 17; /* two files */
     adapter *a = open_model(FILE_BYTES, &to, &span);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_map(a, &base, ERROR));
     entries[4].bytes = entries[4].shape[0] = sizes[4];
-    assert_ok(adapter_prepare(a, &keys, "full:0", &to, &span, &error), error);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_prepare(a, &keys, "full:0", &to, &span, ERROR));
+    assert_works(adapter_map(a, &base, ERROR));
     fill(a, base, to);
-    assert_ok(adapter_publish(a, &identity, &error), error);
+    assert_works(adapter_publish(a, &identity, ERROR));
     adapter_close(&a);
     assert_whole();
 }

@@ -225,24 +225,22 @@ static made make_adapter(const char *name, fanin_dtype dtype, spare_file **spare
     uint8_t *base;
     made m = {0};
     struct stat info;
-    fanin_error error = FANIN_ERROR_INIT;
     adapter_identity identity = {
         .publication = "lora:0", .step = 3, .dtype = dtype, .key_table = {{1}}};
     snprintf(path, sizeof path, "%s/%s", root, name);
-    assert_ok(
-        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, &error),
-        error);
+    assert_works(
+        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, ERROR));
     adapter_convert(a, dtype);
     adapter_offer_spare(a, spare);
-    assert_ok(adapter_prepare(a, &keys, "lora:0", &to, &m.size, &error), error);
-    assert_ok(adapter_map(a, &base, &error), error);
+    assert_works(adapter_prepare(a, &keys, "lora:0", &to, &m.size, ERROR));
+    assert_works(adapter_map(a, &base, ERROR));
     for (uint32_t i = 0; i < keys.count; i++) {
         uint64_t bytes = entries[i].bytes / (dtype ? 2 : 1);
         memset(base + to[i], (int)i + 1, bytes);
         adapter_landed(a, to[i], bytes);
     }
     m.pinned = adapter_is_pinned(a);
-    assert_ok(adapter_publish(a, &identity, &error), error);
+    assert_works(adapter_publish(a, &identity, ERROR));
     adapter_make_spare(a, spare, NULL);
     adapter_close(&a);
     strcat(path, "/adapter_model.safetensors");

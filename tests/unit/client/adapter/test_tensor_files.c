@@ -25,8 +25,7 @@ static const key_table keys = {.entries = entries, .count = 6};
 static tensor_files cut(const key_table *table, uint64_t most)
 {
     tensor_files files;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(tensor_files_of_model(table, most, PAGE, &files, &error), error);
+    assert_works(tensor_files_of_model(table, most, PAGE, &files, ERROR));
     return files;
 }
 
@@ -180,8 +179,7 @@ TEST(a_configuration_stays_as_it_is)
     (void)state;
     static const char text[] = "{\"rms_norm_eps\": 1e-06,\n \"layers\": [1, 2]}";
     peft_config config;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(configure(text, false, &config, &error), error);
+    assert_works(configure(text, false, &config, ERROR));
     assert_string_equal(config.text, text);
     assert_int_equal(config.size, strlen(text));
     assert_null(config.dropped);
@@ -194,11 +192,10 @@ TEST(code_of_others_is_left_out)
     static const char text[] = "{\"a\": 1, \"auto_map\": {\"AutoConfig\": \"x.Y\"}, "
                                "\"parts\": [{\"custom_pipelines\": {}, \"b\": 2}]}";
     peft_config config;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(configure(text, true, &config, &error), error);
+    assert_works(configure(text, true, &config, ERROR));
     assert_string_equal(config.text, text);
     peft_config_free(&config);
-    assert_ok(configure(text, false, &config, &error), error);
+    assert_works(configure(text, false, &config, ERROR));
     assert_null(strstr(config.text, "auto_map"));
     assert_null(strstr(config.text, "custom_pipelines"));
     assert_says(config.text, "\"b\": 2");
@@ -225,7 +222,6 @@ TEST(without_a_configuration_there_is_none)
     (void)state;
     const key_table none = {.n_pairs = 0};
     peft_config config;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(model_config_make(&none, false, &config, &error), error);
+    assert_works(model_config_make(&none, false, &config, ERROR));
     assert_null(config.text);
 }

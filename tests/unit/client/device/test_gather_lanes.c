@@ -27,13 +27,12 @@ static fake_cuda_counts counts(void)
 static int setup(void **state)
 {
     static bench b;
-    fanin_error error = FANIN_ERROR_INIT;
     logger nobody = {0};
-    assert_ok(gpu_load(&nobody, &b.g, &error), error);
+    assert_works(gpu_load(&nobody, &b.g, ERROR));
     b.before = counts();
     b.memory = device_memory_create(b.g);
     assert_non_null(b.memory);
-    assert_ok(gpu_stream_create(b.g, 0, &b.callers, &error), error);
+    assert_works(gpu_stream_create(b.g, 0, &b.callers, ERROR));
     *state = &b;
     return 0;
 }
@@ -58,8 +57,7 @@ static int teardown(void **state)
 
 static void take(const bench *b, uint64_t chunk, gather_lane lanes[GATHER_LANES])
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(device_memory_lanes(b->memory, 0, chunk, true, lanes, &error), error);
+    assert_works(device_memory_lanes(b->memory, 0, chunk, true, lanes, ERROR));
 }
 
 /* As a pull does whose destination is in use on that stream. All of the device stands still. */

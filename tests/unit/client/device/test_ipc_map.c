@@ -85,10 +85,9 @@ static int tear_down(void **state)
 static ipc_mapping *take(unsigned which)
 {
     static const uint8_t life[16] = {1};
-    fanin_error error = FANIN_ERROR_INIT;
     ipc_key key = {.handle = {(uint8_t)which}, .length = LENGTH};
     ipc_mapping *out = NULL;
-    assert_ok(ipc_map_take(map, 0, life, &key, &out, &error), error);
+    assert_works(ipc_map_take(map, 0, life, &key, &out, ERROR));
     return out;
 }
 
@@ -100,14 +99,12 @@ static void take_all(unsigned n)
 
 static void open_wanted(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(ipc_map_open(map, NULL, &error), error);
+    assert_works(ipc_map_open(map, NULL, ERROR));
 }
 
 static void expect_mapped(unsigned which)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(ipc_mapping_check(taken[which], &error), error);
+    assert_works(ipc_mapping_check(taken[which], ERROR));
     assert_int_equal(ipc_mapping_base(taken[which]), (uintptr_t)&memory[which]);
 }
 

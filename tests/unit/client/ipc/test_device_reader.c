@@ -208,17 +208,15 @@ static void make_shard(bench *b, uint32_t rank)
 static void map_for(bench *b, uint32_t rank, int device)
 {
     static const uint8_t life[16] = {1};
-    fanin_error error = FANIN_ERROR_INIT;
     ipc_regions *s = &b->shards[rank];
     s->views = realloc(s->views, (s->n_views + 1) * sizeof *s->views);
     ipc_view *v = &s->views[s->n_views++];
     *v = (ipc_view){.device = device};
     v->mappings = calloc(2 * WORLD_REGIONS, sizeof *v->mappings);
     for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
-        assert_ok(ipc_map_take(b->client->devices->map, device, life, &s->keys[k],
-                               &v->mappings[k], &error),
-                  error);
-    assert_ok(ipc_map_open(b->client->devices->map, NULL, &error), error);
+        assert_works(ipc_map_take(b->client->devices->map, device, life, &s->keys[k],
+                                  &v->mappings[k], ERROR));
+    assert_works(ipc_map_open(b->client->devices->map, NULL, ERROR));
 }
 
 static void forget_copies(bench *b)
@@ -243,7 +241,6 @@ static void check_reach(const source_copies *c)
 
 static void list_copies(bench *b)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     const path_plan *p = &b->plan;
     const copies_target target = {
         .base = b->base, .ranges = b->ranges, .n_ranges = b->n_ranges};
@@ -251,12 +248,10 @@ static void list_copies(bench *b)
     for (size_t i = 0; i < p->n_sources; i++) {
         plan_spans *spans;
         source_copies *copies;
-        assert_ok(plan_spans_build(p->plan, b->w.keys, p->sources, i, &b->regions[i],
-                                   ipc_reader.span_rule, NULL, &spans, &error),
-                  error);
-        assert_ok(source_copies_build(spans, b->regions[i].count, &target, NULL,
-                                      &copies, &error),
-                  error);
+        assert_works(plan_spans_build(p->plan, b->w.keys, p->sources, i, &b->regions[i],
+                                      ipc_reader.span_rule, NULL, &spans, ERROR));
+        assert_works(source_copies_build(spans, b->regions[i].count, &target, NULL,
+                                         &copies, ERROR));
         check_reach(copies);
         b->copies[i] = copies;
         plan_spans_free(&spans);
@@ -266,12 +261,11 @@ static void list_copies(bench *b)
 /* The world is sealed, the landing wanted. */
 static void open_bench(bench *b)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     start_exporter(b);
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
-    assert_ok(fanin_client_create(&config, &b->client, &error), error);
+    assert_works(fanin_client_create(&config, &b->client, ERROR));
     if (!client_gpu(b->client))
         fail_msg("%s", b->client->devices->missing);
     b->client->devices->map = ipc_map_create(b->client->devices->g);
@@ -286,7 +280,7 @@ static void open_bench(bench *b)
     path_plan *c = &b->plan;
     c->sources = b->w.sources;
     c->n_sources = b->w.n_sources;
-    assert_ok(world_plan(&b->w, &b->l, &c->plan, &error), error);
+    assert_works(world_plan(&b->w, &b->l, &c->plan, ERROR));
     c->reader_of = b->readers;
 }
 
@@ -315,7 +309,6 @@ static void close_bench(bench *b)
 
 static void build(bench *b, gather_set gather)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     static const int owners[WORLD_RANKS] = {0, 1, 0, 1}; /* of four ranks at most */
     device_plan_parts parts = {.plan = &b->plan,
                                .copies = b->copies,
@@ -324,8 +317,7 @@ static void build(bench *b, gather_set gather)
                                .owners = owners};
     device_plan_free(&b->tables);
     list_copies(b);
-    assert_ok(device_plan_build(b->client->devices->g, &parts, &b->tables, &error),
-              error);
+    assert_works(device_plan_build(b->client->devices->g, &parts, &b->tables, ERROR));
     assert_true(device_plan_fits(b->tables, &parts));
 }
 
@@ -349,13 +341,12 @@ static path_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
 
 static void read_all(bench *b, bool pinned)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     device_reader *r;
     path_reading how = reading_of(b, pinned, NULL);
     b->told = 0;
-    assert_ok(device_reader_start(&how, b->tables, b->sources, &r, &error), error);
+    assert_works(device_reader_start(&how, b->tables, b->sources, &r, ERROR));
     for (bool done = false; !done;)
-        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+        assert_works(device_reader_step(r, deadline_in_ms(1000), &done, ERROR));
     assert_true(device_reader_destroy(&r));
 }
 
@@ -364,20 +355,18 @@ static void read_all(bench *b, bool pinned)
 static void copy_now(bench *b, int device, void *to, const void *from, size_t bytes)
 {
     gpu_stream *stream;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(device_memory_stream(b->client->devices->memory, device, &stream, &error),
-              error);
-    assert_ok(gpu_copy(stream, to, from, bytes, &error), error);
-    assert_ok(gpu_stream_wait(stream, UINT64_MAX, &error), error);
+    assert_works(
+        device_memory_stream(b->client->devices->memory, device, &stream, ERROR));
+    assert_works(gpu_copy(stream, to, from, bytes, ERROR));
+    assert_works(gpu_stream_wait(stream, UINT64_MAX, ERROR));
 }
 
 /* All of it on one device. */
 static void land_on_device(bench *b, int device)
 {
     void *memory;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(gpu_alloc(b->client->devices->g, device, b->l.size + 1, &memory, &error),
-              error);
+    assert_works(
+        gpu_alloc(b->client->devices->g, device, b->l.size + 1, &memory, ERROR));
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, device};
     b->n_ranges = 1;
@@ -422,9 +411,7 @@ static void land_on_pinned(bench *b, gather_set gather)
 {
     void *memory;
     uint8_t *bytes = b->l.bytes;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(gpu_host_alloc(b->client->devices->g, b->l.size + 1, &memory, &error),
-              error);
+    assert_works(gpu_host_alloc(b->client->devices->g, b->l.size + 1, &memory, ERROR));
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, -1};
     b->n_ranges = 1;
@@ -499,17 +486,16 @@ TEST(both_kinds_land_at_once)
 {
     bench b;
     void *memory;
-    fanin_error error = FANIN_ERROR_INIT;
     make_chunks(&b, 2, 0, 0);
     open_bench(&b);
     uint64_t half = b.l.to_of_key[2], rest = b.l.size - half;
-    assert_ok(gpu_alloc(b.client->devices->g, 0, rest, &memory, &error), error);
+    assert_works(gpu_alloc(b.client->devices->g, 0, rest, &memory, ERROR));
     /* As addresses, wherever the two lie. */
     plan_free(&b.plan.plan);
     for (uint32_t i = 0; i < b.w.n_keys; i++)
         b.l.to_of_key[i] +=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
-    assert_ok(world_plan(&b.w, &b.l, &b.plan.plan, &error), error);
+    assert_works(world_plan(&b.w, &b.l, &b.plan.plan, ERROR));
     for (uint32_t i = 0; i < b.w.n_keys; i++)
         b.l.to_of_key[i] -=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
@@ -524,9 +510,9 @@ TEST(both_kinds_land_at_once)
     path_reading how = reading_of(&b, false, NULL);
     how.landed = NULL;
     device_reader *r;
-    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
+    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
     for (bool done = false; !done;)
-        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+        assert_works(device_reader_step(r, deadline_in_ms(1000), &done, ERROR));
     assert_true(device_reader_destroy(&r));
     copy_now(&b, 0, b.l.bytes + half, memory, rest);
     landing_compare(&b.w, &b.l);
@@ -538,10 +524,9 @@ TEST(both_kinds_land_at_once)
 static void *prepare_device(bench *b)
 {
     void *memory;
-    fanin_error error = FANIN_ERROR_INIT;
     make_chunks(b, 2, 0, 0);
     open_bench(b);
-    assert_ok(gpu_alloc(b->client->devices->g, 0, b->l.size, &memory, &error), error);
+    assert_works(gpu_alloc(b->client->devices->g, 0, b->l.size, &memory, ERROR));
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, 0};
     b->n_ranges = 1;
@@ -560,15 +545,14 @@ TEST(a_kernel_under_way_is_waited_for)
 {
     bench b;
     pthread_t thread;
-    fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
     path_reading how = reading_of(&b, false, NULL);
     device_reader *r;
     bool done = true;
     fake_cuda_hold_kernel(0, 1);
-    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
+    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
     assert_true(fake_cuda_wait_kernel_held(0));
-    assert_ok(device_reader_step(r, deadline_in_ms(1), &done, &error), error);
+    assert_works(device_reader_step(r, deadline_in_ms(1), &done, ERROR));
     assert_false(done);
     /* The pull gives up; the kernel goes on until it is done. */
     assert_int_equal(pthread_create(&thread, NULL, release_soon, NULL), 0);
@@ -582,7 +566,6 @@ TEST(a_kernel_under_way_is_waited_for)
 TEST(the_callers_stream_comes_first)
 {
     bench b;
-    fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
     fake_cuda_counts before, after;
     fanin_stream callers = {.handle = (void *)2, .device = 0};
@@ -591,8 +574,8 @@ TEST(the_callers_stream_comes_first)
     bool done = true;
     fake_cuda_hold(0);
     fake_cuda_count(&before);
-    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
-    assert_ok(device_reader_step(r, deadline_in_ms(2), &done, &error), error);
+    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
+    assert_works(device_reader_step(r, deadline_in_ms(2), &done, ERROR));
     assert_false(done);
     fake_cuda_count(&after);
     assert_int_equal(after.kernels, before.kernels);
@@ -602,9 +585,9 @@ TEST(the_callers_stream_comes_first)
     assert_true(fake_cuda_wait_idle(0));
     fake_cuda_count(&after);
     assert_int_equal(after.kernels, before.kernels);
-    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
+    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
     for (done = false; !done;)
-        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+        assert_works(device_reader_step(r, deadline_in_ms(1000), &done, ERROR));
     assert_true(device_reader_destroy(&r));
     gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
@@ -678,21 +661,20 @@ TEST(regions_that_have_become_shorter_are_refused)
 TEST(mappings_are_shared_and_swept)
 {
     bench b;
-    fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
     ipc_map *map = b.client->devices->map;
     static const uint8_t life[16] = {1}, other[16] = {2};
     ipc_mapping *again = NULL, *later = NULL;
     fake_cuda_counts before, after;
     fake_cuda_count(&before);
-    assert_ok(ipc_map_take(map, 0, life, &b.keys[0], &again, &error), error);
-    assert_ok(ipc_map_open(map, NULL, &error), error);
+    assert_works(ipc_map_take(map, 0, life, &b.keys[0], &again, ERROR));
+    assert_works(ipc_map_open(map, NULL, ERROR));
     assert_ptr_equal(again, b.shards[0].views[0].mappings[0]);
     fake_cuda_count(&after);
     assert_int_equal(after.opens, before.opens);
     /* Another life of the process: whatever the handle says, it is other memory. */
-    assert_ok(ipc_map_take(map, 0, other, &b.keys[0], &later, &error), error);
-    assert_ok(ipc_map_open(map, NULL, &error), error);
+    assert_works(ipc_map_take(map, 0, other, &b.keys[0], &later, ERROR));
+    assert_works(ipc_map_open(map, NULL, ERROR));
     ipc_mapping_release(&later);
     ipc_mapping_release(&again);
     fake_cuda_count(&after);
@@ -709,14 +691,13 @@ TEST(idle_publications_are_unmapped)
     bench b;
     void *memory = prepare_device(&b);
     fake_cuda_counts before, after;
-    fanin_error error = FANIN_ERROR_INIT;
     shard_table tables[WORLD_RANKS] = {{0}};
     peer peers[WORLD_RANKS] = {{0}};
     publication p = {.shards = tables, .n_peers = b.w.n_ranks, .used_ns = 100};
     b.client->publications = &p;
     b.client->peers = peers;
     b.client->n_peers = b.w.n_ranks;
-    assert_ok(path_states_open(b.client, &p, &error), error);
+    assert_works(path_states_open(b.client, &p, ERROR));
     for (uint32_t i = 0; i < b.w.n_ranks; i++) {
         path_state *s = path_state_of(b.client, &p, i);
         s->path = &ipc_reader;

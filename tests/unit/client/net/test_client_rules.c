@@ -33,7 +33,6 @@ typedef struct pair {
 
 static void start_rank(pair *p, uint32_t rank, uint16_t port)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config;
     fanin_server_config_init(&config, sizeof config);
     memset(config.world_id, p->world, sizeof config.world_id);
@@ -41,7 +40,7 @@ static void start_rank(pair *p, uint32_t rank, uint16_t port)
     config.world_size = 2;
     config.base_port = port ? (uint16_t)(port - rank) : 0;
     config.lease_ms = 0;
-    assert_ok(fanin_server_create(&config, &p->servers[rank], &error), error);
+    assert_works(fanin_server_create(&config, &p->servers[rank], ERROR));
     fanin_box box = {
         .offset = {rank * HALF}, .extent = {HALF}, .address = p->memory[rank]};
     fanin_tensor shard = {.struct_size = sizeof(shard),
@@ -51,19 +50,16 @@ static void start_rank(pair *p, uint32_t rank, uint16_t port)
                           .shape = {2 * HALF},
                           .boxes = &box,
                           .n_boxes = 1};
-    assert_ok(fanin_server_put(p->servers[rank], "lora:0", &shard, 1, false, &error),
-              error);
+    assert_works(fanin_server_put(p->servers[rank], "lora:0", &shard, 1, false, ERROR));
     snprintf(p->addresses[rank], sizeof p->addresses[rank], "127.0.0.1:%u",
              (unsigned)fanin_server_port(p->servers[rank]));
 }
 
 static void commit(pair *p, uint32_t rank, uint8_t value, uint64_t step)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_begin_update(p->servers[rank], "lora:0", &error), error);
+    assert_works(fanin_server_begin_update(p->servers[rank], "lora:0", ERROR));
     memset(p->memory[rank], value, HALF);
-    assert_ok(fanin_server_commit(p->servers[rank], "lora:0", step, NULL, &error),
-              error);
+    assert_works(fanin_server_commit(p->servers[rank], "lora:0", step, NULL, ERROR));
 }
 
 static void start(pair *p)
@@ -133,7 +129,6 @@ static void stop(pair *p)
 
 static fanin_client *make_client(fanin_path path)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.path = path;
@@ -141,7 +136,7 @@ static fanin_client *make_client(fanin_path path)
     config.no_unix = path == FANIN_PATH_STREAM;
     config.threads = 1; /* what overtakes a rank comes before it is read */
     fanin_client *client = NULL;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
+    assert_works(fanin_client_create(&config, &client, ERROR));
     return client;
 }
 

@@ -23,7 +23,6 @@ static void make_boxes(replicas *r, uint32_t rank)
     box_record records[8];
     buffer blob = {0};
     box_table *boxes;
-    fanin_error error = FANIN_ERROR_INIT;
     for (uint32_t key = 0; key < r->keys->count; key++)
         records[key] =
             (box_record){.key = key,
@@ -31,8 +30,7 @@ static void make_boxes(replicas *r, uint32_t rank)
                          .place = {.offset = r->targets[key].to, .packed = true}};
     box_table_encode(&blob, r->keys->entries, r->keys->count, records, r->keys->count,
                      rank, (uint32_t)r->n_sources);
-    assert_ok(box_table_decode(blob.data, blob.size, r->keys, NULL, &boxes, &error),
-              error);
+    assert_works(box_table_decode(blob.data, blob.size, r->keys, NULL, &boxes, ERROR));
     buffer_free(&blob);
     r->sources[rank] = (plan_source){.rank = rank, .boxes = boxes};
 }
@@ -44,7 +42,6 @@ static void replicas_init(replicas *r, const uint64_t *rows, uint32_t n_keys,
     static const char *const names[] = {"a", "b", "c", "d", "e", "f", "g", "h"};
     key_entry entries[8] = {0};
     buffer blob = {0};
-    fanin_error error = FANIN_ERROR_INIT;
     uint64_t to = 0;
     *r = (replicas){.n_sources = n_ranks, .n_targets = n_keys};
     for (uint32_t key = 0; key < n_keys; key++) {
@@ -57,7 +54,7 @@ static void replicas_init(replicas *r, const uint64_t *rows, uint32_t n_keys,
         to += rows[key] * MIB;
     }
     key_table_encode(&blob, entries, n_keys, NULL, 0);
-    assert_ok(key_table_decode(blob.data, blob.size, NULL, &r->keys, &error), error);
+    assert_works(key_table_decode(blob.data, blob.size, NULL, &r->keys, ERROR));
     buffer_free(&blob);
     for (uint32_t rank = 0; rank < n_ranks; rank++)
         make_boxes(r, rank);
@@ -74,12 +71,10 @@ static void replicas_free(replicas *r)
 
 static plan *plan_as(const replicas *r, uint64_t seed)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     plan_rules rules = {.seed = seed};
     plan *p;
-    assert_ok(plan_build(r->keys, r->sources, r->n_sources, r->targets, r->n_targets,
-                         NULL, &rules, &p, &error),
-              error);
+    assert_works(plan_build(r->keys, r->sources, r->n_sources, r->targets, r->n_targets,
+                            NULL, &rules, &p, ERROR));
     return p;
 }
 

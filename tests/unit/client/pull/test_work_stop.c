@@ -226,14 +226,12 @@ static void claim_keys(claims *c)
 static int set_up(void **state)
 {
     claims *c = calloc(1, sizeof *c);
-    fanin_error error = FANIN_ERROR_INIT;
     assert_non_null(c);
     hold_elements(c);
     claim_keys(c);
-    assert_ok(world_plan(&c->w, &c->whole, &c->plan, &error), error);
-    assert_ok(
-        key_table_decode(c->blobs[1].data, c->blobs[1].size, NULL, &c->keys, &error),
-        error);
+    assert_works(world_plan(&c->w, &c->whole, &c->plan, ERROR));
+    assert_works(
+        key_table_decode(c->blobs[1].data, c->blobs[1].size, NULL, &c->keys, ERROR));
     *state = c;
     return 0;
 }

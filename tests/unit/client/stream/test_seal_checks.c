@@ -66,12 +66,11 @@ static sealed_body *take(seal_checks *c, uint8_t number, verdicts *v)
 
 static seal_checks *start(loop *l)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     if (usable_cpus() < 2)
         skip();
     for (size_t i = 0; i < sizeof memory; i++)
         memory[i] = (uint8_t)(i * 31 + i / 256);
-    assert_ok(loop_init(l, &error), error);
+    assert_works(loop_init(l, ERROR));
     seal_checks *c = seal_checks_create(l);
     assert_non_null(c);
     return c;

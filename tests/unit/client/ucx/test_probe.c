@@ -146,9 +146,8 @@ static void tear_down(fixture *f)
 
 static fanin_path pull(fixture *f)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
-    assert_ok(world_pull(&f->world, f->client, NULL, &info, &error), error);
+    assert_works(world_pull(&f->world, f->client, NULL, &info, ERROR));
     assert_int_equal(info.step, 1);
     return info.path;
 }

@@ -19,11 +19,10 @@ typedef struct pair {
 
 static void start(pair *p, char rank_digit, char reader_digit)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     memset(world, WORLD_BYTE, sizeof world);
-    assert_ok(tls_end_of_rank(secret_of(rank_digit), world, RANK, &p->ends[0], &error),
-              error);
-    assert_ok(tls_end_of_reader(secret_of(reader_digit), &p->ends[1], &error), error);
+    assert_works(
+        tls_end_of_rank(secret_of(rank_digit), world, RANK, &p->ends[0], ERROR));
+    assert_works(tls_end_of_reader(secret_of(reader_digit), &p->ends[1], ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, p->fds), 0);
     for (int i = 0; i < 2; i++)
         assert_non_null(p->t[i] = tls_new(p->ends[i], p->fds[i]));

@@ -50,11 +50,10 @@ static fanin_status reader_in_child(void)
 
 TEST(a_child_of_who_shakes_hands_is_told)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     tls_end *end;
     int fds[2];
     pthread_t thread;
-    assert_ok(tls_end_of_rank(secret_of('1'), world, 0, &end, &error), error);
+    assert_works(tls_end_of_rank(secret_of('1'), world, 0, &end, ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
     tls *t = tls_new(end, fds[0]);
     assert_non_null(t);
@@ -100,13 +99,12 @@ static void say(tls *from, int fd, tls *to, int other)
 
 TEST(a_child_of_who_is_asked_for_new_keys_is_told)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     tls_end *ends[2];
     tls *t[2];
     int fds[2];
     tls_step steps[2] = {TLS_WAIT, TLS_WAIT};
-    assert_ok(tls_end_of_rank(secret_of('1'), world, 0, &ends[0], &error), error);
-    assert_ok(tls_end_of_reader(secret_of('1'), &ends[1], &error), error);
+    assert_works(tls_end_of_rank(secret_of('1'), world, 0, &ends[0], ERROR));
+    assert_works(tls_end_of_reader(secret_of('1'), &ends[1], ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
     for (int i = 0; i < 2; i++)
         assert_non_null(t[i] = tls_new(ends[i], fds[i]));

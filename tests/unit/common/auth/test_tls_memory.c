@@ -177,9 +177,8 @@ static void shake_all_in_need(long every)
 
 static int with_secret(void **state)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(tls_end_of_rank(secret_of('1'), world, RANK, &ends[0], &error), error);
-    assert_ok(tls_end_of_reader(secret_of('1'), &ends[1], &error), error);
+    assert_works(tls_end_of_rank(secret_of('1'), world, RANK, &ends[0], ERROR));
+    assert_works(tls_end_of_reader(secret_of('1'), &ends[1], ERROR));
     return 0;
 }
 

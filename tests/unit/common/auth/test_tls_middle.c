@@ -271,10 +271,8 @@ TEST(recordings_are_of_no_use)
 static int set_up(void **state)
 {
     static const uint8_t world[16] = {5};
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(tls_end_of_rank(secret_of('1'), world, RANK, &secret_ends[0], &error),
-              error);
-    assert_ok(tls_end_of_reader(secret_of('1'), &secret_ends[1], &error), error);
+    assert_works(tls_end_of_rank(secret_of('1'), world, RANK, &secret_ends[0], ERROR));
+    assert_works(tls_end_of_reader(secret_of('1'), &secret_ends[1], ERROR));
     if (!certified_ends_of(RANK, certified_ends))
         print_message("no certificates without the command openssl\n");
     return 0;

@@ -13,8 +13,7 @@
 static fanin_log_ring *ring_of(uint32_t lines, fanin_log_level level)
 {
     fanin_log_ring *ring = NULL;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_log_ring_create(lines, level, &ring, &error), error);
+    assert_works(fanin_log_ring_create(lines, level, &ring, ERROR));
     assert_non_null(ring);
     return ring;
 }

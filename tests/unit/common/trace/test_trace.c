@@ -97,14 +97,12 @@ static unsigned long lost(const char *text)
 
 static void start(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_trace_start(file, &error), error);
+    assert_works(fanin_trace_start(file, ERROR));
 }
 
 static void stop(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_trace_stop(&error), error);
+    assert_works(fanin_trace_stop(ERROR));
 }
 
 static void add(int32_t rank)

@@ -103,13 +103,12 @@ TEST(an_answer_may_come_after_the_interest)
 
 static fanin_client *make_client(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.path = FANIN_PATH_STREAM;
     config.no_unix = true;
     fanin_client *client = NULL;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
+    assert_works(fanin_client_create(&config, &client, ERROR));
     return client;
 }
 

@@ -14,8 +14,7 @@
 static socket_address resolved(const char *text)
 {
     socket_address a;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(socket_resolve(text, &a, &error), error);
+    assert_works(socket_resolve(text, &a, ERROR));
     return a;
 }
 
@@ -149,9 +148,8 @@ static int accept_in_time(int listener, socket_address *peer)
 static void connects(const socket_address *a, int listener)
 {
     socket_address peer;
-    fanin_error error = FANIN_ERROR_INIT;
     int client;
-    assert_ok(socket_connect_start(a, &client, &error), error);
+    assert_works(socket_connect_start(a, &client, ERROR));
     int server = accept_in_time(listener, &peer);
     assert_true(server >= 0);
     struct pollfd p = {.fd = client, .events = POLLOUT};
@@ -251,8 +249,7 @@ static bool contains(const char *networks, const char *address)
 {
     network *list;
     size_t count;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(networks_parse(networks, &list, &count, &error), error);
+    assert_works(networks_parse(networks, &list, &count, ERROR));
     socket_address a = resolved(address);
     bool found = networks_contain(list, count, &a);
     free(list);

@@ -547,12 +547,11 @@ SERVER_TEST(a_watch_reports_every_change)
     peer p = peer_watch(s, 0);
     expect_event(&p, WIRE_STATE_UNPUBLISHED, 0);
     server_put(s, RUN, "a", memory[0], 10);
-    fanin_error error = FANIN_ERROR_INIT;
     server_commit(s, 1);
     server_begin(s);
-    assert_ok(fanin_server_abort_update(s, RUN, &error), error);
+    assert_works(fanin_server_abort_update(s, RUN, ERROR));
     server_commit(s, 2);
-    assert_ok(fanin_server_remove(s, RUN, NULL, &error), error);
+    assert_works(fanin_server_remove(s, RUN, NULL, ERROR));
     expect_event(&p, WIRE_STATE_STABLE, 1);
     expect_event(&p, WIRE_STATE_DRAINING, 1);
     expect_event(&p, WIRE_STATE_WRITING, 1);

@@ -714,12 +714,11 @@ static void come_in_vain(fanin_server *s)
 {
     socket_address a;
     char where[32];
-    fanin_error error = FANIN_ERROR_INIT;
     int fd;
     atomic_store(&comes_from, 2);
     snprintf(where, sizeof where, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
     assert_int_equal(socket_resolve(where, &a, NULL), FANIN_OK);
-    assert_ok(socket_connect_start(&a, &fd, &error), error);
+    assert_works(socket_connect_start(&a, &fd, ERROR));
     peer p = peer_of(fd);
     peer_expect_closed(&p);
     peer_close(&p);

@@ -38,8 +38,7 @@ static fanin_status commit(fanin_server *s, uint64_t step, uint32_t flags,
 
 static void commit_ok(fanin_server *s, uint64_t step, uint32_t flags)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(commit(s, step, flags, &error), error);
+    assert_works(commit(s, step, flags, ERROR));
 }
 
 /* For call_start(). */
@@ -603,8 +602,7 @@ static int set_up(void **state)
 {
     if (device_set_up(state) != 0)
         return -1;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(gpu_load(&(logger){0}, &driver, &error), error);
+    assert_works(gpu_load(&(logger){0}, &driver, ERROR));
     assert_int_equal(gpu_context_enter(driver, 0, NULL), FANIN_OK);
     CUstream made;
     assert_int_equal(cuStreamCreate(&made, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);

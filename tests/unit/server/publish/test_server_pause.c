@@ -27,14 +27,12 @@ static fanin_server *start_published(uint32_t lease_ms)
 
 static void pause_it(fanin_server *s, const char *reason)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_pause(s, RUN, reason, &error), error);
+    assert_works(fanin_server_pause(s, RUN, reason, ERROR));
 }
 
 static void resume_it(fanin_server *s)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_resume(s, RUN, &error), error);
+    assert_works(fanin_server_resume(s, RUN, ERROR));
 }
 
 /* A session whose client says which features it has. */

@@ -162,9 +162,8 @@ SERVER_TEST(scalars_and_empty_shards)
                           .boxes = &nothing,
                           .n_boxes = 1}};
     fanin_server *s = server_start(NULL);
-    fanin_error error = FANIN_ERROR_INIT;
     memcpy(memory, "abcd", 4);
-    assert_ok(fanin_server_put(s, RUN, t, 3, false, &error), error);
+    assert_works(fanin_server_put(s, RUN, t, 3, false, ERROR));
     server_commit(s, 1);
     puller r = puller_open(s);
     puller_begin(&r);
@@ -300,9 +299,8 @@ SERVER_TEST(many_shards_are_put_and_committed_fast)
         t[i] = byte_tensor(name[i], &boxes[i], blocks[i], 1000);
     }
     fanin_server *s = server_start(NULL);
-    fanin_error error = FANIN_ERROR_INIT;
     uint64_t start = cpu_ns();
-    assert_ok(fanin_server_put(s, RUN, t, MANY, false, &error), error);
+    assert_works(fanin_server_put(s, RUN, t, MANY, false, ERROR));
     uint64_t put = cpu_ns();
     server_commit(s, 1);
     uint64_t first = cpu_ns(), later = UINT64_MAX;
@@ -328,7 +326,7 @@ SERVER_TEST(many_shards_are_put_and_committed_fast)
     for (size_t i = 0; i < MANY; i += 2)
         assert_int_equal(fanin_server_remove(s, RUN, name[i], NULL), FANIN_OK);
     for (size_t i = 0; i < MANY; i += 2)
-        assert_ok(fanin_server_put(s, RUN, &t[i], 1, false, &error), error);
+        assert_works(fanin_server_put(s, RUN, &t[i], 1, false, ERROR));
     assert_int_equal(server_stats(s).tensors, MANY);
     server_stop(&s, 0);
     for (size_t i = 0; i < MANY; i++)

@@ -412,8 +412,7 @@ static void put_floats(fanin_server *s)
     fanin_box bytes = {.extent = {SIZE}, .address = first};
     fanin_tensor u = byte_tensor("u", &bytes, first, SIZE);
     fanin_tensor all[] = {f, t, u};
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_put(s, RUN, all, 3, false, &error), error);
+    assert_works(fanin_server_put(s, RUN, all, 3, false, ERROR));
     for (size_t i = 0; i < 6; i++)
         for (size_t j = 0; j < 4; j++)
             values[i][j] = (float)(i * 4 + j) - 12.5f;

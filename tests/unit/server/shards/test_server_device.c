@@ -23,9 +23,8 @@ DEVICE_CLEAN_TEST(host_memory_starts_no_cuda)
     peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
     server_tear_down(state);
     assert_int_equal(fake_cuda_calls("cuInit"), 0);
-    fanin_error error = FANIN_ERROR_INIT;
     logger none = {0};
-    assert_ok(gpu_load(&none, &driver, &error), error); /* as the trainer does */
+    assert_works(gpu_load(&none, &driver, ERROR)); /* as the trainer does */
 }
 
 DEVICE_CLEAN_TEST(kind_and_device_are_found_out)
@@ -242,11 +241,10 @@ DEVICE_CLEAN_TEST(own_user_gets_handles)
     gpu_device d;
     gpu_range range;
     uint8_t handle[GPU_HANDLE_SIZE];
-    fanin_error error = FANIN_ERROR_INIT;
     assert_true(ipc_key_decode(device->rkey, device->rkey_size, device->length, &key));
-    assert_ok(gpu_device_get(driver, 1, &d, &error), error);
-    assert_ok(gpu_range_of(driver, memory, &range, &error), error);
-    assert_ok(gpu_export(driver, &range, handle, &error), error);
+    assert_works(gpu_device_get(driver, 1, &d, ERROR));
+    assert_works(gpu_range_of(driver, memory, &range, ERROR));
+    assert_works(gpu_export(driver, &range, handle, ERROR));
     assert_memory_equal(key.uuid, d.uuid, sizeof d.uuid);
     assert_memory_equal(key.handle, handle, sizeof handle);
     assert_int_equal(key.offset, 4096);

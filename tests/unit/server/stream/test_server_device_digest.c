@@ -143,7 +143,6 @@ DEVICE_CLEAN_TEST(places_may_mix)
 DEVICE_CLEAN_TEST(failures_are_answered)
 {
     static const read_entry all = {.box = 0, .count = 1};
-    fanin_error error = FANIN_ERROR_INIT;
     scene s;
     set_scene(&s, 0, -1);
     fake_cuda_hold(0);
@@ -155,7 +154,7 @@ DEVICE_CLEAN_TEST(failures_are_answered)
     assert_true(fake_cuda_wait_idle(0)); /* what was queued is lost, not late */
     fake_cuda_repair(0);
     assert_int_equal(check(&s, &all, 1, 0), 1);
-    assert_ok(fanin_server_begin_update(s.l.server, RUN, &error), error);
+    assert_works(fanin_server_begin_update(s.l.server, RUN, ERROR));
     peer_request_digest(&s.l.data, &s.l.grant, BYTES, 0, &all, 1);
     peer_expect_error(&s.l.data, FANIN_ERR_STALE);
 }

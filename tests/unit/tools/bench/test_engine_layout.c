@@ -47,9 +47,7 @@ TEST(a_mapping_says_where)
 {
     (void)state;
     engine_layout l;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(engine_layout_of_mapping(attention, N_ATTENTION, &mapping, &l, &error),
-              error);
+    assert_works(engine_layout_of_mapping(attention, N_ATTENTION, &mapping, &l, ERROR));
     assert_int_equal(l.count, 1);
     assert_int_equal(l.boxes[0].tensor, 1);
     /* BF16 beside a parameter of F32: half as wide */

@@ -136,18 +136,15 @@ TEST(info_files)
 
 TEST(info_files_name_the_run)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     target t;
-    assert_ok(target_parse(file_with("{\"run_idx\":7,\"host\":\"h\",\"base_port\":1,"
-                                     "\"world_size\":1}"),
-                           0, &t, &error),
-              error);
+    assert_works(target_parse(file_with("{\"run_idx\":7,\"host\":\"h\",\"base_port\":1,"
+                                        "\"world_size\":1}"),
+                              0, &t, ERROR));
     assert_string_equal(t.run, "7");
     target_free(&t);
-    assert_ok(target_parse(file_with("{\"run_idx\":\"best\",\"host\":\"h\","
-                                     "\"base_port\":1,\"world_size\":1}"),
-                           0, &t, &error),
-              error);
+    assert_works(target_parse(file_with("{\"run_idx\":\"best\",\"host\":\"h\","
+                                        "\"base_port\":1,\"world_size\":1}"),
+                              0, &t, ERROR));
     assert_string_equal(t.run, "best");
     target_free(&t);
 }
@@ -157,11 +154,10 @@ TEST(info_files_name_the_run)
 static void chooses(const char *fields, const char *wanted, const char *all)
 {
     char text[512], choices[TARGET_CHOICES];
-    fanin_error error = FANIN_ERROR_INIT;
     target t;
     snprintf(text, sizeof text, "{\"host\":\"h\",\"base_port\":1,\"world_size\":1%s}",
              fields);
-    assert_ok(target_parse(file_with(text), 0, &t, &error), error);
+    assert_works(target_parse(file_with(text), 0, &t, ERROR));
     const char *chosen = target_choose(&t, choices);
     assert_string_equal(chosen ? chosen : "", wanted);
     assert_string_equal(choices, all);
@@ -193,24 +189,23 @@ TEST(info_files_name_publications)
 
 TEST(info_files_name_world_and_job)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     static const uint8_t id[FANIN_WORLD_ID_SIZE] = {0x0a, [15] = 0xff};
     static const uint8_t none[FANIN_WORLD_ID_SIZE];
     target t;
-    assert_ok(target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
-                                     "\"server_name\":\"job\",\"world_id\":"
-                                     "\"0A0000000000000000000000000000ff\"}"),
-                           0, &t, &error),
-              error);
+    assert_works(
+        target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                               "\"server_name\":\"job\",\"world_id\":"
+                               "\"0A0000000000000000000000000000ff\"}"),
+                     0, &t, ERROR));
     assert_memory_equal(t.world_id, id, sizeof id);
     assert_string_equal(t.server_name, "job");
     assert_string_equal(t.file, path);
     target_free(&t);
-    assert_ok(target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
-                                     "\"server_name\":null,\"world_id\":null,"
-                                     "\"run_idx\":null}"),
-                           0, &t, &error),
-              error);
+    assert_works(
+        target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                               "\"server_name\":null,\"world_id\":null,"
+                               "\"run_idx\":null}"),
+                     0, &t, ERROR));
     assert_memory_equal(t.world_id, none, sizeof none);
     assert_null(t.server_name);
     assert_string_equal(t.run, "");

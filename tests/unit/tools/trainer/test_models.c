@@ -54,11 +54,9 @@ static void expect(const tensor_list *list, const char *name, uint64_t rows,
 
 TEST(dense_names_are_those_of_peft)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
-    assert_ok(model_expand(model_find("llama-3.1-8b"), 16, false, FANIN_DTYPE_F32,
-                           &list, &error),
-              error);
+    assert_works(model_expand(model_find("llama-3.1-8b"), 16, false, FANIN_DTYPE_F32,
+                              &list, ERROR));
     expect(&list, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", 16,
            4096);
     expect(&list, "base_model.model.model.layers.31.self_attn.v_proj.lora_B.weight",
@@ -73,10 +71,9 @@ TEST(dense_names_are_those_of_peft)
 
 TEST(experts_come_one_by_one_or_fused)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     const model *m = model_find("qwen3-30b-a3b");
     tensor_list list;
-    assert_ok(model_expand(m, 16, false, FANIN_DTYPE_BF16, &list, &error), error);
+    assert_works(model_expand(m, 16, false, FANIN_DTYPE_BF16, &list, ERROR));
     expect(&list,
            "base_model.model.model.layers.47.mlp.experts.127.gate_proj.lora_A.weight",
            16, 2048);
@@ -84,7 +81,7 @@ TEST(experts_come_one_by_one_or_fused)
            "base_model.model.model.layers.47.mlp.experts.127.down_proj.lora_B.weight",
            2048, 16);
     tensor_list_free(&list);
-    assert_ok(model_expand(m, 16, true, FANIN_DTYPE_BF16, &list, &error), error);
+    assert_works(model_expand(m, 16, true, FANIN_DTYPE_BF16, &list, ERROR));
     expect(&list,
            "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
            2 * 16 * 128, 2048);

@@ -61,11 +61,9 @@ static const tensor_spec *find(const tensor_list *list, const char *name)
 TEST(names_are_those_of_checkpoints)
 {
     (void)state;
-    fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
-    assert_ok(whole_model_expand(whole_model_find("deepseek-v3"), FANIN_DTYPE_BF16,
-                                 &list, &error),
-              error);
+    assert_works(whole_model_expand(whole_model_find("deepseek-v3"), FANIN_DTYPE_BF16,
+                                    &list, ERROR));
     const tensor_spec *t =
         find(&list, "model.layers.60.mlp.experts.255.down_proj.weight");
     assert_int_equal(t->shape[0], 7168);
@@ -83,10 +81,9 @@ TEST(names_are_those_of_checkpoints)
 TEST(a_model_is_made_small)
 {
     (void)state;
-    fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
     whole_model m = whole_model_scale(whole_model_find("qwen3-30b-a3b"), 2, 16);
-    assert_ok(whole_model_expand(&m, FANIN_DTYPE_BF16, &list, &error), error);
+    assert_works(whole_model_expand(&m, FANIN_DTYPE_BF16, &list, ERROR));
     assert_int_equal(list.count, 2 * 393 + 3);
     assert_int_equal(find(&list, "model.layers.1.mlp.gate.weight")->shape[0], 128);
     assert_int_equal(find(&list, "model.layers.1.mlp.gate.weight")->shape[1], 128);
