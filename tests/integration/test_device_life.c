@@ -9,6 +9,7 @@
 #include "error_set.h"
 #include "fake_cuda.h"
 #include "gpu.h"
+#include "own_process.h"
 #include "testing.h"
 #include <cuda.h>
 #include <fanin/fanin.h>
@@ -25,19 +26,6 @@
 #define SHARDS 40
 #define BYTES 50000
 #define LEASE_MS 300
-
-enum { PASSED = 0, FAILED = 1 };
-
-#define CHECK(condition)                                                               \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition,         \
-                    failure.message);                                                  \
-            return FAILED;                                                             \
-        }                                                                              \
-    } while (0)
-
-static fanin_error failure = FANIN_ERROR_INIT;
 
 static uint8_t byte_of(uint64_t step, uint64_t i)
 {

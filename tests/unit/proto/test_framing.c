@@ -56,7 +56,6 @@ static void take_all(const buffer *sent, bool sealed, bool exact, size_t first,
 
 TEST(frames_come_in_any_pieces)
 {
-    (void)state;
     for (int sealed = 0; sealed < 2; sealed++) {
         buffer sent = samples_as_stream(sealed);
         for (int exact = 0; exact < 2; exact++) {
@@ -83,7 +82,6 @@ static framing_result take_of(const void *data, size_t size, bool sealed, framed
 
 TEST(foreign_bytes_are_refused)
 {
-    (void)state;
     static const struct {
         size_t at;
         uint8_t byte;
@@ -110,7 +108,6 @@ TEST(foreign_bytes_are_refused)
 
 TEST(long_bodies_are_refused_by_their_header)
 {
-    (void)state;
     uint8_t head[FRAME_SIZE];
     framed got;
     frame f = {.type = MSG_PING, .request = 7, .length = LIMIT_REQUEST};
@@ -126,7 +123,6 @@ TEST(long_bodies_are_refused_by_their_header)
 
 TEST(altered_bits_are_noticed)
 {
-    (void)state;
     buffer sent = {.sealed = true};
     framed got;
     encode_empty(&sent, 7, MSG_PING);
@@ -144,7 +140,6 @@ TEST(altered_bits_are_noticed)
 
 TEST(no_more_than_a_longest_frame_waits)
 {
-    (void)state;
     static const uint8_t nothing[LIMIT_REQUEST];
     framing f = {0};
     framing_start(&f, LIMIT_BEFORE_HELLO);
@@ -190,7 +185,6 @@ static framing_result greet(const buffer *hello, const buffer *answer, size_t si
 
 TEST(greetings_say_whether_frames_are_sealed)
 {
-    (void)state;
     buffer hello = {0}, error = {0};
     framing f = {0};
     framed got;
@@ -230,7 +224,6 @@ TEST(greetings_say_whether_frames_are_sealed)
 
 TEST(bodies_may_be_received_elsewhere)
 {
-    (void)state;
     for (int sealed = 0; sealed < 2; sealed++) {
         framing f = {.exact = true};
         framed got;

@@ -46,7 +46,6 @@ TEST(all_come_back)
 
 TEST(the_widest_come_back)
 {
-    (void)state;
     for (uint64_t i = 0; i < MOST; i++)
         numbers[i] = i % 2 ? UINT64_MAX : 0;
     come_back(MOST);
@@ -57,7 +56,6 @@ TEST(the_widest_come_back)
 
 TEST(even_ones_take_no_bits)
 {
-    (void)state;
     for (uint64_t i = 0; i < MOST; i++)
         numbers[i] = 1000 + 512 * i;
     number_column c = column_of(MOST);
@@ -69,7 +67,6 @@ TEST(even_ones_take_no_bits)
 /* One that is out of the way costs its own block only. */
 TEST(one_jump_widens_its_block_only)
 {
-    (void)state;
     for (uint64_t i = 0; i < MOST; i++)
         numbers[i] = 8 * i + (i > COLUMN_BLOCK + 5 ? 1 << 20 : 0);
     number_column c = column_of(MOST);

@@ -75,7 +75,6 @@ static char root[64], place[80];
 
 static int setup(void **state)
 {
-    (void)state;
     for (size_t i = 0; i < KEYS; i++)
         entries[i].bytes = entries[i].shape[0] = sizes[i];
     bool memory = access("/dev/shm", W_OK) == 0;
@@ -88,7 +87,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     char command[128];
     no_shared_mappings = false;
     snprintf(command, sizeof command, "rm -rf '%s'", root);
@@ -217,7 +215,6 @@ static fanin_status try_reuse(uint64_t file_bytes, bool *reuse, fanin_error *err
 
 CASE(a_model_appears_whole_and_is_used_again)
 {
-    (void)state;
     bool reuse = true;
     fanin_error error;
     assert_ok(try_reuse(FILE_BYTES, &reuse, &error), error);
@@ -230,7 +227,6 @@ CASE(a_model_appears_whole_and_is_used_again)
 
 CASE(it_appears_without_shared_mappings)
 {
-    (void)state;
     no_shared_mappings = true;
     make_model();
     assert_whole();
@@ -239,7 +235,6 @@ CASE(it_appears_without_shared_mappings)
 /* Nothing but the range is given back: who unmapped from NULL on would have the program itself. */
 CASE(a_mapping_that_fails_takes_nothing_with_it)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
@@ -256,7 +251,6 @@ CASE(a_mapping_that_fails_takes_nothing_with_it)
 
 CASE(files_lie_side_by_side)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
@@ -272,7 +266,6 @@ CASE(files_lie_side_by_side)
 
 CASE(a_new_attempt_fills_it_anew)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     uint8_t *base, *again;
@@ -292,7 +285,6 @@ CASE(a_new_attempt_fills_it_anew)
 
 CASE(a_table_of_other_sizes_is_mapped_anew)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
@@ -310,7 +302,6 @@ CASE(a_table_of_other_sizes_is_mapped_anew)
 
 CASE(other_files_of_the_same_step_are_refused)
 {
-    (void)state;
     bool reuse;
     fanin_error error;
     make_model();
@@ -322,7 +313,6 @@ CASE(other_files_of_the_same_step_are_refused)
 
 CASE(damage_in_any_file_is_found)
 {
-    (void)state;
     static const char *const files[] = {"model-00001-of-00003.safetensors",
                                         "model-00002-of-00003.safetensors",
                                         "model-00003-of-00003.safetensors",
@@ -349,7 +339,6 @@ CASE(damage_in_any_file_is_found)
 
 CASE(what_a_killed_process_left_is_removed)
 {
-    (void)state;
     pid_t pid = fork();
     if (pid == 0) {
         const uint64_t *to;
@@ -412,7 +401,6 @@ static fanin_status with_limit(int resource, rlim_t most, char *message, size_t 
 
 CASE(limits_of_the_process_are_named)
 {
-    (void)state;
     char message[1024];
     assert_int_equal(with_limit(RLIMIT_FSIZE, 5 * MIB, message, sizeof message),
                      FANIN_ERR_IO);
@@ -425,7 +413,6 @@ CASE(limits_of_the_process_are_named)
 
 CASE(a_full_disk_is_an_error)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     uint8_t *base;
@@ -449,7 +436,6 @@ CASE(a_full_disk_is_an_error)
 
 CASE(a_model_has_a_size)
 {
-    (void)state;
     const uint64_t *to;
     uint64_t span;
     fanin_error error = FANIN_ERROR_INIT;

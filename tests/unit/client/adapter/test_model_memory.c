@@ -104,7 +104,6 @@ static void fail_each(bool reuse, int left)
 
 static int setup(void **state)
 {
-    (void)state;
     for (int i = 0; i < KEYS; i++)
         entries[i].bytes = BYTES;
     if (!mkdtemp(root))
@@ -115,7 +114,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     char command[128];
     snprintf(command, sizeof command, "rm -rf '%s'", root);
     return system(command);
@@ -123,7 +121,6 @@ static int teardown(void **state)
 
 TEST_WITH(every_allocation_may_fail, setup, teardown)
 {
-    (void)state;
     fail_each(false, 0);
     assert_int_equal(count_entries(place), 6);
     fail_each(true, 1);

@@ -37,7 +37,6 @@ static size_t file_of(const tensor_files *files, uint32_t key)
 
 TEST(what_fits_is_one_file)
 {
-    (void)state;
     tensor_files files = cut(&keys, 0);
     assert_int_equal(files.count, 1);
     assert_string_equal(files.files[0].name, "model.safetensors");
@@ -52,7 +51,6 @@ TEST(what_fits_is_one_file)
 /* lm_head alone, being larger; layers 0, 1, 2, then 10 and the norm. */
 TEST(files_are_cut_in_the_order_of_layers)
 {
-    (void)state;
     static const size_t expected[] = {0, 1, 1, 2, 1, 2};
     tensor_files files = cut(&keys, 300);
     assert_int_equal(files.count, 3);
@@ -76,7 +74,6 @@ TEST(files_are_cut_in_the_order_of_layers)
 
 TEST(a_file_is_filled_to_the_last_byte)
 {
-    (void)state;
     tensor_files files = cut(&keys, 400);
     assert_int_equal(files.count, 3);
     assert_int_equal(file_of(&files, 3), 1); /* layers 0, 1, 2, 10: 400 bytes */
@@ -86,7 +83,6 @@ TEST(a_file_is_filled_to_the_last_byte)
 
 TEST(the_index_names_every_tensors_file)
 {
-    (void)state;
     tensor_files files = cut(&keys, 300);
     assert_non_null(files.index);
     assert_int_equal(strlen(files.index), files.index_size);
@@ -105,7 +101,6 @@ TEST(the_index_names_every_tensors_file)
 
 TEST(a_model_of_nothing_is_an_empty_file)
 {
-    (void)state;
     const key_table none = {.entries = NULL};
     tensor_files files = cut(&none, 0);
     assert_int_equal(files.count, 1);
@@ -115,7 +110,6 @@ TEST(a_model_of_nothing_is_an_empty_file)
 
 TEST(too_many_files_are_refused)
 {
-    (void)state;
     enum { COUNT = MODEL_MAX_FILES + 1 };
     key_entry *many = calloc(COUNT, sizeof many[0]);
     char(*names)[16] = calloc(COUNT, sizeof names[0]);
@@ -135,7 +129,6 @@ TEST(too_many_files_are_refused)
 
 TEST(a_name_that_no_file_can_hold_is_named)
 {
-    (void)state;
     key_entry one = TENSOR("a\xff", 8);
     const key_table table = {.entries = &one, .count = 1};
     tensor_files files;
@@ -147,7 +140,6 @@ TEST(a_name_that_no_file_can_hold_is_named)
 
 TEST(names_of_files_are_known)
 {
-    (void)state;
     static const char *const others[] = {
         "model-00001-of-00003.safetensors.index.json",
         "model-00004-of-00003.safetensors",
@@ -176,7 +168,6 @@ static fanin_status configure(const char *text, bool trusted, peft_config *out,
 
 TEST(a_configuration_stays_as_it_is)
 {
-    (void)state;
     static const char text[] = "{\"rms_norm_eps\": 1e-06,\n \"layers\": [1, 2]}";
     peft_config config;
     assert_works(configure(text, false, &config, ERROR));
@@ -188,7 +179,6 @@ TEST(a_configuration_stays_as_it_is)
 
 TEST(code_of_others_is_left_out)
 {
-    (void)state;
     static const char text[] = "{\"a\": 1, \"auto_map\": {\"AutoConfig\": \"x.Y\"}, "
                                "\"parts\": [{\"custom_pipelines\": {}, \"b\": 2}]}";
     peft_config config;
@@ -206,7 +196,6 @@ TEST(code_of_others_is_left_out)
 
 TEST(what_is_no_object_is_refused)
 {
-    (void)state;
     static const char *const wrong[] = {"[1]", "{", "", "{\"a\": 1, \"a\": 2}"};
     peft_config config;
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
@@ -219,7 +208,6 @@ TEST(what_is_no_object_is_refused)
 
 TEST(without_a_configuration_there_is_none)
 {
-    (void)state;
     const key_table none = {.n_pairs = 0};
     peft_config config;
     assert_works(model_config_make(&none, false, &config, ERROR));

@@ -33,7 +33,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     workers_close(&s.workers);
     fanin_client_destroy(&s.client);
     return 0;
@@ -82,7 +81,6 @@ static void begin(size_t first, size_t end)
 
 CASE(each_part_runs_once)
 {
-    (void)state;
     for (int threads = 0; threads < 2; threads++) {
         open_crew(UINT64_MAX, threads, count);
         begin(0, PARTS / 2);
@@ -99,7 +97,6 @@ CASE(each_part_runs_once)
 
 CASE(the_first_by_number_that_failed_decides)
 {
-    (void)state;
     size_t failed = PARTS;
     s.fails[PARTS - 1] = s.fails[5] = s.fails[40] = true;
     open_crew(UINT64_MAX, true, count);
@@ -120,7 +117,6 @@ CASE(the_first_by_number_that_failed_decides)
 
 CASE(the_deadline_stops_all)
 {
-    (void)state;
     open_crew(deadline_in_ms(20), true, turn);
     begin(0, PARTS);
     assert_int_equal(workers_finish(s.workers, NULL, &s.error), FANIN_ERR_TIMEOUT);
@@ -138,7 +134,6 @@ static void *cancel_when_started(void *cookie)
 
 CASE(cancel_stops_all)
 {
-    (void)state;
     pthread_t thread;
     open_crew(deadline_in_ms(20000), true, turn);
     begin(0, 4);
@@ -151,7 +146,6 @@ CASE(cancel_stops_all)
 /* What was not finished is stopped, or not begun: none waits for the deadline. */
 CASE(closing_waits_for_no_deadline)
 {
-    (void)state;
     open_crew(UINT64_MAX, true, turn);
     begin(0, PARTS);
     while (usable_cpus() > 1 && atomic_load(&s.started) == 0)

@@ -41,7 +41,6 @@ static void forget(publication *p)
 
 TEST(three_in_turn_stay)
 {
-    (void)state;
     publication p = {0};
     plan_cache *a = made(&p, 'a', SMALL), *b = made(&p, 'b', SMALL),
                *c = made(&p, 'c', SMALL);
@@ -57,7 +56,6 @@ TEST(three_in_turn_stay)
 
 TEST(a_fourth_has_the_place_of_the_one_used_longest_ago)
 {
-    (void)state;
     publication p = {0};
     plan_cache *a = made(&p, 'a', SMALL), *b = made(&p, 'b', SMALL);
     made(&p, 'c', SMALL);
@@ -70,7 +68,6 @@ TEST(a_fourth_has_the_place_of_the_one_used_longest_ago)
 
 TEST(a_directory_has_one_of_its_own)
 {
-    (void)state;
     publication p = {0};
     const destination d = {.directory = true};
     plan_cache *a = made(&p, 'a', SMALL), *directory = plan_cache_of(&p, &d);
@@ -84,7 +81,6 @@ TEST(a_directory_has_one_of_its_own)
 
 TEST(a_large_one_leaves_for_any_other)
 {
-    (void)state;
     publication p = {0};
     plan_cache *a = made(&p, 'a', LARGE);
     assert_ptr_equal(at(&p, 'a'), a);

@@ -24,7 +24,6 @@ static struct {
 
 static int set_up(void **state)
 {
-    (void)state;
     fanin_client_config config;
     memset(&s, 0, sizeof s);
     s.error = (fanin_error)FANIN_ERROR_INIT;
@@ -62,7 +61,6 @@ static void forget(void)
 
 static int tear_down(void **state)
 {
-    (void)state;
     forget();
     plan_free(&s.part.plan.plan);
     landing_free(&s.l);
@@ -110,7 +108,6 @@ static void assert_alike(const read_list *a, const read_list *b)
 
 CASE(threads_make_what_one_makes)
 {
-    (void)state;
     for (int round = 0; round < 8; round++) {
         assert_ok(detail(UINT64_MAX), s.error);
         for (size_t i = 0; i < RANKS; i++) {
@@ -130,7 +127,6 @@ CASE(threads_make_what_one_makes)
 /* Of those that will not be read by it nothing is made, and what is there stays. */
 CASE(only_what_lacks_is_made)
 {
-    (void)state;
     s.mask[3] = false;
     assert_ok(detail(UINT64_MAX), s.error);
     void *first = details()[0];
@@ -144,7 +140,6 @@ CASE(only_what_lacks_is_made)
 
 CASE(it_ends_by_deadline_and_cancel)
 {
-    (void)state;
     assert_int_equal(detail(1), FANIN_ERR_TIMEOUT); /* long ago */
     assert_string_equal(s.error.phase, "plan");
     fanin_client_cancel(s.client);

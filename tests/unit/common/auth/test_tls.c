@@ -240,7 +240,6 @@ TEST(what_is_no_tls_is_told)
 /* Who forgets the handshake sends nothing that is not encrypted, and gets nothing. */
 TEST(before_the_handshake_nothing_goes)
 {
-    (void)state;
     pair p;
     uint8_t byte = 1;
     const struct iovec iov = {bytes, 1};

@@ -150,7 +150,6 @@ TEST(impossible_sizes_are_remembered)
 
 TEST(arrays_grow)
 {
-    (void)state;
     uint32_t *array = NULL;
     size_t capacity = 0, moves = 0;
     for (uint32_t i = 0; i < 10000; i++) {
@@ -184,7 +183,6 @@ static int compare_number(const void *key, const void *element)
 /* What grew from the first large room on is as it was, however it was laid out. */
 TEST(large_arrays_are_arrays)
 {
-    (void)state;
     const size_t huge = (size_t)2 << 20;
     uint8_t *array = array_large(1, 1);
     assert_non_null(array);
@@ -207,7 +205,6 @@ TEST(large_arrays_are_arrays)
 
 TEST(arrays_are_searched)
 {
-    (void)state;
     static const int sorted[] = {2, 4, 4, 4, 6, 8, 10};
     for (int key = 0; key <= 12; key++) {
         for (size_t n = 0; n <= 7; n++) {
@@ -227,7 +224,6 @@ TEST(arrays_are_searched)
 
 TEST(ranges_are_found)
 {
-    (void)state;
     uint8_t memory[64];
     const memory_range ranges[] = {
         {memory, 8, -1}, {memory + 8, 8, 0}, {memory + 32, 16, 1}};
@@ -246,7 +242,6 @@ TEST(ranges_are_found)
 
 TEST(texts_are_bounded)
 {
-    (void)state;
     char room[8] = "unclean", out[sizeof room];
     text t = text_in(room, sizeof room);
     assert_string_equal(room, "");
@@ -291,7 +286,6 @@ static void *arrive(void *cookie)
 
 TEST(conditions_are_waited_for)
 {
-    (void)state;
     meeting m = {.lock = PTHREAD_MUTEX_INITIALIZER};
     pthread_t thread;
     condition_init(&m.changed);
@@ -326,7 +320,6 @@ static void count_run(worker_job *job)
 
 TEST(helpers_do_each_job_once)
 {
-    (void)state;
     enum { JOBS = 200 };
     static counted jobs[JOBS];
     char own[16];
@@ -360,7 +353,6 @@ TEST(helpers_do_each_job_once)
 
 TEST(helpers_forget_what_is_drained)
 {
-    (void)state;
     counted one = {.job.run = count_run}, two = one;
     worker_pool *pool = worker_pool_create(0, 0, -1);
     worker_pool_submit(pool, &one.job);

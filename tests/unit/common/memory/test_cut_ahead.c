@@ -13,7 +13,6 @@ static uint32_t *first;
 
 static int set_up(void **state)
 {
-    (void)state;
     entries = calloc(ENTRIES, sizeof *entries);
     first = calloc(ENTRIES + 1, sizeof *first);
     assert_true(entries && first);
@@ -30,7 +29,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     free(entries);
     free(first);
     return 0;
@@ -67,7 +65,6 @@ static void assert_cut(uint32_t begin, uint32_t end)
 
 TEST(units_come_in_order)
 {
-    (void)state;
     assert_cut(0, ENTRIES);
     assert_cut(ENTRIES / 2, ENTRIES / 2 + 1); /* one that alone is more than a block */
     assert_cut(ENTRIES / 2 - 3, ENTRIES / 2 + 3);
@@ -78,7 +75,6 @@ TEST(units_come_in_order)
 
 TEST(it_may_be_closed_before_the_end)
 {
-    (void)state;
     const copy_entry *block;
     uint32_t units;
     for (int taken = 0; taken < 6; taken++) {

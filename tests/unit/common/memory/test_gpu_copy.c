@@ -210,7 +210,6 @@ CASE(test_in_turns)
 /* One of each section, and nobody twice. */
 CASE(test_turns)
 {
-    (void)state;
     bool seen[40];
     for (uint64_t count = 1; count <= 40; count++) {
         for (uint32_t ways = 1; ways <= 45; ways++) {

@@ -45,7 +45,6 @@ static const mapping_file mapping = {.modules = &module, .n_modules = 1};
 
 TEST(a_mapping_says_where)
 {
-    (void)state;
     engine_layout l;
     assert_works(engine_layout_of_mapping(attention, N_ATTENTION, &mapping, &l, ERROR));
     assert_int_equal(l.count, 1);
@@ -60,7 +59,6 @@ TEST(a_mapping_says_where)
 
 TEST(a_mapping_of_something_else_is_refused)
 {
-    (void)state;
     engine_layout l;
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(engine_layout_of_mapping(attention, 1, &mapping, &l, &error),
