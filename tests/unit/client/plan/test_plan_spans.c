@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Spans of memory that are read at once, and plans that convert F32 on the way: what the random model
-   does not single out. */
+/* Spans of memory that are read at once; plans that convert F32 on the way. */
 #include "convert.h"
 #include "plan_world.h"
 #include "testing.h"
