@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm_adapters.py [--adapters N] [--device cuda|cpu] [--logs FOLDER]
 
-A whole vLLM on a GPU, over HTTP, with CUDA graphs, serves N (100) adapters of a Qwen3 that two ranks
-publish: each pulled into a directory that vLLM loads, and then, the engine told to forget them, each
-pulled straight into the layout of its LoRA slots. vLLM has 8 slots and a cache of all N, so slots are
-filled, left and filled again. Tokens and log probabilities of each adapter are the same to the last
-bit, when it comes and once more when all are there; no two adapters give the same.
+A whole vLLM on a GPU, over HTTP, with CUDA graphs, serves N (100) adapters of a Qwen3 that two
+ranks publish: each pulled into a directory that vLLM loads, and then, the engine told to forget
+them, each pulled straight into the layout of its LoRA slots. vLLM is batch invariant, has 8 slots
+and a cache of all N, so slots are filled, left and filled again. Tokens and log probabilities of
+each adapter are the same to the last bit, when it comes and once more when all are there; no two
+adapters give the same.
 
 Needs vLLM, transformers, the package (PYTHONPATH), its library (FANIN_LIBRARY), and a GPU; exit
 status 77 and the reason without. The ranks' memory is on the last GPU. --device cpu rehearses it
@@ -149,13 +150,15 @@ class Engine:
     def __init__(self, options: argparse.Namespace, model: pathlib.Path, addresses: list[str]):
         from vllm_server import VllmServer
 
+        environment = {"FANIN_LANDING": "slot"}
         words = ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-loras", "8"]
         words += ["--max-cpu-loras", str(options.adapters)]
         if options.device == "cuda":
             graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8]}
             words += ["--no-enforce-eager", "--compilation-config", json.dumps(graphs)]
             words += ["--gpu-memory-utilization", "0.2"]
-        environment = {"FANIN_LANDING": "slot", "FANIN_KEEP_ADAPTERS": "2"}
+            # vLLM's LoRA kernels else add parts in the order in which they happen to end.
+            environment |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
         self.server = VllmServer(model, model.parent, *words, environment=environment)
         self.addresses = addresses
         self.took: dict[str, list[float]] = {}
@@ -258,7 +261,7 @@ def main() -> int:
         folder = options.logs or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
             check(options, folder)
-        except Exception:  # noqa: BLE001
+        except Exception:
             traceback.print_exc()
             print("0 passed, 1 failed")
             return 1
