@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from full_models import random_model
 from vllm_server import save_tokenizer
+from weights_engine import FP8_KERNEL
 
 SKIPPED = ("lm_head",)
 BLOCK = {
@@ -133,9 +134,6 @@ def publishing(
         yield server, holder
 
 
-KERNEL = "FANIN_TEST_FP8_KERNEL"
-
-
 def install_kernel() -> None:
     """Appends a kernel of block fp8 to vLLM's, whose own for CPUs want AMX. Experts of fp8 have
     the layout of Triton's kernels, which no CPU runs.
@@ -164,7 +162,7 @@ def install_kernel() -> None:
 
         def process_weights_after_loading(self, layer: Any) -> None:
             super().process_weights_after_loading(layer)
-            if os.environ.get(KERNEL) != "requantizes":
+            if os.environ.get(FP8_KERNEL) != "requantizes":
                 return
             held = self._get_layer_params(layer)
             weight, scale = held.weight.data, held.block_scale.data

@@ -7,12 +7,21 @@ equal to the last bit.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import fanin
 import pytest
-from quantized import BLOCK, CHANNEL, KERNEL, publishing, quantized, random_tensors, save
-from weights_engine import Engine, Judge
+from full_models import random_model, save_full_model
+from full_trainer import FullTrainer
+from quantized import BLOCK, CHANNEL, FIELDS, publishing, quantized, random_tensors, save
+from vllm_server import TREE, HttpServer, VllmServer, free_ports, plugin_path, save_tokenizer
+from weights_engine import COUNT, FP8_KERNEL, PROMPTS, Engine, Judge
 
 STEPS = (1, 2, 3)
 DOWN = "model.layers.1.mlp.down_proj"
@@ -26,7 +35,7 @@ def test_what_the_trainer_has_quantized(kind: str, kernel: str, tmp_path: Path) 
     """online: the engine quantizes what is published in BF16."""
     config = {"block": BLOCK, "channel": CHANNEL, "online": None}[kind]
     options: dict[str, Any] = {"quantization": "fp8_per_block"} if kind == "online" else {}
-    environment = {KERNEL: kernel}
+    environment = {FP8_KERNEL: kernel}
     states = [random_tensors(seed=step) for step in STEPS]
     if config is not None:
         states = [quantized(state, config) for state in states]
@@ -43,7 +52,13 @@ def test_what_the_trainer_has_quantized(kind: str, kernel: str, tmp_path: Path) 
             if step > 1:
                 with server.updating(step, digests=True):
                     holder.set(state)
-            engine.pull(step)
+            if step == 3:  # read ahead
+                engine.good("start_weight_update")
+                engine.good("update_weights", {"update_info": {"step": 3, "prefetch": True}})
+                engine.good("update_weights", {"update_info": {"step": 3}})
+                engine.good("finish_weight_update", "step-3")
+            else:
+                engine.pull(step)
             outputs.append(engine.output())
         report = engine.check(3)
         assert "error" not in report and report["unseen"] == [], report
@@ -58,3 +73,75 @@ def test_what_the_trainer_has_quantized(kind: str, kernel: str, tmp_path: Path) 
         judge.wait_ready()
         assert outputs == [judge.output_of(file, **options) for file in files]
     assert outputs[0] != outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("quantize", ["fp8", {"quant_method": "compressed-tensors"}], ids=str)
+def test_an_engine_without_an_fp8_checkpoint(quantize: Any, tmp_path: Path) -> None:
+    """FSDP2 ranks quantize what AdamW makes; vLLM is told how by the trainer, and begins with
+    random values. Each step is also pulled into a directory, which the judge loads."""
+    model = save_full_model(tmp_path / "model", "qwen3", **FIELDS)
+    environment = {FP8_KERNEL: ""}
+    pulled, outputs = [], []
+    trainer = {"world_size": 2, "digests": True, "server": {"quantize": quantize}}
+    with FullTrainer(model, tmp_path / "run", **trainer) as one:
+        with fanin.Client(one.wait_ready().addresses) as client:
+            told = json.loads(client.metadata("full:0")["quantization"])
+        options = {"load_format": "dummy", "hf_overrides": {"quantization_config": told}}
+        with Engine(model, tmp_path / "engine", environment=environment, **options) as engine:
+            assert not engine.wait_ready().init(str(one.info))
+            for _ in STEPS:
+                step = int(one.step()["step"])
+                engine.pull(step)
+                outputs.append(engine.output())
+                pulled.append(tmp_path / f"step-{step}")
+                command = [os.environ["NIXL_FETCH"], "pull", str(one.info), "full:0"]
+                subprocess.run([*command, str(pulled[-1])], check=True, timeout=60)
+            report = engine.served(one.addresses)
+            assert "error" not in report and report["unseen"] == [], report
+            report = engine.check(step)
+            assert "error" not in report and report["unseen"] == [], report
+    with Judge(tmp_path / "judge", environment=environment) as judge:
+        judge.wait_ready()
+        for directory in pulled:
+            save_tokenizer(directory)
+        assert outputs == [judge.output_of(directory) for directory in pulled]
+    assert outputs[0] != outputs[1] != outputs[2]
+
+
+PAGE = TREE / "docs" / "how-to" / "fp8.md"
+
+
+def test_the_page_of_fp8_engines(tmp_path: Path) -> None:
+    """Its commands, in order. By rows, since vLLM's build for CPUs has a kernel of its own then."""
+    port = free_ports()
+    rows = '{"quant_method": "compressed-tensors"}'
+    page = PAGE.read_text().replace(
+        'base_port=6000, quantize="fp8"', f"base_port=0, quantize={rows}"
+    )
+    page = page.replace("/shared/run", str(tmp_path)).replace(":8000", f":{port}")
+    # The package of that build has no name under which the command finds itself.
+    serving = f"python -m vllm.entrypoints.openai.api_server --model MODEL --port {port}"
+    page = page.replace("vllm serve MODEL", f"{serving} --max-model-len 128 --enforce-eager")
+    pieces = re.findall(r"^```(?:sh|python)\n(.*?)^```", page, re.M | re.S)
+    publish, serve, sync, pull = pieces
+    save_full_model(tmp_path / "MODEL", "qwen3", **FIELDS)
+    tools = [Path(sys.executable).parent, Path(os.environ["NIXL_FETCH"]).parent]
+    path = [*plugin_path(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | {
+        "PATH": os.pathsep.join([*map(str, tools), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    scope: dict[str, Any] = {"model": random_model("qwen3", seed=2, **FIELDS)}
+    exec(compile(publish, PAGE, "exec"), scope)
+    with scope["server"]:
+        with HttpServer("vllm", ["bash", "-ec", serve], variables, tmp_path, port) as engine:
+            engine.wait_ready(480.0)
+            body = VllmServer.completion("MODEL", list(PROMPTS[0]), COUNT)
+            assert engine.request("POST", "/v1/completions", body)[0] == 503
+            exec(compile(sync, PAGE, "exec"), scope)
+            answer = engine.ask("POST", "/v1/completions", body)
+        subprocess.run(["bash", "-ec", pull], env=variables, cwd=tmp_path, check=True, timeout=60)
+    with Judge(tmp_path / "judge") as judge:
+        tokens, _ = judge.wait_ready().output_of(tmp_path / "model-fp8")[0]
+        assert answer["choices"][0]["token_ids"] == tokens

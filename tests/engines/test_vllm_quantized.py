@@ -18,7 +18,6 @@ from quantized import (
     BLOCK,
     CHANNEL,
     FIELDS,
-    KERNEL,
     install_kernel,
     publishing,
     quantized,
@@ -28,6 +27,7 @@ from vllm.config import set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from weights_engine import FP8_KERNEL
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -73,7 +73,7 @@ def test_what_it_holds_is_seen(
     config: Any, kernel: str, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a false alarm, weights as well as scales."""
-    monkeypatch.setenv(KERNEL, kernel)
+    monkeypatch.setenv(FP8_KERNEL, kernel)
     tensors = quantized(plain, config)
     with publishing(tensors, config) as (server, _), engine_of(tmp_path, config) as one:
         one.init_transfer_engine(told(server))
