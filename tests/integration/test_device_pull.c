@@ -765,6 +765,37 @@ CASE(test_rank_dies)
     }
 }
 
+/* The last test: a device fails in the middle of a pull. */
+CASE(test_device_fails)
+{
+    target t, other;
+    set_up(order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
+    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+    target_make(&b.world, 0, FAKE_CUDA_MALLOC, &other);
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    expect(&other, FANIN_PATH_CUDA_IPC);
+    fake_cuda_hold_kernel(1, 3);
+    puller p = {.target = &t};
+    pull_start(&p);
+    assert_true(fake_cuda_wait_kernel_held(1));
+    fake_cuda_break(1);
+    assert_int_equal(pthread_join(p.thread, NULL), 0);
+    assert_int_equal(p.outcome.status, FANIN_ERR_TRANSPORT);
+    assert_says(p.outcome.error.message, "CUDA_ERROR_LAUNCH_FAILED");
+    memset(other.bytes, 0, other.places.size);
+    /* The other device works. */
+    outcome o = pull(&other);
+    assert_ok(o.status, o.error);
+    assert_true(target_is_step(&b.world, &other, 1));
+    fanin_client_destroy(&b.client);
+    fake_cuda_repair(1);
+    fake_cuda_release(1);
+    target_free(&t);
+    target_free(&other);
+    rank_world_free(&b.world);
+    lab_stop(&b.lab);
+}
+
 static int open_lab(void **state)
 {
     lab_open(&the_lab, false);

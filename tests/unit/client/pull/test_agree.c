@@ -532,6 +532,18 @@ CASE(one_is_stuck_in_its_update)
     assert_int_equal(s.error.rank, 1);
 }
 
+CASE(one_has_not_committed_anything)
+{
+    start(3, 3);
+    for (size_t i = 0; i < 3; i++)
+        s.world.ranks[i].impatient = true;
+    s.world.ranks[1].step = 0;
+    s.world.ranks[1].state = WIRE_STATE_WRITING;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_TIMEOUT);
+    assert_error("has not committed it yet (writing)");
+    assert_int_equal(s.error.rank, 1);
+}
+
 /* A rank says so a little before: time enough to ask where all are. */
 CASE(a_ranks_time_is_up)
 {

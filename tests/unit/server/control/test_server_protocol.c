@@ -381,6 +381,9 @@ SERVER_TEST(a_wait_ends_with_where_the_rank_is)
     msg_error e = peer_expect_error(&p, FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(e.message, "rank 3"));
     server_put(s, RUN, "a", memory[0], 10);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 1);
+    e = peer_expect_error(&p, FANIN_ERR_TIMEOUT);
+    assert_says(e.message, "rank 3 has not committed " RUN " yet");
     server_commit(s, 7);
     server_begin(s);
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 1);
