@@ -128,7 +128,7 @@ TEST(a_part_is_read_of_both_arenas)
     const size_t device = 1;
     static float into[WANTED][ELEMENTS];
     fanin_client *client = NULL;
-    int channel, status;
+    int channel;
     pid_t trainer = start_trainer(&channel);
     fanin_tensor *wanted = &m.tensors[device * OF_DEVICE + 100];
     for (uint64_t step = 1; step <= STEPS; step++) {
@@ -145,8 +145,7 @@ TEST(a_part_is_read_of_both_arenas)
     }
     fanin_client_destroy(&client);
     close(channel);
-    assert_int_equal(waitpid(trainer, &status, 0), trainer);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_int_equal(tests_await(trainer), 0);
 }
 
 int main(void)

@@ -242,17 +242,10 @@ static void start(trainer *t)
     snprintf(t->address, sizeof t->address, "127.0.0.1:%d", answer_of(t));
 }
 
-static int ended(pid_t pid)
-{
-    int status;
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-}
-
 static void stop(trainer *t)
 {
     close(t->channel);
-    assert_int_equal(ended(t->pid), PASSED);
+    assert_int_equal(tests_await(t->pid), PASSED);
 }
 
 /* ------------------------------------------------------------------ the workers */
@@ -401,7 +394,7 @@ static void go_on(const started *s)
 
 static int finish(const started *s)
 {
-    int status = ended(s->pid);
+    int status = tests_await(s->pid);
     close(s->channel);
     return status;
 }
@@ -793,7 +786,7 @@ TEST(test_rank_lost_when_mapped)
     started w = start_worker(&t, lose_rank_when_mapped);
     await(&w);
     assert_int_equal(kill(t.pid, SIGKILL), 0);
-    assert_int_equal(ended(t.pid), -SIGKILL);
+    assert_int_equal(tests_await(t.pid), -SIGKILL);
     go_on(&w);
     assert_int_equal(finish(&w), PASSED);
     close(t.channel);

@@ -606,9 +606,7 @@ CASE(test_forked)
         ok = ok && fanin_session_end(&session, NULL, &error) == FANIN_ERR_FORKED;
         _exit(ok && !session ? 0 : 1);
     }
-    int how;
-    assert_int_equal(waitpid(child, &how, 0), child);
-    assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    assert_int_equal(tests_await(child), 0);
     read_all(1);
     end_well(&info);
 }

@@ -186,9 +186,7 @@ CASE(a_fork_changes_nothing)
         fanin_client_destroy(&client);
         _exit(right ? 0 : 1);
     }
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_int_equal(tests_await(child), 0);
     expect_pull(1);
     assert_int_equal(count_readers(&first), THREADS - 1);
 }

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "testing.h"
 
+#include <sys/wait.h>
+
 #define MAX_CASES 128
 
 _Thread_local fanin_error tests_error;
@@ -29,6 +31,13 @@ int tests_run(const char *filter)
         cmocka_set_test_filter(filter);
     return _cmocka_run_group_tests(program_invocation_short_name, cases, n_cases,
                                    before_all, after_all);
+}
+
+int tests_await(pid_t child)
+{
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
 /* A program's own takes its place. */

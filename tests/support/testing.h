@@ -34,6 +34,9 @@ void tests_between(CMFixtureFunction first, CMFixtureFunction last);
 /** Runs all cases, or those that @p filter matches. A program with its own main() calls it. */
 int tests_run(const char *filter);
 
+/** Waits for a child process: its exit status, or minus the signal that ended it. */
+int tests_await(pid_t child);
+
 #ifdef __cplusplus
 }
 #endif

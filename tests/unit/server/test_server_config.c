@@ -273,10 +273,7 @@ static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int mo
         fanin_server_destroy(&s, 0);
         _exit(status == FANIN_OK ? limit.rlim_cur > soft ? 12 : 11 : 4);
     }
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_true(WIFEXITED(code));
-    return WEXITSTATUS(code);
+    return tests_await(child);
 }
 
 SERVER_TEST(descriptor_limits_are_checked)
@@ -317,10 +314,7 @@ SERVER_TEST(a_forked_child_touches_nothing)
         good += s == NULL;
         _exit(good);
     }
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_true(WIFEXITED(code));
-    assert_int_equal(WEXITSTATUS(code), 11);
+    assert_int_equal(tests_await(child), 11);
     server_commit(s, 1);
     peer p = peer_open(s);
     peer_newest(&p);
@@ -358,9 +352,7 @@ SERVER_TEST(a_child_with_copies_does_not_keep_connections)
     late = peer_open(s);
     peer_ping(&late);
     close(hold[1]);
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_int_equal(code, 0);
+    assert_int_equal(tests_await(child), 0);
 }
 
 /* A rank that is killed while a child of it lives on: its readers notice at once, and the next rank
@@ -396,14 +388,11 @@ static int without_standard_descriptors(void)
 
 SERVER_TEST(closed_standard_descriptors_get_nothing)
 {
-    int status;
     pid_t child = fork();
     assert_true(child >= 0);
     if (child == 0)
         _exit(without_standard_descriptors());
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 0);
+    assert_int_equal(tests_await(child), 0);
 }
 
 SERVER_TEST(a_killed_rank_leaves_its_child_nothing)
@@ -599,10 +588,7 @@ SERVER_TEST(other_users_are_refused_on_the_unix_socket)
             code = memmem(text, sizeof text, "own user", 8) ? 0 : 2;
         _exit(code);
     }
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_true(WIFEXITED(code));
-    assert_int_equal(WEXITSTATUS(code), 0);
+    assert_int_equal(tests_await(child), 0);
     assert_int_equal(server_stats(s).sessions_refused, 1);
 }
 

@@ -1028,10 +1028,7 @@ static void limit_of_file_sizes(bool mappings, rlim_t bytes)
         bool told = error.sys_errno == EFBIG && strstr(error.remedy, "ulimit -f");
         _exit(status == FANIN_ERR_IO && told ? 0 : 2);
     }
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_true(WIFEXITED(code));
-    assert_int_equal(WEXITSTATUS(code), 0);
+    assert_int_equal(tests_await(child), 0);
     assert_int_equal(count_entries(root), 0);
 }
 

@@ -300,9 +300,7 @@ static void close_bench(bench *b)
     assert_int_equal(left.mappings, 0);
     fanin_client_destroy(&b->client);
     close(b->until);
-    int status;
-    assert_int_equal(waitpid(b->child, &status, 0), b->child);
-    assert_int_equal(status, 0);
+    assert_int_equal(tests_await(b->child), 0);
     landing_free(&b->l);
     world_free(&b->w);
 }

@@ -85,23 +85,19 @@ TEST(a_child_of_a_process_that_is_within_is_told)
 
 TEST(a_fork_waits_for_those_that_are_within)
 {
-    int status;
     load_lock_enter(&lock);
     leave_after = 3;
     pid_t child = fork();
     if (child == 0)
         _exit(load_lock_take(&lock) ? 0 : 1);
     assert_int_equal(leave_after, 0);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_int_equal(tests_await(child), 0);
 }
 
 TEST(a_child_of_one_that_does_not_takes_it)
 {
-    int status;
     pid_t child = fork();
     if (child == 0)
         _exit(load_lock_take(&lock) && load_lock_take(&other) ? 0 : 1);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_int_equal(tests_await(child), 0);
 }

@@ -317,8 +317,6 @@ TEST(forked_child_leaves_the_ring_alone)
         fanin_log_ring_destroy(&ring);
         _exit(status == FANIN_ERR_FORKED && !ring ? 0 : 1);
     }
-    int status = -1;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_int_equal(status, 0);
+    assert_int_equal(tests_await(child), 0);
     fanin_log_ring_destroy(&ring);
 }

@@ -273,9 +273,7 @@ CASE(another_user_is_told)
     assert_true(fd >= 0);
     assert_int_equal(neighbour_differs(fd), NEIGHBOUR_UID);
     close(ends[1]);
-    int code;
-    assert_int_equal(waitpid(child, &code, 0), child);
-    assert_int_equal(code, 0);
+    assert_int_equal(tests_await(child), 0);
     close(fd);
 }
 
