@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("trl")
 
 from fanin.trl import PublishCallback, PullMixin
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -57,11 +59,11 @@ def pulled(publish: PublishCallback, step: int, timeout: float = 5.0) -> torch.T
     return into
 
 
-def trainer(where: Path, *callbacks: Any, **more: Any) -> Trainer:
+def trainer(where: Path, *callbacks: Any, model: Any = None, **more: Any) -> Trainer:
     fixed = {"max_steps": 3, "save_strategy": "no", "learning_rate": 0.1}
     fixed |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
     arguments = TrainingArguments(output_dir=str(where), **(fixed | more))
-    return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=list(callbacks))
+    return Trainer(model or Model(), arguments, train_dataset=Rows(), callbacks=list(callbacks))
 
 
 @pytest.fixture
@@ -76,6 +78,31 @@ def test_each_step_is_what_the_trainer_has(tmp_path: Path, publish: PublishCallb
     trainer(tmp_path, publish, notes, gradient_accumulation_steps=2).train()
     assert notes.same == {1: True, 2: True, 3: True}
     assert publish.step == 3
+
+
+class Merged(Notes):
+    """The same of what PEFT makes of a copy of the model."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        whole = copy.deepcopy(kwargs["model"]).merge_and_unload()
+        super().on_step_end(args, state, control, model=whole)
+
+
+@pytest.mark.parametrize("weights", ["full", None])
+def test_an_adapter_is_published_as_a_whole_model(tmp_path: Path, weights: str | None) -> None:
+    """In place of TRL's merge around each sync: the base is as it was."""
+    config = LoraConfig(r=2, target_modules=["layer"], init_lora_weights=False)
+    model = get_peft_model(Model(), config)
+    base = model.base_model.model.layer.base_layer.weight
+    before = base.detach().clone()
+    publish = PublishCallback(weights=weights, merge=True, base_port=0)
+    notes = Merged(publish)
+    try:
+        trainer(tmp_path, publish, notes, model=model).train()
+        assert notes.same == {1: True, 2: True, 3: True} and not publish.adapter
+        assert torch.equal(base, before)
+    finally:
+        publish.close()
 
 
 def test_a_training_that_begins_again_is_another_world(

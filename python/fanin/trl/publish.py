@@ -41,11 +41,14 @@ class PublishCallback(TrainerCallback):
 
     Args:
         weights: "lora": PEFT's adapter, by :class:`fanin.torch.AdapterServer`; "full": the whole
-            model, by :class:`fanin.torch.WeightServer`; None: "lora" if PEFT made the model.
+            model, by :class:`fanin.torch.WeightServer`; None: "lora" if PEFT made the model, unless
+            *arguments* say ``merge=True``.
         run: the run under which engines ask for it.
         info: rank 0 writes ``nixl_info.json`` into this directory when training begins.
         arguments: what else the server is made with: ``base_port``, ``name``, ``bind``,
             ``advertise``, ``allow``, ``port_by``, ``lease``, ``snapshot``, ``cast``, ``names``, ...
+            For "full" also ``merge=True``, which publishes an adapter merged into its base and
+            leaves both as they are, and ``quantize``.
     """
 
     def __init__(
@@ -127,12 +130,13 @@ class PublishCallback(TrainerCallback):
             server.close()
 
     def _make(self, model: Any) -> Any:
-        kind = self._weights or ("lora" if _is_adapter(model) else "full")
-        if kind == "full" and _is_adapter(model):
+        merge = bool(self._arguments.get("merge"))
+        kind = self._weights or ("lora" if _is_adapter(model) and not merge else "full")
+        if kind == "full" and _is_adapter(model) and not merge:
             raise RequestError.make(
                 "weights is 'full', but PEFT made the model: its base and its adapter are two "
                 "models, and neither is what was trained",
-                "publish weights='lora', or train a model without an adapter",
+                "publish weights='lora', or merge=True, or train a model without an adapter",
             )
         self._adapter = kind == "lora"
         if self._adapter:
