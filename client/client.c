@@ -15,7 +15,7 @@
 #include "pull/choose_path.h"
 #include "pull/plan_cache.h"
 #include "pull/pull_session.h"
-#include "standard_descriptors.h"
+#include "thread.h"
 #include "stream/stream_link.h"
 #include "text.h"
 #include "versioned.h"

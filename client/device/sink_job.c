@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "array.h"
 #include "copy_kernel.h"
-#include "copy_units.h"
+#include "copy_list.h"
 #include "device/device_sink_internal.h"
 
 #include <stdlib.h>

@@ -10,7 +10,6 @@
 #include "framing.h"
 #include "log.h"
 #include "net/loop.h"
-#include "outgoing.h"
 #include "socket.h"
 #include "tls.h"
 #include "trace.h"

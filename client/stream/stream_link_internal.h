@@ -4,7 +4,7 @@
 #define STREAM_LINK_INTERNAL_H
 
 #include "framing.h"
-#include "outgoing.h"
+#include "socket.h"
 #include "stream/stream_link.h"
 
 #define QUEUE 4        /* requests under way on one connection */

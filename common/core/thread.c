@@ -2,8 +2,11 @@
 #include "thread.h"
 
 #include "error_set.h"
+#include <errno.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 /* Plenty for what these threads do. The default is several megabytes, and where the kernel
    gives huge pages unasked the first touch of such a stack takes two of them. */
@@ -87,4 +90,19 @@ bool condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, deadline u
     struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
                           .tv_nsec = (long)(until % UINT64_C(1000000000))};
     return pthread_cond_timedwait(condition, lock, &at) == 0;
+}
+
+/* --------------------------------------------------------------- descriptors */
+
+void standard_descriptors_hold(void)
+{
+    int saved = errno;
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++) {
+        if (fcntl(fd, F_GETFD) >= 0)
+            continue;
+        int got = open("/", O_PATH | O_CLOEXEC); /* the lowest that is free */
+        if (got > STDERR_FILENO)
+            close(got); /* another thread was faster */
+    }
+    errno = saved;
 }

@@ -41,4 +41,15 @@ void condition_init(pthread_cond_t *condition);
 /** Waits with @p lock held until somebody signals, or for no reason; false: @p until has passed. */
 bool condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, deadline until);
 
+/* --------------------------------------------------------------- descriptors */
+
+/* Descriptors 0 to 2 of a process that closed them. */
+
+/**
+ * Takes those of the numbers 0 to 2 that are closed, for good. Else a connection or a file gets
+ * such a number, and whoever writes to standard output or error writes into it. What holds them
+ * fails each read and write with EBADF, as a closed descriptor does, and ends at exec.
+ */
+void standard_descriptors_hold(void);
+
 #endif

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "copy_list.h"
 #include "array.h"
+#include "copy_kernel.h"
+#include "worker_pool.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -265,4 +267,217 @@ void copy_entries_run(const copy_entry *entries, uint64_t n, const uint64_t *bas
             /* NOLINTNEXTLINE(performance-no-int-to-ptr) */
             strided_copy(&line, (void *)(uintptr_t)to, (const void *)(uintptr_t)from);
     }
+}
+
+/* --------------------------------------------------------------------- units */
+
+/** What memory is read in; runs are cut at multiples of it. */
+#define LINE 128
+/** Shares that each warp gets when entries are cut at run time: so that they end at about the
+    same time. */
+#define SHARES_OF_A_WARP 4
+
+/* One long run. */
+static uint64_t copy_units_cut_run(const copy_entry *run, copy_entry *out)
+{
+    uint64_t n = 0;
+    for (uint64_t done = 0; done < run->run; n++) {
+        uint32_t beyond = (uint32_t)((run->from + done) % LINE);
+        if (run->convert != CONVERT_NONE)
+            beyond &= ~UINT32_C(3); /* whole elements */
+        uint64_t length = COPY_UNIT_BYTES - beyond;
+        if (length > run->run - done)
+            length = run->run - done;
+        if (out) {
+            out[n] = *run;
+            out[n].from += done;
+            out[n].to += convert_bytes(run->convert, done);
+            out[n].run = (uint32_t)length;
+        }
+        done += length;
+    }
+    return n;
+}
+
+static uint64_t cut_long_runs(const copy_entry *entry, copy_entry *out)
+{
+    uint64_t n = 0;
+    copy_entry run = *entry;
+    run.runs = 1;
+    run.from_step = run.to_step = 0;
+    for (uint32_t i = 0; i < entry->runs; i++) {
+        n += copy_units_cut_run(&run, out ? out + n : NULL);
+        run.from += (uint64_t)entry->from_step;
+        run.to += (uint64_t)entry->to_step;
+    }
+    return n;
+}
+
+static uint64_t cut_short_runs(const copy_entry *entry, copy_entry *out)
+{
+    uint32_t at_once = COPY_UNIT_BYTES / entry->run;
+    if (at_once > COPY_UNIT_RUNS)
+        at_once = COPY_UNIT_RUNS;
+    uint64_t n = ((uint64_t)entry->runs + at_once - 1) / at_once;
+    /* Of one size, or a run less: no warp gets a rest. */
+    for (uint64_t i = 0; out && i < n; i++) {
+        uint64_t first = entry->runs * i / n, end = entry->runs * (i + 1) / n;
+        out[i] = *entry;
+        out[i].from += first * (uint64_t)entry->from_step;
+        out[i].to += first * (uint64_t)entry->to_step;
+        out[i].runs = (uint32_t)(end - first);
+    }
+    return n;
+}
+
+uint64_t copy_units_cut(const copy_entry *entry, copy_entry *out)
+{
+    if (entry->run == 0 || entry->runs == 0)
+        return 0;
+    /* As most are: nothing is to be cut. */
+    if (entry->runs == 1 && entry->run <= COPY_UNIT_BYTES) {
+        if (out)
+            *out = *entry;
+        return 1;
+    }
+    return entry->run > COPY_UNIT_BYTES ? cut_long_runs(entry, out)
+                                        : cut_short_runs(entry, out);
+}
+
+uint32_t copy_units_parts(const copy_entry *entries, uint64_t n, uint64_t warps)
+{
+    uint64_t longest = 1, wanted = warps * SHARES_OF_A_WARP / n;
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t bytes = (uint64_t)entries[i].run * entries[i].runs;
+        uint64_t shares = bytes / COPY_UNIT_BYTES;
+        if (shares < entries[i].runs / COPY_UNIT_RUNS)
+            shares = entries[i].runs / COPY_UNIT_RUNS;
+        longest = shares > longest ? shares : longest;
+    }
+    if (wanted > longest)
+        wanted = longest;
+    return wanted > 0 ? (uint32_t)wanted : 1;
+}
+
+/* ----------------------------------------------------------------- cut ahead */
+
+/** Units of a block: 3 MiB. */
+#define BLOCK_UNITS UINT32_C(65536)
+#define BLOCKS 4 /* that there are at a time: one is uploaded, the others are cut */
+
+typedef struct cut_block {
+    worker_job job;
+    cut_ahead *of;
+    uint64_t entry, n; /* that it is cut from; n 0: none */
+    copy_entry *units;
+    size_t capacity;
+    bool done;
+} cut_block;
+
+struct cut_ahead {
+    const copy_entry *entries;
+    const uint32_t *first;
+    uint64_t n, given; /* entries; those that blocks have */
+    worker_pool *pool;
+    unsigned turn; /* the block that comes next */
+    bool started, failed;
+    cut_block blocks[BLOCKS];
+};
+
+static void cut_ahead_cut(worker_job *job)
+{
+    cut_block *b = (cut_block *)job; /* its first member */
+    const uint32_t *first = b->of->first;
+    for (uint64_t i = b->entry; i < b->entry + b->n; i++)
+        copy_units_cut(&b->of->entries[i], b->units + (first[i] - first[b->entry]));
+}
+
+/* How many of the entries from @p i on make a block: one at least. */
+static uint64_t entries_of_block(const cut_ahead *c, uint64_t i)
+{
+    uint64_t end = i + 1;
+    while (end < c->n && c->first[end + 1] - c->first[i] <= BLOCK_UNITS)
+        end++;
+    return end - i;
+}
+
+/* Gives the block the next entries, if there are any. */
+static void cut_ahead_begin(cut_ahead *c, cut_block *b)
+{
+    uint64_t i = c->given;
+    b->n = 0;
+    if (i == c->n || c->failed)
+        return;
+    uint64_t n = entries_of_block(c, i);
+    size_t units = c->first[i + n] - c->first[i];
+    if (!array_reserve(&b->units, &b->capacity, units + 1, sizeof *b->units)) {
+        c->failed = true;
+        return;
+    }
+    b->entry = i;
+    b->n = n;
+    b->done = false;
+    c->given += n;
+    worker_pool_submit(c->pool, &b->job);
+}
+
+cut_ahead *cut_ahead_open(const copy_entry *entries, const uint32_t *first, uint64_t n)
+{
+    cut_ahead *c = calloc(1, sizeof *c);
+    if (!c)
+        return NULL;
+    c->entries = entries;
+    c->first = first;
+    c->n = n;
+    c->pool = worker_pool_create(0, first[n] > BLOCK_UNITS ? BLOCKS - 1 : 0, -1);
+    if (!c->pool) {
+        free(c);
+        return NULL;
+    }
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        c->blocks[i].job.run = cut_ahead_cut;
+        c->blocks[i].of = c;
+        cut_ahead_begin(c, &c->blocks[i]);
+    }
+    return c;
+}
+
+static void cut_ahead_wait_for(cut_ahead *c, const cut_block *b)
+{
+    while (!b->done) {
+        worker_job *job = worker_pool_collect(c->pool);
+        if (job)
+            ((cut_block *)job)->done = true;
+        else if (!worker_pool_help(c->pool))
+            worker_pool_wait(c->pool);
+    }
+}
+
+bool cut_ahead_next(cut_ahead *c, const copy_entry **units, uint32_t *count)
+{
+    if (c->started) {
+        cut_ahead_begin(c, &c->blocks[c->turn]);
+        c->turn = (c->turn + 1) % BLOCKS;
+    }
+    c->started = true;
+    cut_block *b = &c->blocks[c->turn];
+    *units = NULL;
+    *count = 0;
+    if (b->n == 0)
+        return !c->failed;
+    cut_ahead_wait_for(c, b);
+    *units = b->units;
+    *count = c->first[b->entry + b->n] - c->first[b->entry];
+    return true;
+}
+
+void cut_ahead_close(cut_ahead **c)
+{
+    if (!*c)
+        return;
+    worker_pool_destroy(&(*c)->pool);
+    for (unsigned i = 0; i < BLOCKS; i++)
+        free((*c)->blocks[i].units);
+    free(*c);
+    *c = NULL;
 }

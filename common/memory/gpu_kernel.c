@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "copy_units.h"
+#include "copy_list.h"
 #include "gpu_internal.h"
 
 /** Made from copy_kernel.cu and digest_kernel.cu. */

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "copy_units.h"
-#include "cut_ahead.h"
+#include "copy_list.h"
 #include "gpu_internal.h"
 
 #include <inttypes.h>

@@ -2,7 +2,6 @@
 #include "log_choice.h"
 #include "error_set.h"
 #include "load_lock.h"
-#include "standard_descriptors.h"
 #include "thread.h"
 
 #include <errno.h>

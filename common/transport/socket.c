@@ -1,20 +1,132 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "socket.h"
-#include "socket_fork.h"
 #include "error_set.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+/* --------------------------------------------------------- sockets and forks */
+
+/* A child that is forked without exec (a data loader) has copies of all descriptors: they would
+   keep a killed trainer's port taken and its connections open, silent, for as long as the child
+   lives. So every socket of the library is known here, and a child's copies are replaced by
+   /dev/null as soon as it is there; the numbers stay taken, so that nothing else is closed by
+   mistake. Children made by clone() without pthread_atfork()'s handlers keep theirs. */
+
+/* Held while a socket is made and noted, and across every fork. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+/* By descriptor: the inode of the socket that was made under this number last, 0: none. A number
+   that is closed and used again for something else has another inode now. */
+static ino_t *inodes;
+static int capacity;
+
+static void before(void)
+{
+    pthread_mutex_lock(&lock);
+}
+
+static void socket_fork_in_parent(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+static bool is_still_ours(int fd)
+{
+    struct stat info;
+    return inodes[fd] != 0 && fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode) &&
+           info.st_ino == inodes[fd];
+}
+
+/* Calls nothing but what is safe between fork and exec. */
+static void socket_fork_in_child(void)
+{
+    int nothing = -1;
+    for (int fd = 0; fd < capacity; fd++) {
+        if (!is_still_ours(fd))
+            continue;
+        if (nothing < 0)
+            nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+        if (nothing < 0 || dup3(nothing, fd, O_CLOEXEC) < 0)
+            close(fd);
+        inodes[fd] = 0;
+    }
+    if (nothing >= 0)
+        close(nothing);
+    pthread_mutex_unlock(&lock);
+}
+
+static void socket_fork_install(void)
+{
+    (void)pthread_atfork(before, socket_fork_in_parent, socket_fork_in_child);
+}
+
+static bool socket_fork_make_room(int fd)
+{
+    if (fd < capacity)
+        return true;
+    int wanted = fd < 32 ? 64 : 2 * (fd + 1);
+    ino_t *grown = realloc(inodes, (size_t)wanted * sizeof *grown);
+    if (!grown)
+        return false;
+    memset(grown + capacity, 0, (size_t)(wanted - capacity) * sizeof *grown);
+    inodes = grown;
+    capacity = wanted;
+    return true;
+}
+
+static int socket_fork_note(int fd)
+{
+    struct stat info;
+    if (fd < 0)
+        return fd;
+    if (fstat(fd, &info) == 0 && socket_fork_make_room(fd)) {
+        inodes[fd] = info.st_ino;
+        return fd;
+    }
+    close(fd);
+    errno = ENOMEM;
+    return -1;
+}
+
+/* socket() and accept4(), both non-blocking and close-on-exec; -1 with errno. */
+static int socket_make(int family)
+{
+    pthread_once(&once, socket_fork_install);
+    pthread_mutex_lock(&lock);
+    int fd =
+        socket_fork_note(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    int code = errno;
+    pthread_mutex_unlock(&lock);
+    errno = code;
+    return fd;
+}
+
+static int socket_take(int listener, struct sockaddr *peer, socklen_t *length)
+{
+    pthread_mutex_lock(&lock);
+    int fd =
+        socket_fork_note(accept4(listener, peer, length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    int code = errno;
+    pthread_mutex_unlock(&lock);
+    errno = code;
+    return fd;
+}
 
 /* ------------------------------------------------------------- addresses */
 
@@ -436,4 +548,65 @@ bool socket_stays_here(int fd)
     return socket_ip_bytes(&here, &of_here, &from) &&
            socket_ip_bytes(&there, &of_there, &to) && of_here == of_there &&
            memcmp(from, to, of_here == AF_INET ? 4 : 16) == 0;
+}
+
+/* -------------------------------------------------------------------- output */
+
+bool outgoing_is_empty(const outgoing *o)
+{
+    return o->sent == o->bytes.size;
+}
+
+size_t outgoing_left(const outgoing *o)
+{
+    return o->bytes.size - o->sent;
+}
+
+void outgoing_clear(outgoing *o)
+{
+    buffer_clear(&o->bytes);
+    o->sent = 0;
+}
+
+void outgoing_free(outgoing *o)
+{
+    buffer_free(&o->bytes);
+    o->sent = 0;
+}
+
+int outgoing_flush(outgoing *o, tls *t, int fd)
+{
+    while (!outgoing_is_empty(o)) {
+        const struct iovec all = {o->bytes.data + o->sent, outgoing_left(o)};
+        ssize_t n = tls_send(t, fd, &all, 1);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return 0;
+        if (n < 0)
+            return errno;
+        outgoing_sent(o, (size_t)n);
+    }
+    return tls_flush(t);
+}
+
+void outgoing_sent(outgoing *o, size_t bytes)
+{
+    o->sent += bytes;
+    if (o->sent == o->bytes.size)
+        o->sent = o->bytes.size = 0;
+}
+
+void outgoing_trim(outgoing *o, size_t keep)
+{
+    size_t left = outgoing_left(o);
+    if (left == 0 && o->bytes.capacity > keep) {
+        free(o->bytes.data);
+        o->bytes = (buffer){.sealed = o->bytes.sealed, .failed = o->bytes.failed};
+        o->sent = 0;
+    } else if (o->sent >= keep && o->sent >= left) {
+        memmove(o->bytes.data, o->bytes.data + o->sent, left);
+        o->bytes.size = left;
+        o->sent = 0;
+    }
 }

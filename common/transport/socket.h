@@ -3,7 +3,9 @@
 #ifndef SOCKET_H
 #define SOCKET_H
 
+#include "array.h"
 #include "clock.h"
+#include "tls.h"
 #include <fanin/error.h>
 #include <netinet/in.h>
 #include <stdbool.h>
@@ -78,5 +80,28 @@ typedef struct network {
 fanin_status networks_parse(const char *text, network **out, size_t *count_out,
                             fanin_error *error);
 bool networks_contain(const network *networks, size_t count, const socket_address *a);
+
+/* -------------------------------------------------------------------- output */
+
+/* Bytes on their way into a non-blocking socket. */
+
+typedef struct outgoing {
+    buffer bytes;
+    size_t sent; /**< of them */
+} outgoing;
+
+bool outgoing_is_empty(const outgoing *o);
+size_t outgoing_left(const outgoing *o); /**< bytes that were not sent yet */
+void outgoing_clear(outgoing *o); /**< forgets what was not sent, keeps the memory */
+void outgoing_free(outgoing *o);
+
+/** Sends what the socket takes now, by @p t unless that is NULL. 0, or the errno of a broken
+    connection. */
+int outgoing_flush(outgoing *o, tls *t, int fd);
+/** So many were sent by somebody else. */
+void outgoing_sent(outgoing *o, size_t bytes);
+/** Gives memory back: what sent bytes take if they are most of it, of an empty one all that is more
+    than @p keep bytes. */
+void outgoing_trim(outgoing *o, size_t keep);
 
 #endif

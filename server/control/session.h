@@ -7,7 +7,7 @@
 #include "core/bucket.h"
 #include "guests/peer.h"
 #include "framing.h"
-#include "outgoing.h"
+#include "socket.h"
 #include "tls.h"
 #include "publish/lease.h"
 #include "publish/publication.h"

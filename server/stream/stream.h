@@ -6,7 +6,7 @@
 #include "array.h"
 #include "core/server_state.h"
 #include "framing.h"
-#include "outgoing.h"
+#include "socket.h"
 
 #define DATA_THREAD_MEMORY ((uint64_t)8 << 20) /**< the least of max_memory for each */
 

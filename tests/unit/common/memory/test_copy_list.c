@@ -3,7 +3,6 @@
    strided_copy() or a byte-wise model. */
 #include "copy_kernel.h"
 #include "copy_list.h"
-#include "copy_units.h"
 #include "random.h"
 #include "testing.h"
 

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Units that threads cut, in blocks: those that one thread cuts, in their order. */
 #include "copy_kernel.h"
-#include "copy_units.h"
-#include "cut_ahead.h"
+#include "copy_list.h"
 #include "testing.h"
 
 #define ENTRIES 200000

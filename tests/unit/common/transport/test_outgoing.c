@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bytes that a socket takes little by little. */
-#include "outgoing.h"
+#include "socket.h"
 #include "testing.h"
 #include <sys/socket.h>
 
