@@ -6,7 +6,7 @@
 #include "fetch/options.h"
 #include "fetch/output.h"
 #include "fetch/terminal.h"
-#include "fetch/whole_file.h"
+#include "fetch/whole_tensor.h"
 
 #include <stdbool.h>
 #include <stdlib.h>

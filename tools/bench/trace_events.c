@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/trace_events.h"
 #include "fetch/failure.h"
-#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <errno.h>

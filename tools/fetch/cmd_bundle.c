@@ -9,7 +9,7 @@
 #include "fetch/session.h"
 #include "fetch/strike.h"
 #include "fetch/terminal.h"
-#include "fetch/whole_file.h"
+#include "fetch/whole_tensor.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -5,7 +5,7 @@
 #include "fetch/output.h"
 #include "fetch/shard_map.h"
 #include "fetch/terminal.h"
-#include "fetch/whole_file.h"
+#include "fetch/whole_tensor.h"
 
 #include <fnmatch.h>
 #include <inttypes.h>

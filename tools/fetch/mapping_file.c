@@ -2,7 +2,6 @@
 #include "fetch/mapping_file.h"
 #include "fetch/failure.h"
 #include "fetch/half.h"
-#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <errno.h>

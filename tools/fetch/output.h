@@ -80,4 +80,10 @@ bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);
     cannot have become blanks. */
 void output_xml(FILE *stream, const char *text);
 
+/* ------------------------------------------------------------- files of JSON */
+
+/** What the file says, NULL: it is no JSON, or has a key twice in one object, which @p why tells.
+    Closes @p descriptor. */
+json_t *json_file_read(int descriptor, json_error_t *why);
+
 #endif

@@ -2,7 +2,6 @@
 #include "fetch/target.h"
 #include "fetch/failure.h"
 #include "fetch/options.h"
-#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <ctype.h>

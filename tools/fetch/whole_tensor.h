@@ -4,6 +4,8 @@
 #define WHOLE_TENSOR_H
 
 #include <fanin/client.h>
+#include <fanin/error.h>
+#include <stddef.h>
 
 typedef struct whole_tensor {
     char *name; /**< owned */
@@ -25,5 +27,14 @@ void whole_tensors_free(whole_tensor *list, size_t count);
 
 /** Pages of @p bytes for what is pulled, given back by munmap(); NULL after filling @p error. */
 uint8_t *whole_tensors_memory(uint64_t bytes, size_t *mapped_out, fanin_error *error);
+
+/* --------------------------------------------------------------------- files */
+
+/**
+ * Makes @p path, mode 0600, whole or not at all, and on the disk: never over what is there, nor
+ * through a link. FANIN_ERR_EXISTS, FANIN_ERR_IO.
+ */
+fanin_status whole_file_write(const char *path, const void *bytes, size_t size,
+                              fanin_error *error);
 
 #endif
