@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fanin
 import pytest
 import torch
-from families import FAMILIES, Engine, Family, Layout
+from families import FAMILIES, Engine, Family, Layout, checkpoint
+from fanin.mapping._quantized import explained
+from fanin.vllm import reload
 from fanin.vllm.weights import Engine as Backend
 from fanin.vllm.weights import InitInfo
 from quantized import (
@@ -88,6 +91,22 @@ def test_what_it_holds_is_seen(
         scale = next(n for n, _ in module.named_parameters() if n.startswith("weight_scale"))
         getattr(module, scale).data[0, 0] *= 2
         assert one.check(1, poison=False)["different"] == [f"{DOWN}.{scale}"]
+
+
+@pytest.mark.parametrize("width", [192, 256])
+def test_experts_that_tensor_parallelism_cuts_within_a_block(width: int, tmp_path: Path) -> None:
+    """vLLM computes their scales: its loader fills them, and that is no other quantization."""
+    whole = FAMILIES["qwen3-moe-fp8"]
+    family = replace(whole, options=whole.options | {"moe_intermediate_size": width})
+    published = checkpoint(family.configuration())
+    engine = Engine(tmp_path, family, Layout(2))
+    with engine.rank(1) as model:
+        recording = reload.record_model(published, model, engine.config)
+        assert explained(recording, lambda _: recording, None, None, "%s") is None
+        modules = recording.mapping(fallback=True).modules
+    by_loader = {module.path for module in modules if module.fallback}
+    experts = {f"model.layers.{n}.mlp.experts.routed_experts" for n in range(2)}
+    assert by_loader == (set() if width == 256 else experts)
 
 
 def other(**fields: Any) -> dict[str, Any]:
