@@ -259,8 +259,7 @@ class Quantizer:
             on: dict[Any, list[Job]] = {}
             self._jobs = []
             for job in found:
-                beside = job.shared is None or job.out.device == self._flat.device
-                if beside and can_launch(job):
+                if can_launch(job):
                     on.setdefault(job.out.device, []).append(job)
                 else:
                     self._jobs.append(self._moved(job))
