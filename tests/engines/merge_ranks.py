@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_torch_merge.py and test_torch_packed.py (a child of worlds.py).
+"""One rank of test_torch_merge.py, _packed.py and _transform.py (a child of worlds.py).
 
 It is told to `run` a case below, which fails by an assertion.
 """
@@ -102,11 +102,28 @@ def dequantized(storage: str, kind: str, nested: bool) -> None:
         server.publish(0)
         dist.barrier()
         if RANK == 0:
-            same(pulled(server), wanted)
+            same({k: v + 0 for k, v in pulled(server).items()}, wanted)
         held = server._runs["full:0"].parameters.held()
         cut = [0 < box.extent[1] < shard.shape[1] for shard, box, _ in held if len(shard.shape) > 1]
         dist.barrier()
         assert SIZE == 2 or any(cut), "this rank holds no part of a row"
+
+
+def transformed() -> None:
+    """Rows that a transform computes of shards, and factors that it gathers."""
+    from test_torch_transform import model_of_corrections, serve, wanted_of
+
+    model = model_of_corrections()
+    wanted = wanted_of(model)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    with serve(fully_shard(model, mesh=mesh)) as server:
+        server.publish(0)
+        dist.barrier()
+        if RANK == 0:
+            same(pulled(server), wanted)
+        dist.barrier()
 
 
 def refused_on_one_rank(how: str) -> None:

@@ -130,7 +130,10 @@ def four_bits(storage: str = "bfloat16", kind: str = "nf4", nested: bool = True)
 
 def unpacked(model: Any) -> dict[str, Any]:
     """What bitsandbytes makes of a whole packed base, and PEFT adds to it: PEFT's own merge would
-    pack it again."""
+    pack it again.
+
+    Without the sign of zeros, which bitsandbytes' FP4 on a CPU gives by the shape that it is told.
+    """
     from bitsandbytes.functional import dequantize_4bit
 
     wanted = {}
@@ -144,5 +147,5 @@ def unpacked(model: Any) -> dict[str, Any]:
         if owner.endswith(".base_layer"):
             layer = model.get_base_model().get_submodule(owner.removesuffix(".base_layer"))
             value = (value + layer.get_delta_weight("default")).to(value.dtype)
-        wanted[path.replace(".base_layer", "")] = value.detach()
+        wanted[path.replace(".base_layer", "")] = value.detach() + 0
     return wanted

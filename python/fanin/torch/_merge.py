@@ -18,6 +18,7 @@ from fanin._cover import Part
 from fanin.errors import RequestError
 from fanin.torch._config import active_adapters, holder_of, kinds_of
 from fanin.torch._factors import Factors, Place
+from fanin.torch._packed4 import unpack4
 from fanin.torch._state import refuse_kind
 from fanin.torch._transform import Transform, Values, parts_of
 from fanin.torch._tree import Item, root_of
@@ -269,7 +270,8 @@ class Merge:
         return Values(shape, base.dtype, parts, merge)
 
     def _base(self, name: str, module: Any, attribute: str, tensor: Any) -> Values | None:
-        return self._transform(name, module, attribute, tensor) if self._transform else None
+        given = self._transform(name, module, attribute, tensor) if self._transform else None
+        return given or unpack4(name, module, attribute, tensor)
 
     def forget(self) -> None:
         """All is computed: frees the factors that were gathered."""

@@ -18,6 +18,7 @@ from fanin.torch._config import kinds_of
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction, parse
+from fanin.torch._packed4 import is_packed4
 from fanin.torch._transform import Transform, values_of
 from fanin.torch._tree import (
     BUFFER,
@@ -168,7 +169,8 @@ def _refuse_packed(owner: Any, tensor: Any, path: str) -> None:
         if _is_packing(kind):
             raise RequestError.make(
                 f"'{path}' is a weight of bitsandbytes' {kind.__name__}, which packs its values",
-                "dequantize the model, or train an adapter of it and publish that by "
+                "dequantize the model; or train a LoRA adapter of a model in 4 bits, and publish "
+                "both together by WeightServer(model, merge=True), or the adapter by "
                 "fanin.torch.AdapterServer",
                 key=path,
             )
@@ -197,7 +199,7 @@ def find_weights(root: Any, merge: Merge | None = None, computed: bool = False) 
             name = _checkpoint_name(path, transparent)
             if not told.is_saved(name) or (merge is not None and not merge.is_kept(path)):
                 continue
-            if kind == PARAMETER:
+            if kind == PARAMETER and not (merge is not None and is_packed4(owner, attribute)):
                 _refuse_packed(owner, tensor, path)
             places.setdefault(id(tensor), []).append((owner, attribute, kind, path, name))
     items: list[Item] = []

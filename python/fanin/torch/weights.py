@@ -149,7 +149,8 @@ class WeightOptions(RankOptions):
         config: The model's configuration for engines: transformers', a dict or JSON. Default:
             ``model.config``, if any rank has one.
         merge: Publishes the base of a PEFT model with its LoRA adapter merged, bit for bit what
-            ``merge_and_unload()`` makes. Base and adapter stay as they are.
+            ``merge_and_unload()`` makes. Base and adapter stay as they are. A base that
+            bitsandbytes packs in 4 bits is published dequantized.
         transform: Publishes computed values in place of stored ones, see
             :data:`fanin.torch.Transform`.
         quantize: What engines get as E4M3 with scales, see docs/reference/quantization.md. "fp8":
