@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from fanin.errors import FaninError
 from fanin.torch import Slice, WeightServer
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 from worlds import Control, join_world
 
 SIZES = (1, 2, 5, 63, 127, 128, 129, 130, 200, 256, 300, 513)
@@ -134,6 +136,31 @@ class Trainer:
         self.server.publish(0)
         dist.barrier()
         return {"addresses": self.server.addresses}
+
+    def load(self, model: str, **server: Any) -> dict[str, Any]:
+        """A language model under FSDP2 that is trained by AdamW."""
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        for layer in self.model.model.layers:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.server = WeightServer(self.model, base_port=0, use_ucx=False, **server)
+        self.server.publish(0)
+        dist.barrier()
+        return {"addresses": self.server.addresses}
+
+    def train(self, number: int, file: str) -> None:
+        """One step on a batch of this rank's own; *file* gets the gathered tensors after it."""
+        batch = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        tokens = torch.randint(3, 200, (2, 16), generator=batch)
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        with self.server.updating(number):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        whole = {name: one.full_tensor() for name, one in self.model.state_dict().items()}
+        if dist.get_rank() == 0 and file:
+            save_file({name: one.clone() for name, one in whole.items()}, file)
+        dist.barrier()
 
     def step(self, number: int) -> None:
         other = dict(sharded(self.kind, self.seed, number)[0].named_parameters())

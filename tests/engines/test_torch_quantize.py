@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ import pytest
 import torch
 from fanin.errors import FaninError, RequestError
 from fanin.torch import Slice, WeightServer
-from full_models import random_model
+from full_models import random_model, save_full_model
 from quantize_ranks import module_of, whole_tensors
 from quantize_ranks import names as expert_names
-from test_full_worlds import Engine
+from test_full_worlds import Engine, saved
 from worlds import World, child
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -371,3 +372,37 @@ def test_parts_that_names_tell_of() -> None:
         server.publish(0)
         wholes = {f"{at}.weight": fused[at * 100 : at * 100 + 100] for at in range(3)}
         check(pulled(server), {**wholes, "m.weight": part})
+
+
+# ------------------------------------------------------------------------- layouts of real trainers
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "kinds"),
+    [
+        (2, "qwen3", ["ddp", "pp", "megatron"]),
+        (2, "qwen3-moe", ["ep"]),
+        (4, "qwen3-moe", ["ep+fsdp"]),
+    ],
+)
+def test_parts_of_real_models(size: int, model: str, kinds: list[str], tmp_path: Path) -> None:
+    wanted = saved(save_full_model(tmp_path / model, model))
+    kept = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+    with World(size, {}, tmp_path / "ranks", "parts_trainer.py") as world:
+        world.expect("ready")
+        for kind, (told, rule) in itertools.product(kinds, FORMATS[::3]):
+            at = str(tmp_path / model)
+            (answer, *_) = world.do("make", model=at, kind=kind, quantize=told)
+            assert answer["error"] is None, answer
+            with Engine(answer["result"]) as engine:
+                for step in range(2):
+                    if step:
+                        assert all(one["error"] is None for one in world.do("step"))
+                    assert engine.pull() == step
+                    now = {name: one * (-2) ** step for name, one in wanted.items()}
+                    got = dict(engine.tensors)
+                    for name in [one for one in now if one.endswith(kept)]:
+                        assert torch.equal(got.pop(name), now.pop(name)), name
+                    check(got, now, **rule)
+        world.tell("exit")
+        assert world.wait() == [0] * size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM that runs fp8, filled with what a trainer has quantized itself.
+"""A real vLLM that runs fp8, filled with what a trainer has quantized itself, or fanin of it.
 
 The judge is a vLLM that loads the same tensors from a file: equal tokens, and log probabilities
 equal to the last bit.
@@ -16,15 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+import fp8_rule
 import pytest
+import torch
 from full_models import random_model, save_full_model
 from full_trainer import FullTrainer
 from quantized import BLOCK, CHANNEL, FIELDS, publishing, quantized, random_tensors, save
+from safetensors.torch import load_file
 from vllm_server import TREE, HttpServer, VllmServer, free_ports, plugin_path, save_tokenizer
 from weights_engine import COUNT, FP8_KERNEL, PROMPTS, Engine, Judge
+from worlds import World
 
 STEPS = (1, 2, 3)
+TRAINED, SEEN = 20, 5
+"""Steps that are trained, and every which is compared."""
 DOWN = "model.layers.1.mlp.down_proj"
+
+
+def whole_in_fp8(tensors: dict[str, Any], end: str, **rule: Any) -> dict[str, Any]:
+    """A checkpoint as the rule makes it of whole tensors."""
+    out = {}
+    for name, one in tensors.items():
+        if one.dim() != 2 or "embed" in name or "lm_head" in name:
+            out[name] = one
+            continue
+        bytes_, scales = fp8_rule.rounded(one.float().numpy(), **rule)
+        out[name] = torch.from_numpy(bytes_).view(torch.float8_e4m3fn)
+        out[name + end] = torch.from_numpy(scales)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -145,3 +164,43 @@ def test_the_page_of_fp8_engines(tmp_path: Path) -> None:
     with Judge(tmp_path / "judge") as judge:
         tokens, _ = judge.wait_ready().output_of(tmp_path / "model-fp8")[0]
         assert answer["choices"][0]["token_ids"] == tokens
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "powers"])
+def test_what_fanin_quantizes_of_a_trainer_in_bf16(kind: str, tmp_path: Path) -> None:
+    """FSDP2 ranks under AdamW; the judge loads the gathered whole, quantized by NumPy alone."""
+    config = (
+        CHANNEL
+        if kind == "channel"
+        else BLOCK | ({"scale_fmt": "ue8m0"} if kind != "block" else {})
+    )
+    rule: dict[str, Any] = {"block": None} if kind == "channel" else {"powers": kind == "powers"}
+    rule |= {"end": "_scale" if kind == "channel" else "_scale_inv"}
+    plain = save(tmp_path / "plain", random_tensors(), None)
+    start = save(
+        tmp_path / "0", whole_in_fp8(load_file(plain / "model.safetensors"), **rule), config
+    )
+    environment = {FP8_KERNEL: ""}
+    files, outputs = [], []
+    with World(3, {}, tmp_path / "ranks", "quantize_ranks.py") as ranks:
+        ranks.expect("ready")
+        options = {"quantize": config, "snapshot": kind == "powers"}
+        (answer, *_) = ranks.do("load", model=str(plain), **options)
+        with Engine(start, tmp_path / "engine", environment=environment) as engine:
+            assert not engine.wait_ready().init(answer["addresses"])
+            for step in range(1, TRAINED + 1):
+                file = tmp_path / f"{step}.safetensors" if step % SEEN == 0 else ""
+                ranks.do("train", number=step, file=str(file))
+                engine.pull(step)
+                if file:
+                    whole = whole_in_fp8(load_file(file), **rule)
+                    files.append(save(tmp_path / str(step), whole, config))
+                    outputs.append(engine.output())
+            report = engine.check(TRAINED)
+            assert "error" not in report and report["unseen"] == [], report
+        ranks.tell("exit")
+        assert ranks.wait() == [0, 0, 0]
+    with Judge(tmp_path / "judge", environment=environment) as judge:
+        judge.wait_ready()
+        assert outputs == [judge.output_of(file) for file in files]
+    assert all(outputs[at] != outputs[at + 1] for at in range(len(outputs) - 1))
