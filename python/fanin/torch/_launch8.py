@@ -7,7 +7,7 @@ The tables say where each block lies. They are made anew when memory has moved, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,9 @@ class Job(NamedTuple):
     scales: Any
     """Those of the blocks that begin in the box."""
     shared: tuple[Any, Any] | None
-    """Which of the blocks that it touches are shared, and their places among all shared ones."""
+    """Which of the blocks that it touches are shared, and their places among its tensor's."""
+    first: int
+    """The place of its tensor's first shared block among all of them."""
     by_row: bool
     """Each row has a scale."""
 
@@ -94,8 +96,7 @@ class Launches:
         """shared: the maxima of blocks that ranks share, on any device."""
         self._powers = powers
         alike: dict[tuple[Any, ...], list[Any]] = {}
-        for job in jobs:
-            rows = _bands(job) if job.by_row else _blocks(job)
+        for job, rows in _tables(jobs):
             tile = (_BAND, _ALONG) if job.by_row else _tile(job.block)
             whole = _aligned(rows, job.values.element_size())
             if not job.by_row:
@@ -158,6 +159,32 @@ def _aligned(rows: Any, size: int) -> Any:
     return torch.stack([step % _ALIGNMENT for step in steps]).eq(0).all(0)
 
 
+def _tables(jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
+    """The rows of jobs that differ in addresses alone, of which there are thousands; one of them.
+
+    Each row says where things lie from the job's first elements on; no scale and no place are -1.
+    """
+    alike: dict[tuple[Any, ...], list[Job]] = {}
+    for job in jobs:
+        where = (job.at, job.values.shape, job.block, job.values.dtype, id(job.shared))
+        key = (*where, job.values.stride(0), job.out.stride(0), job.scales.shape)
+        alike.setdefault(key, []).append(job)
+    for those in alike.values():
+        job = those[0]
+        rows = _bands(job) if job.by_row else _blocks(job)
+        firsts = torch.tensor(
+            [
+                (one.values.data_ptr(), 0, one.out.data_ptr(), 0, one.scales.data_ptr(), one.first)
+                for one in those
+            ]
+        )
+        absolute = rows.repeat(len(those), 1, 1)
+        absolute[:, :, :6] += firsts[:, None, :]
+        for column, nothing in ((4, 0), (5, -1)):
+            absolute[:, rows[:, column] < 0, column] = nothing
+        yield job, absolute.flatten(0, 1)
+
+
 def _places(job: Job, blocks: int) -> Any:
     places = torch.full((blocks,), -1)
     if job.shared is not None:
@@ -172,16 +199,15 @@ def _blocks(job: Job) -> Any:
     top, rows = _ranges(job.at[0], values.shape[0], job.block[0])
     left, columns = _ranges(job.at[1], values.shape[1], job.block[1])
     grid = (len(top), len(left))
-    scales = torch.zeros(grid, dtype=torch.int64)
+    scales = torch.full(grid, -1)
     if job.scales.numel():
-        at = torch.arange(job.scales.numel()).view(job.scales.shape)
-        scales[job.inside] = job.scales.data_ptr() + 4 * at
+        scales[job.inside] = 4 * torch.arange(job.scales.numel()).view(job.scales.shape)
     down, along = top[:, None].expand(grid), left[None, :].expand(grid)
-    source = values.data_ptr() + values.element_size() * (down * values.stride(0) + along)
+    source = values.element_size() * (down * values.stride(0) + along)
     columns_ = [
         source,
         torch.full(grid, values.stride(0)),
-        out.data_ptr() + down * out.stride(0) + along,
+        down * out.stride(0) + along,
         torch.full(grid, out.stride(0)),
         scales,
         _places(job, grid[0] * grid[1]).view(grid),
@@ -196,11 +222,11 @@ def _bands(job: Job) -> Any:
     values, out = job.values, job.out
     top = torch.arange(0, values.shape[0], _BAND)
     same = torch.ones_like(top)
-    scales = job.scales.data_ptr() + 4 * top if job.scales.numel() else 0 * top
+    scales = 4 * top if job.scales.numel() else -same
     columns = [
-        values.data_ptr() + values.element_size() * values.stride(0) * top,
+        values.element_size() * values.stride(0) * top,
         values.stride(0) * same,
-        out.data_ptr() + out.stride(0) * top,
+        out.stride(0) * top,
         out.stride(0) * same,
         scales,
         _places(job, values.shape[0])[top],

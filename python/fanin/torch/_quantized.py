@@ -250,8 +250,9 @@ class Quantizer:
     def _compiled(self) -> list[Job]:
         """The jobs that torch does; others are in ``_launches``."""
         if self._jobs is None:
+            known: dict[Any, Any] = {}
             found = [
-                self._job(name, entry, at)
+                self._job(name, entry, at, known)
                 for name, entry in self._entries.items()
                 for at, box in enumerate(entry.source.boxes)
                 if 0 not in box.extent
@@ -272,26 +273,32 @@ class Quantizer:
         if job.shared is None:
             return job
         chosen, places = job.shared
-        return job._replace(shared=(chosen.to(job.out.device), places.to(self._flat.device)))
+        places = (places + job.first).to(self._flat.device)
+        return job._replace(shared=(chosen.to(job.out.device), places))
 
-    def _job(self, name: str, entry: Entry, at: int) -> Job:
-        box = entry.source.boxes[at]
-        block = self.form.block_of(entry.source.shape)
-        down, along = _blocks(touched, box, block)
-        base, numbers = self._shared.of.get(name, (0, ()))
-        places = {number: base + i for i, number in enumerate(numbers)}
-        across = self.form.scale_shape(entry.source.shape)[1]
-        chosen, known = [], []
-        for i, row in enumerate(down if places else ()):
-            for j, column in enumerate(along):
-                place = places.get(row * across + column)
-                if place is not None:
-                    chosen.append(i * len(along) + j)
-                    known.append(place)
-        shared = (torch.tensor(chosen), torch.tensor(known)) if chosen else None
+    def _job(self, name: str, entry: Entry, at: int, known: dict[Any, Any]) -> Job:
+        """known: of geometries, which many tensors share."""
+        box, shape = entry.source.boxes[at], entry.source.shape
+        first, numbers = self._shared.of.get(name, (0, ()))
+        key = (shape, box.offset, box.extent, id(numbers))
+        if key not in known:
+            known[key] = self._shared_of(box, shape, numbers)
         out, scales, by_row = entry.values[at], entry.scales[at], self.form.block is None
-        first = (box.offset[0], box.offset[1])
-        return Job(entry.views[at], first, block, out, scales, shared, by_row)
+        where, block = (box.offset[0], box.offset[1]), self.form.block_of(shape)
+        return Job(entry.views[at], where, block, out, scales, known[key], first, by_row)
+
+    def _shared_of(self, box: Box, shape: Sequence[int], numbers: Sequence[int]) -> Any:
+        """Which of the blocks that *box* touches are among *numbers*, and where; None: none is."""
+        down, along = _blocks(touched, box, self.form.block_of(shape))
+        places = {number: at for at, number in enumerate(numbers)}
+        across = self.form.scale_shape(shape)[1]
+        found = [
+            (i * len(along) + j, places[row * across + column])
+            for i, row in enumerate(down if places else ())
+            for j, column in enumerate(along)
+            if row * across + column in places
+        ]
+        return tuple(torch.tensor(found).unbind(1)) if found else None
 
     def _flag_unusable(self) -> None:
         """Notes whether a scale is NaN, where a GPU has to be asked without waiting for it."""
