@@ -38,8 +38,8 @@ class FullTrainer(LiveTrainer):
     full_models.py), dtype ("bfloat16"), server (keyword arguments of WeightServer), record (True:
     each step is gathered into `record(step)` when it is published), device ("cpu"; "cuda": a GPU a
     rank, over NCCL), dummy (True: the model is a config.json, its values are drawn on the device),
-    train (False: a step adds noise to every element instead of training), digests (True: of every
-    step, for `fanin.check.served`).
+    adapter (the fields of a LoraConfig: PEFT's model is trained), train (False: a step adds noise
+    to every element instead of training), digests (True: of every step, for `fanin.check.served`).
     """
 
     script = "full_trainer.py"
@@ -158,13 +158,18 @@ class Trainer:
         """The sharded model."""
         import torch
         from full_models import shard
+        from merged import with_adapter
         from transformers import AutoConfig, AutoModelForCausalLM
 
         dtype = getattr(torch, self.options.get("dtype", "bfloat16"))
         where = self.options["model"]
         if not self.options.get("dummy"):
             model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype).to(self.device)
-            return shard(model, self.layout, size, self.device.type)
+            if (adapter := self.options.get("adapter")) is None:
+                return shard(model, self.layout, size, self.device.type)
+            adapted = with_adapter(model, wide=False, **adapter)
+            shard(adapted.get_base_model(), self.layout, size, self.device.type)
+            return adapted
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where), dtype=dtype)
         model = shard(model, self.layout, size, self.device.type).to_empty(device=self.device)
@@ -290,6 +295,7 @@ class Trainer:
 
     def gather(self, directory: str) -> dict[str, Any]:
         """Saves the model as transformers does; torch gathers it, nothing of fanin is used."""
+        from merged import with_adapter
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
         from transformers import AutoModelForCausalLM
 
@@ -299,7 +305,11 @@ class Trainer:
         if self.rank == 0:
             dtype = next(iter(state.values())).dtype
             copy = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype)
+            if (adapter := self.options.get("adapter")) is not None:
+                copy = with_adapter(copy, wide=False, **adapter)
             copy.load_state_dict(state)
+            if adapter is not None:
+                copy = copy.merge_and_unload()
             copy.tie_weights()
             copy.save_pretrained(directory)
             for name in TOKENIZER:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from full_models import save_adapter, save_full_model
 from full_trainer import FullTrainer
+from merged import LINEAR
 from weights_engine import COUNT, Engine, Judge
 
 STEPS = 8
@@ -76,6 +77,22 @@ def test_steps_in_place(
         log = engine.log()
         assert "modules direct" in log
         assert "WARNING" not in "".join(line for line in log.splitlines() if "fanin" in line)
+
+
+def test_an_adapter_that_is_merged_on_the_way(judge: Judge, tmp_path: Path) -> None:
+    """What the judge loads is what PEFT's merge_and_unload() saved of the gathered model."""
+    model = save_full_model(tmp_path / "model", "qwen3")
+    options = {"adapter": {"r": 6, "lora_alpha": 12, "target_modules": LINEAR}}
+    with (
+        FullTrainer(
+            model, tmp_path / "run", digests=True, world_size=2, server={"merge": True}, **options
+        ) as trainer,
+        Engine(model, tmp_path / "engine") as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        assert not engine.init(str(trainer.info))
+        in_place(engine, trainer, judge, 4, every=2)
 
 
 def test_a_loader_that_computes(judge: Judge, tmp_path: Path) -> None:
