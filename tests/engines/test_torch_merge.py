@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from fanin.errors import RequestError
-from fanin.torch import WeightServer
+from fanin.torch import WeightServer, _merge
 from full_models import random_model
 from merged import ADAPTERS, LINEAR, adapted, pulled, same, saved, with_adapter
 from peft import LoraConfig, get_peft_model
@@ -111,6 +111,17 @@ def test_steps_of_an_optimizer_a_scale_and_a_pause(tmp_path: Path) -> None:
         model.to(torch.float32).to(torch.bfloat16)  # all of its memory is another
         server.resume()
         same(pulled(server), merged_now(model, tmp_path / "3"))
+
+
+@pytest.mark.parametrize("most", [1 << 9, 1 << 13])
+@pytest.mark.parametrize("adapter", ["linear", "embedding", "dora", "experts"])
+def test_some_rows_at_a_time(
+    adapter: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_merge, "_MOST", most)
+    with serve(adapted(adapter)) as server:
+        server.publish(0)
+        same(pulled(server), saved(lambda: adapted(adapter), tmp_path))
 
 
 def test_snapshots_and_a_cast(tmp_path: Path) -> None:

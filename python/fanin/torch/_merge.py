@@ -30,8 +30,8 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _GRAIN = 64
 """Rows are computed by so many, whatever this rank's part is: products of very few rows may be
 rounded otherwise than those of a whole matrix."""
-_MOST = 16 << 20
-"""Elements that a layer adds at a time."""
+_MOST = 8 << 20
+"""Elements that a layer adds at a time. PEFT holds two tensors of them."""
 _OTHERS = "publish the adapter by fanin.torch.AdapterServer, or what merge_and_unload() makes"
 
 
