@@ -195,6 +195,22 @@ def test_precisions_side_by_side() -> None:
         server.remove_run("8")
 
 
+def test_an_update_of_one_precision_alone() -> None:
+    """What the other run publishes by reference was written, the embedding for example."""
+    model = random_model("qwen3")
+    with served(model, quantize=None) as server:
+        server.add_run("8", model, quantize="fp8")
+        server.publish({"0": 0, "8": 0})
+        with server.updating({"8": 1}), torch.no_grad():
+            model.model.embed_tokens.weight.mul_(2)
+        with pytest.raises(FaninError, match=r"embed_tokens.weight' of full:0 was written outside"):
+            server.publish({"0": 1})
+        server.publish({"0": 1})
+        assert torch.equal(
+            pulled(server)["model.embed_tokens.weight"], model.model.embed_tokens.weight
+        )
+
+
 def check_model(got: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
     state = {name: one for name, one in model.state_dict().items() if name in got}
     kept = {n: got.pop(n) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in got}

@@ -7,6 +7,7 @@ What the library has registered is compared with what is there now.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -61,6 +62,18 @@ class Lent(NamedTuple):
     """Has the count of *param*'s writes, also when another tensor was swapped into it since."""
     part: Any
     """Has the count of writes of this rank's part: a DTensor's local tensor, else *counter*."""
+
+
+def _meet(one: tuple[int | slice, ...], other: tuple[int | slice, ...]) -> bool:
+    """Whether two slices of a tensor have elements in common; what has no index is whole."""
+
+    def span(at: int | slice) -> tuple[int, float]:
+        if isinstance(at, slice):
+            return at.start or 0, math.inf if at.stop is None else at.stop
+        return at, at + 1
+
+    spans = ((span(a), span(b)) for a, b in zip(one, other, strict=False))
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in spans)
 
 
 def _lent_of(item: Item, state: State) -> Lent:
@@ -291,14 +304,29 @@ class Parameters:
     def counts(self, other: Parameters) -> dict[int, tuple[int, int]]:
         """How often the tensors that this run has in common with *other* were written so far.
 
-        Runs have tensors in common where each publishes a slot of them.
+        Runs have tensors in common where each publishes a slot of them. What both publish is not
+        among them: its writes are those of both.
         """
         if self._by_param.keys().isdisjoint(other._by_param):
             return {}
+        mine, theirs = self._slots(), other._slots()
         return {
             id(lent.param): count
             for lent, count in zip(self._lent, self._counted(), strict=True)
             if id(lent.param) in other._by_param
+            and not any(
+                _meet(one.index, another.index)
+                for one in mine[id(lent.param)]
+                for another in theirs[id(lent.param)]
+            )
+        }
+
+    def _slots(self) -> dict[int, tuple[Slice, ...]]:
+        """What is published of each parameter."""
+        return {
+            id(item.state.param): item.state.slices
+            for item in self._items
+            if item.state is not None
         }
 
     def allow(self, before: dict[int, tuple[int, int]]) -> None:
