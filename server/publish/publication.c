@@ -394,18 +394,20 @@ static void *collect_all(void *server)
         more = s->collects = s->garbage;
         pthread_mutex_unlock(&s->lock);
     }
+    wake_up(s->wake); /* to be joined */
     return NULL;
 }
 
 void garbage_leave(fanin_server *s)
 {
     pthread_mutex_lock(&s->lock);
-    bool begins = s->garbage && !s->collects;
-    s->collects = s->collects || begins;
+    bool over = !s->collects, begins = s->garbage && over;
+    s->collects = !over || begins;
     pthread_mutex_unlock(&s->lock);
+    if (over)
+        garbage_join(s);
     if (!begins)
         return;
-    garbage_join(s);
     s->has_collector =
         thread_start(&s->collector, "fanin-free", collect_all, s, NULL) == FANIN_OK;
     if (!s->has_collector)
