@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer
 from merged import adapted, four_bits, pulled, same, saved, unpacked
+from peft import LoraConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -137,6 +138,9 @@ def refused_on_one_rank(how: str) -> None:
         norm = model.get_base_model().model.norm.weight._local_tensor.untyped_storage()
         if RANK == 1 and how == "switched off":
             model.disable_adapter_layers()
+        if RANK == 1 and how.startswith("is not"):
+            model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+            model.set_adapter("other")
         if RANK == 1 and how == "offloaded":
             norm.resize_(0)
         with torch.no_grad():

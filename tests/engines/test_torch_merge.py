@@ -64,7 +64,7 @@ def test_dora_of_a_base_that_is_cut_by_columns_is_refused(world: World) -> None:
     run(world, "split_rows_of_dora")
 
 
-@pytest.mark.parametrize("how", ["switched off", "offloaded"])
+@pytest.mark.parametrize("how", ["switched off", "offloaded", "is not the one that is active"])
 def test_a_rank_that_refuses(world: World, how: str) -> None:
     run(world, "refused_on_one_rank", how)
 
@@ -185,6 +185,8 @@ def test_an_adapter_that_joins_the_run(tmp_path: Path) -> None:
         more = LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, init_lora_weights=False)
         model.add_adapter("more", more)
         model.set_adapter("more")
+        with pytest.raises(RequestError, match=r"'default' of .* is not .*active \(more\)"):
+            server.publish(1)
         server.refresh()
         server.publish(1)
         got = pulled(server)

@@ -151,12 +151,18 @@ class Merge:
         self.transparent: set[str] = set()
         self._dropped: set[str] = set()
 
-    def look(self) -> None:
-        """Finds the layers of the adapter that is active now. RequestError: they cannot be merged.
+    def choose(self) -> None:
+        """The next :meth:`look` takes the adapter that is active then."""
+        self._adapter = ""
 
-        What they are is found again when the module tree has changed.
+    def look(self) -> None:
+        """Finds the layers of the adapter, at first of the one that is active now. RequestError:
+        they cannot be merged.
+
+        What they are is found again when the module tree has changed. The adapter stays: all ranks
+        gather the same factors, also if one of them has another adapter now.
         """
-        self._adapter = self._active()
+        self._adapter = self._adapter or self._active()
         self.transparent, self._dropped, layers = set(), set(), []
         for path, module in self.root.named_modules(remove_duplicate=False):
             if _is_a(module, "tuners.tuners_utils", "BaseTunerLayer"):

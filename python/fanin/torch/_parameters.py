@@ -149,7 +149,7 @@ class Parameters:
         self._root = root_of(model)
         self._find = find
         self._names = names
-        self._transform = transform
+        self.transform = transform
         self._base = base
         self._items: list[Item] = []
         self._tree = Tree()
@@ -205,7 +205,7 @@ class Parameters:
                     item.sharded = item.sharded or known[item.name].sharded
         told: list[tuple[Item, State]] = []
         states: list[tuple[Item, State]] = []
-        asked = anew or (rekeyed and self._transform is not None)
+        asked = anew or (rekeyed and self.transform is not None)
         for item in self._items if items is None else items:
             param, old = item.now(), item.state
             if asked or old is None or param is not old.param or not is_same(param, old):
@@ -453,7 +453,7 @@ class Parameters:
             local = param._local_tensor
             if hasattr(local, "trigger_wait"):  # the result of a collective still under way
                 local = local.trigger_wait()
-        values = values_of(item, self._transform, param)
+        values = values_of(item, self.transform, param)
         if values is None:
             refuse_kind(item, local)
         storage = local.untyped_storage()

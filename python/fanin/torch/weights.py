@@ -438,6 +438,8 @@ class WeightServer(Publisher):
                     f"{run.publication} is paused", "resume(run) it before", key=run.publication
                 )
             self._refuse_written([run])
+            if isinstance(run.parameters.transform, Merge):
+                run.parameters.transform.choose()
             change, metadata = run.parameters.look(anew=True), run.describe()
             kept = kept_in_f32(run.parameters.root, metadata.get("config"), change.states)
             table = dict(self._tables[run.publication])
