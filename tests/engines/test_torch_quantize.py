@@ -211,6 +211,22 @@ def test_an_update_of_one_precision_alone() -> None:
         )
 
 
+def test_an_update_of_one_slot_by_another_index() -> None:
+    """The last slot is the same one, whether it is counted from the front or from the end."""
+    model = module_of({"a.weight": torch.randn(3, 4, 4)})
+
+    def at(index: int) -> Any:
+        return lambda name, shape: [Slice("a.weight", (index,))]
+
+    with served(model, quantize=None, names=at(2)) as server:
+        server.add_run("8", model, names=at(-1))
+        server.publish({"0": 0, "8": 0})
+        with server.updating({"8": 1}), torch.no_grad():
+            model.a.weight.mul_(2)
+        with pytest.raises(FaninError, match=r"'a.weight' of full:0 was written outside"):
+            server.publish({"0": 1})
+
+
 def check_model(got: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
     state = {name: one for name, one in model.state_dict().items() if name in got}
     kept = {n: got.pop(n) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in got}

@@ -7,7 +7,6 @@ What the library has registered is compared with what is there now.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from fanin._cover import Part
 from fanin._dtypes import torch_dtype
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError, StateError
-from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
+from fanin.torch._blocks import Order, Split, layout, normal_index, place, slice_boxes
 from fanin.torch._derived import Stages
 from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
@@ -64,16 +63,13 @@ class Lent(NamedTuple):
     """Has the count of writes of this rank's part: a DTensor's local tensor, else *counter*."""
 
 
-def _meet(one: tuple[int | slice, ...], other: tuple[int | slice, ...]) -> bool:
-    """Whether two slices of a tensor have elements in common; what has no index is whole."""
+Bounds = tuple[tuple[int, int, bool], ...]
+"""Of a slice, as :func:`normal_index` has them."""
 
-    def span(at: int | slice) -> tuple[int, float]:
-        if isinstance(at, slice):
-            return at.start or 0, math.inf if at.stop is None else at.stop
-        return at, at + 1
 
-    spans = ((span(a), span(b)) for a, b in zip(one, other, strict=False))
-    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in spans)
+def _meet(one: Bounds, other: Bounds) -> bool:
+    """Whether two slices of a tensor have elements in common."""
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
 
 
 def _lent_of(item: Item, state: State) -> Lent:
@@ -315,18 +311,21 @@ class Parameters:
             for lent, count in zip(self._lent, self._counted(), strict=True)
             if id(lent.param) in other._by_param
             and not any(
-                _meet(one.index, another.index)
+                _meet(one, another)
                 for one in mine[id(lent.param)]
                 for another in theirs[id(lent.param)]
             )
         }
 
-    def _slots(self) -> dict[int, tuple[Slice, ...]]:
+    def _slots(self) -> dict[int, list[Bounds]]:
         """What is published of each parameter."""
         return {
-            id(item.state.param): item.state.slices
+            id(item.state.param): [
+                normal_index(part.index, tuple(item.state.param.shape))
+                for part in item.state.slices
+            ]
             for item in self._items
-            if item.state is not None
+            if item.state is not None and item.state.values is None
         }
 
     def allow(self, before: dict[int, tuple[int, int]]) -> None:
