@@ -8,10 +8,11 @@ import json
 import random
 
 import pytest
+from fanin._quantization import is_fit
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks8 import begun, partial, shared_blocks, touched
-from fanin.torch._formats import format_of, is_fit, scales_among
+from fanin.torch._formats import format_of, scales_among
 from fanin.torch._union import Whole, compress, table_of
 
 

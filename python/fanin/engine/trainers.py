@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from fanin._quantization import QUANTIZATION
 from fanin.config import engine_credentials
 from fanin.engine.clients import Source, Target
 from fanin.errors import CancelledError, FaninError, PullTimeoutError, SupersededError
@@ -56,7 +57,7 @@ class Published:
 
         Of a trainer that publishes fp8 tensors of its own, what its model's configuration has.
         """
-        told = self.metadata.get("quantization")
+        told = self.metadata.get(QUANTIZATION)
         if told is None and any(entry.dtype.startswith("F8_") for entry in self.entries):
             told = _quantization_in(self.config)
         return told

@@ -12,11 +12,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fanin._quantization import LISTS, is_fit
 from fanin._served import tells_digests
 from fanin.engine.trainers import Published
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError
-from fanin.mapping._quantized import LISTS, read_quantization
-from fanin.torch._formats import is_fit
+from fanin.mapping._quantized import read_quantization
 
 __all__ = ["Run", "Wanted", "chosen", "look_for", "wanted_of"]
 

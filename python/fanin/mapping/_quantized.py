@@ -8,16 +8,16 @@ of both, Hugging Face's ``quantization_config``, say why it does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fanin._quantization import LISTS, QUANTIZATION, scale_of
 from fanin.errors import PeerError, RequestError
 
 if TYPE_CHECKING:
     from fanin.mapping._record import Described, Recording
 
 __all__ = [
-    "LISTS",
     "explained",
     "quantization_of",
     "read_quantization",
@@ -25,10 +25,6 @@ __all__ = [
 ]
 
 _EIGHT = ("F8_E4M3", "F8_E5M2")
-_SCALES = ("_scale_inv", "_scale")
-LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
-"""Keys under which modules are listed that are not quantized: a recording finds where they differ.
-"""
 _SKIPPED = "the trainer's skip_modules"
 _SHOWN, _WIDE = 4, 600
 
@@ -47,7 +43,7 @@ def read_quantization(text: str | None) -> dict[str, Any] | None:
     raise PeerError.make(
         "the quantization that the trainer publishes is no JSON object",
         "publish the quantization_config of config.json as it is",
-        key="quantization",
+        key=QUANTIZATION,
     )
 
 
@@ -127,8 +123,8 @@ def explained(
         published, engine, start: as of :func:`refuse_other_quantization`.
     """
     types = {entry.name: entry.dtype for entry in recording.published}
-    scaled = {name for name in types if types[name] in _EIGHT and _scale_of(name, types)}
-    scales = {_scale_of(name, types) for name in scaled}
+    scaled = {name for name in types if types[name] in _EIGHT and scale_of(name, types)}
+    scales = {scale_of(name, types) for name in scaled}
     same = start % ("{...}" if published is None else _short(published))
     failed = [str(one) for one in recording.refusals if recording.failed and one.tensor in scales]
     if failed:
@@ -161,11 +157,6 @@ def explained(
     remedy = "; or ".join([same, *ways])
     key = next(iter({**mine, **theirs}), "")
     return RequestError.make("; ".join(said), remedy, key=key, phase="mapping")
-
-
-def _scale_of(name: str, names: Container[str]) -> str:
-    """The name of a tensor's scale among *names*, "" if it has none."""
-    return next((name + end for end in _SCALES if name + end in names), "")
 
 
 def _listed(names: Iterable[str]) -> str:

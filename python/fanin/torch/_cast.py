@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import translate
 
+from fanin._quantization import SCALES, WEIGHT
 from fanin._tensors import Shard
 from fanin.errors import RequestError
 
@@ -17,7 +18,7 @@ Cast = str | Mapping[str, str | None]
 None leaves the tensor as it is, and so does no pattern that fits. All name the same dtype. What
 the model keeps in F32 stays so, unless a pattern other than ``"*"`` fits it."""
 
-_SCALES = (".weight_scale_inv", ".weight_scale")
+_SCALES = tuple(WEIGHT + end for end in SCALES)
 """Ends of the names of what fp8 weights are multiplied by: nobody rounds that."""
 
 _log = logging.getLogger("fanin.torch")

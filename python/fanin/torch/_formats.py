@@ -9,22 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from fanin._quantization import LISTS, QUANTIZATION, SCALES, WEIGHT, is_fit
 from fanin.errors import RequestError
 from fanin.torch._union import Whole
 
-__all__ = ["F8", "QUANTIZATION", "SOURCES", "Format", "format_of", "is_fit", "scales_among"]
+__all__ = ["F8", "SOURCES", "Format", "format_of", "scales_among"]
 
-QUANTIZATION = "quantization"
-"""The pair of a publication's metadata that has its ``quantization_config`` as JSON."""
 F8 = "F8_E4M3"
 SOURCES = ("BF16", "F32", "F16")
 """What is rounded to fp8: to BF16 first."""
 
-_WEIGHT = ".weight"
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
 _LEFT = ("lm_head", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate")
 """Ends of modules' names that keep their weights unless told: heads and routers."""
 _TOGETHER = (
@@ -88,9 +84,9 @@ class Format:
 
     def takes(self, name: str, dtype: str, shape: Sequence[int]) -> bool:
         """Whether the tensor that would be published so is published as fp8."""
-        if not name.endswith(_WEIGHT) or dtype not in SOURCES or len(shape) != 2 or 0 in shape:
+        if not name.endswith(WEIGHT) or dtype not in SOURCES or len(shape) != 2 or 0 in shape:
             return False
-        *before, last = name.removesuffix(_WEIGHT).rsplit(".", 2)
+        *before, last = name.removesuffix(WEIGHT).rsplit(".", 2)
         left = last in _LEFT or "embed" in last or (before and before[-1] in ("gate", "router"))
         return not left and not any(is_fit(entry, name) for entry in self.skip)
 
@@ -132,21 +128,15 @@ class Format:
         _refuse_parted(wholes, rounded)
 
 
-def is_fit(entry: str, name: str) -> bool:
-    """Whether an entry of a list of modules fits the tensor or the module *name*: as whole dotted
-    parts anywhere in it, or as a pattern for all of it."""
-    module = name.removesuffix(_WEIGHT)
-    return f".{entry}." in f".{module}." or fnmatchcase(module, entry) or fnmatchcase(name, entry)
-
-
 def scales_among(names: Iterable[str]) -> set[str]:
     """Those of the names that are of scales of other ones among them."""
     known = set(names)
     return {
-        one
-        for one in known
-        for end in ("_scale_inv", "_scale")
-        if one.endswith(_WEIGHT + end) and one.removesuffix(end) in known
+        name + end
+        for name in known
+        if name.endswith(WEIGHT)
+        for end in SCALES
+        if name + end in known
     }
 
 
@@ -165,9 +155,9 @@ def _left_modules(wholes: Sequence[Whole]) -> list[str]:
 def _refuse_parted(wholes: Sequence[Whole], rounded: set[str]) -> None:
     seen: dict[str, str] = {}
     for name, _, shape in wholes:
-        if len(shape) != 2 or not name.endswith(_WEIGHT):
+        if len(shape) != 2 or not name.endswith(WEIGHT):
             continue
-        module = name.removesuffix(_WEIGHT)
+        module = name.removesuffix(WEIGHT)
         parent, _, last = module.rpartition(".")
         expert = module.partition(".experts.")
         among = next((one for one in _TOGETHER if last in one), None)
@@ -217,7 +207,7 @@ def _refusal(key: str, value: Any) -> RequestError:
 
 
 def _list_of(keys: dict[str, Any], skip_modules: Any) -> tuple[str, ...]:
-    lists = {key: keys.pop(key) or [] for key in _LISTS if key in keys}
+    lists = {key: keys.pop(key) or [] for key in LISTS if key in keys}
     if skip_modules is not None:
         lists["skip_modules"] = skip_modules
     lists = {key: told for key, told in lists.items() if told}

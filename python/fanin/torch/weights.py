@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fanin._options import option, takes
+from fanin._quantization import is_fit
 from fanin._served import size_of
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
 from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
-from fanin.torch._formats import format_of, is_fit, scales_among
+from fanin.torch._formats import format_of, scales_among
 from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
