@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fp8_rule
 import torch
 from full_models import random_model
 from vllm_server import save_tokenizer
@@ -76,6 +77,19 @@ def quantized(
         found[name] = wide.to(torch.float8_e4m3fn)
         found[f"{module}.{name_of}"] = scales
     return found
+
+
+def whole_in_fp8(tensors: Tensors, end: str, **rule: Any) -> Tensors:
+    """A checkpoint as the rule makes it of whole tensors."""
+    out = {}
+    for name, one in tensors.items():
+        if one.dim() != 2 or "embed" in name or "lm_head" in name:
+            out[name] = one
+            continue
+        bytes_, scales = fp8_rule.rounded(one.float().numpy(), **rule)
+        out[name] = torch.from_numpy(bytes_).view(torch.float8_e4m3fn)
+        out[name + end] = torch.from_numpy(scales)
+    return out
 
 
 def random_tensors(kind: str = "qwen3", seed: int = 1, **fields: Any) -> Tensors:

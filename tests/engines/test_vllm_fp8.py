@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import fanin
-import fp8_rule
 import pytest
-import torch
 from full_models import random_model, save_full_model
 from full_trainer import FullTrainer
-from quantized import BLOCK, CHANNEL, FIELDS, publishing, quantized, random_tensors, save
+from quantized import (
+    BLOCK,
+    CHANNEL,
+    FIELDS,
+    publishing,
+    quantized,
+    random_tensors,
+    save,
+    whole_in_fp8,
+)
 from safetensors.torch import load_file
 from vllm_server import TREE, HttpServer, VllmServer, free_ports, plugin_path, save_tokenizer
 from weights_engine import COUNT, FP8_KERNEL, PROMPTS, Engine, Judge
@@ -31,19 +38,6 @@ STEPS = (1, 2, 3)
 TRAINED, SEEN = 20, 5
 """Steps that are trained, and every which is compared."""
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def whole_in_fp8(tensors: dict[str, Any], end: str, **rule: Any) -> dict[str, Any]:
-    """A checkpoint as the rule makes it of whole tensors."""
-    out = {}
-    for name, one in tensors.items():
-        if one.dim() != 2 or "embed" in name or "lm_head" in name:
-            out[name] = one
-            continue
-        bytes_, scales = fp8_rule.rounded(one.float().numpy(), **rule)
-        out[name] = torch.from_numpy(bytes_).view(torch.float8_e4m3fn)
-        out[name + end] = torch.from_numpy(scales)
-    return out
 
 
 @pytest.mark.parametrize(

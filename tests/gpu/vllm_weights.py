@@ -14,15 +14,16 @@ time.
   moe         Qwen3-MoE (FusedMoE) with sleep mode: steps in place; sleep of level 2, then a step
   moe-tp2     the same on two GPUs, from a worker each
   lora        Qwen3 with --enable-lora: steps in place of the model beneath vLLM's wrappers
-  fp8         Qwen3 that is published in fp8 blocks and trained in BF16: ten steps in place into an engine
-              that has no fp8 checkpoint; the judge loads what torch has gathered, rounded whole
+  fp8         Qwen3 that is trained in BF16 and published in fp8 blocks: ten steps in place into an
+              engine without an fp8 checkpoint; the judge loads what torch gathers, rounded whole
   mla         DeepSeek-V2 (MLA and FusedMoE): steps in place
   large       Qwen3-8B's shapes over HTTP: how long an update holds up the engine, with and without
               reading ahead, beside vLLM's own NCCL engine (alternated) and a copy within the device
 
 Needs two GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
-status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` (with FANIN_TEST_FP8_KERNEL=) and
-`large`, in small and without graphs, with vLLM's build for CPUs. The last line is "N passed, N failed".
+status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` (with
+FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's build for CPUs. The
+last line is "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -120,12 +121,6 @@ SMALL_FP8 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
-}
-FP8 = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
 }
 QWEN3_8B = {
     "vocab_size": 151936,
@@ -467,9 +462,10 @@ def lora(part: Part) -> None:
 def fp8(part: Part) -> None:
     """The trainer has BF16 and publishes fp8; the engine has no fp8 checkpoint at its start."""
     from full_models import save_full_model
+    from quantized import BLOCK
 
     part.rounded = True
-    options = {"compilation_config": GRAPHS, "hf_overrides": {"quantization_config": FP8}}
+    options = {"compilation_config": GRAPHS, "hf_overrides": {"quantization_config": BLOCK}}
     model = save_full_model(part.scratch / "model", "qwen3", **SMALL_FP8)
     first = rounded(model, part.scratch / "fp8-start")
     trainer = part.trainer(model, server={"quantize": "fp8"}, record=True)
@@ -489,21 +485,13 @@ def rounded(source: Path, to: Path) -> Path:
     """The model as whole matrices of fp8, by the tests' own rule."""
     import shutil
 
-    import torch
-    from fp8_rule import rounded as whole
+    from quantized import BLOCK, whole_in_fp8
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, to)
-    found = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        module, _, leaf = name.rpartition(".")
-        found[name] = tensor
-        if tensor.dim() == 2 and module not in ("lm_head", "model.embed_tokens"):
-            codes, scales = whole(tensor.float().numpy())
-            found[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-            found[f"{module}.weight_scale_inv"] = torch.from_numpy(scales)
+    found = whole_in_fp8(load_file(source / "model.safetensors"), "_scale_inv")
     save_file(found, to / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((to / "config.json").read_text()) | {"quantization_config": FP8}
+    config = json.loads((to / "config.json").read_text()) | {"quantization_config": BLOCK}
     (to / "config.json").write_text(json.dumps(config))
     return to
 
