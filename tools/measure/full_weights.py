@@ -255,6 +255,22 @@ class Member:
         cuda = self.device.type == "cuda"
         return [torch.cuda.Stream(self.device) if cuda else None for _ in range(2)]
 
+    def copy(self, crossing: int) -> dict[str, Any]:
+        """What crosses, in pieces of 1 GiB at most, out of one buffer on another GPU."""
+        if not hasattr(self, "far"):
+            size, own = min(crossing, PACKED), self.device.index or 0
+            self.far = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own + 1))
+            self.near = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own))
+        settle(self.device)
+        start = time.perf_counter()
+        left = crossing
+        while left > 0:
+            size = min(left, self.near.numel())
+            self.near[:size].copy_(self.far[:size], non_blocking=True)
+            left -= size
+        settle(self.device)
+        return {"seconds": time.perf_counter() - start}
+
     def run(self) -> None:
         self.control.say("here")
         while (told := self.control.hear(SLOWEST))["event"] != "end":
@@ -320,7 +336,7 @@ class Rank(Member):
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         root = torch.nn.Module()
         layers = ""
-        for number, (name, shape) in enumerate(self.shapes.items()):
+        for name, whole in self.wholes():
             *path, leaf = name.split(".")
             layer = ".".join(path[:3]) if path[:2] == ["model", "layers"] else ""
             if layers and layer != layers:
@@ -330,7 +346,6 @@ class Rank(Member):
                 if part not in module._modules:
                     module.add_module(part, torch.nn.Module())
                 module = module._modules[part]
-            whole = pattern(number, shape, 0, self.device)
             module.register_parameter(leaf, torch.nn.Parameter(whole, requires_grad=False))
         fully_shard(root, mesh=mesh)
         if self.options["compact"]:
@@ -339,6 +354,11 @@ class Rank(Member):
             compact(root)
         settle(self.device)
         return root
+
+    def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters before they are sharded, layer by layer."""
+        for number, (name, shape) in enumerate(self.shapes.items()):
+            yield name, pattern(number, shape, 0, self.device)
 
     def serve(self, world: str) -> dict[str, Any]:
         import fanin
@@ -457,22 +477,6 @@ class Worker(Member):
         seconds = time.perf_counter() - start
         phases = {key: 1e3 * getattr(result, key) for key in PHASES}
         return {"seconds": seconds, "bytes": result.bytes, "path": result.path, "phases": phases}
-
-    def copy(self, crossing: int) -> dict[str, Any]:
-        """What crosses, in pieces of 1 GiB at most, out of one buffer on another GPU."""
-        if not hasattr(self, "far"):
-            size, own = min(crossing, PACKED), self.device.index or 0
-            self.far = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own + 1))
-            self.near = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own))
-        settle(self.device)
-        start = time.perf_counter()
-        left = crossing
-        while left > 0:
-            size = min(left, self.near.numel())
-            self.near[:size].copy_(self.far[:size], non_blocking=True)
-            left -= size
-        settle(self.device)
-        return {"seconds": time.perf_counter() - start}
 
     def nccl(self) -> None:
         self.places: dict[str, list[tuple[Part, torch.Tensor]]] = {}
