@@ -19,7 +19,7 @@ import fp8_rule
 import numpy
 import pytest
 import torch
-from fanin.errors import FaninError, RequestError
+from fanin.errors import FaninError, RequestError, StateError
 from fanin.torch import Slice, WeightServer
 from full_models import random_model, save_full_model
 from quantize_ranks import module_of, whole_tensors
@@ -196,19 +196,55 @@ def test_precisions_side_by_side() -> None:
 
 
 def test_an_update_of_one_precision_alone() -> None:
-    """What the other run publishes by reference was written, the embedding for example."""
+    """The other run lends the embedding too, and its readers would get what is written."""
     model = random_model("qwen3")
     with served(model, quantize=None) as server:
         server.add_run("8", model, quantize="fp8")
         server.publish({"0": 0, "8": 0})
-        with server.updating({"8": 1}), torch.no_grad():
+        shared = r"embed_tokens.weight' of full:8 is also what full:0 publishes .* at step 0"
+        with pytest.raises(StateError, match=shared) as caught, server.updating({"8": 1}):
+            raise AssertionError("the body begins")
+        assert "updating({'full:8': step, 'full:0': step})" in caught.value.remedy
+        with pytest.raises(StateError, match=shared):
+            server.pause("8")
+        assert server.runs == {"full:0": 0, "full:8": 0}
+        plain = pulled(server)
+        assert all(torch.equal(plain[n], one) for n, one in model.state_dict().items())
+        check_model(pulled(server, "full:8"), model)
+        server.publish({"8": 1})  # writes nothing
+        server.pause()
+        server.resume("8")
+        with server.updating({"8": 2}):  # nobody reads the other one
+            pass
+
+
+def test_precisions_that_share_no_memory() -> None:
+    """Readers read copies, or what the parameters were rounded to."""
+    model = module_of({"a.weight": torch.randn(8, 8)})
+    for options in ({"snapshot": True, "quantize": None}, {}):
+        with served(model, **options) as server:
+            server.add_run("8", model, quantize="fp8")
+            server.publish({"0": 0, "8": 0})
+            with server.updating({"8": 1}), torch.no_grad():
+                model.a.weight.mul_(2)
+            assert server.runs == {"full:0": 0, "full:8": 1}
+
+
+def test_a_write_outside_of_an_update_to_what_two_runs_share() -> None:
+    """Both steps are withdrawn at once, whichever run is published next."""
+    model = random_model("qwen3")
+    with served(model, quantize=None) as server:
+        server.add_run("8", model, quantize="fp8")
+        server.publish({"0": 0, "8": 0})
+        with torch.no_grad():
             model.model.embed_tokens.weight.mul_(2)
-        with pytest.raises(FaninError, match=r"embed_tokens.weight' of full:0 was written outside"):
-            server.publish({"0": 1})
-        server.publish({"0": 1})
-        assert torch.equal(
-            pulled(server)["model.embed_tokens.weight"], model.model.embed_tokens.weight
-        )
+        told = r"of full:8 was written outside .* step is withdrawn, and so are those of full:0"
+        with pytest.raises(StateError, match=told):
+            server.publish({"8": 1})
+        with pytest.raises(FaninError, match="unpublished"):
+            pulled(server)
+        server.publish({"0": 1, "8": 1})
+        check_model(pulled(server, "full:8"), model)
 
 
 def test_an_update_of_one_slot_by_another_index() -> None:
@@ -221,10 +257,14 @@ def test_an_update_of_one_slot_by_another_index() -> None:
     with served(model, quantize=None, names=at(2)) as server:
         server.add_run("8", model, names=at(-1))
         server.publish({"0": 0, "8": 0})
-        with server.updating({"8": 1}), torch.no_grad():
-            model.a.weight.mul_(2)
-        with pytest.raises(FaninError, match=r"'a.weight' of full:0 was written outside"):
-            server.publish({"0": 1})
+        with pytest.raises(StateError, match=r"'a.weight' of full:8 is also what full:0"):
+            server.pause("8")
+        server.remove_run("8")
+        server.add_run("8", model, names=at(0))
+        server.publish({"8": 1})
+        with server.updating({"8": 2}), torch.no_grad():  # another slot
+            model.a.weight[0].mul_(2)
+        server.publish({"0": 1})
 
 
 def check_model(got: dict[str, torch.Tensor], model: torch.nn.Module) -> None:

@@ -301,21 +301,33 @@ class Parameters:
         """How often the tensors that this run has in common with *other* were written so far.
 
         Runs have tensors in common where each publishes a slot of them. What both publish is not
-        among them: its writes are those of both.
+        among them: see :meth:`shared`.
         """
-        if self._by_param.keys().isdisjoint(other._by_param):
+        common = {id(lent.param) for lent, meet in self._common(other) if not meet}
+        if not common:
             return {}
-        mine, theirs = self._slots(), other._slots()
         return {
             id(lent.param): count
             for lent, count in zip(self._lent, self._counted(), strict=True)
-            if id(lent.param) in other._by_param
-            and not any(
-                _meet(one, another)
-                for one in mine[id(lent.param)]
-                for another in theirs[id(lent.param)]
-            )
+            if id(lent.param) in common
         }
+
+    def shared(self, other: Parameters) -> str | None:
+        """The path of a parameter of which both publish the same elements, and which readers of
+        *other* may be reading now; None: there is none."""
+        if not other._versions:
+            return None
+        return next((lent.path for lent, meet in self._common(other) if meet), None)
+
+    def _common(self, other: Parameters) -> Iterator[tuple[Lent, bool]]:
+        """The tensors of which both lend some, and whether they lend the same elements."""
+        if self._by_param.keys().isdisjoint(other._by_param):
+            return
+        mine, theirs = self._slots(), other._slots()
+        for lent in self._lent:
+            at = id(lent.param)
+            if at in other._by_param:
+                yield lent, any(_meet(one, two) for one in mine[at] for two in theirs[at])
 
     def _slots(self) -> dict[int, list[Bounds]]:
         """What is published of each parameter."""

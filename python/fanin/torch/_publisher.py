@@ -230,17 +230,19 @@ class Publisher:
             NotFoundError: no such run.
             RequestError: a step that is not above the last; parameters that cannot be published.
                 The update is aborted.
-            StateError: the run is paused. Or parameters are unsharded or offloaded; the update is
-                aborted. Or parameters were written outside of :meth:`updating` since the last step;
-                that step is withdrawn (not with snapshots). The server does not see writes that
-                PyTorch does not count: through ``.data`` and NumPy, and by kernels that get a
-                pointer.
+            StateError: the run is paused. Or another run, which is not among these, publishes the
+                same memory by reference: two precisions of one model are written together. Or
+                parameters are unsharded or offloaded; the update is aborted. Or parameters were
+                written outside of :meth:`updating` since the last step; that step is withdrawn (not
+                with snapshots). The server does not see writes that PyTorch does not count: through
+                ``.data`` and NumPy, and by kernels that get a pointer.
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
             walked.enter_context(self._digesting(runs, digests))
             walked.enter_context(self._told_of_failure(runs))
             self._refuse_written(run for run, _ in runs)
+            self._refuse_shared([run for run, _ in runs], "updating({%s}) writes both at once")
             for run, _ in runs:
                 walked.enter_context(run.parameters.walked())
             walked.enter_context(self._rewriting(runs))
@@ -286,11 +288,13 @@ class Publisher:
 
         Raises:
             NotFoundError: no such run.
-            StateError: an update is open; parameters were written outside of :meth:`updating`
-                (nothing is paused, and the step is withdrawn: pause again).
+            StateError: an update is open; another run publishes the same memory by reference;
+                parameters were written outside of :meth:`updating` (nothing is paused, and the step
+                is withdrawn: pause again).
         """
         runs = self._named(run)
         self._refuse_written(runs)
+        self._refuse_shared(runs, "pause() takes all runs, and so does resume()")
         for one in runs:
             self._wait_for_commit(one)
             self._server.pause(one.publication, reason)
@@ -625,20 +629,47 @@ class Publisher:
             )
 
     def _refuse_written(self, runs: Iterable[OneRun]) -> None:
-        """Readers of the last step may have seen half of what was written outside of updates."""
-        written = {run: paths for run in runs if (paths := run.parameters.written())}
+        """Readers of the last step may have seen half of what was written outside of updates.
+
+        All runs' steps are withdrawn of which something was written: they may share it.
+        """
+        found = ((run, paths) for run in runs if (paths := run.parameters.written()))
+        first, paths = next(found, (None, []))
+        if first is None:
+            return
+        written = [run for run in self._all() if run.parameters.written()]
         for run in written:
             self._withdraw(run)
-        for run, paths in written.items():
-            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-            raise StateError.make(
-                f"'{paths[0]}'{more} of {run.publication} was written outside of updating() after "
-                f"step {run.step} was published: its readers may have got half of what was "
-                "written. The step is withdrawn",
-                "write parameters inside: with server.updating(step): optimizer.step(); or make "
-                "the server with snapshot=True, which publishes copies",
-                key=run.publication,
-            )
+        others = [run.publication for run in written if run is not first]
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        too = f", and so are those of {', '.join(others)}" if others else ""
+        raise StateError.make(
+            f"'{paths[0]}'{more} of {first.publication} was written outside of updating() after "
+            f"step {first.step} was published: its readers may have got half of what was "
+            f"written. The step is withdrawn{too}",
+            "write parameters inside: with server.updating(step): optimizer.step(); or make "
+            "the server with snapshot=True, which publishes copies",
+            key=first.publication,
+        )
+
+    def _refuse_shared(self, runs: list[OneRun], remedy: str) -> None:
+        """StateError: what will be written of *runs* is also what readers of another run read.
+
+        remedy: may have a place for the steps of both.
+        """
+        for other in self._all():
+            if other in runs:
+                continue
+            for run in runs:
+                if (path := run.parameters.shared(other.parameters)) is None:
+                    continue
+                both = ", ".join(f"'{one.publication}': step" for one in (run, other))
+                raise StateError.make(
+                    f"'{path}' of {run.publication} is also what {other.publication} publishes by "
+                    f"reference at step {other.step}: its readers would get what is written now",
+                    f"name both runs: {remedy.replace('%s', both)}; or remove_run() one of them",
+                    key=other.publication,
+                )
 
     def _withdraw(self, run: OneRun) -> None:
         """Nobody reads the run's memory any more, so whatever is there may be published next."""

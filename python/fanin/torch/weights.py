@@ -273,8 +273,8 @@ class WeightServer(Publisher):
 
         Or the same model in another precision: engines that compute with BF16 read one run, those
         that compute with fp8 the other. Both are written by ``updating({"0": step, "0-fp8":
-        step})``. A run that is left out stays readable while its tensors are written; its next
-        publish finds that out and withdraws the step.
+        step})``. Of runs that publish the same memory by reference, an embedding for example,
+        :meth:`updating` and :meth:`pause` of one alone raise StateError.
 
         The run is readable from its first :meth:`publish` or :meth:`updating` on, which then want
         ``{run: step}``. Blocks until all ranks have come here. If one rank fails, all ranks raise
