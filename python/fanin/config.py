@@ -177,7 +177,7 @@ class InferenceConfig:
         allow_trainers: Trainers that a request without the engine's API key may name: networks,
             hosts, host:port, paths, or any.
         newest: A request to load an adapter without a step gets the newest.
-        landing: slot: into the slots of vLLM. directory. auto: slot if slots are in host memory.
+        landing: auto, slot: into the slots of vLLM where they can be filled. directory.
         spare_file: Make the next file of a directory beforehand, where memory allows.
         require_step: An engine of whole models answers nothing before its first update (HTTP 503).
         credentials: What trainers over a network are shown. Default: the secret that the trainer's

@@ -150,7 +150,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace, model: pathlib.Path, addresses: list[str]):
         from vllm_server import VllmServer
 
-        environment = {"FANIN_LANDING": "slot"}
+        environment: dict[str, str] = {}
         words = ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-loras", "8"]
         words += ["--max-cpu-loras", str(options.adapters)]
         if options.device == "cuda":

@@ -26,7 +26,6 @@ class Workers(FakeEngine):
     def __init__(self, no_slots: str = "") -> None:
         super().__init__()
         self.no_slots = no_slots
-        self.gpu = False
         self.places: dict[str, Any] | None = None
         self.learning: asyncio.Event | None = None  # learning ends when it is set
         self.learn_fails: list[Exception] = []
@@ -38,7 +37,7 @@ class Workers(FakeEngine):
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
         if method == "fanin_model_facts":
-            known = {"is_3d_moe_weight": None, "slots_on_gpu": self.gpu}
+            known = {"is_3d_moe_weight": None}
             return [{**known, "no_slots": why} for why in ("", self.no_slots)]
         if method == "fanin_lora_places":
             return [self.places, self.places]
@@ -269,14 +268,3 @@ async def test_one_worker_that_cannot_is_enough(tmp_path: Path) -> None:
         adapter = await bench.fetch(step)
         assert (adapter.landing, adapter.landing_why) == ("directory", "pipeline parallelism")
     assert bench.slots["why_not"] == "pipeline parallelism" and not bench.engine.jobs
-
-
-@pytest.mark.parametrize(("asked", "landing"), [("auto", "directory"), ("slot", "slot")])
-async def test_slots_on_a_gpu_are_to_be_asked_for(tmp_path: Path, asked: str, landing: str) -> None:
-    bench = Bench(tmp_path, FANIN_LANDING=asked)
-    bench.engine.gpu = True
-    await bench.state.attach(bench.engine)
-    first = await bench.fetch(1)
-    assert ("FANIN_LANDING=slot" in first.landing_why) == (asked == "auto")
-    await bench.learnt()
-    assert (await bench.fetch(2)).landing == landing

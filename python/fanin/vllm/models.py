@@ -293,7 +293,6 @@ class Engine:
         self.config = getattr(client, "vllm_config", None)
         self.fused_model: bool | None = None
         self.no_slots = "the workers do not say whether their slots can be filled"
-        self.slots_on_gpu = False
         self._probe: asyncio.Task[None] | None = None
         self._mute = False
 
@@ -325,7 +324,6 @@ class Engine:
         told = [a["no_slots"] for a in answers if isinstance(a, dict) and "no_slots" in a]
         if told and len(told) == len(answers):
             self.no_slots = next((str(why) for why in told if why), "")
-        self.slots_on_gpu = any(bool(a.get("slots_on_gpu")) for a in answers if isinstance(a, dict))
 
     async def places_in(self, tensors: Any, is_3d: bool) -> list[Any] | None:
         """What the workers say of an adapter's tensors; None: not all of them say."""

@@ -183,8 +183,6 @@ class State:
         """Why nothing goes straight into the engine's slots, "" if it does."""
         if self.config.landing == "directory":
             return "FANIN_LANDING is directory"
-        if self.config.landing == "auto" and engine.slots_on_gpu:
-            return "slots on a GPU: no whole engine was seen to run so; FANIN_LANDING=slot does it"
         return engine.no_slots
 
     def _warn_of_small_cache(self, facts: EngineFacts) -> None:

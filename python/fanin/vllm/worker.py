@@ -165,7 +165,6 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
     return {
         "is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None),
         "no_slots": _no_slots(self),
-        "slots_on_gpu": getattr(getattr(self, "device", None), "type", "cpu") != "cpu",
     }
 
 
