@@ -5,33 +5,24 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from . import _ffi
-from ._calls import Use, by_helper
-from ._exit import ClosableHandle, OpenHandles
+from ._calls import Use
 from ._library import (
     c_string,
     check,
-    dtype_code,
-    initialised,
     integer,
-    library,
     milliseconds,
     new_error,
     text,
 )
 from ._log import log_target
-from ._named import Named
 from ._options import ClientOptions, filled, takes
-from ._otel import Span, span
-from ._prepared import prepare
+from ._puller import Puller, Report, current_stream, finish, set_max_bytes
 from ._records import (
     Entry,
     Owner,
@@ -44,15 +35,13 @@ from ._records import (
     WatchEvent,
     entry_at,
     publication_info,
-    pull_progress,
-    pull_result,
     rank_info,
     rank_state,
     watch_event,
 )
-from ._tensors import Described, PackedTensors, Shard, pack, shard_of
-from .errors import CancelledError, ProcessError, RequestError, StateError
-from .server import Stream, c_stream, publication_of
+from ._tensors import PackedTensors, Shard
+from .errors import RequestError
+from .server import Stream, publication_of
 from .session import PullSession
 
 __all__ = [
@@ -70,54 +59,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-# Of a pull: progress and rank_progress.
-_Listeners = tuple[Callable[[int, int], None] | None, Callable[[PullProgress], None] | None]
-_Report = Callable[[Callable[[], None]], None]
-
-_PHASES = (
-    "connect",
-    "catalog",
-    "plan",
-    "wait",
-    "begin",
-    "read",
-    "scatter",
-    "end",
-    "write",
-    "verify",
-)
-# A cancelled call ends within moments; only a file system that hangs takes longer.
-_CLOSE_SECONDS = 10.0
-
-
-def _set_max_bytes(options: _ffi.PullOptions, max_bytes: int | None) -> None:
-    if max_bytes is None:
-        return
-    options.max_bytes = integer(max_bytes, "max_bytes", 64)
-    if max_bytes == 0:
-        raise RequestError.make("max_bytes is 0: nothing could be pulled", "leave it out")
-
-
-def _span_of(name: str, options: _ffi.PullOptions) -> Span:
-    """OpenTelemetry's of one pull; name: of the method."""
-    publication = options.publication.decode(errors="replace")
-    exact = options.rule == _ffi.STEP_EXACT
-    return span(
-        "fanin.pull",
-        call=name,
-        publication=publication,
-        run=publication.partition(":")[2],
-        step=options.step if exact else None,
-    )
-
-
-def _tell_span(told: Span, result: PullResult) -> None:
-    if not told.recording:
-        return
-    told.set(step=result.step, world=result.world_id, bytes=result.bytes, tensors=result.tensors)
-    told.set(ranks=len(result.ranks), path=result.path, reused=result.reused)
-    told.set(restarts=result.restarts, stale=result.stale)
-    told.set(**{f"{phase}_ms": 1e3 * getattr(result, phase) for phase in _PHASES})
 
 
 def _path(directory: str | os.PathLike[str]) -> bytes:
@@ -130,7 +71,7 @@ def _path(directory: str | os.PathLike[str]) -> bytes:
     return path
 
 
-class Client(ClosableHandle):
+class Client(Puller):
     """Connects to every rank of a trainer, and pulls what it publishes.
 
     One thread at a time uses a client: a call while another one is under way raises
@@ -151,33 +92,20 @@ class Client(ClosableHandle):
         HostError: the C library cannot be loaded; no memory.
     """
 
+    _kind = "client"
+
     @takes(ClientOptions)
     def __init__(self, options: ClientOptions) -> None:
-        self._handle: ctypes.c_void_p | None = None
-        self._pid = os.getpid()
-        self._library = library()
+        super().__init__()
         config = filled(_ffi.ClientConfig, self._library.fanin_client_config_init, options)
         config.log, config.log_cookie = log_target("client")
-
-        # At most one call, under "use". What enters a call there and takes it out is never the
-        # main thread, where a signal may come between; only close() is, which stays there.
-        self._uses: dict[str, Use] = {}
-        self._closing = Use("close")
-        # Held where the handle is used outside of a call, and where it is taken away. A signal
-        # handler may cancel while the thread it interrupts holds it.
-        self._handle_lock = threading.RLock()
-        self._left_cancelled = False
-        # Sessions that were forgotten while a call was under way: the next call lets go of them.
-        self._forgotten: list[ctypes.c_void_p] = []
-        self._named = Named(self._library)
 
         handle, error = ctypes.c_void_p(), new_error()
         status = self._library.fanin_client_create(
             ctypes.byref(config), ctypes.byref(handle), ctypes.byref(error)
         )
         check(status, error)
-        self._handle = handle
-        _open.add(self)
+        self._made(handle)
         if options.addresses is not None:
             try:
                 self.connect(options.addresses, options.connect_timeout)
@@ -221,19 +149,6 @@ class Client(ClosableHandle):
     def disconnect(self) -> None:
         """Closes all connections, forgets catalogs and addresses. Waits for no rank."""
         self._alone("disconnect", lambda _, h: self._library.fanin_client_disconnect(h))
-
-    def cancel(self) -> None:
-        """Makes the call that is under way raise :class:`CancelledError` soon.
-
-        If none is, the next one does. Any thread, also from a signal handler and a callback. Does
-        nothing once the client is closed, and in a forked child.
-        """
-        if self._pid != os.getpid():
-            return
-        with self._handle_lock:
-            self._left_cancelled = False  # from here on it is somebody's wish
-            if self._handle is not None:
-                self._library.fanin_client_cancel(self._handle)
 
     # ------------------------------------------------------------------------------ pulls
 
@@ -302,7 +217,7 @@ class Client(ClosableHandle):
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
         options.spare_file = spare_file
         options.trust_config = trust_config
-        _set_max_bytes(options, max_bytes)
+        set_max_bytes(options, max_bytes)
         options.verify = verify
         into = self._library.fanin_client_pull_adapter, _path(directory)
         return self._pull("pull_adapter", options, (progress, rank_progress), lambda: into)
@@ -349,7 +264,7 @@ class Client(ClosableHandle):
             name = "full:" + name.removeprefix("lora:")
         options = self._options(name, step, at_least, timeout, max_attempts, dtype, None)
         options.trust_config = trust_config
-        _set_max_bytes(options, max_bytes)
+        set_max_bytes(options, max_bytes)
         if max_file_bytes is not None:
             options.max_file_bytes = integer(max_file_bytes, "max_file_bytes", 64)
             if max_file_bytes == 0:
@@ -400,7 +315,7 @@ class Client(ClosableHandle):
         packed, memory = self._packed(tensors)
         stream = current_stream(packed.cuda_devices) if stream is None else stream
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
-        _set_max_bytes(options, max_bytes)
+        set_max_bytes(options, max_bytes)
         options.verify = verify
         lib = self._library
         functions = lib.fanin_client_pull, lib.fanin_client_pull_into
@@ -439,7 +354,7 @@ class Client(ClosableHandle):
         packed, memory = self._packed(tensors)
         stream = current_stream(packed.cuda_devices) if stream is None else stream
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
-        _set_max_bytes(options, max_bytes)
+        set_max_bytes(options, max_bytes)
         options.verify = verify
         self._tell(options, self._session_report(), progress, rank_progress)
         session = PullSession(self, packed, (options, stream, memory))
@@ -493,110 +408,7 @@ class Client(ClosableHandle):
         self._alone("wait", call)
         return found.value
 
-    def _packed(
-        self, tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors
-    ) -> tuple[Described, list[Any] | None]:
-        """Tensors as the C library takes them, and what their memory must be kept by besides."""
-        memory: list[Any] | None = None
-        packed: Described | None = None
-        if isinstance(tensors, PackedTensors):
-            packed = tensors
-        elif isinstance(tensors, Mapping):
-            held = self._named.hold(list(tensors), list(tensors.values()))
-            if held is not None:
-                packed, memory = held
-            else:
-                packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
-        else:
-            packed = pack(tensors)
-        if not packed:
-            raise RequestError.make("no tensor is asked for", "name at least one tensor")
-        return packed, memory
-
-    def _into(self, packed: Described, _memory: object, first: Any, again: Any) -> tuple[Any, ...]:
-        """The function that fills *packed*, and what it is given. *_memory*: kept meanwhile."""
-        prepared = prepare(self._library, packed)
-        return (first, packed.address, len(packed)) if prepared is None else (again, prepared)
-
-    def _options(
-        self,
-        run: str | int,
-        step: int | None,
-        at_least: int | None,
-        timeout: float,
-        max_attempts: int,
-        dtype: str | None,
-        stream: Stream | None,
-    ) -> _ffi.PullOptions:
-        options: _ffi.PullOptions = initialised(
-            _ffi.PullOptions, self._library.fanin_pull_options_init
-        )
-        options.publication = publication_of(run).encode()
-        if step is not None and at_least is not None:
-            raise RequestError.make("step and at_least are both given", "give one of them")
-        if step is not None:
-            options.rule, options.step = _ffi.STEP_EXACT, integer(step, "step", 64)
-        elif at_least is not None:
-            options.rule, options.step = _ffi.STEP_AT_LEAST, integer(at_least, "at_least", 64)
-        options.timeout_ms = milliseconds(timeout, "timeout")
-        options.max_attempts = integer(max_attempts, "max_attempts", 32)
-        options.dtype = dtype_code(dtype, "dtype")
-        options.stream = c_stream(stream)
-        return options
-
-    def _pull(
-        self,
-        name: str,
-        options: _ffi.PullOptions,
-        listeners: _Listeners,
-        into: Callable[[], tuple[Any, ...]],
-    ) -> PullResult:
-        """into: tells the library's function, and its arguments, when the call is under way."""
-        result = ctypes.c_void_p()
-
-        def call(use: Use, handle: ctypes.c_void_p) -> PullResult:
-            function, *arguments = into()
-            self._tell(options, lambda tell: self._report(use, tell), *listeners)
-            try:
-                self._run(
-                    use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
-                )
-                return pull_result(self._library, result)
-            finally:
-                self._library.fanin_result_free(ctypes.byref(result))
-
-        with _span_of(name, options) as told:
-            done = self._alone(name, call)
-            _tell_span(told, done)
-            return done
-
-    def _tell(
-        self,
-        options: _ffi.PullOptions,
-        report: _Report,
-        progress: Callable[[int, int], None] | None,
-        rank_progress: Callable[[PullProgress], None] | None,
-    ) -> None:
-        lib = self._library
-        if progress is not None:
-            options.progress = _ffi.ProgressFn(
-                lambda _, done, total: report(lambda: progress(done, total))
-            )
-        if rank_progress is not None:
-            options.rank_progress = _ffi.RankProgressFn(
-                lambda _, told: report(lambda: rank_progress(pull_progress(lib, told.contents)))
-            )
-
-    def _report(self, use: Use, tell: Callable[[], None]) -> None:
-        if use.failure is not None:
-            return
-        try:
-            tell()
-        except BaseException as error:
-            use.failure = error
-            self._cancel_own(use)
-
-    def _session_report(self) -> _Report:
+    def _session_report(self) -> Report:
         """The same of a session, whose calls are uses of their own."""
         client = weakref.ref(self)  # the session keeps it alive, and this must not
 
@@ -622,7 +434,7 @@ class Client(ClosableHandle):
         def call(use: Use, handle: ctypes.c_void_p) -> None:
             add = _ffi.RankFn(_collect(use, lambda info: found.append(rank_info(info.contents))))
             status = self._library.fanin_client_ranks(handle, add, None, ctypes.byref(error))
-            _finish(use, status, error)
+            finish(use, status, error)
 
         self._alone("ranks", call)
         return found
@@ -776,135 +588,6 @@ class Client(ClosableHandle):
 
         self._alone(name, call)
 
-    # ------------------------------------------------------------------------------ the end
-
-    def close(self) -> None:
-        """Cancels a call that is under way in another thread, closes everything and frees.
-
-        Does nothing the second time, and in a forked child.
-
-        Raises:
-            StateError: called by a callback, or the other thread's call does not end.
-        """
-        if self._pid != os.getpid():
-            return
-        limit = time.monotonic() + _CLOSE_SECONDS
-        while (other := self._uses.setdefault("use", self._closing)) is not self._closing:
-            if threading.get_ident() in other.threads:
-                raise StateError.make(
-                    f"the client is closed inside its own {other}", "close it afterwards"
-                )
-            self.cancel()
-            if not other.done.wait(max(0.0, limit - time.monotonic())):
-                raise StateError.make(f"the client's {other} does not end")
-        self._destroy()
-
-    def _let_go(self) -> None:
-        while self._forgotten:
-            self._library.fanin_session_abandon(ctypes.byref(self._forgotten[0]))
-            self._forgotten.pop(0)
-
-    def _destroy(self) -> None:
-        # In an order in which a close() that was interrupted can be made again.
-        with self._handle_lock:
-            handle = self._handle
-            if handle is not None:
-                self._let_go()
-                self._library.fanin_client_destroy(ctypes.byref(handle))
-                self._handle = None
-                _open.discard(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._handle is None
-
-    def _abandon(self) -> None:
-        self._destroy()
-
-    def __repr__(self) -> str:
-        return f"<fanin.Client{', closed' if self.closed else ''}>"
-
-    # ------------------------------------------------------------------------------ calls
-
-    def _alone(self, name: str, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
-        """Calls with the handle, if no other call is under way; for the main thread in a helper."""
-        if self._pid != os.getpid():
-            raise ProcessError.make(
-                f"the client belongs to the parent process {self._pid}",
-                "create a client of its own in the child",
-            )
-        use = Use(name)
-        # No helper runs any more while the interpreter ends.
-        if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
-            return self._enter(use, call)
-        return by_helper(lambda: self._enter(use, call), lambda: self._cancel_own(use))
-
-    def _enter(self, use: Use, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
-        use.threads.add(threading.get_ident())
-        other = self._uses.setdefault("use", use)
-        if other is self._closing:
-            raise StateError.make("the client is closed")
-        if other is not use:
-            raise StateError.make(
-                f"{use} is called while the client's {other} is under way",
-                "use a client by one thread at a time",
-            )
-        try:
-            handle = self._handle
-            if handle is None:
-                raise StateError.make("the client is closed")
-            if use.cancelled:
-                raise CancelledError.make("the call was interrupted")
-            self._let_go()
-            return call(use, handle)
-        finally:
-            del self._uses["use"]
-            use.done.set()
-
-    def _call(self, name: str, function: Any, *arguments: Any) -> None:
-        self._alone(name, lambda use, handle: self._run(use, function, handle, *arguments))
-
-    def _run(self, use: Use, function: Any, *arguments: Any) -> None:
-        """Makes a blocking call of the library, and raises what comes of it."""
-        error = new_error()
-        status = function(*arguments, ctypes.byref(error))
-        if status == _ffi.ERR_CANCELLED and self._left_cancelled and not use.cancelled:
-            # Not every cancel finds a call that it ends. One of our own that came too late for
-            # the call before is not to end this one.
-            self._left_cancelled = False
-            status = function(*arguments, ctypes.byref(error))
-        _finish(use, status, error)
-
-    def _cancel_own(self, use: Use) -> None:
-        """As cancel(), of this call only and for a reason of its own. Also before it has begun."""
-        use.cancelled = True
-        with self._handle_lock:
-            if self._uses.get("use") is use and self._handle is not None:
-                self._left_cancelled = True
-                self._library.fanin_client_cancel(self._handle)
-
-
-def current_stream(devices: Sequence[int]) -> Stream | None:
-    """PyTorch's current stream on the first of *devices*; waits for those of the others.
-
-    Its allocator gives out memory in the order of that stream: what lay there before may be read
-    or written by work that is still on it.
-    """
-    torch = sys.modules.get("torch")
-    if not devices or torch is None or not torch.cuda.is_initialized():
-        return None
-    first, *others = map(torch.cuda.current_stream, devices)
-    for other in others:
-        other.synchronize()
-    return Stream(first.cuda_stream, first.device_index)
-
-
-def _finish(use: Use, status: int, error: _ffi.Error) -> None:
-    if use.failure is not None:
-        raise use.failure
-    check(status, error)
-
 
 def _collect(use: Use, each: Callable[..., object]) -> Callable[..., bool]:
     """A callback of the library that gives its arguments to *each*; False from it, or an
@@ -918,6 +601,3 @@ def _collect(use: Use, each: Callable[..., object]) -> Callable[..., bool]:
             return False
 
     return one
-
-
-_open: OpenHandles[Client] = OpenHandles(Client.close)

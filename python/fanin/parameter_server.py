@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanin._options import VARIABLES, Configured, handed_on, options_of
+from fanin._puller import current_stream
 from fanin._tensors import shard_of
-from fanin.client import current_stream
 from fanin.config import trainer_config
 from fanin.errors import FaninError
 from fanin.info import is_loopback

@@ -87,11 +87,11 @@ assert interrupted(other.connect, [silent_address], after=lambda: other._uses)
 other.connect([address])
 assert other.pull_into(0, into).step == 1
 # The constructor connects too; what it made is closed.
-interrupt_when(lambda: any(not c.closed and c._uses for c in fanin.client._open))
+interrupt_when(lambda: any(not c.closed and c._uses for c in fanin._puller._open))
 try:
     fanin.Client([silent_address], use_ucx=False, connect_timeout=3600)
 except KeyboardInterrupt:
-    assert all(c in (client, other) for c in fanin.client._open)
+    assert all(c in (client, other) for c in fanin._puller._open)
 else:
     raise AssertionError("not interrupted")
 """
@@ -185,7 +185,7 @@ def before_end():
 
 # Raises at one step of Python's in the main thread, inside of the client's own code.
 STRIKE = """
-MODULES = ("fanin.client", "fanin.session", "fanin._calls")
+MODULES = ("fanin.client", "fanin._puller", "fanin.session", "fanin._calls")
 fanin._calls._AT_ONCE = 1  # one is raised: there is no need to go through all that are for more
 
 class Struck(BaseException):
