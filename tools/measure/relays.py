@@ -1,0 +1,373 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""relays.py [--readers N] [--ranks N] [--mbit N] [--mib N] [--modes one,direct,relay] [--turns N]
+          [--kill N | --stop N | --late N] [--slow N] [--at F] [--by N] [--json]
+
+What a fleet costs a trainer: N readers of its ranks, each in a network namespace of its own behind
+one bridge, each link limited both ways. Modes take turns, each turn a new step:
+
+  one     the first reader alone
+  direct  all readers from the ranks
+  relay   all readers by fanin.Relay, which hand on to each other what they have
+
+Told are the time from the commit to the last reader's end, as a multiple of one pull (the median of
+"one"), and the models that left the trainer: bytes on the ranks' links, as a multiple of those of
+one pull. Each reader compares all bytes with the trainer's live memory after each step.
+
+A fault strikes in the turns of "relay" when --at of one pull has passed: reader N is killed,
+stopped, or begins only then (--late; its own time is told). Whoever was killed or stopped begins
+again in the next turn. --slow: reader N sends at one --by-th of the rate, in all turns. By TLS with
+a secret made for it. Needs root, ip, tc and the package; says what is missing and exits with 77.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import fanin
+from switch import NETWORK, Switch
+
+RUN, PORT, WIDTH, TENSORS = "full:0", 6000, 4096, 16
+MODES = ("one", "direct", "relay")
+PATIENCE = 20.0  # a step that takes so many times what it should has failed
+_libc = ctypes.CDLL(None)
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def tensors_at(
+    options: argparse.Namespace, memory: mmap.mmap, rank: int | None
+) -> list[fanin.Shard]:
+    """The model's tensors, in *memory*: a rank's rows of each, or whole ones."""
+    whole = options.mib * (1 << 20) // TENSORS // WIDTH
+    rows = whole if rank is None else whole // options.ranks
+    start, shards = address_of(memory), []
+    for at in range(TENSORS):
+        box = fanin.Box((rows * (rank or 0), 0), (rows, WIDTH), (0, 0), start + at * rows * WIDTH)
+        shards.append(fanin.Shard(f"t{at:02}", "U8", (whole, WIDTH), (box,), owner=memory))
+    return shards
+
+
+def mapped(options: argparse.Namespace, rank: int) -> mmap.mmap:
+    """The memory of a rank, of which every process has a view."""
+    with open(f"{options.folder}/{rank}", "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# ------------------------------------------------------------------------ the processes
+
+
+def serve(options: argparse.Namespace) -> None:
+    """A rank. Told a step, commits new bytes; tells when."""
+    memory = mapped(options, options.index)
+    server = fanin.Server(
+        world_id=options.world, rank=options.index, world_size=options.ranks, base_port=PORT,
+        bind=options.bind, open=True, allow=NETWORK, secret_file=options.secret_file, use_ucx=False,
+    )  # fmt: skip
+    with server:
+        server.put(RUN, tensors_at(options, memory, options.index))
+        tell(ready=True)
+        for line in sys.stdin:
+            server.begin_update(RUN)
+            memory[:] = os.urandom(len(memory))
+            server.commit(RUN, int(line))
+            tell(at=time.monotonic())
+
+
+class Reader:
+    """Pulls the whole model, directly or by a relay, into the same memory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._live = [mapped(options, rank) for rank in range(options.ranks)]
+        self._memory = mmap.mmap(-1, options.mib << 20)
+        self._packed = fanin.pack(tensors_at(options, self._memory, None))
+        how: dict[str, Any] = {"secret_file": options.secret_file, "use_ucx": False}
+        how |= {"streams_per_rank": 1}  # more of them starve each other on a slow link
+        self._direct = fanin.Client(options.targets, **how)
+        self._relay: Any = None
+        if "relay" in options.modes:
+            self._relay = fanin.Relay(options.targets, network=NETWORK, **how)
+
+    def pull(self, mode: str, step: int, timeout: float) -> dict[str, Any]:
+        if self._relay is not None:
+            self._relay.release()
+        by = self._relay if mode == "relay" else self._direct
+        tell(begun=time.monotonic())
+        result = by.pull_into(RUN, self._packed, step=step, timeout=timeout)
+        at = time.monotonic()
+        stats = self._relay.stats() if mode == "relay" else {}
+        return {"at": at, "step": result.step, "right": self._right(), **stats}
+
+    def _right(self) -> bool:
+        """Whether all bytes are those of the ranks."""
+        own, piece = address_of(self._memory), len(self._memory) // TENSORS // len(self._live)
+        return not any(
+            _libc.memcmp(
+                ctypes.c_void_p(own + (at * len(self._live) + rank) * piece),
+                ctypes.c_void_p(address_of(live) + at * piece),
+                ctypes.c_size_t(piece),
+            )
+            for rank, live in enumerate(self._live)
+            for at in range(TENSORS)
+        )
+
+
+def read(options: argparse.Namespace) -> None:
+    """A reader. Told how, which step, and for how long to wait; tells when it begins and ends."""
+    reader = Reader(options)
+    tell(ready=True)
+    for line in sys.stdin:
+        mode, step, timeout = json.loads(line)
+        try:
+            tell(**reader.pull(mode, step, timeout))
+        except fanin.FaninError as error:
+            tell(failed=str(error))
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+class Process:
+    """One of them, whose answers are waited for with a deadline."""
+
+    def __init__(self, stack: ExitStack, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        stack.callback(self.end)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def say(self, *words: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words[0] if len(words) == 1 else words) + "\n")
+        self._process.stdin.flush()
+
+    def told(self, wait: float = 60.0) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=wait)
+        except queue.Empty:
+            sys.exit(f"relays: process {self._process.pid} says nothing for {wait:.0f} s")
+        if not line:
+            sys.exit("relays: a process ended: its message is above")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            sys.exit(f"relays: a reader failed: {answer['failed']}")
+        return answer
+
+    def strike(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Lab:
+    """The ranks on the first hosts, readers on the others."""
+
+    def __init__(self, stack: ExitStack, options: argparse.Namespace) -> None:
+        self._stack, self._options = stack, options
+        self._switch = Switch(stack, options.ranks + options.readers, options.mbit)
+        self.ideal = options.mib * (1 << 20) * 8 / options.mbit / 1e6
+        self._targets = [f"{self._switch.address(r)}:{PORT + r}" for r in range(options.ranks)]
+        self._ranks = [self._start("--serve", r, r) for r in range(options.ranks)]
+        for rank in self._ranks:
+            rank.told()
+        self._readers = {n: self._reader(n) for n in range(1, options.readers + 1)}
+        for reader in self._readers.values():
+            reader.told()
+        if options.slow:
+            self._switch.up(self._host(options.slow), options.mbit / options.by)
+        self._step = 0
+
+    def _host(self, reader: int) -> int:
+        return self._options.ranks - 1 + reader
+
+    def _start(self, role: str, host: int, index: int) -> Process:
+        words = [*sys.argv[1:], role, "--index", str(index), "--bind", self._switch.address(host)]
+        for name in ("folder", "world", "secret_file"):
+            words += [f"--{name.replace('_', '-')}", getattr(self._options, name)]
+        words += ["--targets", ",".join(self._targets)]
+        return Process(self._stack, self._switch.start(host, __file__, *words))
+
+    def _reader(self, number: int) -> Process:
+        return self._start("--read", self._host(number), number)
+
+    def turn(self, mode: str, one: float) -> dict[str, Any]:
+        """A step; one: seconds of one pull, as far as is known."""
+        options, faults = self._options, mode == "relay"
+        self._step += 1
+        victim = faults and (options.kill or options.stop)
+        late = faults and options.late
+        wait = PATIENCE * max(one, self.ideal) + 60
+        if mode == "direct":
+            wait *= options.readers
+        waits = [n for n in self._readers if (mode != "one" or n == 1) and n != late]
+
+        def begin(number: int) -> float:
+            self._readers[number].say(mode, self._step, wait)
+            return float(self._readers[number].told(wait)["begun"])
+
+        for number in waits:
+            begin(number)
+        time.sleep(0.5)  # until their requests are parked at the ranks
+        before = sum(self._switch.sent(r) for r in range(options.ranks))
+        for rank in self._ranks:
+            rank.say(self._step)
+        start = max(rank.told()["at"] for rank in self._ranks)
+        began: dict[int, float] = {}
+        if victim or late:
+            time.sleep(max(0.0, start + options.at * one - time.monotonic()))
+        if victim:
+            self._readers[victim].strike(signal.SIGKILL if options.kill else signal.SIGSTOP)
+            waits.remove(victim)
+        if late:
+            began[late] = begin(late)
+            waits.append(late)
+        ends = {number: self._readers[number].told(wait) for number in waits}
+        sent = sum(self._switch.sent(r) for r in range(options.ranks)) - before
+        if victim:
+            self._readers[victim].end()
+            self._readers[victim] = self._reader(victim)
+            self._readers[victim].told()
+        if not all(end["right"] and end["step"] == self._step for end in ends.values()):
+            sys.exit(f"relays: WRONG BYTES in step {self._step}, {mode}: {ends}")
+        others = [end["at"] - start for number, end in ends.items() if number != late]
+        own = {"late_s": ends[late]["at"] - began[late]} if late else {}
+        return {"mode": mode, "seconds": max(others), "first": min(others), "sent": sent, **own}
+
+    def measure(self) -> list[dict[str, Any]]:
+        self.turn("one", self.ideal)  # processes are warm afterwards
+        turns: list[dict[str, Any]] = []
+        order = list(self._options.modes)
+        for _ in range(self._options.turns):
+            for mode in order:
+                ones = [turn["seconds"] for turn in turns if turn["mode"] == "one"]
+                turns.append(self.turn(mode, statistics.median(ones or [self.ideal])))
+                print(f"step {self._step} {turns[-1]}", file=sys.stderr, flush=True)
+            order.append(order.pop(0))
+        return turns
+
+
+def summary(turns: list[dict[str, Any]], ideal: float) -> dict[str, Any]:
+    """Of each mode: medians beside those of one pull; without that mode, beside the link."""
+    ones = [turn for turn in turns if turn["mode"] == "one"]
+    second = statistics.median(turn["seconds"] for turn in ones) if ones else ideal
+    found: dict[str, Any] = {"one_s": second, "link_s": ideal}
+    for mode in dict.fromkeys(turn["mode"] for turn in turns):
+        own = [turn for turn in turns if turn["mode"] == mode]
+        ratios = [turn["seconds"] / second for turn in own]
+        found[mode] = {
+            "times": statistics.median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
+        if ones:
+            bytes_of_one = statistics.median(turn["sent"] for turn in ones)
+            found[mode]["models"] = statistics.median(turn["sent"] for turn in own) / bytes_of_one
+        if any("late_s" in turn for turn in own):
+            found[mode]["late"] = statistics.median(turn["late_s"] for turn in own) / second
+    return found
+
+
+def show(found: dict[str, Any], options: argparse.Namespace) -> None:
+    fleet = f"{options.readers} readers of {options.ranks} ranks, {options.mbit:g} Mbit/s"
+    link = f"one pull {found['one_s']:.2f} s (link {found['link_s']:.2f})"
+    print(f"{fleet}, {options.mib} MiB: {link}")
+    for mode in options.modes:
+        own = found[mode]
+        line = f"{mode:7} {own['times']:5.2f} x ({own['least']:.2f} to {own['most']:.2f})"
+        line += f", {own['models']:.2f} models" if "models" in own else ""
+        print(line + (f", late one {own['late']:.2f} x" if "late" in own else ""))
+
+
+def modes_of(text: str) -> list[str]:
+    modes = text.split(",")
+    if not set(modes) <= set(MODES):
+        raise ValueError(text)
+    return modes
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--mbit", type=float, default=20)
+    parser.add_argument("--mib", type=int, default=16)
+    parser.add_argument("--modes", type=modes_of, default=list(MODES))
+    parser.add_argument("--turns", type=int, default=3)
+    for fault in ("kill", "stop", "late", "slow"):
+        parser.add_argument(f"--{fault}", type=int, default=0, help="the reader, from 1")
+    parser.add_argument("--at", type=float, default=0.4, help="of one pull; 0.4")
+    parser.add_argument("--by", type=float, default=10, help="with --slow; 10")
+    parser.add_argument("--json", action="store_true")
+    for hidden in ("folder", "world", "secret-file", "bind", "index", "targets"):
+        parser.add_argument(f"--{hidden}", default="0", help=argparse.SUPPRESS)
+    for role in ("serve", "read"):
+        parser.add_argument(f"--{role}", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.index, options.targets = int(options.index), options.targets.split(",")
+    if max(options.kill, options.stop, options.late, options.slow) > options.readers:
+        parser.error("there is no such reader")
+    if bool(options.kill) + bool(options.stop) + bool(options.late) > 1:
+        parser.error("give one of --kill, --stop and --late")
+    if options.mib * 256 % (TENSORS * options.ranks):
+        parser.error(f"{options.ranks} ranks cannot share {options.mib} MiB evenly")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if options.serve or options.read:
+        serve(options) if options.serve else read(options)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
+    with ExitStack() as stack:
+        options.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relays-"))
+        options.world = os.urandom(16).hex()
+        options.secret_file = f"{options.folder}/secret"
+        Path(options.secret_file).write_text(os.urandom(32).hex() + "\n", encoding="ascii")
+        os.chmod(options.secret_file, 0o600)
+        for rank in range(options.ranks):
+            with open(f"{options.folder}/{rank}", "wb") as file:
+                file.truncate((options.mib << 20) // options.ranks)
+        try:
+            lab = Lab(stack, options)
+        except OSError as error:
+            print(f"relays: skipped: {error}", file=sys.stderr)
+            sys.exit(77)
+        turns = lab.measure()
+        found = summary(turns, lab.ideal)
+    print(json.dumps({"turns": turns, **found}, indent=2)) if options.json else show(found, options)
+
+
+if __name__ == "__main__":
+    main()
