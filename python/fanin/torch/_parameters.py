@@ -321,23 +321,26 @@ class Parameters:
 
     def _common(self, other: Parameters) -> Iterator[tuple[Lent, bool]]:
         """The tensors of which both lend some, and whether they lend the same elements."""
-        if self._by_param.keys().isdisjoint(other._by_param):
+        both = self._by_param.keys() & other._by_param.keys()
+        if not both:
             return
-        mine, theirs = self._slots(), other._slots()
+        mine, theirs = self._slots(both), other._slots(both)
         for lent in self._lent:
             at = id(lent.param)
-            if at in other._by_param:
+            if at in both:
                 yield lent, any(_meet(one, two) for one in mine[at] for two in theirs[at])
 
-    def _slots(self) -> dict[int, list[Bounds]]:
-        """What is published of each parameter."""
+    def _slots(self, among: set[int]) -> dict[int, list[Bounds]]:
+        """What is published of each of these parameters."""
         return {
             id(item.state.param): [
                 normal_index(part.index, tuple(item.state.param.shape))
                 for part in item.state.slices
             ]
             for item in self._items
-            if item.state is not None and item.state.values is None
+            if item.state is not None
+            and item.state.values is None
+            and id(item.state.param) in among
         }
 
     def allow(self, before: dict[int, tuple[int, int]]) -> None:
