@@ -19,6 +19,8 @@
 #define U64(key, type, member) NUMBER(key, FIELD_U64, type, member, 0, UINT64_MAX)
 #define I32(key, type, member, min, max) NUMBER(key, FIELD_I32, type, member, min, max)
 #define FLAG(key, type, member) NUMBER(key, FIELD_BOOL, type, member, 0, 1)
+#define OPTIONAL_FLAG(key, type, member)                                               \
+    OPTIONAL_NUMBER(key, FIELD_BOOL, type, member, 1)
 #define ID(key, type, member) NUMBER(key, FIELD_ID, type, member, 16, 16)
 #define NAME(key, type, member)                                                        \
     {                                                                                  \
@@ -96,7 +98,8 @@ CHECKED_TABLE(
     U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
     U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
     OPTIONAL_TEXT(14, msg_hello_ok, warnings), OPTIONAL_TEXT(15, msg_hello_ok, address),
-    {16, FIELD_BYTES, false, AT(msg_hello_ok, proof), 0, 32});
+    {16, FIELD_BYTES, false, AT(msg_hello_ok, proof), 0, 32},
+    OPTIONAL_FLAG(17, msg_hello_ok, relay));
 
 TABLE(fields_open_path,
       I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
@@ -120,8 +123,7 @@ TABLE(fields_stats_entry, NAME(1, stats_entry, publication),
       COUNT(3, stats_entry, step), COUNT(4, stats_entry, state_age_ms),
       COUNT(5, stats_entry, commit_age_ms), COUNT(6, stats_entry, update_age_ms),
       COUNT(7, stats_entry, leases), COUNT(8, stats_entry, lease_age_ms),
-      OPTIONAL_NUMBER(9, FIELD_BOOL, stats_entry, pending, 1),
-      OPTIONAL_TEXT(10, stats_entry, reason));
+      OPTIONAL_FLAG(9, stats_entry, pending), OPTIONAL_TEXT(10, stats_entry, reason));
 
 TABLE(fields_stats_holder, U32(1, stats_holder, publication, 0, LIMIT_STATS - 1),
       OPTIONAL_TEXT(2, stats_holder, who), COUNT(3, stats_holder, leases),
@@ -186,16 +188,38 @@ CHECKED_TABLE(fields_digest_ok, check_digest_ok,
               {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16,
                16 * LIMIT_READ_ENTRIES});
 
-TABLE(fields_end, ID(1, msg_end, token),
-      OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1),
+TABLE(fields_end, ID(1, msg_end, token), OPTIONAL_FLAG(2, msg_end, abandon),
       OPTIONAL_NUMBER(3, FIELD_U64, msg_end, begin, UINT64_MAX),
-      OPTIONAL_NUMBER(4, FIELD_BOOL, msg_end, quiet, 1), COUNT(5, msg_end, bytes_cma),
-      COUNT(6, msg_end, bytes_rdma), COUNT(7, msg_end, bytes_cuda_ipc));
+      OPTIONAL_FLAG(4, msg_end, quiet), COUNT(5, msg_end, bytes_cma),
+      COUNT(6, msg_end, bytes_rdma), COUNT(7, msg_end, bytes_cuda_ipc),
+      OPTIONAL_FLAG(8, msg_end, keep));
 TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
 
 TABLE(fields_watch, NAME(1, msg_watch, publication));
 TABLE(fields_event, NAME(1, msg_event, publication), U64(2, msg_event, step),
       I32(3, msg_event, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED));
+
+TABLE(fields_offer, NAME(1, msg_offer, publication), U64(2, msg_offer, step),
+      ID(3, msg_offer, holding), U32(4, msg_offer, port, 0, UINT16_MAX),
+      ID(5, msg_offer, incarnation), OPTIONAL_TEXT(6, msg_offer, host),
+      OPTIONAL_TEXT(7, msg_offer, place), OPTIONAL_FLAG(8, msg_offer, local),
+      OPTIONAL_FLAG(9, msg_offer, gone), COUNT(10, msg_offer, units),
+      COUNT(11, msg_offer, landed), COUNT(12, msg_offer, bytes_origin),
+      COUNT(13, msg_offer, bytes_relays), COUNT(14, msg_offer, bytes_handed_on),
+      COUNT(15, msg_offer, late), COUNT(16, msg_offer, taken_over));
+TABLE(fields_holders, NAME(1, msg_holders, publication), U64(2, msg_holders, step),
+      ID(3, msg_holders, holding), COUNT(4, msg_holders, version),
+      U32(5, msg_holders, timeout_ms, 0, UINT32_MAX));
+TABLE(fields_holders_ok, U64(1, msg_holders_ok, version),
+      OPTIONAL_FLAG(2, msg_holders_ok, all));
+TABLE(fields_holder_entry, NAME(1, holder_entry, address),
+      ID(2, holder_entry, incarnation), OPTIONAL_TEXT(3, holder_entry, host),
+      OPTIONAL_TEXT(4, holder_entry, place), OPTIONAL_FLAG(5, holder_entry, local),
+      OPTIONAL_FLAG(6, holder_entry, left));
+TABLE(fields_landed, ID(1, msg_landed, token), COUNT(2, msg_landed, version),
+      U32(3, msg_landed, timeout_ms, 0, UINT32_MAX));
+TABLE(fields_landed_ok, U64(1, msg_landed_ok, version),
+      OPTIONAL_NUMBER(2, FIELD_U32, msg_landed_ok, serving, UINT32_MAX));
 
 TABLE(fields_error, NUMBER(1, FIELD_I32, msg_error, code, -999, (uint64_t)-100),
       OPTIONAL_TEXT(2, msg_error, message), OPTIONAL_TEXT(3, msg_error, remedy),

@@ -49,6 +49,12 @@ typedef enum message_type {
     MSG_STATS = 29,
     MSG_STATS_OK = 30,
     MSG_ERROR = 31,
+    MSG_OFFER = 33,
+    MSG_OFFER_OK = 34,
+    MSG_HOLDERS = 35,
+    MSG_HOLDERS_OK = 36,
+    MSG_LANDED = 37,
+    MSG_LANDED_OK = 38,
 } message_type;
 
 /** What a server makes of a message's type. */
@@ -58,7 +64,7 @@ static inline kind message_kind(unsigned type)
 {
     if (type == MSG_ERROR)
         return KIND_REPLY;
-    if (type == MSG_AUTH || type == 0 || type > MSG_STATS_OK)
+    if (type == MSG_AUTH || type == 0 || type == MSG_ERROR + 1 || type > MSG_LANDED_OK)
         return KIND_UNKNOWN;
     return type % 2 == 1 ? KIND_REQUEST : KIND_REPLY;
 }
@@ -80,6 +86,8 @@ static inline kind message_kind(unsigned type)
 #define LIMIT_PUBLICATIONS 4096
 #define LIMIT_STATS                                                                    \
     64 /**< publications, and holders of leases, in a reply to MSG_STATS */
+#define LIMIT_HOLDERS 4096       /**< of one list, and in a reply to MSG_HOLDERS */
+#define LIMIT_LANDED_RANGES 4096 /**< in a reply to MSG_LANDED */
 #define LIMIT_UCX_ADDRESS 4096
 #define LIMIT_RKEY 1024
 

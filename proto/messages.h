@@ -47,9 +47,12 @@ typedef enum wire_state {
 #define FEATURE_SEALS UINT64_C(2) /**< on if both ends have it: frames have checksums */
 #define FEATURE_DIGESTS UINT64_C(4) /**< a server knows MSG_DIGEST */
 #define FEATURE_STATS UINT64_C(8)   /**< a server knows MSG_STATS */
+/** A server knows MSG_OFFER, MSG_HOLDERS, MSG_LANDED and an end that keeps the lease. A client
+    knows that a relay is no rank. */
+#define FEATURE_RELAYS UINT64_C(16)
 #define FEATURES                                                                       \
-    (FEATURE_PAUSED | FEATURE_SEALS | FEATURE_DIGESTS |                                \
-     FEATURE_STATS) /**< that this code has */
+    (FEATURE_PAUSED | FEATURE_SEALS | FEATURE_DIGESTS | FEATURE_STATS |                \
+     FEATURE_RELAYS) /**< that this code has */
 
 typedef struct bytes_view {
     const uint8_t *data;
@@ -77,7 +80,8 @@ typedef struct msg_hello_ok {
     char warnings[512]; /**< lines */
     char address[64];   /**< that the server listens on, "127.0.0.1:6000" */
     bytes_view
-        proof; /**< by TLS: that it is this rank, 32 bytes; else empty; borrowed */
+        proof;  /**< by TLS: that it is this rank, 32 bytes; else empty; borrowed */
+    bool relay; /**< a reader that hands on what it has read: no rank */
 } msg_hello_ok;
 
 typedef struct msg_open_path { /* request and reply */
@@ -187,6 +191,7 @@ typedef struct msg_end {
     bool quiet; /**< no end_ok is wanted; of older clients */
     uint64_t bytes_cma, bytes_rdma,
         bytes_cuda_ipc; /**< that were read under the lease */
+    bool keep;          /**< confirm only: the lease stays */
 } msg_end;
 
 typedef struct msg_end_ok {
@@ -203,6 +208,64 @@ typedef struct msg_event {
     uint64_t step;
     int32_t state;
 } msg_event;
+
+/** A relay's: that its session's peer hands on what it has of a step. */
+typedef struct msg_offer {
+    char publication[80];
+    uint64_t step;
+    uint8_t holding[16];     /**< what is held, in which units; equal: the same */
+    uint32_t port;           /**< that it listens on; nothing with gone */
+    uint8_t incarnation[16]; /**< of its hello_ok */
+    char host[64];           /**< host_id of its hello_ok */
+    char place[64];          /**< for a person, and for who prefers near ones */
+    bool local;              /**< only its own host reaches it */
+    bool gone;               /**< it hands on nothing of this publication any more */
+    /** what it has done, for the rank's statistics */
+    uint64_t units, landed, bytes_origin, bytes_relays, bytes_handed_on, late,
+        taken_over;
+} msg_offer;
+
+typedef struct msg_holders {
+    char publication[80];
+    uint64_t step;
+    uint8_t holding[16];
+    uint64_t version; /**< that the client knows; 0: none */
+    uint32_t timeout_ms;
+} msg_holders;
+
+typedef struct holder_entry {
+    /** "10.0.0.7:7000"; ":7000": the host is the rank's, as the client reaches it */
+    char address[64];
+    uint8_t incarnation[16];
+    char host[64], place[64];
+    bool local, left; /**< left: it is no holder any more */
+} holder_entry;
+
+typedef struct msg_holders_ok {
+    uint64_t version;
+    bool
+        all; /**< the entries are the whole list, not changes of the one that was known */
+    holder_entry *entries;
+    uint32_t n_entries;
+} msg_holders_ok;
+
+typedef struct msg_landed {
+    uint8_t token[16];
+    uint64_t version; /**< that the client knows; 0: none */
+    uint32_t timeout_ms;
+} msg_landed;
+
+/** Boxes first .. first+count-1. */
+typedef struct landed_range {
+    uint32_t first, count;
+} landed_range;
+
+typedef struct msg_landed_ok {
+    uint64_t version;
+    uint32_t serving;           /**< reads under way there now */
+    const landed_range *ranges; /**< that have come since the known version */
+    uint32_t n_ranges;
+} msg_landed_ok;
 
 /** What a rank says of one publication. */
 typedef struct stats_entry {
@@ -259,6 +322,9 @@ typedef struct body {
     X(end_ok, MSG_END_OK)                                                              \
     X(watch, MSG_WATCH)                                                                \
     X(event, MSG_EVENT)                                                                \
+    X(offer, MSG_OFFER)                                                                \
+    X(holders, MSG_HOLDERS)                                                            \
+    X(landed, MSG_LANDED)                                                              \
     X(error, MSG_ERROR)
 #define DECLARE(name, type)                                                            \
     void encode_##name(buffer *b, uint64_t request, const msg_##name *m);              \
@@ -282,7 +348,9 @@ void encode_read(buffer *b, uint64_t request, const msg_read *m);
 /** Header only: body_bytes raw bytes follow, and the seal. */
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
 void encode_digest(buffer *b, uint64_t request, const msg_read *m);
-/** PING, PONG: an empty map. */
+void encode_holders_ok(buffer *b, uint64_t request, const msg_holders_ok *m);
+void encode_landed_ok(buffer *b, uint64_t request, const msg_landed_ok *m);
+/** PING, PONG, OFFER_OK: an empty map. */
 void encode_empty(buffer *b, uint64_t request, message_type type);
 
 fanin_status decode_open_path(body *in, msg_open_path *out);
@@ -301,6 +369,11 @@ fanin_status decode_begin_ok(body *in, msg_begin_ok *out);
 fanin_status decode_read(body *in, msg_read *out, read_entry *entries);
 /** The same, with the dtype. */
 fanin_status decode_digest(body *in, msg_read *out, read_entry *entries);
-fanin_status decode_empty(body *in); /**< PING, PONG */
+/** Entries are malloc'ed; holders_free() in either case. */
+fanin_status decode_holders_ok(body *in, msg_holders_ok *out);
+void holders_free(msg_holders_ok *m);
+/** out->ranges points to @p ranges, which has room for LIMIT_LANDED_RANGES. */
+fanin_status decode_landed_ok(body *in, msg_landed_ok *out, landed_range *ranges);
+fanin_status decode_empty(body *in); /**< PING, PONG, OFFER_OK */
 
 #endif

@@ -241,6 +241,27 @@ fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *co
     return FANIN_OK;
 }
 
+fanin_status decode_holders_ok(body *in, msg_holders_ok *out)
+{
+    map_reader r = {.table = &fields_holder_entry,
+                    .size = sizeof *out->entries,
+                    .most = LIMIT_HOLDERS,
+                    .too_many = "too many holders"};
+    array_field array = {.key = KEY_HOLDERS_ENTRIES, .read = read_maps, .context = &r};
+    memset(out, 0, sizeof *out);
+    fanin_status status = body_read_body(in, &fields_holders_ok, out, &array);
+    out->entries = (holder_entry *)(void *)r.items;
+    out->n_entries = r.count;
+    return r.status ? r.status : status;
+}
+
+void holders_free(msg_holders_ok *m)
+{
+    free(m->entries);
+    m->entries = NULL;
+    m->n_entries = 0;
+}
+
 fanin_status decode_stats(body *in, char publication_out[80])
 {
     return decode_list(in, publication_out);
@@ -388,6 +409,45 @@ fanin_status decode_read(body *in, msg_read *out, read_entry *entries)
 fanin_status decode_digest(body *in, msg_read *out, read_entry *entries)
 {
     return decode_entries(in, &fields_digest, out, entries);
+}
+
+typedef struct landed_reader {
+    landed_range *ranges;
+    uint32_t count;
+} landed_reader;
+
+static void read_landed(cursor *c, void *context)
+{
+    landed_reader *r = context;
+    uint64_t first, number;
+    uint32_t count;
+    if (!cursor_array(c, &count))
+        return;
+    if (count % 2 != 0 || count > 2 * LIMIT_LANDED_RANGES) {
+        cursor_fail(c, "the number of ranges is out of range");
+        return;
+    }
+    for (; r->count < count / 2; r->count++) {
+        if (!cursor_uint(c, LIMIT_BOXES - 1, &first) ||
+            !cursor_uint(c, LIMIT_BOXES - first, &number))
+            return;
+        if (number == 0) {
+            cursor_fail(c, "a range of no boxes");
+            return;
+        }
+        r->ranges[r->count] = (landed_range){(uint32_t)first, (uint32_t)number};
+    }
+}
+
+fanin_status decode_landed_ok(body *in, msg_landed_ok *out, landed_range *ranges)
+{
+    landed_reader r = {.ranges = ranges};
+    array_field array = {.key = KEY_LANDED_RANGES, .read = read_landed, .context = &r};
+    memset(out, 0, sizeof *out);
+    fanin_status status = body_read_body(in, &fields_landed_ok, out, &array);
+    out->ranges = ranges;
+    out->n_ranges = r.count;
+    return status;
 }
 
 fanin_status decode_empty(body *in)

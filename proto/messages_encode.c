@@ -277,6 +277,30 @@ void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
     buffer_append(b, head, sizeof head);
 }
 
+void encode_holders_ok(buffer *b, uint64_t request, const msg_holders_ok *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_holders_ok, m, 1);
+    pack_uint(b, KEY_HOLDERS_ENTRIES);
+    pack_array(b, m->n_entries);
+    for (uint32_t i = 0; i < m->n_entries; i++)
+        pack_fields(b, &fields_holder_entry, &m->entries[i], 0);
+    frame_close(b, start, request, MSG_HOLDERS_OK);
+}
+
+void encode_landed_ok(buffer *b, uint64_t request, const msg_landed_ok *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_landed_ok, m, 1);
+    pack_uint(b, KEY_LANDED_RANGES);
+    pack_array(b, 2 * (size_t)m->n_ranges);
+    for (uint32_t i = 0; i < m->n_ranges; i++) {
+        pack_uint(b, m->ranges[i].first);
+        pack_uint(b, m->ranges[i].count);
+    }
+    frame_close(b, start, request, MSG_LANDED_OK);
+}
+
 void encode_empty(buffer *b, uint64_t request, message_type type)
 {
     encode(b, request, type, &fields_none, NULL);

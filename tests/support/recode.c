@@ -43,6 +43,26 @@ static fanin_status recode_stats_ok(uint64_t request, body *in, buffer *out)
     return status;
 }
 
+static fanin_status recode_holders_ok(uint64_t request, body *in, buffer *out)
+{
+    msg_holders_ok m;
+    fanin_status status = decode_holders_ok(in, &m);
+    if (!status)
+        encode_holders_ok(out, request, &m);
+    holders_free(&m);
+    return status;
+}
+
+static fanin_status recode_landed_ok(uint64_t request, body *in, buffer *out)
+{
+    static landed_range ranges[LIMIT_LANDED_RANGES];
+    msg_landed_ok m;
+    fanin_status status = decode_landed_ok(in, &m, ranges);
+    if (!status)
+        encode_landed_ok(out, request, &m);
+    return status;
+}
+
 static fanin_status recode_read(uint64_t request, body *in, buffer *out)
 {
     static read_entry entries[LIMIT_READ_ENTRIES];
@@ -125,6 +145,13 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
         RECODE(MSG_EVENT, event)
         RECODE(MSG_ERROR, error)
         RECODE(MSG_DIGEST_OK, digest_ok)
+        RECODE(MSG_OFFER, offer)
+        RECODE(MSG_HOLDERS, holders)
+        RECODE(MSG_LANDED, landed)
+    case MSG_HOLDERS_OK:
+        return recode_holders_ok(request, in, out);
+    case MSG_LANDED_OK:
+        return recode_landed_ok(request, in, out);
     case MSG_LIST:
         return recode_list(request, in, out);
     case MSG_LIST_OK:
@@ -149,6 +176,7 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
         return recode_blobs(type, request, in, out);
     case MSG_PING:
     case MSG_PONG:
+    case MSG_OFFER_OK:
         return recode_empty(type, request, in, out);
     default:
         in->why = "a message without a body of fields";

@@ -60,6 +60,10 @@ static void add_hellos(samples *s)
     fill(ok.incarnation, 0x30);
     fill(ok.session, 0x40);
     encode_hello_ok(add(s, "hello_ok"), SAMPLE_REQUEST, &ok);
+    ok.rank = 0;
+    ok.world_size = 1;
+    ok.relay = true;
+    encode_hello_ok(add(s, "hello_ok_relay"), SAMPLE_REQUEST, &ok);
 }
 
 static void add_paths(samples *s)
@@ -240,8 +244,58 @@ static void add_reads(samples *s)
     encode_end(add(s, "end_begun"), SAMPLE_REQUEST,
                &(msg_end){.abandon = true, .begin = SAMPLE_REQUEST - 1});
     encode_end(add(s, "end_quiet"), SAMPLE_REQUEST, &quiet);
+    end.keep = true;
+    encode_end(add(s, "end_keep"), SAMPLE_REQUEST, &end);
     encode_end_ok(add(s, "end_ok"), SAMPLE_REQUEST,
                   &(msg_end_ok){.good = true, .step = 42});
+}
+
+static void add_relays(samples *s)
+{
+    msg_offer offer = {.publication = "full:0",
+                       .step = 42,
+                       .port = 7000,
+                       .host = "host",
+                       .place = "a/r3",
+                       .units = 512,
+                       .landed = 500,
+                       .bytes_origin = 64 << 20,
+                       .bytes_relays = 448 << 20,
+                       .bytes_handed_on = UINT64_C(1) << 33,
+                       .late = 2,
+                       .taken_over = 1};
+    fill(offer.holding, 0x70);
+    fill(offer.incarnation, 0x30);
+    encode_offer(add(s, "offer"), SAMPLE_REQUEST, &offer);
+    msg_offer gone = {.publication = "full:0", .step = 42, .gone = true};
+    encode_offer(add(s, "offer_gone"), SAMPLE_REQUEST, &gone);
+    encode_empty(add(s, "offer_ok"), SAMPLE_REQUEST, MSG_OFFER_OK);
+
+    msg_holders holders = {
+        .publication = "full:0", .step = 42, .version = 7, .timeout_ms = 30000};
+    fill(holders.holding, 0x70);
+    encode_holders(add(s, "holders"), SAMPLE_REQUEST, &holders);
+    holder_entry entries[] = {
+        {.address = "10.0.0.7:7000", .host = "host", .place = "a/r3"},
+        {.address = ":7001", .host = "other", .local = true},
+        {.address = "[fd00::7]:7000", .left = true}};
+    fill(entries[0].incarnation, 0x30);
+    fill(entries[1].incarnation, 0x31);
+    fill(entries[2].incarnation, 0x32);
+    msg_holders_ok known = {.version = 9, .entries = entries, .n_entries = 3};
+    encode_holders_ok(add(s, "holders_ok"), SAMPLE_REQUEST, &known);
+    known = (msg_holders_ok){.version = 9, .all = true};
+    encode_holders_ok(add(s, "holders_ok_all"), SAMPLE_REQUEST, &known);
+
+    msg_landed landed = {.version = 3, .timeout_ms = 30000};
+    fill(landed.token, 0x60);
+    encode_landed(add(s, "landed"), SAMPLE_REQUEST, &landed);
+    static const landed_range ranges[] = {{0, 16}, {4194303, 1}};
+    encode_landed_ok(
+        add(s, "landed_ok"), SAMPLE_REQUEST,
+        &(msg_landed_ok){.version = 5, .serving = 3, .ranges = ranges, .n_ranges = 2});
+    encode_landed_ok(add(s, "landed_ok_none"), SAMPLE_REQUEST,
+                     &(msg_landed_ok){.version = 3});
 }
 
 static void add_others(samples *s)
@@ -272,6 +326,7 @@ samples samples_of_messages(void)
     add_blobs(&s);
     add_leases(&s);
     add_reads(&s);
+    add_relays(&s);
     add_others(&s);
     return s;
 }

@@ -438,6 +438,82 @@ TEST(statistics_are_bounded)
     stats_free(&m);
 }
 
+/* As many holders as a list may have, each at its longest, are one reply. */
+TEST(lists_of_holders_are_bounded)
+{
+    static holder_entry entries[LIMIT_HOLDERS + 1];
+    for (size_t i = 0; i <= LIMIT_HOLDERS; i++) {
+        memset(entries[i].address, 'a', 63);
+        memset(entries[i].host, 'h', 63);
+        memset(entries[i].place, 'p', 63);
+        entries[i].local = entries[i].left = true;
+    }
+    msg_holders_ok m = {.version = 9, .entries = entries, .n_entries = LIMIT_HOLDERS};
+    msg_holders_ok again;
+    buffer b = {0};
+    encode_holders_ok(&b, 1, &m);
+    assert_true(b.size <= FRAME_SIZE + LIMIT_REPLY);
+    body in = body_of(&b);
+    assert_int_equal(decode_holders_ok(&in, &again), FANIN_OK);
+    assert_int_equal(again.n_entries, LIMIT_HOLDERS);
+    assert_memory_equal(again.entries, entries, LIMIT_HOLDERS * sizeof *entries);
+    holders_free(&again);
+    m.n_entries++;
+    b.size = 0;
+    encode_holders_ok(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_holders_ok(&in, &again), FANIN_ERR_PROTOCOL);
+    assert_string_equal(in.why, "too many holders");
+    holders_free(&again);
+    buffer_free(&b);
+}
+
+static fanin_status landed_status(const landed_range *ranges, uint32_t n)
+{
+    static landed_range room[LIMIT_LANDED_RANGES];
+    msg_landed_ok m = {.version = 1, .ranges = ranges, .n_ranges = n}, again;
+    buffer b = {0};
+    encode_landed_ok(&b, 1, &m);
+    body in = body_of(&b);
+    fanin_status status = decode_landed_ok(&in, &again, room);
+    if (status == FANIN_OK) {
+        assert_int_equal(again.n_ranges, n);
+        assert_memory_equal(again.ranges, ranges, n * sizeof *ranges);
+        assert_true(b.size <= FRAME_SIZE + LIMIT_REPLY);
+    }
+    buffer_free(&b);
+    return status;
+}
+
+TEST(landed_ranges_are_bounded)
+{
+    static landed_range ranges[LIMIT_LANDED_RANGES + 1];
+    for (uint32_t i = 0; i <= LIMIT_LANDED_RANGES; i++)
+        ranges[i] = (landed_range){LIMIT_BOXES - 1 - i, 1};
+    assert_int_equal(landed_status(ranges, LIMIT_LANDED_RANGES), FANIN_OK);
+    assert_int_equal(landed_status(ranges, LIMIT_LANDED_RANGES + 1),
+                     FANIN_ERR_PROTOCOL);
+    assert_int_equal(landed_status(&(landed_range){0, LIMIT_BOXES}, 1), FANIN_OK);
+    assert_int_equal(landed_status(&(landed_range){0, LIMIT_BOXES + 1}, 1),
+                     FANIN_ERR_PROTOCOL);
+    assert_int_equal(landed_status(&(landed_range){1, LIMIT_BOXES}, 1),
+                     FANIN_ERR_PROTOCOL);
+    assert_int_equal(landed_status(&(landed_range){LIMIT_BOXES, 1}, 1),
+                     FANIN_ERR_PROTOCOL);
+    assert_int_equal(landed_status(&(landed_range){7, 0}, 1), FANIN_ERR_PROTOCOL);
+
+    buffer b = {0}; /* a first without its count */
+    pack_map(&b, 2);
+    pack_uint(&b, 1);
+    pack_uint(&b, 1);
+    pack_uint(&b, 3);
+    pack_array(&b, 1);
+    pack_uint(&b, 0);
+    expect(&b, MSG_LANDED_OK, FANIN_ERR_PROTOCOL,
+           "the number of ranges is out of range");
+    buffer_free(&b);
+}
+
 static fanin_status read_status(uint64_t bytes, const read_entry *entries, uint32_t n)
 {
     static read_entry room[LIMIT_READ_ENTRIES];

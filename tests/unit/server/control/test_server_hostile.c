@@ -124,7 +124,7 @@ CASE(odd_messages_of_a_session)
 {
     /* Unknown requests are answered, and the session goes on. */
     peer p = peer_open(server);
-    static const uint16_t unknown[] = {0, 3, 33, 34, 1000, 65535};
+    static const uint16_t unknown[] = {0, 3, 32, 39, 1000, 65535};
     for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
         send_header(&p, unknown[i], 5);
         peer_send_raw(&p, "\xff\xff\xff\xff\xff", 5);
@@ -139,7 +139,8 @@ CASE(odd_messages_of_a_session)
         uint32_t length;
     } bad[] = {{MSG_HELLO_OK, 0}, {MSG_BEGIN_OK, 0},      {MSG_EVENT, 0},
                {MSG_ERROR, 0},    {MSG_READ, 0},          {MSG_LIST, LIMIT_REQUEST + 1},
-               {MSG_WAIT, 0},     {MSG_PING, UINT32_MAX}, {MSG_DIGEST, 0}};
+               {MSG_WAIT, 0},     {MSG_PING, UINT32_MAX}, {MSG_DIGEST, 0},
+               {MSG_OFFER_OK, 0}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         p = peer_open(server);
         send_header(&p, bad[i].type, bad[i].length);
