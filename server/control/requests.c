@@ -259,11 +259,12 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
     if (!l && lease_failed(s->reader, m.token))
         error_copy(&failed, lease_failed(s->reader, m.token));
     reply.step = p ? p->step : 0;
-    if (l && !m.abandon)
+    bool confirms = m.keep && !m.abandon, counts = !m.keep && !m.abandon;
+    if (l && counts)
         count_one_sided(s, l, &m);
-    if (l)
+    if (l && !confirms)
         lease_drop(server, l);
-    if (p && !m.abandon) {
+    if (p && counts) {
         server->stats.pulls_good += reply.good;
         server->stats.pulls_stale += !reply.good;
     }

@@ -18,6 +18,11 @@
  *                        BAD_MEND       a rank whose end was not good is begun again and one part read again
  *                        BAD_RECONNECT  a rank that was lost is begun again at the session's step, and reads go on
  *                        BAD_LIFE       an end is answered by whoever has the rank's address now
+ *
+ * With CONFIRM each part is put to use by itself once both ranks have confirmed it: an end that keeps the leases, after the
+ * part's last byte and before the next part. What is in use by then stays so, whatever becomes of the session later.
+ *                        BAD_CONFIRM_EARLY   ... asked for before the part is read
+ *                        BAD_CONFIRM_OTHERS  ... good for all that is read later, too
  */
 #define RANKS 2
 #define PARTS 2
@@ -65,7 +70,7 @@ active [RANKS] proctype Trainer()
 
 byte token[RANKS], of_life[RANKS], wanted, r, p, reads;
 byte got[4];
-bool good;
+bool good, used;
 
 inline begin(rank)                  /* conditional on the step */
 {
@@ -93,6 +98,27 @@ inline read(part)
 {
     got[part] = memory[part];
     got[2 + part] = memory[2 + part]
+}
+
+inline use_part(part)               /* for good: what comes later changes nothing of it */
+{
+    atomic {
+        assert(got[part] == of_life[0] * 10 + wanted);
+        assert(got[2 + part] == of_life[1] * 10 + wanted)
+    }
+}
+
+inline confirm(part)                /* an end that keeps the leases */
+{
+    good = true;
+    end(0);
+    end(1);
+#ifndef BAD_CONFIRM_EARLY
+    if
+    :: good -> use_part(part); used = true
+    :: else
+    fi
+#endif
 }
 
 inline use()
@@ -126,7 +152,25 @@ active proctype Session()
         :: reads + 1 == READS && !got[1] -> p = 1
         :: else
         fi;
+#ifdef BAD_CONFIRM_EARLY
+        confirm(p);
+#endif
         read(p);
+#ifdef BAD_CONFIRM_EARLY
+        if
+        :: good -> use_part(p)
+        :: else
+        fi;
+#endif
+#ifdef BAD_CONFIRM_OTHERS
+        if
+        :: used -> use_part(p)
+        :: else
+        fi;
+#endif
+#if defined(CONFIRM) && !defined(BAD_CONFIRM_EARLY)
+        confirm(p);
+#endif
         reads++;
 #ifdef BAD_LEASE_EACH
         end(0);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ends that want no answer, as older clients send them, and what ends tell of one-sided reads. */
+/* Ends that want no answer, as older clients send them, what ends tell of one-sided reads, and ends
+   that keep the lease. */
 #include "server_peer.h"
 #include "testing.h"
 
@@ -101,4 +102,74 @@ SERVER_TEST(what_was_read_one_sided_is_counted_within_bounds)
     end_with(&tcp, &g, (msg_end){.quiet = true, .bytes_cma = 5, .bytes_cuda_ipc = 5});
     assert_int_equal(server_stats(s).bytes_cma, all + 5);
     assert_int_equal(server_stats(s).bytes_cuda_ipc, 0);
+}
+
+/* ------------------------------------------------------------------ ends that keep */
+
+static bool confirm(peer *p, const grant *g, msg_end m)
+{
+    buffer b = {0};
+    msg_end_ok ok;
+    m.keep = true;
+    memcpy(m.token, g->token, sizeof m.token);
+    encode_end(&b, ++p->request, &m);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_END_OK);
+    assert_int_equal(decode_end_ok(&in, &ok), FANIN_OK);
+    return ok.good;
+}
+
+SERVER_TEST(an_end_may_keep_the_lease)
+{
+    fanin_server *s = start();
+    reader_here r = lease_here(s);
+    for (unsigned i = 0; i < 3; i++)
+        assert_true(confirm(&r.p, &r.g, (msg_end){.bytes_cma = 5}));
+    assert_int_equal(server_stats(s).leases, 1);
+    assert_int_equal(server_stats(s).pulls_good,
+                     0); /* it is one pull, which ends once */
+    assert_int_equal(server_stats(s).bytes_cma, 0);
+    end_with(&r.p, &r.g, (msg_end){.quiet = true, .bytes_cma = 15});
+    assert_int_equal(server_stats(s).leases, 0);
+    assert_int_equal(server_stats(s).pulls_good, 1);
+    assert_int_equal(server_stats(s).bytes_cma, 15);
+    assert_false(confirm(&r.p, &r.g, (msg_end){0}));
+
+    r = lease_here(s);
+    confirm(&r.p, &r.g, (msg_end){.abandon = true}); /* gives back what it keeps */
+    assert_int_equal(server_stats(s).leases, 0);
+}
+
+SERVER_TEST(a_kept_lease_is_waited_for_and_goes_with_its_epoch)
+{
+    fanin_server *s = server_start_lease(300);
+    server_put(s, RUN, "a", memory, SIZE);
+    server_commit(s, 1);
+    reader_here r = lease_here(s);
+    assert_true(confirm(&r.p, &r.g, (msg_end){0}));
+    server_begin(
+        s); /* as long as the lease lasts, which no confirmation makes longer */
+    assert_int_equal(server_stats(s).drains_expired, 1);
+    assert_false(confirm(&r.p, &r.g, (msg_end){0}));
+    server_commit(s, 2);
+    assert_false(confirm(&r.p, &r.g, (msg_end){0}));
+    assert_false(peer_end(&r.p, &r.g, false).good);
+    assert_int_equal(server_stats(s).pulls_stale, 1);
+}
+
+/* An arena stands until it is about to be filled again. */
+SERVER_TEST(a_kept_lease_of_an_arena_outlives_one_commit)
+{
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "a", memory, SIZE);
+    for (uint64_t step = 1; step <= 3; step++) {
+        if (step > 1)
+            server_begin(s);
+        server_snapshot(s, step);
+        static reader_here r;
+        if (step == 1)
+            r = lease_here(s);
+        assert_int_equal(confirm(&r.p, &r.g, (msg_end){0}), step < 3);
+    }
+    assert_int_equal(server_stats(s).leases, 0);
 }
