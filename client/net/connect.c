@@ -121,6 +121,18 @@ void connection_encode_data_hello(const connection *c, buffer *out, framing *in)
         framing_expect_hello_ok(in, out->data, out->size, true);
 }
 
+/* A relay tells what one reader has, and nothing of what the trainer does. */
+static void refuse_role(connection *c, bool is_relay)
+{
+    connection_fail_for(
+        c, FANIN_ERR_WORLD, 0, "connect",
+        is_relay ? "give the addresses of the trainer's ranks"
+                 : "the list of relays is out of date: pull again",
+        is_relay ? "is a relay: an engine's worker that hands on what it has read, and "
+                   "no rank"
+                 : "is a trainer's rank, and a relay was to be there");
+}
+
 static void take_greeting(connection *c, message_type type, body *b)
 {
     msg_hello_ok peer;
@@ -156,6 +168,10 @@ static void take_greeting(connection *c, message_type type, body *b)
     if (!trust_name(c, &peer)) {
         connection_shut(c);
         start_tcp(c);
+        return;
+    }
+    if (peer.relay != c->shared->relays) {
+        refuse_role(c, peer.relay);
         return;
     }
     secure_fault why;

@@ -42,6 +42,7 @@ typedef struct connection_shared {
     uint8_t client_id[16];
     char trace_id[33]; /**< hexadecimal, for logs of both ends */
     bool no_unix, no_checksums, trust_containers, trust_other_users;
+    bool relays; /**< the other ends are to be relays, and no ranks */
     uint32_t connect_ms, lost_ms;
     const char *ucx_version;
     logger log;

@@ -16,6 +16,7 @@ typedef struct turn {
     reader_lease *lease; /* NULL: it is not asked */
     uint64_t begin;      /* the request; 0: it is answered, or is no begin */
     uint64_t step;       /* of an end: what was begun */
+    bool keeps;          /* an end after which the lease stays, if it was good */
     const fanin_client *client;
     uint64_t asked_ns; /* 0: it has answered */
     fanin_error error;
@@ -156,7 +157,6 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
     turn *t = cookie;
     msg_end_ok m;
     --*t->left;
-    t->lease->held = false;
     if (type != MSG_END_OK || decode_end_ok(b, &m) != FANIN_OK) {
         connection_reply_error(c, "end", type, b, &t->error);
     } else if (!m.good && CLIENT_RULE(CLIENT_RULE_END_CHECK)) {
@@ -175,6 +175,7 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
                   " stands, and is at step %" PRIu64,
                   connection_peer(c)->rank, connection_text(c), t->step, m.step);
     }
+    t->lease->held = t->keeps && t->error.status == FANIN_OK;
     turn_ended(t, c, TRACE_END, t->error.status);
 }
 
@@ -190,9 +191,31 @@ static msg_end end_message(const publication *p, size_t peer, const reader_lease
     return m;
 }
 
-fanin_status lease_round_end(fanin_client *client, const publication *p,
-                             const announcement *announced, reader_lease *leases,
-                             const served *served, deadline at, fanin_error *error)
+/* An older rank would take the lease back. */
+static fanin_status check_confirms(const fanin_client *client,
+                                   const reader_lease *leases, const served *served,
+                                   fanin_error *error)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (!leases[i].held || !served[i].used ||
+            (connection_peer(c)->features & FEATURE_RELAYS))
+            continue;
+        error_place place = connection_place(c, "end");
+        place.remedy =
+            "use the same fanin release on both ends, or pull without relays";
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "rank %u at %s does not confirm what is read before the end",
+                         connection_peer(c)->rank, connection_text(c));
+    }
+    return FANIN_OK;
+}
+
+/* @p keep: only of those that served, whose leases stay. */
+static fanin_status end_round(fanin_client *client, const publication *p,
+                              const announcement *announced, reader_lease *leases,
+                              const served *served, bool keep, deadline at,
+                              fanin_error *error)
 {
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
@@ -200,12 +223,14 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
     size_t left = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
-        if (!leases[i].held)
+        if (!leases[i].held || (keep && !served[i].used))
             continue;
         msg_end m = end_message(p, i, &leases[i], &served[i]);
+        m.keep = keep;
         turns[i] = (turn){.left = &left,
                           .lease = &leases[i],
                           .step = announced[i].step,
+                          .keeps = keep,
                           .client = client,
                           .asked_ns = clock_ns(),
                           .error = FANIN_ERROR_INIT};
@@ -213,6 +238,23 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
         send_end(c, &m, on_ended, &turns[i]);
     }
     return run_round(client, turns, &left, at, TRACE_END, error);
+}
+
+fanin_status lease_round_end(fanin_client *client, const publication *p,
+                             const announcement *announced, reader_lease *leases,
+                             const served *served, deadline at, fanin_error *error)
+{
+    return end_round(client, p, announced, leases, served, false, at, error);
+}
+
+fanin_status lease_round_confirm(fanin_client *client, const publication *p,
+                                 const announcement *announced, reader_lease *leases,
+                                 const served *served, deadline at, fanin_error *error)
+{
+    fanin_status status = check_confirms(client, leases, served, error);
+    return status == FANIN_OK
+               ? end_round(client, p, announced, leases, served, true, at, error)
+               : status;
 }
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)

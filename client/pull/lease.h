@@ -35,6 +35,12 @@ fanin_status lease_round_end(fanin_client *client, const publication *p,
                              const announcement *announced, reader_lease *leases,
                              const served *served, deadline at, fanin_error *error);
 
+/** Asks those that @p served whether all that was read so far is of the step for good; the leases
+    stay. Errors as of the end, and FANIN_ERR_UNSUPPORTED: a rank of an older release. */
+fanin_status lease_round_confirm(fanin_client *client, const publication *p,
+                                 const announcement *announced, reader_lease *leases,
+                                 const served *served, deadline at, fanin_error *error);
+
 /** Gives leases back without waiting for an answer. */
 void lease_round_abandon(fanin_client *client, reader_lease *leases);
 /** The same of one peer's, if it is held. */

@@ -157,6 +157,29 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
     return error_copy(error, &session->failed);
 }
 
+static fanin_status confirm_session(fanin_session *s)
+{
+    pull *p = &s->pull;
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = look_at_ranks(s, &why);
+    if (status == FANIN_OK)
+        status = lease_round_confirm(s->client, p->publication, p->announced, p->leases,
+                                     p->result->served, p->at, &why);
+    return status == FANIN_OK ? FANIN_OK : pull_overtaken(p, &why, &s->failed);
+}
+
+fanin_status fanin_session_confirm(fanin_session *session, fanin_error *error)
+{
+    fanin_status status = check_session(session, error);
+    if (status != FANIN_OK)
+        return status;
+    if (session->failed.status == FANIN_OK && confirm_session(session) == FANIN_OK)
+        return FANIN_OK;
+    if (session->client)
+        lease_round_abandon(session->client, session->pull.leases);
+    return error_copy(error, &session->failed);
+}
+
 uint64_t fanin_session_step(const fanin_session *session)
 {
     return session ? session->pull.identity.step : 0;

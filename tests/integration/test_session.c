@@ -403,6 +403,39 @@ CASE(test_stale_by_stream)
     expect_session(2, FANIN_PATH_STREAM);
 }
 
+/* What was confirmed stays good when an update ends the session; what was not does not count. */
+static void confirm_and_overtake(fanin_path path)
+{
+    w.lease_ms = 1;
+    begin_world(3, CUT_CHUNK0, path);
+    open_session();
+    assert_ok(fanin_session_confirm(session, &error), error); /* of nothing */
+    assert_ok(read_from(0, 3), error);
+    assert_ok(fanin_session_confirm(session, &error), error);
+    assert_ok(read_from(3, 2), error);
+    assert_ok(fanin_session_confirm(session, &error), error);
+    check_land(0, 5, 1);
+    world_commit(&w, 2);
+    check_land(0, 5, 1);
+    assert_int_equal(fanin_session_confirm(session, &error), FANIN_ERR_STALE);
+    assert_int_equal(fanin_session_read(session, 5, 1, NULL), FANIN_ERR_STALE);
+    assert_int_equal(fanin_session_end(&session, NULL, NULL), FANIN_ERR_STALE);
+    expect_session(2, path);
+    assert_int_equal(fanin_session_confirm(NULL, NULL), FANIN_ERR_ARGUMENT);
+}
+
+CASE(test_confirm_by_stream)
+{
+    confirm_and_overtake(FANIN_PATH_STREAM);
+}
+
+CASE(test_confirm_by_cma)
+{
+    if (!world_has_cma())
+        skip();
+    confirm_and_overtake(FANIN_PATH_CMA);
+}
+
 /* Also when the rank is overtaken after the last read, on whichever path. */
 static void stale_at_end(fanin_path path)
 {

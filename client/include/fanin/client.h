@@ -428,6 +428,23 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_session_read(fanin_session *sessio
                                                            size_t first, size_t count,
                                                            fanin_error *error);
 
+/**
+ * Asks the ranks that the session has read. FANIN_OK: all that fanin_session_read() has filled so
+ * far is of fanin_session_step() for good, whatever becomes of the session. The leases stay, and
+ * the session goes on. What is read later needs another confirmation, or the end. A caller that
+ * hands on what it has read confirms it first.
+ *
+ * After an error other than FANIN_ERR_ARGUMENT the session has failed, as of fanin_session_read().
+ * What was confirmed before stays good. Costs one round trip. Blocks until the session's deadline
+ * at most.
+ *
+ * Errors: those of fanin_session_read(), and
+ * - FANIN_ERR_STALE: a rank has rewritten its weights meanwhile (names it). Begin again.
+ * - FANIN_ERR_UNSUPPORTED: a rank of an older release. Use fanin_session_end().
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_session_confirm(fanin_session *session,
+                                                              fanin_error *error);
+
 /** The step that the session reads; 0 for NULL. Does not block. */
 FANIN_API uint64_t fanin_session_step(const fanin_session *session);
 

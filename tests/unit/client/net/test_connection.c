@@ -234,6 +234,7 @@ typedef enum oddity {
     IS_ANOTHER,
     IS_ERROR,
     IS_NO_WORLD,
+    IS_RELAY,
     IS_NEW_VERSION,
     IS_UNASKED,
     IS_COMPLAINT,
@@ -272,6 +273,9 @@ static bool answer_oddly(stub_talk *t, const frame *f, body *in)
         return stub_answer_error(t, f->request, FANIN_ERR_AUTH, "not you");
     case IS_NO_WORLD:
         memset(t->rank->hello.world_id, 0, sizeof t->rank->hello.world_id);
+        return stub_answer(t, f, in);
+    case IS_RELAY:
+        t->rank->hello.relay = true;
         return stub_answer(t, f, in);
     case IS_NEW_VERSION:
         t->rank->hello.version = VERSION_MAX + 1;
@@ -339,6 +343,7 @@ CASE(a_greeting_must_be_one)
         {IS_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the request"},
         {IS_ERROR, FANIN_ERR_AUTH, "not you"},
         {IS_NO_WORLD, FANIN_ERR_PROTOCOL, "all zero"},
+        {IS_RELAY, FANIN_ERR_WORLD, "is a relay"},
         {IS_NEW_VERSION, FANIN_ERR_VERSION, "was not offered"},
         {IS_END, FANIN_ERR_UNREACHABLE, "closed the connection"},
         {IS_NOTHING, FANIN_ERR_UNREACHABLE, "accepted but did not answer in time"},

@@ -31,7 +31,7 @@ static struct {
         IS_STALE,
         IS_BEHIND
     } act;
-    bool abandoned[RANKS];
+    bool abandoned[RANKS], kept[RANKS];
     uint8_t tokens[RANKS][16];
     uint64_t begun[RANKS], given_back[RANKS]; /* requests */
 } odd;
@@ -44,6 +44,7 @@ static bool answer(stub_talk *t, const frame *f, body *in)
         body copy = *in;
         assert_int_equal(decode_end(&copy, &end), FANIN_OK);
         odd.abandoned[rank] = end.abandon;
+        odd.kept[rank] = end.keep;
         odd.given_back[rank] = end.begin;
         memcpy(odd.tokens[rank], end.token, sizeof end.token);
     }
@@ -109,6 +110,14 @@ static fanin_status end(scene *s)
                            deadline_in_ms(CALL_MS), &s->error);
 }
 
+/* Ranks 0 and 1 have served. */
+static fanin_status confirm(scene *s)
+{
+    static const served some[RANKS] = {{.used = true}, {.used = true}};
+    return lease_round_confirm(s->world.client, s->run, s->announced, s->leases, some,
+                               deadline_in_ms(CALL_MS), &s->error);
+}
+
 static void acts(uint32_t rank, message_type of, int act)
 {
     odd.rank = rank;
@@ -149,6 +158,42 @@ CASE(only_ranks_in_use_are_asked)
         assert_false(odd.abandoned[i]);
         assert_int_equal(s->leases[i].lease_ms, 1000);
     }
+}
+
+CASE(who_has_served_confirms_and_keeps_its_lease)
+{
+    scene *s = *state;
+    assert_ok(begin(s), s->error);
+    assert_ok(confirm(s), s->error);
+    assert_ok(confirm(s), s->error);
+    assert_int_equal(count_held(s), RANKS);
+    assert_true(odd.kept[0] && odd.kept[1]);
+    assert_int_equal(s->world.ranks[2].asked[MSG_END], 0);
+    assert_ok(end(s), s->error);
+    assert_false(odd.kept[0] || odd.kept[2]);
+    assert_int_equal(count_held(s), 0);
+}
+
+CASE(who_rewrote_confirms_nothing)
+{
+    scene *s = *state;
+    acts(1, MSG_END, IS_STALE);
+    assert_ok(begin(s), s->error);
+    assert_int_equal(confirm(s), FANIN_ERR_STALE);
+    assert_blames_1(s, "rewrote the weights while they were read");
+    assert_false(s->leases[1].held);
+    assert_int_equal(count_held(s), RANKS - 1);
+}
+
+/* It would take the lease back, and say that all is well. */
+CASE(an_older_rank_is_not_asked_to_confirm)
+{
+    scene *s = *state;
+    assert_ok(begin(s), s->error);
+    s->world.client->peers[1].control->peer.features &= ~FEATURE_RELAYS;
+    assert_int_equal(confirm(s), FANIN_ERR_UNSUPPORTED);
+    assert_blames_1(s, "does not confirm");
+    assert_int_equal(stub_world_asked(&s->world, MSG_END), 0);
 }
 
 CASE(without_leases_nobody_is_asked)
