@@ -36,7 +36,7 @@ typedef struct cutter {
 
 /* ----------------------------------------------------------------- the caller's */
 
-static fanin_status refuse_box(const fanin_tensor *t, fanin_error *error)
+static fanin_status refuse_wanted(const fanin_tensor *t, fanin_error *error)
 {
     error_place place = {.phase = "plan", .key = t->name};
     return error_set(error, FANIN_ERR_ARGUMENT, &place,
@@ -45,8 +45,8 @@ static fanin_status refuse_box(const fanin_tensor *t, fanin_error *error)
 }
 
 /* FANIN_OK without adding anything if the box is empty. */
-static fanin_status add_whole(cutter *c, const fanin_tensor *t, const fanin_box *box,
-                              fanin_error *error)
+static fanin_status add_wanted(cutter *c, const fanin_tensor *t, const fanin_box *box,
+                               fanin_error *error)
 {
     block b = {.n_dims = t->n_dims}, units;
     dtype_unit unit = dtype_get_unit(t->dtype);
@@ -59,7 +59,7 @@ static fanin_status add_whole(cutter *c, const fanin_tensor *t, const fanin_box 
     if (!box->address || !block_inside(&b, t->shape) ||
         !block_in_units(&b, unit.elements, &units) ||
         !dtype_bytes(t->dtype, t->n_dims, box->extent, &w->bytes))
-        return refuse_box(t, error);
+        return refuse_wanted(t, error);
     for (uint32_t d = 0; d < t->n_dims; d++)
         w->packed = w->packed && box->stride[d] == 0;
     if (w->packed)
@@ -71,7 +71,7 @@ static fanin_status add_whole(cutter *c, const fanin_tensor *t, const fanin_box 
     return FANIN_OK;
 }
 
-static int compare_words(const uint64_t *a, const uint64_t *b, uint32_t n)
+static int compare_lines(const uint64_t *a, const uint64_t *b, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
         if (a[i] != b[i])
@@ -86,13 +86,13 @@ static int compare_wholes(const void *left, const void *right)
     const whole *a = left, *b = right;
     int order = strcmp(a->tensor->name, b->tensor->name);
     if (order == 0)
-        order = compare_words(a->box->offset, b->box->offset, a->tensor->n_dims);
+        order = compare_lines(a->box->offset, b->box->offset, a->tensor->n_dims);
     return order ? order
-                 : compare_words(a->box->extent, b->box->extent, a->tensor->n_dims);
+                 : compare_lines(a->box->extent, b->box->extent, a->tensor->n_dims);
 }
 
-static fanin_status collect(cutter *c, const fanin_tensor *tensors, size_t count,
-                            fanin_error *error)
+static fanin_status collect_wanted(cutter *c, const fanin_tensor *tensors, size_t count,
+                                   fanin_error *error)
 {
     size_t boxes = 0;
     fanin_status status = FANIN_OK;
@@ -113,7 +113,7 @@ static fanin_status collect(cutter *c, const fanin_tensor *tensors, size_t count
     for (size_t i = 0; i < count; i++) {
         const fanin_tensor *t = &c->tensors[i];
         for (size_t j = 0; j < t->n_boxes && status == FANIN_OK; j++)
-            status = add_whole(c, t, &t->boxes[j], error);
+            status = add_wanted(c, t, &t->boxes[j], error);
     }
     if (status == FANIN_OK && c->n_wholes == 0)
         status = error_set(error, FANIN_ERR_ARGUMENT, NULL,
@@ -305,7 +305,7 @@ fanin_status parts_cut(parts *out, const fanin_tensor *tensors, size_t count,
                          "no tensors were given, more than %zu, or their struct_size "
                          "is not set",
                          PARTS_MOST);
-    fanin_status status = collect(&c, tensors, count, error);
+    fanin_status status = collect_wanted(&c, tensors, count, error);
     out->unit_bytes = unit_bytes > 0 ? unit_bytes : choose_unit(out->bytes);
     if (status == FANIN_OK)
         status = cut_all(&c, error);

@@ -305,8 +305,8 @@ static bool is_free(const unit_state *u)
 }
 
 /* Takes the run that begins with @p unit, as far as @p fits says. Its bytes. */
-static uint64_t take_run(schedule *s, size_t number, size_t unit, uint64_t bytes,
-                         bool (*fits)(const schedule *, size_t, size_t), unit_run *out)
+static uint64_t ask_run(schedule *s, size_t number, size_t unit, uint64_t bytes,
+                        bool (*fits)(const schedule *, size_t, size_t), unit_run *out)
 {
     uint64_t taken = 0;
     *out = (unit_run){.first = (uint32_t)unit};
@@ -362,7 +362,7 @@ static size_t find_for_origin(const schedule *s, uint64_t now_ns, bool *own_out)
     return s->n_units;
 }
 
-static uint64_t scatter(uint64_t unit, const member *self)
+static uint64_t own_order(uint64_t unit, const member *self)
 {
     uint64_t x;
     memcpy(&x, self->id, sizeof x);
@@ -382,7 +382,7 @@ static size_t find_for_holder(const schedule *s, size_t number)
             continue;
         bool rarer = best == s->n_units || unit->holders < s->units[best].holders;
         bool equal = best < s->n_units && unit->holders == s->units[best].holders;
-        uint64_t key = rarer || equal ? scatter(u, &s->self) : 0;
+        uint64_t key = rarer || equal ? own_order(u, &s->self) : 0;
         if (rarer || (equal && key > best_key)) {
             best = u;
             best_key = key;
@@ -410,11 +410,11 @@ size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
             break;
         bool one = number == SCHEDULE_ORIGIN && !(own && is_own_duty(s, number, u));
         taken +=
-            take_run(s, number, u, one ? 0 : bytes - (taken < bytes ? taken : bytes),
-                     number != SCHEDULE_ORIGIN ? has_unit
-                     : one                     ? fits_none
-                                               : is_own_duty,
-                     &runs[n]);
+            ask_run(s, number, u, one ? 0 : bytes - (taken < bytes ? taken : bytes),
+                    number != SCHEDULE_ORIGIN ? has_unit
+                    : one                     ? fits_none
+                                              : is_own_duty,
+                    &runs[n]);
         s->counts.taken_over += number == SCHEDULE_ORIGIN && !own;
         x->n_asked += runs[n++].count;
     }
