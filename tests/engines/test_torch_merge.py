@@ -17,7 +17,7 @@ from fanin.torch import WeightServer, _merge
 from full_models import random_model
 from merged import ADAPTERS, LINEAR, adapted, pulled, same, saved, with_adapter
 from peft import LoraConfig, get_peft_model
-from worlds import World
+from worlds import World, child
 
 DTYPES = ("bfloat16", "float32")
 
@@ -122,6 +122,14 @@ def test_some_rows_at_a_time(
     with serve(adapted(adapter)) as server:
         server.publish(0)
         same(pulled(server), saved(lambda: adapted(adapter), tmp_path))
+
+
+def test_kernels_of_gpus(tmp_path: Path) -> None:
+    """Triton's, by its interpreter, which has to be chosen before anything imports Triton."""
+    with child("kernels", "merge_kernels.py", {}, tmp_path) as kernels:
+        assert kernels.expect("merged")["parts"] > 40
+        assert kernels.expect("refused")["parts"] == 0
+        assert kernels.wait() == 0
 
 
 def test_snapshots_and_a_cast(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fanin._cover import Part
 from fanin.errors import RequestError
 from fanin.torch._config import active_adapters, holder_of, kinds_of
 from fanin.torch._factors import Factors, Place
+from fanin.torch._fused import can_fuse, fuse, is_proven, noise_like
 from fanin.torch._packed4 import unpack4
 from fanin.torch._state import refuse_kind
 from fanin.torch._transform import Transform, Values, parts_of
@@ -72,10 +73,68 @@ class Layer:
 
     def add(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any) -> None:
         """Writes to *out* a part of the tensor of that shape, *base*, and what is added to it."""
+        if self._is_fused(factors, shape, part, base):
+            self._fuse(factors, shape, part, base, out)
+        else:
+            self._follow(factors, shape, part, base, out)
+
+    def _is_fused(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> bool:
+        """Whether a kernel makes PEFT's bytes of such a part."""
+        if self.is_dora or 0 in base.shape or (len(shape) == 3 and shape[0] == 1):
+            return False
+        left, right = self._sides(factors, shape)
+        if not can_fuse(base, left, right):
+            return False
+        offset, (rows, *extent) = part
+        some: Part = offset, (min(rows, self._rows(shape)), *extent)
+
+        def both() -> tuple[Any, Any]:
+            noise = {which: noise_like(one) for which, one in factors.items()}
+            values = noise_like(base[: some[1][0]])
+            outs = torch.empty_like(values), torch.empty_like(values)
+            self._follow(noise, shape, some, values, outs[0])
+            self._fuse(noise, shape, some, values, outs[1])
+            return outs
+
+        kind = (self.kind.__name__, shape, some[1], left.shape[1])
+        return is_proven(base, left, kind, both)
+
+    def _sides(self, factors: dict[str, Any], shape: Shape) -> tuple[Any, Any]:
+        """What is multiplied, of each expert: [experts, rank, rows], [experts, rank, columns]."""
+        a, b = factors["A"], factors["B"]
+        if len(shape) == 3:
+            count = shape[0]
+            a = a.reshape(count, -1, a.shape[-1])
+            b = b.reshape(b.shape[0], -1, count).permute(2, 1, 0)
+        else:
+            a, b = a[None], b.t()[None]
+        swapped = getattr(self.layer, "_did_swap_in_out_features", False)
+        by_inputs = self.embeds or (len(shape) == 3 and not swapped)
+        return (a, b) if by_inputs else (b, a)
+
+    def _fuse(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any) -> None:
+        left, right = self._sides(factors, shape)
+        offset, extent = part if len(shape) == 3 else ((0, *part[0]), (1, *part[1]))
+        e, i, j = (slice(at, at + n) for at, n in zip(offset, extent, strict=True))
+        is_rounded = self.embeds or self.kind.__name__ == "ParamWrapper"
+        scale = float(self.layer.scaling[self.adapter])
+        sides = left[e, :, i], right[e, :, j]
+        if len(shape) == 3:  # one of them lies expert by expert in the last dimension
+            sides = sides[0].contiguous(), sides[1].contiguous()
+        fuse(base.view(extent), *sides, scale, is_rounded, out.view(extent))
+
+    def _rows(self, shape: Shape) -> int:
+        """How many PEFT's functions are given at a time."""
+        step = max(1, _MOST // max(1, math.prod(shape[1:])))
+        return step - step % _GRAIN if step > _GRAIN else step
+
+    def _follow(
+        self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any
+    ) -> None:
+        """By PEFT's functions."""
         (first, *rest), (count, *extent) = part
         cut = (slice(None), *(slice(at, at + n) for at, n in zip(rest, extent, strict=True)))
-        step = max(1, _MOST // max(1, math.prod(shape[1:])))
-        step -= step % _GRAIN if step > _GRAIN else 0
+        step = self._rows(shape)
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             start, stop = first + rows.start, first + rows.stop
