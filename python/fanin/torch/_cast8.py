@@ -25,6 +25,7 @@ FLOOR = 1e-4
 RECIPROCAL = 0.0022321429569274187
 """1/448 rounded to F32."""
 NAN = 0x7FC00000
+_INFINITE = 0x7F800000
 _NAN8 = 0x7F
 _MANTISSA = 0x7FFFFF
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -72,9 +73,10 @@ def maxima(values: Any, at: Grid, block: Grid) -> Any:
     grid = (len(touched(at[0], rows, block[0])), len(touched(at[1], columns, block[1])))
     out = torch.empty(grid, dtype=torch.int32, device=values.device)
     for part, begin, blocks in _chunks(values, at, block):
-        largest = _tiles(values[part], begin, block).abs().amax(dim=(1, 3)).float()
-        bits = largest.view(torch.int32)
-        out[blocks] = torch.where(largest.isfinite(), bits, NAN)
+        # As integers: a CPU finds the largest of them several times faster than of numbers.
+        bits = _tiles(values[part], begin, block).view(torch.int16) & 0x7FFF
+        largest = bits.amax(dim=1).amax(dim=-1).int() << 16
+        out[blocks] = torch.where(largest < _INFINITE, largest, NAN)
     return out
 
 
