@@ -82,13 +82,14 @@ MODELS = {
 
 
 def smaller(model: Model, layers: int | None, by: int) -> Model:
-    """Fewer layers, and every width and the vocabulary divided."""
+    """Fewer layers with their share of the vocabulary, every width and the vocabulary divided."""
+    layers = layers or model.layers
     return model._replace(
-        layers=layers or model.layers,
+        layers=layers,
         hidden=model.hidden // by,
         width=model.width // by,
         head=model.head // by,
-        vocabulary=model.vocabulary // by,
+        vocabulary=model.vocabulary * layers // model.layers // by,
     )
 
 

@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from typing import Any
 
 RANK, WORKER, PORT, IPERF_PORT, DEADLINE = "10.213.9.1", "10.213.9.2", 6000, 6100, 120
+DEVICES, NETWORK = ("veth0", "veth1"), "10.213.9.0/24"
 SECURED_PORT = 6200
 UPDATED, CROWD, UPDATE_MS, CROWD_SIZE = 300, 400, 50, 64  # ports behind those of the others
 STREAM = ["--path", "stream", "--no-unix", "--json"]
@@ -72,15 +73,19 @@ class Link:
                 skip(f"no network namespaces here: {added.stderr.strip()}")
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
         first, second = self.names
-        pair = ["type", "veth", "peer", "name", "veth1", "netns", second]
-        run("ip", "-n", first, "link", "add", "veth0", *pair)
-        for name, device, address in (
-            (first, "veth0", RANK),
-            (second, "veth1", WORKER),
-        ):
+        pair = ["type", "veth", "peer", "name", DEVICES[1], "netns", second]
+        run("ip", "-n", first, "link", "add", DEVICES[0], *pair)
+        for name, device, address in zip(self.names, DEVICES, (RANK, WORKER), strict=True):
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
             run("ip", "-n", name, "link", "set", device, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def shape(self, gbits: float) -> None:
+        """Both directions carry so much, by token buckets, which take packets of 64 KiB."""
+        for name, device in zip(self.names, DEVICES, strict=True):
+            bucket = f"{max(256, round(400 * gbits))}kb"
+            carries = ["rate", f"{gbits}gbit", "burst", bucket, "latency", "50ms", "mtu", "70000"]
+            run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *carries)
 
     def inside(self, side: int, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[side], *words] if self.names else list(words)
@@ -295,7 +300,7 @@ def main() -> None:
                 "--bind",
                 RANK,
                 "--allow",
-                f"{RANK.rsplit('.', 1)[0]}.0/24",
+                NETWORK,
             ]
         if arguments.data_threads:
             serve += ["--data-threads", str(arguments.data_threads)]

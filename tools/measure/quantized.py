@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """quantized.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--workers N] [--turns N]
-               [--apart] [--device cuda|cpu] [--json FILE]
+               [--apart] [--links GBITS,...] [--device cuda|cpu] [--json FILE]
 
 One step of a model from trainer ranks in BF16 by reference, and in fp8: the same WeightServer
 publishes both, under FSDP2. Each turn is, alternated, a step of one run and a pull of it: from the
@@ -15,6 +15,10 @@ Experts are stacked by layer, as transformers keeps them. With --apart each is a
 own: ranks then share its blocks, and reduce them over Gloo. GPUs need the memory of three models
 and 20 GB.
 
+With --links ranks and workers are in two network namespaces, and workers read by TCP over a veth
+pair that carries so many Gb/s, one after the other. The limit is then what the link takes for the
+bytes. This needs ip, tc, and root or namespaces of users.
+
 Needs PyTorch, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without
 GPUs, unless --device cpu.
 """
@@ -22,6 +26,8 @@ GPUs, unless --device cpu.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import pathlib
 import statistics
@@ -32,6 +38,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import full_weights as whole
+import network
 from full_weights import MODELS, SLOWEST, settle, torch
 from worlds import Child, Control
 
@@ -77,7 +84,14 @@ class Rank(whole.Rank):
         from fanin.torch.names import experts
 
         before = self._memory()
-        self.server = WeightServer(self.tree, run="bench", base_port=0, names=experts())
+        linked = {"bind": network.RANK, "allow": network.NETWORK, "insecure": True}
+        self.server = WeightServer(
+            self.tree,
+            run="bench",
+            base_port=0,
+            names=experts(),
+            **linked if self.options["space"] else {},
+        )
         self.server.add_run("fp8", self.tree, names=experts(), quantize="fp8")
         self.server.publish(dict.fromkeys(RUNS, 1))
         self.number = 1
@@ -105,7 +119,8 @@ class Worker(whole.Member):
     def connect(self, addresses: list[str]) -> None:
         import fanin
 
-        self.client, self.packed, self.tensors = fanin.Client(addresses), {}, {}
+        path = "stream" if self.options["space"] else "auto"
+        self.client, self.packed, self.tensors = fanin.Client(addresses, path=path), {}, {}
         for run in RUNS:
             made = {}
             for one in self.client.catalog(f"full:{run}")[self.number :: self.count]:
@@ -157,87 +172,108 @@ def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]
     return [one.expect("done", SLOWEST) for one in children]
 
 
-def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
-    common |= {"ranks": options.ranks, "workers": options.workers, "apart": options.apart}
-    common |= {"compact": True, "served": True}
-    common["rendezvous"] = f"file://{folder}/rendezvous"
-    ranks = [
-        Child(f"rank{rank}", str(HERE), {**common, "rank": rank}, folder, RANK=str(rank))
-        for rank in range(options.ranks)
-    ]
-    workers = [
-        Child(f"worker{number}", str(HERE), {**common, "worker": number}, folder)
-        for number in range(options.workers)
-    ]
-    try:
-        for one in (*ranks, *workers):
+def enter(space: str) -> None:
+    """Moves this process, which has one thread yet, into a network namespace of that name."""
+    with open(f"/run/netns/{space}", encoding="ascii") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {space}")
+
+
+class Run:
+    """The ranks and the workers, which serve and are connected; ended with the stack."""
+
+    def __init__(self, options: argparse.Namespace, stack: contextlib.ExitStack):
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantized-")))
+        names = ("device", "model", "layers", "divide", "ranks", "workers", "apart")
+        common = {name: getattr(options, name) for name in names}
+        common |= {"compact": True, "served": True, "rendezvous": f"file://{folder}/rendezvous"}
+        self.link = network.Link(stack, loopback=not options.links)
+        sides = [{**common, "space": name} for name in self.link.names or ("", "")]
+
+        def child(kind: str, at: int, side: dict[str, Any]) -> Child:
+            one = Child(f"{kind}{at}", str(HERE), {**side, kind: at}, folder, RANK=str(at))
+            stack.callback(one.close)
+            return one
+
+        self.ranks = [child("rank", at, sides[0]) for at in range(options.ranks)]
+        self.workers = [child("worker", at, sides[1]) for at in range(options.workers)]
+        for one in (*self.ranks, *self.workers):
             one.expect("here", SLOWEST)
-        told = ask(ranks, "serve", world="")
-        ask(workers, "connect", addresses=[one["address"] for one in told])
+        told = ask(self.ranks, "serve", world="")
+        ask(self.workers, "connect", addresses=[one["address"] for one in told])
+        self.memory = sum(one["memory"] for one in told)
+        self.gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+
+    def turns(self, count: int, gbits: float | None) -> dict[str, Any]:
         times: dict[str, list[float]] = {}
         sizes: dict[str, int] = {}
-        gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-        for turn in range(options.turns + 2):
+        for turn in range(count + 2):
             for run, kind in RUNS.items():
                 start = time.perf_counter()
-                stepped = ask(ranks, "step", run=run)
-                pulled = ask(workers, "pull", run=run)
-                whole_step = time.perf_counter() - start
-                crossing = max(one["bytes"] for one in pulled)
-                crossing = crossing * (gpus - 1) // gpus if gpus > 1 else crossing
-                copied = ask(workers, "copy", crossing=crossing)
-                if turn >= 2:  # the first warm up
-                    times.setdefault(kind, []).append(whole_step)
-                    for what, answers in (
-                        ("publish", stepped),
-                        ("pull", pulled),
-                        ("copy", copied),
-                    ):
-                        slowest = max(one["seconds"] for one in answers)
-                        times.setdefault(f"{kind}, {what}", []).append(slowest)
+                published = ask(self.ranks, "step", run=run)
+                pulled = ask(self.workers, "pull", run=run)
+                seconds = time.perf_counter() - start
                 sizes[kind] = sum(one["bytes"] for one in pulled)
-        wrong = [one for one in ask(workers, "compare") if one["count"]]
-        if wrong:
-            sys.exit(f"{wrong[0]['count']} tensors differ, the first: {wrong[0]['wrong']}")
-        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+                found = {kind: seconds, f"{kind}, limit": self.limit(pulled, gbits)}
+                for what, answers in (("publish", published), ("pull", pulled)):
+                    found[f"{kind}, {what}"] = max(one["seconds"] for one in answers)
+                if turn >= 2:  # the first warm up
+                    for name, one in found.items():
+                        times.setdefault(name, []).append(one)
         return {
-            "medians_ms": medians,
+            "gbits": gbits,
+            "medians_ms": {name: 1e3 * statistics.median(each) for name, each in times.items()},
             "ms": {name: [1e3 * one for one in each] for name, each in times.items()},
             "bytes": sizes,
             "path": pulled[0]["path"],
-            "gpus": gpus,
-            "memory": sum(one["memory"] for one in told),
         }
-    finally:
-        for one in (*workers, *ranks):
-            one.close()
+
+    def limit(self, pulled: list[dict[str, Any]], gbits: float | None) -> float:
+        """Seconds of the link, or of copies by all workers at once."""
+        if gbits:
+            return float(sum(one["bytes"] for one in pulled) * 8 / (gbits * 1e9))
+        crossing = max(one["bytes"] for one in pulled)
+        if self.gpus > 1:
+            crossing = crossing * (self.gpus - 1) // self.gpus
+        return max(one["seconds"] for one in ask(self.workers, "copy", crossing=crossing))
+
+    def compare(self) -> None:
+        wrong = [one for one in ask(self.workers, "compare") if one["count"]]
+        if wrong:
+            sys.exit(f"{wrong[0]['count']} tensors differ, the first: {wrong[0]['wrong']}")
 
 
-def report(options: argparse.Namespace, told: dict[str, Any]) -> None:
-    name = f"{options.model}, {options.layers or MODELS[options.model].layers} layers"
-    print(f"{name}, {options.ranks} ranks, {options.workers} workers, by {told['path']}")
+def report(told: dict[str, Any], run: Run) -> None:
     limits = ["copies in the host's memory", "copies within one GPU, which no link bounds"]
-    beside = [*limits, f"copies between {told['gpus']} GPUs of what crosses"][min(told["gpus"], 2)]
-    print(f"limit: {beside}")
+    limits.append(f"copies between {run.gpus} GPUs of what crosses")
+    link = f"a link of {told['gbits']:g} Gb/s"
+    print(f"by {told['path']}; limit: {link if told['gbits'] else limits[min(run.gpus, 2)]}")
     times, sizes = told["medians_ms"], told["bytes"]
     for what, figure in times.items():
         print(f"  {what:14} {figure:9.2f} ms")
     share = sizes["fp8"] / sizes["bf16"]
     print(f"  a step, fp8 / bf16                {times['fp8'] / times['bf16']:.3f}")
+    print(f"  a pull, fp8 / bf16                {times['fp8, pull'] / times['bf16, pull']:.3f}")
     print(f"  a step of fp8 / a pull of bf16    {times['fp8'] / times['bf16, pull']:.3f}")
     print(f"  bytes, fp8 / bf16                 {share:.3f} of {sizes['bf16'] / 1e9:.2f} GB")
-    if share < BAR:
+    if share < BAR and not told["gbits"]:
         # rest + share * bytes / speed <= BAR * bytes / speed
         rest = (times["fp8"] - times["fp8, pull"]) / 1e3
         speed = (BAR - share) * sizes["bf16"] / rest / 1e9
-        print(f"  the second is {BAR} where all workers read {speed:.0f} GB/s together")
-    print(f"  results' memory                   {told['memory'] / sizes['bf16']:.3f} of all")
+        print(f"  the third is {BAR} where all workers read {speed:.1f} GB/s together")
+    if run.gpus:
+        print(f"  results' memory                   {run.memory / sizes['bf16']:.3f} of all")
+
+
+def gbits_of(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
 
 
 def main() -> int:
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         control, role = Control(), json.loads(sys.argv[1])
+        if role["space"]:
+            enter(role["space"])
         (Worker if "worker" in role else Rank)(control, role).run()
         return 0
     parser = argparse.ArgumentParser(
@@ -251,16 +287,27 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--apart", action="store_true", help="each expert is a parameter")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--links", type=gbits_of, default=[], help="Gb/s, 1,10")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no GPU")
         return 77
-    with tempfile.TemporaryDirectory(prefix="quantized-") as folder:
-        told = measure(options, pathlib.Path(folder))
-    report(options, told)
+    if options.links:
+        network.have_namespaces()
+    layers = options.layers or MODELS[options.model].layers
+    with contextlib.ExitStack() as stack:
+        run = Run(options, stack)
+        print(f"{options.model}, {layers} layers, {options.ranks} ranks, {options.workers} workers")
+        told = []
+        for gbits in options.links or [None]:
+            if gbits:
+                run.link.shape(gbits)
+            told.append(run.turns(options.turns, gbits))
+            report(told[-1], run)
+        run.compare()
     if options.json:
-        record = {"options": vars(options), **told}
+        record = {"options": vars(options), "memory": run.memory, "runs": told}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=1))
     return 0
 
