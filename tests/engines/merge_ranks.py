@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -20,6 +21,8 @@ from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer
 from merged import adapted, four_bits, pulled, same, saved, unpacked
 from peft import LoraConfig
+from quantized import whole_in_fp8
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -91,23 +94,39 @@ def split_rows_of_dora() -> None:
         raise AssertionError("norms of parts of rows")
 
 
-def dequantized(storage: str, kind: str, nested: bool) -> None:
-    """Each rank dequantizes and merges the range of packed values that FSDP2 gave it."""
+def dequantized(storage: str, kind: str, nested: bool, **options: Any) -> None:
+    """Each rank dequantizes and merges the range of packed values that FSDP2 gave it; with
+    quantize= it then rounds them to fp8."""
     model = four_bits(storage, kind, nested)
     wanted = unpacked(model)
+    if options:
+        wanted = whole_in_fp8(wanted, "_scale_inv")
     mesh = init_device_mesh("cpu", (SIZE,))
     for layer in model.get_base_model().model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with WeightServer(model, base_port=0, use_ucx=False, merge=True) as server:
+    with WeightServer(model, base_port=0, use_ucx=False, merge=True, **options) as server:
         server.publish(0)
         dist.barrier()
-        if RANK == 0:
+        if RANK == 0 and options:
+            same(in_a_directory(server), wanted)
+        elif RANK == 0:
             same({k: v + 0 for k, v in pulled(server).items()}, wanted)
         held = server._runs["full:0"].parameters.held()
         cut = [0 < box.extent[1] < shard.shape[1] for shard, box, _ in held if len(shard.shape) > 1]
         dist.barrier()
         assert SIZE == 2 or any(cut), "this rank holds no part of a row"
+
+
+def in_a_directory(server: WeightServer) -> dict[str, Any]:
+    """What the command pulls, as engines load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "model"
+        command = [os.environ["NIXL_FETCH"], "pull", ",".join(server.addresses), "full:0", str(to)]
+        subprocess.run(command, check=True, timeout=60)
+        config = json.loads((to / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == "fp8"
+        return dict(load_file(to / "model.safetensors"))
 
 
 def transformed() -> None:
@@ -168,7 +187,7 @@ def main() -> None:
     control.say("ready")
     while (command := control.hear())["event"] != "exit":
         try:
-            globals()[command["case"]](*command["arguments"])
+            globals()[command["case"]](*command["arguments"], **command.get("options", {}))
         except BaseException:
             control.say("done", error=traceback.format_exc())
         else:

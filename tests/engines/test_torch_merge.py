@@ -36,8 +36,9 @@ def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wo
         assert set(ranks.wait()) == {0}
 
 
-def run(world: World, case: str, *arguments: Any) -> None:
-    for rank, answer in enumerate(world.do("run", case=case, arguments=arguments)):
+def run(world: World, case: str, *arguments: Any, **options: Any) -> None:
+    told = world.do("run", case=case, arguments=arguments, options=options)
+    for rank, answer in enumerate(told):
         assert answer["error"] is None, f"rank {rank}: {answer['error']}"
 
 

@@ -44,6 +44,10 @@ def test_values_of_bitsandbytes_in_a_world(world: World, how: tuple[Any, ...]) -
     run(world, "dequantized", *how)
 
 
+def test_fp8_of_what_is_dequantized_and_merged(world: World) -> None:
+    run(world, "dequantized", *KINDS[0], quantize="fp8")
+
+
 @pytest.mark.parametrize("most", [4096, 1 << 24])
 @pytest.mark.parametrize("how", KINDS, ids=str)
 def test_values_of_bitsandbytes(
