@@ -246,8 +246,10 @@ class Run:
 def report(told: dict[str, Any], run: Run) -> None:
     limits = ["copies in the host's memory", "copies within one GPU, which no link bounds"]
     limits.append(f"copies between {run.gpus} GPUs of what crosses")
-    link = f"a link of {told['gbits']:g} Gb/s"
-    print(f"by {told['path']}; limit: {link if told['gbits'] else limits[min(run.gpus, 2)]}")
+    limit = limits[min(run.gpus, 2)]
+    if told["gbits"]:
+        limit = f"a link of {told['gbits']:g} Gb/s"
+    print(f"by {told['path']}; limit: {limit}")
     times, sizes = told["medians_ms"], told["bytes"]
     for what, figure in times.items():
         print(f"  {what:14} {figure:9.2f} ms")
