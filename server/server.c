@@ -120,7 +120,8 @@ static fanin_status descriptors_allow(fanin_server_config *c, const logger *log,
 #define DEFAULT_BIND "127.0.0.1"
 #define ALL_FLAGS                                                                      \
     (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX |          \
-     FANIN_SERVER_TRUST_CONTAINERS | FANIN_SERVER_INSECURE)
+     FANIN_SERVER_TRUST_CONTAINERS | FANIN_SERVER_INSECURE | FANIN_SERVER_RELAY |      \
+     FANIN_SERVER_NO_RELAYS)
 
 /* ----------------------------------------------------------- configuration */
 
@@ -173,6 +174,8 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
         return status;
     if (c->flags & ~(uint32_t)ALL_FLAGS)
         return bad(error, "an unknown flag is set", NULL);
+    if ((c->flags & FANIN_SERVER_RELAY) && c->world_size != 1)
+        return bad(error, "a relay is rank 0 of 1", NULL);
     size_t length = c->name ? strlen(c->name) : 0;
     if (length == 0 || length > NAME_MOST || !utf8_valid(c->name, length))
         return bad(error, "the server's name is not 1 to 100 bytes of UTF-8", NULL);

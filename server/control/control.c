@@ -4,6 +4,7 @@
 #include "control/dispatch.h"
 #include "control/listeners.h"
 #include "control/open_path.h"
+#include "control/parked.h"
 #include "control/rest.h"
 #include "control/waits.h"
 #include "guests/peer.h"
@@ -27,11 +28,30 @@ static void stop_listening(struct control *c)
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
         waits_cancel(s);
+        parked_cancel(s);
         session_serve(s);
     }
 }
 
 /* ------------------------------------------------------------------ thread */
+
+/* A change of a publication, or boxes that have come, may be news for them. */
+static void look_at_parked(struct control *c)
+{
+    for (session *s = c->sessions, *next; s; s = next) {
+        next = s->next;
+        if (!parks_landed(s))
+            continue;
+        parked_stir(s);
+        work_begin(s);
+        bool says = !must_rest(s) && parked_look(s);
+        work_charge(s);
+        if (says)
+            session_serve(s);
+        else
+            session_note_due(s);
+    }
+}
 
 static void notify(struct control *c)
 {
@@ -51,6 +71,7 @@ static void notify(struct control *c)
                 session_serve(s);
         }
     }
+    look_at_parked(c);
     if (c->listening && atomic_load(&c->stop_listening))
         stop_listening(c);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/dispatch.h"
 #include "control/open_path.h"
+#include "control/parked.h"
 #include "control/session.h"
 #include "control/requests.h"
 #include "control/rest.h"
@@ -40,6 +41,8 @@ static fanin_status dispatch(session *s, const frame *f, body *in)
         return handle_end(s, f->request, in);
     case MSG_WATCH:
         return handle_watch(s, f->request, in);
+    case MSG_LANDED:
+        return handle_landed(s, f->request, in);
     case MSG_PING:
         return handle_ping(s, f->request, in);
     case MSG_HELLO:
@@ -127,6 +130,8 @@ void session_take_turn(session *s)
     work_begin(s);
     if (s->n_waits + s->n_watches > 0)
         waits_review(s);
+    parked_stir(s);
+    (void)parked_look(s);
     if (session_secure(s) && !session_receive(s))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
     work_charge(s);
@@ -138,7 +143,8 @@ void session_take_turn(session *s)
 /* Waits and watches, and bytes on data connections, show that somebody is there. */
 static deadline idle_deadline(const session *s)
 {
-    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || s->turn.waits)
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || parked_lives(s) ||
+        s->turn.waits)
         return UINT64_MAX;
     return s->idle;
 }
@@ -156,7 +162,7 @@ static deadline session_due(const session *s)
     at = deadline_sooner(at, s->stalled_at);
     at = deadline_sooner(at, begun_deadline(s));
     at = deadline_sooner(at, idle_deadline(s));
-    return deadline_sooner(at, waits_due(s));
+    return deadline_sooner(at, deadline_sooner(waits_due(s), parked_due(s)));
 }
 
 void session_note_due(session *s)
@@ -197,6 +203,7 @@ void session_expire(session *s)
         session_serve(s);
     } else if (s->phase == SESSION_OPEN) {
         waits_expire(s);
+        (void)parked_look(s);
         if (deadline_passed(idle_deadline(s)) && !data_was_active(s))
             session_close(s, "it was idle for too long");
         else

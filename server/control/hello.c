@@ -32,7 +32,8 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
                       .rank = server->rank,
                       .world_size = server->world_size,
                       .paths = offered_paths(s),
-                      .lease_ms = server->lease_ms};
+                      .lease_ms = server->lease_ms,
+                      .relay = server->flags & FANIN_SERVER_RELAY};
     memcpy(m.world_id, server->world_id, sizeof m.world_id);
     memcpy(m.incarnation, server->incarnation, sizeof m.incarnation);
     memcpy(m.session, id, sizeof m.session);
@@ -142,6 +143,7 @@ void handle_hello(session *s, const frame *f, body *in)
         session_reject(s, f->request, status, in->why);
         return;
     }
+    bool is_relay = s->control->server->flags & FANIN_SERVER_RELAY;
     if (m.version_min > VERSION_MAX || m.version_max < VERSION_MIN) {
         char why[160];
         snprintf(why, sizeof why,
@@ -149,6 +151,10 @@ void handle_hello(session *s, const frame *f, body *in)
                  VERSION_MIN, VERSION_MAX, (unsigned)m.version_min,
                  (unsigned)m.version_max);
         session_reject(s, f->request, FANIN_ERR_VERSION, why);
+    } else if (is_relay && m.role == ROLE_CONTROL && !(m.features & FEATURE_RELAYS)) {
+        session_reject(s, f->request, FANIN_ERR_UNSUPPORTED,
+                       "this is a relay and no rank: take the addresses of the "
+                       "trainer's ranks, or a newer fanin");
     } else if (m.role == ROLE_DATA) {
         open_data(s, f->request, &m, in);
     } else {

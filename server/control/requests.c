@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/requests.h"
 #include "control/open_path.h"
+#include "control/parked.h"
 #include "control/session.h"
 #include "core/rules.h"
 #include "error_set.h"
@@ -269,6 +270,7 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
         server->stats.pulls_stale += !reply.good;
     }
     pthread_mutex_unlock(&server->lock);
+    parked_stir(s); /* who asks under this lease hears that it is gone */
     if (failed.status != FANIN_OK && !m.quiet && !m.abandon)
         reply_error(s, request, &failed);
     else if (!m.quiet)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A control session's life, and its bytes on their way in and out. */
 #include "control/session.h"
+#include "control/parked.h"
 #include "control/rest.h"
 #include "guests/peer.h"
 #include "error_set.h"
@@ -19,7 +20,8 @@
 bool session_account(session *s)
 {
     size_t memory = sizeof *s + sizeof(reader) + s->in.bytes.capacity +
-                    s->out.bytes.capacity + tls_memory(s->tls);
+                    s->out.bytes.capacity + tls_memory(s->tls) +
+                    (s->relays ? sizeof *s->relays : 0);
     return memory_account(s->control->server, s->from, &s->memory, memory);
 }
 
@@ -128,6 +130,7 @@ static void leave(session *s)
     if (s->next)
         s->next->previous = s->previous;
     bool has_data = false;
+    relay_part_free(s);
     if (s->reader)
         mappers_drop(&server->registrar, s->reader);
     pthread_mutex_lock(&server->lock);
@@ -322,7 +325,7 @@ static uint64_t active_ns(const session *s)
 static bool may_go_for(const session *s, const peer_share *newcomer,
                        admission_room room)
 {
-    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0)
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0 || parked_lives(s))
         return false;
     return s->from == newcomer ||
            (room == ROOM_NONE && !s->from->is_own &&

@@ -93,6 +93,7 @@ typedef struct session {
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];
+    struct relay_part *relays; /**< parked.h; NULL: it never asked for relays */
 } session;
 
 /** Where connections come (listeners.h). */

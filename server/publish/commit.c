@@ -104,7 +104,7 @@ static fanin_status check_terms(const publication *p, const commit_terms *terms,
 {
     error_place place = {.phase = "commit"};
     bool known = p->mode != MODE_UNKNOWN;
-    if (p->has_step && terms->step <= p->step) {
+    if (p->has_step && terms->step <= p->step && !terms->fills) {
         place.remedy = "steps must grow, also after a publication was removed";
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "step %" PRIu64 " of %s is not above the last one, %" PRIu64,
@@ -482,6 +482,20 @@ static fanin_status run(fanin_server *s, publication *p, const request *q,
     return status;
 }
 
+static fanin_status publish(fanin_server *s, const char *name, request *q,
+                            fanin_error *error)
+{
+    publication *p = publication_look_up(s, name);
+    if (!p)
+        return absent(name, error);
+    uint64_t began = clock_ns();
+    fanin_status status = check_stream(s, q, error);
+    if (status == FANIN_OK)
+        status = run(s, p, q, error);
+    publication_span(s, TRACE_COMMIT, began, name, q->terms.step, status);
+    return status;
+}
+
 fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_t step,
                                  const fanin_commit_options *options,
                                  fanin_error *error)
@@ -501,13 +515,12 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
         .wait = o.flags & FANIN_COMMIT_WAIT,
         .stream = o.stream.handle ? &o.stream : NULL,
     };
-    publication *p = publication_look_up(server, name);
-    if (!p)
-        return absent(name, error);
-    uint64_t began = clock_ns();
-    status = check_stream(server, &q, error);
-    if (status == FANIN_OK)
-        status = run(server, p, &q, error);
-    publication_span(server, TRACE_COMMIT, began, name, step, status);
-    return status;
+    return publish(server, name, &q, error);
+}
+
+fanin_status commit_plainly(fanin_server *s, const char *name,
+                            const commit_terms *terms, fanin_error *error)
+{
+    request q = {.terms = *terms};
+    return publish(s, name, &q, error);
 }

@@ -21,6 +21,7 @@ typedef struct commit_terms {
     publication_mode mode;
     fanin_dtype cast;
     bool on_stream;
+    bool fills; /**< readers get boxes as they are proven (filling.h) */
 } commit_terms;
 
 typedef enum commit_outcome {
@@ -68,6 +69,11 @@ struct commit {
  */
 fanin_status make_catalog(fanin_server *s, publication *p, const commit_terms *terms,
                           shard_catalog **out, fanin_error *error);
+
+/** fanin_server_commit() without a stream, and without waiting for the effect: by reference it has
+    taken effect then. */
+fanin_status commit_plainly(fanin_server *s, const char *name,
+                            const commit_terms *terms, fanin_error *error);
 
 /* ---------------------------------- streams and waits: pending_commit.c */
 

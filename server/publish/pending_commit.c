@@ -6,6 +6,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
+#include "publish/filling.h"
 #include "publish/lease.h"
 #include "publish/publication.h"
 #include "shards/arena.h"
@@ -181,6 +182,7 @@ static void take_effect(fanin_server *s, commit *c)
     p->committed_at = clock_ns();
     p->committed_unix_ns = clock_unix_ns();
     s->stats.commits++;
+    filling_reset(p, c->terms.fills);
     publication_take_effect(s, p, c->catalog, epoch);
     if (copy)
         lease_void_outdated(s, p);

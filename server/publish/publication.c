@@ -13,6 +13,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
+#include "publish/filling.h"
 #include "publish/lease.h"
 #include "shards/registration.h"
 #include "text.h"
@@ -30,6 +31,14 @@ const char *state_name(publication_state state)
     return names[state];
 }
 
+void publication_tell(fanin_server *s)
+{
+    if (s->listeners == 0 || s->is_woken)
+        return;
+    s->is_woken = true;
+    wake_up(s->wake);
+}
+
 /* Sets the state, remembers the change and wakes the control thread. */
 static void enter(fanin_server *s, publication *p, publication_state state)
 {
@@ -39,10 +48,7 @@ static void enter(fanin_server *s, publication *p, publication_state state)
     p->entered_at = clock_ns();
     p->history[p->changes % HISTORY] = (state_change){p->step, state};
     p->changes++;
-    if (s->listeners == 0 || s->is_woken)
-        return;
-    s->is_woken = true;
-    wake_up(s->wake);
+    publication_tell(s);
 }
 
 uint64_t publication_stable_ns(const publication *p)
@@ -180,6 +186,7 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
     p->epoch = next_odd(s);
     p->previous = 0;
     lease_void_outdated(s, p);
+    filling_reset(p, p->proofs.fills);
     p->update_open = to == STATE_WRITING;
     if (!gently || p->state != to)
         enter(s, p, to);
@@ -316,6 +323,7 @@ void publications_free(fanin_server *s)
     for (size_t i = 0; i < s->n_publications; i++) {
         publication *p = s->publications[i];
         shard_catalog_release(p->catalog);
+        filling_reset(p, false);
         shard_set_free(&p->shards);
         free(p->pairs);
         pthread_mutex_destroy(&p->writer);

@@ -52,6 +52,14 @@ typedef struct reading {
     unsigned count; /**< 0: this slot is free */
 } reading;
 
+/** Which boxes may be read of a publication that fills (filling.h). Zeroed: it does not. */
+typedef struct proofs {
+    bool fills;
+    uint8_t *bits;     /**< one a box; NULL: none is proven */
+    landed_range *log; /**< all that are, in the order in which they were */
+    size_t n_log, capacity;
+} proofs;
+
 /** Never freed before the server: its name's last step outlives a removal. */
 struct publication {
     char name[PUBLICATION_NAME_SIZE];
@@ -85,7 +93,8 @@ struct publication {
     bool has_step;
     uint64_t step;
     shard_catalog
-        *catalog;      /**< of the last commit, or NULL; changed under both locks */
+        *catalog; /**< of the last commit, or NULL; changed under both locks */
+    proofs proofs;
     uint64_t n_shards; /**< for statistics */
     struct lease *oldest, *newest;
     unsigned n_leases;
@@ -154,6 +163,8 @@ bool publication_is_away(const publication *p);
 /** FANIN_ERR_STATE: it is paused. */
 fanin_status publication_refuse_paused(const publication *p, const char *phase,
                                        fanin_error *error);
+/** Wakes the control thread, if anybody waits for a change of a publication. */
+void publication_tell(fanin_server *s);
 /** "stable", ...: static. */
 const char *state_name(publication_state state);
 /** Mean time that it was stable between its last commits, 0: unknown. */

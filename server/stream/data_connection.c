@@ -3,6 +3,7 @@
 #include "guests/peer.h"
 #include "core/rules.h"
 #include "error_set.h"
+#include "publish/filling.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -171,6 +172,7 @@ static fanin_status job_begin(fanin_server *s, connection *c, const uint8_t toke
     if (l) {
         c->job.of = l->of;
         c->job.epoch = l->epoch;
+        c->job.fills = l->of->proofs.fills;
         c->job.first_region = l->first_region;
         memcpy(c->job.token, token, sizeof c->job.token);
         c->job.catalog = shard_catalog_retain(l->catalog);
@@ -184,6 +186,19 @@ static fanin_status job_begin(fanin_server *s, connection *c, const uint8_t toke
     }
     pthread_mutex_unlock(&s->lock);
     return why ? error_set(error, FANIN_ERR_STALE, NULL, "%s", why) : status;
+}
+
+/* Of the epoch that stands; if that is another one, nothing is read anyway. */
+static bool has_come(fanin_server *s, const job *j, const msg_read *m)
+{
+    bool all = true;
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; all && i < m->n_entries; i++) {
+        const read_entry *e = &m->entries[i];
+        all = filling_has(j->of, e->box, e->count ? e->count : 1);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return all;
 }
 
 /* The header of the reply to a read. */
@@ -247,6 +262,9 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
     status = job_set_ranges(&c->job, &m, &why);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
+    if (c->job.fills && !has_come(t->server, &c->job, &m))
+        return refuse_read(t, c, f->request, FANIN_ERR_STALE,
+                           "the read names a box that has not come yet");
     if (!connection_account(t->server, c)) {
         job_end(t->server, &c->job);
         return reject(t, c, f->request, FANIN_ERR_LIMIT,

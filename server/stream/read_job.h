@@ -25,6 +25,7 @@ typedef struct job {
     publication *of;
     uint64_t epoch;
     uint32_t first_region; /**< of the lease */
+    bool fills;            /**< what is not proven may not be read (filling.h) */
     uint8_t token[16];
     uint64_t request;
     shard_catalog *catalog; /**< with a reference */

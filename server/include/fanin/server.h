@@ -59,6 +59,11 @@ enum {
         Anyone on the way can alter them. FANIN_INSECURE=1 in the environment sets the flag as
         well */
     FANIN_SERVER_INSECURE = 16,
+    /** The server is a relay, rank 0 of 1: a reader that hands on what it has read. It plays no
+        rank, so readers that want ranks refuse it by name */
+    FANIN_SERVER_RELAY = 32,
+    /** Readers may not hand on to each other what they have read: offers are refused */
+    FANIN_SERVER_NO_RELAYS = 64,
 };
 
 typedef struct fanin_server_config {

@@ -174,7 +174,8 @@ SERVER_TEST(bad_configurations_are_refused)
         {0, 1, "127.0.0.1", "10.1.0.0/8", "n", FANIN_SERVER_OPEN, 0, "10.1.0.0/8"},
         {0, 1, "127.0.0.1", NULL, "", 0, 0, "name"},
         {0, 1, "127.0.0.1", NULL, "\xff", 0, 0, "name"},
-        {0, 1, "127.0.0.1", NULL, "n", 64, 0, "flag"},
+        {0, 1, "127.0.0.1", NULL, "n", 128, 0, "flag"},
+        {0, 2, "127.0.0.1", NULL, "n", FANIN_SERVER_RELAY, 0, "rank 0 of 1"},
         {9, 10, "127.0.0.1", NULL, "n", 0, 65530, "65530"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Requests of readers that hand on to each other, which wait for news: `landed` and `holders`. They
+ * end with their time, and with the session. A session has nothing of all this before the first one
+ * (relay_part). Control thread.
+ */
+#ifndef PARKED_H
+#define PARKED_H
+
+#include "control/session.h"
+
+#define SESSION_PARKED 16 /**< requests (PROTOCOL.md, "Limits") */
+#define NEWS_EVERY_MS 20  /**< a session is told news at most once in so long */
+
+typedef struct parked {
+    message_type type; /**< MSG_LANDED or MSG_HOLDERS; 0: this place is free */
+    uint64_t request;
+    deadline at;
+    msg_landed landed;
+} parked;
+
+/** What a session has that asks for relays. */
+typedef struct relay_part {
+    unsigned n_parked,
+        n_landed; /**< in all; of these, those that the server's listeners count */
+    bool stirred; /**< there may be news */
+    deadline quiet_until; /**< no news before */
+    parked parked[SESSION_PARKED];
+} relay_part;
+
+/** The session's, made with the first. NULL: no memory, and the peer is told. */
+relay_part *relay_part_of(session *s, uint64_t request);
+/** With the session. */
+void relay_part_free(session *s);
+
+/** Answers @p q now, or parks it; full: LIMIT. */
+void park_or_answer(session *s, const parked *q);
+/** There may be news for the session's parked requests. */
+void parked_stir(session *s);
+/** Whether a change of a publication may be news for it. */
+static inline bool parks_landed(const session *s)
+{
+    return s->relays && s->relays->n_landed > 0;
+}
+/** Answers what there are news for, and whose time is over. True: there is something to send. */
+bool parked_look(session *s);
+/** When to look; UINT64_MAX: never. */
+deadline parked_due(const session *s);
+/** Ends all: the server shuts down. */
+void parked_cancel(session *s);
+/** Whether the session is of use while it is silent. */
+bool parked_lives(const session *s);
+
+/* --------------------------------------------------------------- what is asked */
+
+fanin_status handle_landed(session *s, uint64_t request, body *in);
+/** Answers if there are news, or @p is_over; false: there is nothing to say yet. */
+bool answer_landed(session *s, const parked *q, bool is_over);
+
+#endif
