@@ -27,7 +27,9 @@
 #define RANKS 2
 #define PARTS 2
 #define STEPS 2
+#ifndef READS
 #define READS 3
+#endif
 
 byte epoch[RANKS] = 2;              /* odd: unreadable */
 byte step[RANKS] = 1;
