@@ -223,6 +223,7 @@ static void form_units(parts *p)
             p->unit_size[p->n_units++] = 0;
         }
         p->unit_size[p->n_units - 1] += bytes;
+        p->unit_of[i] = (uint32_t)(p->n_units - 1);
     }
     p->unit_first[p->n_units] = (uint32_t)p->n;
 }
@@ -265,8 +266,9 @@ static fanin_status describe(cutter *c, fanin_error *error)
     p->names = malloc(names + p->n * OWN_NAME);
     p->unit_first = calloc(p->n + 1, sizeof *p->unit_first);
     p->unit_size = calloc(p->n, sizeof *p->unit_size);
+    p->unit_of = calloc(p->n, sizeof *p->unit_of);
     if (!p->origin || !p->own || !p->boxes || !p->names || !p->unit_first ||
-        !p->unit_size)
+        !p->unit_size || !p->unit_of)
         return error_set_memory(error);
     for (size_t i = 0; i < c->n_wholes; i++)
         memcpy(p->names + c->wholes[i].name, c->wholes[i].tensor->name,
@@ -326,5 +328,20 @@ void parts_free(parts *p)
     free(p->names);
     free(p->unit_first);
     free(p->unit_size);
+    free(p->unit_of);
     *p = (parts){0};
+}
+
+bool parts_same_memory(const parts *a, const parts *b)
+{
+    if (a->n != b->n || !digest_equal(&a->holding, &b->holding))
+        return false;
+    for (size_t i = 0; i < a->n; i++) {
+        const fanin_tensor *x = &a->own[i], *y = &b->own[i];
+        if (x->boxes->address != y->boxes->address ||
+            memcmp(x->boxes->stride, y->boxes->stride, sizeof x->boxes->stride) != 0 ||
+            x->memory.kind != y->memory.kind || x->memory.device != y->memory.device)
+            return false;
+    }
+    return true;
 }

@@ -27,6 +27,7 @@ typedef struct parts {
     size_t n_units;
     uint32_t
         *unit_first;     /**< a unit's first part; n_units + 1 of them, the last is n */
+    uint32_t *unit_of;   /**< of each part */
     uint64_t *unit_size; /**< bytes of each unit */
     uint64_t unit_bytes; /**< the most that a unit has */
     uint64_t bytes;      /**< of all */
@@ -39,5 +40,7 @@ typedef struct parts {
 fanin_status parts_cut(parts *out, const fanin_tensor *tensors, size_t count,
                        uint64_t unit_bytes, fanin_error *error);
 void parts_free(parts *p);
+/** Whether both are the same, in the same memory. */
+bool parts_same_memory(const parts *a, const parts *b);
 
 #endif

@@ -203,10 +203,10 @@ void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t 
     if (!x->has || unit >= s->n_units || x->has[unit])
         return;
     x->has[unit] = 1;
-    s->units[unit].holders++;
     owner *o = &s->owners[s->units[unit].owner];
-    if (member_compare(&o->who, &x->who) != 0)
+    if (s->units[unit].holders++ > 0 || s->units[unit].proven)
         return;
+    /* Wherever it is first seen, its owner has brought it. */
     o->last_ns = now_ns;
     if (!first)
         o->come++;

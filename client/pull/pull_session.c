@@ -65,6 +65,11 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
     return FANIN_OK;
 }
 
+const uint8_t *pull_session_token(const fanin_session *s, size_t peer)
+{
+    return s->pull.leases[peer].token;
+}
+
 void pull_session_orphan(fanin_client *client)
 {
     fanin_session *s = client->session;
@@ -126,7 +131,8 @@ static fanin_status find_part(fanin_session *s, size_t first, size_t count,
 }
 
 /* The session goes on, or has failed. */
-static fanin_status read_session_part(fanin_session *s, size_t first, size_t count)
+static fanin_status read_session_part(fanin_session *s, size_t first, size_t count,
+                                      bool only_verify)
 {
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = look_at_ranks(s, &why);
@@ -134,12 +140,13 @@ static fanin_status read_session_part(fanin_session *s, size_t first, size_t cou
         status = find_part(s, first, count, &why);
     if (status != FANIN_OK)
         return pull_overtaken(&s->pull, &why, &s->failed);
+    s->pull.only_verify = only_verify;
     s->pull.state = PULL_DETAIL;
     return pull_go(&s->pull, PULL_HELD, &s->failed);
 }
 
-fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
-                                fanin_error *error)
+static fanin_status read_session(fanin_session *session, size_t first, size_t count,
+                                 bool only_verify, fanin_error *error)
 {
     fanin_status status = check_session(session, error);
     if (status != FANIN_OK)
@@ -151,10 +158,22 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
                          "there are no %zu tensors from number %zu on: the session has "
                          "%zu",
                          count, first, session->count);
-    if (read_session_part(session, first, count) == FANIN_OK)
+    if (read_session_part(session, first, count, only_verify) == FANIN_OK)
         return FANIN_OK;
     lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
+}
+
+fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
+                                fanin_error *error)
+{
+    return read_session(session, first, count, false, error);
+}
+
+fanin_status pull_session_verify(fanin_session *s, size_t first, size_t count,
+                                 fanin_error *error)
+{
+    return read_session(s, first, count, true, error);
 }
 
 static fanin_status confirm_session(fanin_session *s)

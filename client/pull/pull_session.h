@@ -10,6 +10,12 @@
 fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *options,
                                const destination *d, size_t count, fanin_session **out,
                                fanin_error *error);
+/** Compares the tensors [first, first + count), which somebody else has brought, with the digests
+    that the session's ranks make of them. Errors as of a read with options->verify. */
+fanin_status pull_session_verify(fanin_session *s, size_t first, size_t count,
+                                 fanin_error *error);
+/** The lease of a peer that the session reads, by which a relay is asked what it has. */
+const uint8_t *pull_session_token(const fanin_session *s, size_t peer);
 /** The client's connections go: its session, if there is one, has failed. */
 void pull_session_orphan(fanin_client *client);
 

@@ -23,6 +23,36 @@ fanin_result *result_create(size_t n_peers)
     return r;
 }
 
+fanin_result *result_of_several(fanin_result *r, const fanin_result_info *whole,
+                                const char *how)
+{
+    if (!r)
+        r = result_create(1);
+    if (r && !r->ranks_json)
+        r->ranks_json = strdup("[]");
+    if (!r || !r->ranks_json) {
+        fanin_result_free(&r);
+        return NULL;
+    }
+    fanin_result_info *info = &r->info;
+    info->step = whole->step;
+    memcpy(info->world_id, whole->world_id, sizeof info->world_id);
+    info->bytes = whole->bytes;
+    info->tensors = whole->tensors;
+    info->restarts = whole->restarts;
+    info->stale = whole->stale;
+    info->verified = whole->verified;
+    info->total_ns = whole->total_ns;
+    info->verify_ns += whole->verify_ns;
+    char before[PATH_REASON];
+    snprintf(before, sizeof before, "%s", r->reason);
+    text t = text_in(r->reason, sizeof r->reason);
+    text_add(&t, "%s%s%s", how, before[0] ? "; " : "", before);
+    info->ranks_json = r->ranks_json;
+    info->path_reason = r->reason;
+    return r;
+}
+
 void fanin_result_free(fanin_result **result)
 {
     if (!result || !*result)

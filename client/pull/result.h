@@ -6,6 +6,10 @@
 #include "pull/states.h"
 
 fanin_result *result_create(size_t n_peers); /**< NULL: out of memory */
+/** Makes of @p r, or of nothing (NULL), the result of a pull of which others brought a part: @p
+    whole has what is of all, @p how says who they were. Takes @p r. NULL: no memory. */
+fanin_result *result_of_several(fanin_result *r, const fanin_result_info *whole,
+                                const char *how);
 /** What guarded the bytes that served[] counts. */
 fanin_checksums result_guard(const fanin_result *r, const fanin_client *client,
                              const publication *p);

@@ -72,7 +72,8 @@ typedef struct early_begin {
 
 typedef struct pull {
     pull_state state;
-    bool session; /**< its leases are held between calls */
+    bool session;     /**< its leases are held between calls */
+    bool only_verify; /**< a session's part is here already, by whomever */
     bool patient; /**< ranks that did not answer the last time are waited for again */
     fanin_error why;
     fanin_client *client;

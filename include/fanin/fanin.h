@@ -7,6 +7,7 @@
 #include <fanin/error.h>
 #include <fanin/log.h>
 #include <fanin/objects.h>
+#include <fanin/relay.h>
 #include <fanin/server.h>
 #include <fanin/trace.h>
 #include <fanin/types.h>

@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What a relay is made of, and one attempt of it to get a step. */
+#ifndef INSIDE_H
+#define INSIDE_H
+
+#include "list.h"
+#include "net/client_state.h"
+#include "parts.h"
+#include "schedule.h"
+#include <fanin/relay.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#define MS UINT64_C(1000000)
+
+struct fanin_relay {
+    pid_t pid;
+    fanin_client_config client_config; /* its texts are in texts */
+    fanin_server_config server_config;
+    uint64_t unit_bytes;
+    char **addresses;
+    size_t n_addresses;
+    char *texts[16];
+    size_t n_texts;
+    logger log;
+    int wake; /* eventfd of the thread that pulls: something has changed, or it is cancelled */
+    atomic_bool cancelled, busy;
+    fanin_client *origin;
+    bool connected;
+    fanin_server *server; /* NULL: none yet */
+    uint8_t world_id[16]; /* of the server */
+    member self;
+    holders_list *list;
+    parts parts; /* that are published, or pulled */
+    char publication[80];
+    bool is_put;          /* they are put into the server */
+    pthread_mutex_t lock; /* guards what follows */
+    fanin_relay_stats stats;
+    uint64_t handed_on; /* by servers before this one */
+};
+
+/** A thread that reads from one source. */
+typedef struct feed {
+    struct attempt *of;
+    pthread_t thread;
+    bool started, ended; /**< ended: what is left of it says who it was */
+    atomic_bool stop, done;
+    atomic_bool
+        opening; /**< it is connecting or beginning, and leaves nothing to end */
+    fanin_client *client;
+    size_t number; /**< of the schedule; SCHEDULE_ORIGIN: the trainer */
+    holder who;    /**< of a holder */
+    loop_source wake;
+    fanin_session *session;
+    fanin_result *result; /**< of the trainer's last session that has ended */
+    uint64_t batch;       /**< bytes that it brings in some milliseconds */
+    uint64_t brought;     /**< bytes */
+    /* of a holder: what it says that it has */
+    bool asking, first, refused;
+    uint64_t version;
+    uint8_t *has;         /**< a byte a part */
+    uint32_t *missing;    /**< parts of a unit that it has not */
+    landed_range *ranges; /**< of one reply */
+} feed;
+
+/** One try to get a step. */
+typedef struct attempt {
+    fanin_relay *relay;
+    const fanin_pull_options *options;
+    deadline at;
+    uint64_t began_ns, step;
+    fanin_destination *from_origin, *from_holders;
+    pthread_mutex_t feeds_lock; /**< held while feeds come or end, and to wake them */
+    feed origin, **holders;
+    size_t n_holders, holder_capacity;
+    uint64_t seen; /**< of the list */
+    /* with the relay's lock */
+    schedule *schedule;
+    feed **bringers;  /**< who has brought each unit */
+    bool origin_gone; /**< it does not serve this step any more */
+    uint64_t gone_ns; /**< since */
+    fanin_error why_gone;
+    fanin_error failed; /**< nothing can go on */
+    uint64_t bytes_done;
+} attempt;
+
+void wake_up_fd(int fd);
+/** relay.c: tells the trainer how far it is, for statistics. */
+void relay_tell(fanin_relay *r);
+/** What is left of the attempt's time, at least 1. */
+uint32_t attempt_left_ms(const attempt *a);
+
+/* feeds.c */
+/** Starts reading from the trainer by the session that the feed has. */
+fanin_status feed_start_origin(attempt *a, fanin_session *session, fanin_error *error);
+/** Starts reading from a holder. */
+fanin_status feed_start_holder(attempt *a, const holder *who, fanin_error *error);
+/** Asks it to end; it does so on its own unless it is broken off. */
+void feed_stop(feed *l);
+void feed_break_off(feed *l);
+/** Waits for it, and frees what it has but itself, and the trainer's client and result. */
+void feed_end(feed *l);
+/** Wakes all that wait for something to be asked of them. */
+void feeds_wake(attempt *a);
+
+/* attempt.c */
+/** Gets the step of which @p session, which it ends, reads the trainer; the relay's parts are put
+    and fill. FANIN_OK: all is proven, and verified if the options say so. */
+fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error);
+void attempt_free(attempt *a);
+
+#endif

@@ -1,0 +1,504 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "inside.h"
+
+#include "error_set.h"
+#include "handing.h"
+#include "log_choice.h"
+#include "pull/result.h"
+#include "versioned.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define DRAIN_MS 100 /* what a server that goes lets others end */
+
+/* ----------------------------------------------------------------------- configuration */
+
+void fanin_relay_config_init(fanin_relay_config *config, size_t size)
+{
+    fanin_relay_config defaults = {0};
+    versioned_init(config, size, &defaults, sizeof defaults);
+}
+
+/* A copy that lasts as long as the relay; NULL of NULL, and without memory, which is noted. */
+static const char *keep_text(fanin_relay *r, const char *text, bool *good)
+{
+    char *copy = text ? strdup(text) : NULL;
+    if (text && !copy)
+        *good = false;
+    if (copy)
+        r->texts[r->n_texts++] = copy;
+    return copy;
+}
+
+static bool copy_configs(fanin_relay *r, const fanin_relay_config *from)
+{
+    fanin_client_config *c = &r->client_config;
+    fanin_server_config *s = &r->server_config;
+    bool good = true;
+    fanin_client_config_init(c, sizeof *c);
+    fanin_server_config_init(s, sizeof *s);
+    if ((from->client && !versioned_read(c, sizeof *c, from->client, 0)) ||
+        (from->server && !versioned_read(s, sizeof *s, from->server, 0)))
+        return false;
+    c->server_name = keep_text(r, c->server_name, &good);
+    c->secret_file = keep_text(r, c->secret_file, &good);
+    c->tls_cert = keep_text(r, c->tls_cert, &good);
+    c->tls_key = keep_text(r, c->tls_key, &good);
+    c->tls_ca = keep_text(r, c->tls_ca, &good);
+    s->bind = keep_text(r, s->bind, &good);
+    s->allow = keep_text(r, s->allow, &good);
+    s->secret_file = keep_text(r, s->secret_file, &good);
+    s->tls_cert = keep_text(r, s->tls_cert, &good);
+    s->tls_key = keep_text(r, s->tls_key, &good);
+    s->tls_ca = keep_text(r, s->tls_ca, &good);
+    s->name = "relay";
+    s->rank = 0;
+    s->world_size = 1;
+    s->base_port = 0;
+    s->flags |= FANIN_SERVER_RELAY;
+    return good;
+}
+
+static bool copy_addresses(fanin_relay *r, const char *const *addresses, size_t n)
+{
+    r->addresses = calloc(n, sizeof *r->addresses);
+    if (!r->addresses)
+        return false;
+    for (; r->n_addresses < n; r->n_addresses++) {
+        r->addresses[r->n_addresses] = strdup(addresses[r->n_addresses]);
+        if (!r->addresses[r->n_addresses])
+            return false;
+    }
+    return true;
+}
+
+static fanin_status init_relay(fanin_relay *r, const fanin_relay_config *given,
+                               const char *const *addresses, size_t n,
+                               fanin_error *error)
+{
+    fanin_relay_config config;
+    fanin_relay_config_init(&config, sizeof config);
+    if (given && !versioned_read(&config, sizeof config, given, 0))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the configuration's struct_size is not set");
+    if (!addresses || n == 0 || n > 65536)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "give between 1 and 65536 addresses");
+    for (size_t i = 0; i < n; i++) {
+        if (!addresses[i])
+            return error_set(error, FANIN_ERR_ARGUMENT, NULL, "address %zu is NULL", i);
+    }
+    r->unit_bytes = config.unit_bytes;
+    if (!copy_addresses(r, addresses, n) || !copy_configs(r, &config))
+        return error_set_memory(error);
+    fanin_client_config *c = &r->client_config;
+    fanin_status status = log_choose(&c->log, &c->log_cookie, error);
+    if (status != FANIN_OK)
+        return status;
+    r->log = log_of(c->log, c->log_cookie);
+    r->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (r->wake < 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
+                               "cannot create an eventfd");
+    status = fanin_client_create(c, &r->origin, error);
+    return status == FANIN_OK ? list_create(c, &r->log, r->wake, &r->list, error)
+                              : status;
+}
+
+fanin_status fanin_relay_create(const fanin_relay_config *config,
+                                const char *const *addresses, size_t n_addresses,
+                                fanin_relay **relay_out, fanin_error *error)
+{
+    if (!relay_out)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "relay_out is NULL");
+    fanin_relay *r = calloc(1, sizeof *r);
+    if (!r)
+        return error_set_memory(error);
+    r->pid = getpid();
+    r->wake = -1;
+    pthread_mutex_init(&r->lock, NULL);
+    fanin_status status = init_relay(r, config, addresses, n_addresses, error);
+    if (status != FANIN_OK)
+        fanin_relay_destroy(&r);
+    *relay_out = r;
+    return status;
+}
+
+/* ------------------------------------------------------------------------- handing on */
+
+static uint64_t count_handed_on(fanin_server *server)
+{
+    fanin_server_stats s = {.struct_size = sizeof s};
+    if (!server || fanin_server_get_stats(server, &s) != FANIN_OK)
+        return 0;
+    return s.bytes_streamed + s.bytes_cma + s.bytes_rdma + s.bytes_cuda_ipc;
+}
+
+/* Nobody reads the parts any more, and nothing is offered. */
+static void stop_handing_on(fanin_relay *r)
+{
+    list_withdraw(r->list);
+    if (r->server && r->is_put)
+        (void)!fanin_server_remove(r->server, r->publication, NULL, NULL);
+    r->is_put = false;
+}
+
+static void drop_server(fanin_relay *r)
+{
+    r->handed_on += count_handed_on(r->server);
+    r->is_put = false;
+    fanin_server_destroy(&r->server, DRAIN_MS);
+}
+
+/* One of the trainer's launch: its world id says of which the bytes are. */
+static fanin_status ensure_server(fanin_relay *r, const uint8_t world_id[16],
+                                  fanin_error *error)
+{
+    fanin_server_config config = r->server_config;
+    if (r->server && memcmp(r->world_id, world_id, sizeof r->world_id) == 0)
+        return FANIN_OK;
+    pthread_mutex_lock(&r->lock);
+    drop_server(r);
+    memcpy(r->world_id, world_id, sizeof r->world_id);
+    memcpy(config.world_id, world_id, sizeof config.world_id);
+    fanin_status status = fanin_server_create(&config, &r->server, error);
+    if (status == FANIN_OK)
+        r->self = handing_member(r->server);
+    pthread_mutex_unlock(&r->lock);
+    return status;
+}
+
+/* The parts as they are to be read by others, none of them yet. Before that nobody may read what is
+   about to be written. */
+static fanin_status publish_parts(fanin_relay *r, uint64_t step, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (r->is_put)
+        status = fanin_server_begin_update(r->server, r->publication, error);
+    else
+        status = fanin_server_put(r->server, r->publication, r->parts.own, r->parts.n,
+                                  true, error);
+    if (status != FANIN_OK)
+        return status;
+    r->is_put = true;
+    return handing_fill(r->server, r->publication, step, error);
+}
+
+/* ------------------------------------------------------------------------------ the list */
+
+static msg_offer numbers_of(fanin_relay *r)
+{
+    fanin_relay_stats s = {.struct_size = sizeof s};
+    fanin_relay_get_stats(r, &s);
+    return (msg_offer){.units = s.units,
+                       .landed = s.landed,
+                       .bytes_origin = s.bytes_from_origin,
+                       .bytes_relays = s.bytes_from_relays,
+                       .bytes_handed_on = s.bytes_handed_on,
+                       .late = s.late,
+                       .taken_over = s.taken_over};
+}
+
+void relay_tell(fanin_relay *r)
+{
+    msg_offer numbers = numbers_of(r);
+    list_tell(r->list, &numbers);
+}
+
+typedef struct ranked {
+    uint32_t rank;
+    const char *address;
+} ranked;
+
+static int compare_ranked(const void *a, const void *b)
+{
+    uint32_t x = ((const ranked *)a)->rank, y = ((const ranked *)b)->rank;
+    return (x > y) - (x < y);
+}
+
+/* To the first of the ranks, in their order, of those that are there. */
+static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *error)
+{
+    msg_offer m = numbers_of(r);
+    size_t n = 0;
+    ranked *ranks = calloc(r->n_addresses, sizeof *ranks);
+    const char **texts = calloc(r->n_addresses, sizeof *texts);
+    for (size_t i = 0; ranks && texts && i < r->origin->n_peers; i++) {
+        const connection *c = r->origin->peers[i].control;
+        if (connection_known(c))
+            ranks[n++] = (ranked){connection_peer(c)->rank, connection_text(c)};
+    }
+    if (n > 0)
+        qsort(ranks, n, sizeof *ranks, compare_ranked);
+    for (size_t i = 0; i < n; i++)
+        texts[i] = ranks[i].address;
+    snprintf(m.publication, sizeof m.publication, "%s", r->publication);
+    m.step = step;
+    memcpy(m.holding, r->parts.holding.bytes, sizeof m.holding);
+    m.port = fanin_server_port(r->server);
+    memcpy(m.incarnation, r->self.id, sizeof m.incarnation);
+    snprintf(m.host, sizeof m.host, "%s", handing_host(r->server));
+    m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
+    bool good = n > 0 && list_offer(r->list, r->world_id, texts, n, &m);
+    free(ranks);
+    free(texts);
+    return good ? FANIN_OK : error_set_memory(error);
+}
+
+/* -------------------------------------------------------------------------- the pull */
+
+/* The tensors' parts, unless they are those that are published. */
+static fanin_status take_parts(fanin_relay *r, const fanin_pull_options *options,
+                               const fanin_tensor *tensors, size_t count,
+                               fanin_error *error)
+{
+    parts next;
+    fanin_status status = parts_cut(&next, tensors, count, r->unit_bytes, error);
+    if (status != FANIN_OK)
+        return status;
+    bool same = r->is_put && strcmp(r->publication, options->publication) == 0 &&
+                parts_same_memory(&r->parts, &next);
+    if (!same)
+        stop_handing_on(r);
+    parts_free(&r->parts);
+    r->parts = next;
+    snprintf(r->publication, sizeof r->publication, "%s", options->publication);
+    pthread_mutex_lock(&r->lock);
+    r->stats.units = next.n_units;
+    r->stats.landed = r->stats.late = r->stats.taken_over = r->stats.holders = 0;
+    pthread_mutex_unlock(&r->lock);
+    return FANIN_OK;
+}
+
+static const msg_hello_ok *hello_of(const fanin_client *client)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (peer_ready(&client->peers[i]))
+            return connection_peer(client->peers[i].control);
+    }
+    return NULL;
+}
+
+static fanin_status connect_origin(fanin_relay *r, const attempt *a, fanin_error *error)
+{
+    if (r->origin->connected)
+        return FANIN_OK;
+    uint32_t left = attempt_left_ms(a);
+    return fanin_client_connect(r->origin, (const char *const *)r->addresses,
+                                r->n_addresses, left, error);
+}
+
+/* The trainer says which step; what is published here is made ready for it. */
+static fanin_status begin_attempt(attempt *a, const fanin_pull_options *options,
+                                  fanin_session **session, fanin_error *error)
+{
+    fanin_relay *r = a->relay;
+    fanin_pull_options o = *options;
+    o.timeout_ms = attempt_left_ms(a);
+    o.progress = NULL;
+    o.rank_progress = NULL;
+    fanin_status status =
+        fanin_client_begin(r->origin, &o, r->parts.origin, r->parts.n, session, error);
+    if (status != FANIN_OK)
+        return status;
+    a->step = fanin_session_step(*session);
+    const msg_hello_ok *hello = hello_of(r->origin);
+    if (!hello)
+        return error_set(error, FANIN_ERR_CLOSED, NULL, "all ranks are gone");
+    status = ensure_server(r, hello->world_id, error);
+    if (status == FANIN_OK)
+        status = publish_parts(r, a->step, error);
+    return status == FANIN_OK ? offer_parts(r, a->step, error) : status;
+}
+
+static fanin_status try_once(attempt *a, fanin_error *error)
+{
+    fanin_session *session = NULL;
+    fanin_status status = begin_attempt(a, a->options, &session, error);
+    if (status == FANIN_OK)
+        return attempt_run(a, session, error);
+    fanin_session_abandon(&session);
+    return status;
+}
+
+/* The trainer has moved on, and what others hold of the step is not all of it. */
+static bool may_begin_again(const attempt *a, const fanin_result_info *so_far,
+                            fanin_status why)
+{
+    const fanin_pull_options *o = a->options;
+    if (why != FANIN_ERR_SUPERSEDED && why != FANIN_ERR_STALE &&
+        why != FANIN_ERR_CLOSED && why != FANIN_ERR_UNREACHABLE)
+        return false;
+    bool begun = a->schedule != NULL;
+    return begun && o->rule != FANIN_STEP_EXACT && !deadline_passed(a->at) &&
+           (o->max_attempts == 0 || so_far->stale + 1 < o->max_attempts);
+}
+
+static fanin_status make_result(attempt *a, fanin_result_info *info, size_t tensors,
+                                fanin_result **out, fanin_error *error)
+{
+    const parts *p = &a->relay->parts;
+    uint64_t relayed = 0;
+    size_t from = 0;
+    char how[64] = "";
+    for (size_t u = 0; u < p->n_units; u++)
+        relayed += a->bringers[u] != &a->origin ? p->unit_size[u] : 0;
+    for (size_t i = 0; i < a->n_holders; i++)
+        from += a->holders[i]->brought > 0;
+    snprintf(how, sizeof how, "%u %% from %zu relays",
+             (unsigned)(100 * (double)relayed / (double)p->bytes), from);
+    info->step = a->step;
+    memcpy(info->world_id, a->relay->world_id, sizeof info->world_id);
+    info->bytes = p->bytes;
+    info->tensors = tensors;
+    info->verified = a->options->verify;
+    info->total_ns = clock_ns() - a->began_ns;
+    *out = result_of_several(a->origin.result, info, how);
+    a->origin.result = NULL;
+    return *out ? FANIN_OK : error_set_memory(error);
+}
+
+static fanin_status pull_by_attempts(fanin_relay *r, const fanin_pull_options *options,
+                                     size_t tensors, fanin_result **result,
+                                     fanin_error *error)
+{
+    uint64_t began = clock_ns();
+    fanin_result_info info = {.struct_size = sizeof info};
+    for (;;) {
+        fanin_error why = FANIN_ERROR_INIT;
+        attempt a = {.relay = r,
+                     .options = options,
+                     .began_ns = began,
+                     .at = began + (uint64_t)options->timeout_ms * MS};
+        fanin_status status = connect_origin(r, &a, &why);
+        if (status == FANIN_OK)
+            status = try_once(&a, &why);
+        bool again = status != FANIN_OK && may_begin_again(&a, &info, status);
+        if (status == FANIN_OK)
+            status = make_result(&a, &info, tensors, result, &why);
+        attempt_free(&a);
+        if (!again)
+            return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
+        info.restarts++;
+        info.stale++;
+        log_write(&r->log, FANIN_LOG_DEBUG, "restart", "%s", why.message);
+    }
+}
+
+static fanin_status check_relay(const fanin_relay *r, fanin_error *error)
+{
+    error_place place = {.remedy = "create a relay of its own in the child"};
+    if (!r)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the relay is NULL");
+    if (r->pid == getpid())
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_FORKED, &place,
+                     "the relay belongs to the parent process %d", (int)r->pid);
+}
+
+static fanin_status check_options(const fanin_pull_options *given,
+                                  fanin_pull_options *out, fanin_error *error)
+{
+    fanin_pull_options_init(out, sizeof *out);
+    if (!versioned_read(out, sizeof *out, given, 0))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the options are NULL or their struct_size is not set");
+    if (!out->publication ||
+        strlen(out->publication) >= sizeof((fanin_relay *)0)->publication)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the publication's name is missing or malformed");
+    if (out->timeout_ms == 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "timeout_ms must not be 0: every pull has a deadline");
+    return FANIN_OK;
+}
+
+fanin_status fanin_relay_pull_into(fanin_relay *relay,
+                                   const fanin_pull_options *options,
+                                   const fanin_tensor *tensors, size_t count,
+                                   fanin_result **result_out, fanin_error *error)
+{
+    fanin_pull_options o;
+    fanin_result *result = NULL;
+    fanin_status status = check_relay(relay, error);
+    if (status == FANIN_OK)
+        status = check_options(options, &o, error);
+    if (status != FANIN_OK)
+        return status;
+    if (atomic_exchange(&relay->busy, true))
+        return error_set(error, FANIN_ERR_STATE, NULL,
+                         "another thread pulls by this relay");
+    status = take_parts(relay, &o, tensors, count, error);
+    if (status == FANIN_OK)
+        status = pull_by_attempts(relay, &o, count, &result, error);
+    if (status == FANIN_OK)
+        relay_tell(relay);
+    else
+        stop_handing_on(relay);
+    atomic_store(&relay->busy, false);
+    if (result_out)
+        *result_out = result;
+    else
+        fanin_result_free(&result);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------ the rest */
+
+void fanin_relay_release(fanin_relay *relay)
+{
+    if (check_relay(relay, NULL) == FANIN_OK)
+        stop_handing_on(relay);
+}
+
+void fanin_relay_cancel(fanin_relay *relay)
+{
+    if (!relay || relay->pid != getpid())
+        return;
+    int saved = errno;
+    atomic_store(&relay->cancelled, true);
+    wake_up_fd(relay->wake);
+    fanin_client_cancel(relay->origin);
+    errno = saved;
+}
+
+void fanin_relay_get_stats(fanin_relay *relay, fanin_relay_stats *stats)
+{
+    fanin_relay_stats s = {0};
+    if (check_relay(relay, NULL) == FANIN_OK) {
+        pthread_mutex_lock(&relay->lock);
+        s = relay->stats;
+        s.bytes_handed_on = relay->handed_on + count_handed_on(relay->server);
+        pthread_mutex_unlock(&relay->lock);
+    }
+    versioned_write(stats, &s, sizeof s);
+}
+
+void fanin_relay_destroy(fanin_relay **relay)
+{
+    if (!relay || !*relay)
+        return;
+    fanin_relay *r = *relay;
+    *relay = NULL;
+    if (r->pid != getpid())
+        return;
+    if (r->list)
+        stop_handing_on(r);
+    list_destroy(&r->list);
+    fanin_server_destroy(&r->server, DRAIN_MS);
+    fanin_client_destroy(&r->origin);
+    if (r->wake >= 0)
+        close(r->wake);
+    parts_free(&r->parts);
+    for (size_t i = 0; i < r->n_texts; i++)
+        free(r->texts[i]);
+    for (size_t i = 0; i < r->n_addresses; i++)
+        free(r->addresses[i]);
+    free(r->addresses);
+    pthread_mutex_destroy(&r->lock);
+    free(r);
+}
