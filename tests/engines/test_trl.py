@@ -8,14 +8,19 @@ completions are compared with the trainer's for the same tokens, at every step.
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fanin
+import fanin.check
 import pytest
 from fanin.info import addresses_of
+from merged import pulled, same
 from models import WEIGHTS, same_tensors
+from quantized import CHANNEL, whole_in_fp8
 from safetensors.torch import load_file
 from vllm_server import VllmServer, free_ports, save_model
 from worlds import Child, World, child
@@ -197,6 +202,47 @@ class TestWholeModels:
             assert one.wait() == 0
 
 
+def test_grpo_generates_with_a_merged_adapter_in_fp8(tmp_path: pathlib.Path) -> None:
+    """Each step is the rule applied to what PEFT merges of the live model; vLLM runs it, which
+    began with random values."""
+    info = tmp_path / "fp8" / "info"
+    told = json.dumps({"quantization_config": CHANNEL})
+    engine = ("--hf-overrides", told, "--load-format", "dummy")
+    backend = ("--weight-transfer-config", '{"backend": "fanin"}')
+    publish = {"weights": "full", "merge": True, "quantize": CHANNEL}
+    options = {"lora": True, "driven": True, "info": str(info), "publish": publish}
+    with contextlib.ExitStack() as stack:
+        place = Place(tmp_path, *engine, *backend, lora=False).serve(stack)
+        one = stack.enter_context(place.trial("fp8", **options))
+        one.expect("ready", PATIENCE)
+        for step in range(1, STEPS + 1):
+            assert one.expect("step", PATIENCE)["published"] == step
+            saved = tmp_path / f"saved-{step}"
+            one.tell("save", directory=str(saved))
+            one.expect("done")
+            merged = load_file(saved / "model.safetensors")
+            trainer = SimpleNamespace(addresses=addresses_of(info))
+            same(pulled(trainer), whole_in_fp8(merged, "_scale", block=None))
+            one.tell("go")
+        one.expect("trained", PATIENCE)
+        assert place.engine is not None
+        # The last completions were made before the last step. The judge compares with the last.
+        version = place.engine.ask("GET", "/weight_info")["weight_version"]
+        assert version == f"step-{STEPS - 1}"
+        for path, body in (
+            ("/pause?mode=keep", None),
+            ("/start_weight_update", None),
+            ("/update_weights", {"update_info": {"step": STEPS}}),
+            ("/finish_weight_update", {"weight_version": f"step-{STEPS}"}),
+            ("/resume", None),
+        ):
+            place.engine.ask("POST", path, body, 120)
+        report = fanin.check.weights(place.engine.url, STEPS)
+        assert report.modules and not report.unseen
+        one.tell("exit")
+        assert one.wait() == 0
+
+
 # ---------------------------------------------------------------- trainers that only train
 
 
@@ -205,7 +251,7 @@ def test_sft_publishes_each_step(tmp_path: pathlib.Path, snapshot: bool) -> None
     place, name = Place(tmp_path), "sft"
     info = place.scratch / name / "info"
     with place.trial(
-        name, trainer="sft", steps=2, driven=True, info=str(info), snapshot=snapshot
+        name, trainer="sft", steps=2, driven=True, info=str(info), publish={"snapshot": snapshot}
     ) as one:
         one.expect("ready", PATIENCE)
         for step in (1, 2):

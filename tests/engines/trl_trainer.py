@@ -8,6 +8,7 @@ far vLLM's log probabilities of its own completions are from the trainer's for t
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -38,7 +39,7 @@ class Trial:
         model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options["model"])
         tokenizer.pad_token = tokenizer.eos_token
-        more = {"snapshot": True} if options.get("snapshot") else {}
+        more = options.get("publish", {})
         self.publish = PublishCallback(base_port=0, info=options.get("info"), **more)
         make = self.grpo if options["trainer"] == "grpo" else self.sft
         column = "prompt" if options["trainer"] == "grpo" else "text"
@@ -136,8 +137,11 @@ class Trial:
             self.control.say("done")
 
     def save(self, directory: str) -> None:
+        model = self.trainer.model
+        if self.options.get("publish", {}).get("merge"):
+            model = copy.deepcopy(model).merge_and_unload()
         if self.trainer.accelerator.is_main_process:
-            self.trainer.model.save_pretrained(directory)
+            model.save_pretrained(directory)
 
     def run(self) -> None:
         self.trainer.train()
