@@ -16,12 +16,7 @@ from typing import Any
 from fanin._dtypes import dtype_name
 from fanin._options import handed_on
 from fanin.client import Client
-from fanin.errors import (
-    ConnectionFailedError,
-    NotFoundError,
-    PeerError,
-    PullTimeoutError,
-)
+from fanin.errors import ConnectionFailedError, NotFoundError, PeerError, PullTimeoutError
 from fanin.info import join_address
 from fanin.parameter_server import ALL, TensorInfo
 
@@ -61,19 +56,14 @@ class ParameterClient:
         tcp_only: bool = False,
         **more: Any,
     ) -> None:
-        own = ("server_name", "path", "use_unix", "use_ucx")
+        own: dict[str, Any] = {"server_name": server_name, "path": "stream" if tcp_only else "auto"}
+        own |= {"use_unix": not tcp_only, "use_ucx": not tcp_only}
         more = handed_on("ParameterClient", Client, more, *own)
         self.name, self.server_name, self.device, self.timeout = name, server_name, device, timeout
         self.catalog: dict[str, TensorInfo] = {}
         self.step = 0
         self._lock = threading.Lock()
-        self._client = Client(
-            server_name=server_name,
-            path="stream" if tcp_only else "auto",
-            use_unix=not tcp_only,
-            use_ucx=not tcp_only,
-            **more,
-        )
+        self._client = Client(**own, **more)
         try:
             self._connect(join_address(server_ip, server_port))
             self.refresh_catalog()

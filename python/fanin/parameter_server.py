@@ -76,24 +76,16 @@ class ParameterServer:
         snapshot: bool | None = None,
         **more: Any,
     ) -> None:
-        own = ("world_id", "rank", "world_size", "name", "base_port", "open", "use_ucx")
-        given = handed_on("ParameterServer", Server, more, *own)
+        own: dict[str, Any] = {"world_id": os.urandom(16), "rank": 0, "world_size": 1, "name": name}
+        own |= {"base_port": port, "use_ucx": not tcp_only}
+        given = handed_on("ParameterServer", Server, more, *own, "open")
         told = {name: given.pop(name, None) for name in options_of(Configured)}
         # What the server itself finds in the environment is not for this to judge.
         environ = {**os.environ, "FANIN_CAST": "", **dict.fromkeys(VARIABLES.values(), "")}
         config = trainer_config(environ=environ, snapshot=snapshot, **told)
-        address = config.bind or "127.0.0.1"
-        self._server = Server(
-            world_id=os.urandom(16),
-            rank=0,
-            world_size=1,
-            name=name,
-            base_port=port,
-            open=not is_loopback(address),
-            use_ucx=not tcp_only,
-            **{**{one: getattr(config, one) for one in told}, "bind": address},
-            **given,
-        )
+        told = {name: getattr(config, name) for name in told}
+        told["bind"] = config.bind or "127.0.0.1"
+        self._server = Server(**own, **told, **given, open=not is_loopback(told["bind"]))
         self.name, self.port = name, self._server.port
         self.step = -1  # the last one
         self._snapshot = config.snapshot
@@ -104,7 +96,8 @@ class ParameterServer:
         self._updating = False
         self._torn = False  # half-written: in updating(), or after its exception
         self._stream: Stream | None = None  # whose work the last commit waits for
-        self._changed()  # step 0 has no tensors
+        with self._changing():
+            pass  # step 0 has no tensors
 
     def put(self, key: str, tensor: Any) -> None:
         """Registers *tensor*, a PyTorch tensor or NumPy array, and publishes it.
@@ -112,11 +105,10 @@ class ParameterServer:
         Put many tensors inside one :meth:`updating`. Blocks at most the lease. Raises ValueError if
         the key is there already, RequestError if the memory cannot be served.
         """
-        with self._lock:
+        with self._changing():
             if key in self._tensors:
                 raise ValueError(f"key {key!r} is there already: update() replaces a tensor")
             self._register({key: tensor})
-            self._changed()
 
     def update(self, key: str, tensor: Any) -> None:
         """Puts another *tensor* in the place of the key's, and publishes it.
@@ -124,11 +116,10 @@ class ParameterServer:
         Blocks at most the lease. Raises KeyError if the key is not there, RequestError as
         :meth:`put`.
         """
-        with self._lock:
+        with self._changing():
             if key not in self._tensors:
                 raise KeyError(f"no key {key!r}: put() adds a tensor")
             self._register({key: tensor})
-            self._changed()
 
     def _register(self, tensors: dict[str, Any]) -> None:
         shards = [shard_of(key, tensor) for key, tensor in tensors.items()]
@@ -141,17 +132,19 @@ class ParameterServer:
 
         Blocks at most the lease. Raises KeyError if the key is not there.
         """
-        with self._lock:
+        with self._changing():
             if key not in self._tensors:
                 raise KeyError(f"no key {key!r}")
             self._server.remove(ALL, key)
             del self._tensors[key]
-            self._changed()
 
-    def _changed(self) -> None:
-        if not self._torn:
-            self._server.begin_update(ALL)
-            self._commit()
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            yield
+            if not self._torn:
+                self._server.begin_update(ALL)
+                self._commit()
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
