@@ -19,6 +19,7 @@ the rank, the tensor's key and the address at fault, and what to do about it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 __all__ = [
@@ -42,6 +43,14 @@ __all__ = [
 ]
 
 _Error = TypeVar("_Error", bound="FaninError")
+
+
+def first_of(what: Iterable[object], most: int = 4, between: str = ", ") -> str:
+    """The first few of a list, and how many more there are."""
+    told = [str(one) for one in what]
+    more = f" and {len(told) - most} more" if len(told) > most else ""
+    return between.join(told[:most]) + more
+
 
 _NAMES = {
     -100: "FANIN_ERR_ARGUMENT",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fanin.errors import PeerError, RequestError
+from fanin.errors import PeerError, RequestError, first_of
 
 __all__ = [
     "AdapterFacts",
@@ -53,7 +53,6 @@ _LORA_BIAS = re.compile(r"\.lora_[AB](?:\.[^.]+)?\.bias$")
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector(?:\.|$)")
 _LORA = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.|$)")
 
-_NAMED = 3  # tensors in an error
 _MIXED_FLAG = "--enable-mixed-moe-lora-format"
 
 
@@ -261,11 +260,9 @@ def check_places(facts: AdapterFacts, answers: Iterable[Mapping[str, Any]], run:
     if not strange:
         return
     names = [(facts.tensors[number][0], strange[number]) for number in sorted(strange)]
-    more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise RequestError.make(
         f"run {run}: {len(names)} of {len(facts.tensors)} tensors have no place in this engine: "
-        + "; ".join(f"{name} ({why})" for name, why in names[:_NAMED])
-        + more,
+        + first_of((f"{name} ({why})" for name, why in names), 3, "; "),
         "serve the adapter's base model; AdapterServer(names=...) publishes under other names, and"
         " --lora-target-modules says which modules have LoRA",
         key=names[0][0],

@@ -21,6 +21,7 @@ from fanin.errors import (
     PullTimeoutError,
     StateError,
     UnreachableError,
+    first_of,
 )
 
 from .driver import Driver, Pulled
@@ -390,8 +391,7 @@ class EngineSync:
             report = getattr(error, "report", None)
             if report is None or not report.only_rounded or self.plan.options.verify is True:
                 raise
-            more = f" and {len(report.different) - 1} more" if len(report.different) > 1 else ""
-            self._add_note(f"{report.different[0]}{more}")
+            self._add_note(first_of(report.different, 1))
             return int(report.tensors)
 
     def _same_launch(self, pulled: Pulled) -> None:

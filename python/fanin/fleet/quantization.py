@@ -8,14 +8,14 @@ run's metadata has its ``quantization_config``, whose keys are Hugging Face's.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fanin._quantization import LISTS, is_fit
 from fanin._served import tells_digests
 from fanin.engine.trainers import Published
-from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError
+from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, first_of
 from fanin.mapping._quantized import read_quantization
 
 __all__ = ["Run", "Wanted", "chosen", "look_for", "wanted_of"]
@@ -156,7 +156,7 @@ def chosen(published: Mapping[str, Published], wanted: Wanted, own: str) -> Run:
     if fit and wanted.keys is not None:
         torn = {one.name: _quantized(published[one.name], wanted.skip) for one in fit}
         fit = [one for one in fit if not torn[one.name]]
-        why += [f"full:{name} quantizes {_few(all_)}" for name, all_ in torn.items() if all_]
+        why += [f"full:{name} quantizes {first_of(all_)}" for name, all_ in torn.items() if all_]
     if len(fit) == 1:
         return fit[0]
     for one in fit:
@@ -197,11 +197,6 @@ def _quantized(published: Published, skip: Sequence[str]) -> list[str]:
     names = (entry.name for entry in published.entries if entry.dtype.startswith("F8_"))
     modules = [name.removesuffix(".weight") for name in names]
     return [one for one in modules if any(is_fit(entry, one) for entry in skip)]
-
-
-def _few(names: Iterable[str]) -> str:
-    known = list(names)
-    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
 
 
 def _line(wanted: Wanted, run: str) -> str:

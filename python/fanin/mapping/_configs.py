@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fanin.errors import PeerError, RequestError
+from fanin.errors import PeerError, RequestError, first_of
 
 __all__ = ["config_differences", "enlarged", "refuse_other_config"]
 
-_SHOWN = 8
 
 # What is known to change no logit: names, types of memory, tokens' numbers, training, generation.
 _IGNORED = re.compile(
@@ -75,9 +74,8 @@ def refuse_other_config(text: str | None, engine: Any) -> None:
         )
     found = config_differences(published, engine)
     if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise RequestError.make(
-            "the trainer's configuration is not the engine's: " + "; ".join(found[:_SHOWN]) + more,
+            f"the trainer's configuration is not the engine's: {first_of(found, 8, '; ')}",
             "start the engine with the configuration that is trained, or init with "
             '{"config": "ignore"} if the difference is meant',
             key=found[0].partition(" ")[0],

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fanin._cover import Gap, Parts, gap_text, uncovered
-from fanin.errors import PeerError, StateError
+from fanin.errors import PeerError, StateError, first_of
 
 __all__ = ["Missed", "Taken", "missed", "refuse_missed", "taken_of"]
 
-_SHOWN = 3
 
 Taken = tuple[tuple[Parts, tuple[str, ...]], ...]
 """Blocks, and the published tensors of which a rank takes these and no more; alike for many."""
@@ -82,8 +81,5 @@ def refuse_missed(found: Iterable[Missed], remedy: str) -> None:
     listed = sorted(found, key=lambda one: (one.gap is not None, one.name))
     if not listed:
         return
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    what = ", ".join(map(str, listed[:_SHOWN]))
-    raise PeerError.make(
-        f"published, and the model takes nothing of it: {what}{more}", remedy, key=listed[0].name
-    )
+    what = f"published, and the model takes nothing of it: {first_of(listed, 3)}"
+    raise PeerError.make(what, remedy, key=listed[0].name)

@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fanin.errors import RequestError
+from fanin.errors import RequestError, first_of
 
 __all__ = ["MappingError", "Refusal"]
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +49,7 @@ class MappingError(RequestError):
     @classmethod
     def of(cls, refusals: Sequence[Refusal], remedy: str = "") -> MappingError:
         """One error for everything that was found; it names the first few."""
-        shown = "; ".join(map(str, refusals[:_SHOWN]))
-        if len(refusals) > _SHOWN:
-            shown += f"; and {len(refusals) - _SHOWN} more"
+        shown = first_of(refusals, 5, "; ")
         error = cls.make(shown, remedy, key=refusals[0].tensor, phase="mapping")
         error.refusals = tuple(refusals)
         return error

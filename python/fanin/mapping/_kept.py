@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from fanin.errors import RequestError, StateError
+from fanin.errors import RequestError, StateError, first_of
 
 if TYPE_CHECKING:
     from fanin.mapping._record import Recording
@@ -74,9 +74,8 @@ def refuse_published(recording: Recording, kept: frozenset[str]) -> None:
     """Raises RequestError if something that is published goes into what is kept."""
     names = recording.into(kept)
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RequestError.make(
-            f"keep names what '{names[0]}'{more} of the trainer fills",
+            f"keep names what {first_of(map(repr, names), 1)} of the trainer fills",
             "keep what nobody publishes, and no more",
             key="keep",
         )

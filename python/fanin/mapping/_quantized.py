@@ -8,11 +8,11 @@ of both, Hugging Face's ``quantization_config``, say why it does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fanin._quantization import LISTS, QUANTIZATION, scale_of
-from fanin.errors import PeerError, RequestError
+from fanin.errors import PeerError, RequestError, first_of
 
 if TYPE_CHECKING:
     from fanin.mapping._record import Described, Recording
@@ -26,7 +26,7 @@ __all__ = [
 
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _SKIPPED = "the trainer's skip_modules"
-_SHOWN, _WIDE = 4, 600
+_WIDE = 600
 
 
 def read_quantization(text: str | None) -> dict[str, Any] | None:
@@ -141,13 +141,13 @@ def explained(
     of = next((name for name in LISTS if name in (engine or {})), LISTS[0])
     said, ways = [], []
     if mine:
-        said.append(f"this engine quantizes what the trainer leaves as it is: {_listed(mine)}")
+        said.append(f"this engine quantizes what the trainer leaves as it is: {first_of(mine)}")
         ways.append(f"add them to {of} of the engine, or take them out of {_SKIPPED}")
         if not scaled:
             same = "start the engine without a quantization_config"
             ways = ['let the trainer quantize: WeightServer(quantize="fp8")']
     if theirs:
-        said.append(f"the trainer quantizes what this engine leaves as it is: {_listed(theirs)}")
+        said.append(f"the trainer quantizes what this engine leaves as it is: {first_of(theirs)}")
         if engine:
             ways.append(f"take them out of {of} of the engine, or add them to {_SKIPPED}")
     if failed and not said:
@@ -157,12 +157,6 @@ def explained(
     remedy = "; or ".join([same, *ways])
     key = next(iter({**mine, **theirs}), "")
     return RequestError.make("; ".join(said), remedy, key=key, phase="mapping")
-
-
-def _listed(names: Iterable[str]) -> str:
-    known = list(names)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return ", ".join(known[:_SHOWN]) + more
 
 
 def _short(config: Mapping[str, Any]) -> str:

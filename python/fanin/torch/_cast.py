@@ -11,7 +11,7 @@ from fnmatch import translate
 
 from fanin._quantization import SCALES, WEIGHT
 from fanin._tensors import Shard
-from fanin.errors import RequestError
+from fanin.errors import RequestError, first_of
 
 Cast = str | Mapping[str, str | None]
 """A dtype for every F32 tensor, or by patterns of published names: the first that fits decides,
@@ -58,11 +58,10 @@ class Casting:
         rounded = {name for name in kept if self.dtype and not self.keeps(name, kept)}
         if rounded:
             _log.warning(
-                "cast= rounds to %s what the model keeps in F32: %s%s. Leave its pattern out "
+                "cast= rounds to %s what the model keeps in F32: %s. Leave its pattern out "
                 "unless engines want it so",
                 self.dtype,
-                ", ".join(sorted(rounded)[:4]),
-                f" and {len(rounded) - 4} more" if len(rounded) > 4 else "",
+                first_of(sorted(rounded)),
             )
         return rounded
 

@@ -17,7 +17,7 @@ import torch
 from fanin._options import Publishing, Serving, option, options_of
 from fanin._served import publication_for
 from fanin._tensors import Shard
-from fanin.errors import FaninError, NotFoundError, RequestError, StateError
+from fanin.errors import FaninError, NotFoundError, RequestError, StateError, first_of
 from fanin.info import TrainerInfo, join_address, secret_here, write_info
 from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Casting
@@ -641,12 +641,11 @@ class Publisher:
         for run in written:
             self._withdraw(run)
         others = [run.publication for run in written if run is not first]
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         too = f", and so are those of {', '.join(others)}" if others else ""
         raise StateError.make(
-            f"'{paths[0]}'{more} of {first.publication} was written outside of updating() after "
-            f"step {first.step} was published: its readers may have got half of what was "
-            f"written. The step is withdrawn{too}",
+            f"{first_of(map(repr, paths), 1)} of {first.publication} was written outside of "
+            f"updating() after step {first.step} was published: its readers may have got half of "
+            f"what was written. The step is withdrawn{too}",
             "write parameters inside: with server.updating(step): optimizer.step(); or make "
             "the server with snapshot=True, which publishes copies",
             key=first.publication,

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fanin.errors import PeerError, RequestError, StateError
+from fanin.errors import PeerError, RequestError, StateError, first_of
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
 from fanin.vllm.patches import require_version
 
@@ -392,14 +392,11 @@ def require_filled(model: Any, remedy: str) -> None:
     """
     missing = _unloaded(model)
     if missing:
-        more = f" and {len(missing) - 4} more modules" if len(missing) > 4 else ""
-        what = f"nothing that is published fills {', '.join(missing[:4])}{more}"
+        what = f"nothing that is published fills {first_of(missing)}"
         raise PeerError.make(what, remedy, key=missing[0])
     partly = _partly(model)
     if partly:
-        more = f"; and {len(partly) - 4} more" if len(partly) > 4 else ""
-        what = "; ".join(map(str, partly[:4])) + more
-        raise PeerError.make(what, remedy, key=partly[0].module)
+        raise PeerError.make(first_of(partly, 4, "; "), remedy, key=partly[0].module)
 
 
 def widened(model: Any) -> list[Any]:
