@@ -138,6 +138,7 @@ static void *run(void *cookie)
         int n = epoll_wait(c->epoll, events, EVENTS, timeout);
         for (int i = 0; i < n; i++)
             dispatch(c, &events[i]);
+        lists_look(c);
         if (deadline_passed(due))
             tick(c);
         if (c->ucx_again)
@@ -172,6 +173,7 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
         return error_set_memory(error);
     c->server = s;
     c->due = c->rest_until = UINT64_MAX;
+    c->lists_floor = 1; /* 0 is the version of who knows none */
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
     fanin_status status;
     s->control = c;

@@ -41,6 +41,10 @@ static fanin_status dispatch(session *s, const frame *f, body *in)
         return handle_end(s, f->request, in);
     case MSG_WATCH:
         return handle_watch(s, f->request, in);
+    case MSG_OFFER:
+        return handle_offer(s, f->request, in);
+    case MSG_HOLDERS:
+        return handle_holders(s, f->request, in);
     case MSG_LANDED:
         return handle_landed(s, f->request, in);
     case MSG_PING:

@@ -11,31 +11,44 @@
 #include "control/session.h"
 
 #define SESSION_PARKED 16 /**< requests (PROTOCOL.md, "Limits") */
+#define SESSION_OFFERS 16 /**< of as many publications */
 #define NEWS_EVERY_MS 20  /**< a session is told news at most once in so long */
 
 typedef struct parked {
     message_type type; /**< MSG_LANDED or MSG_HOLDERS; 0: this place is free */
     uint64_t request;
     deadline at;
-    msg_landed landed;
+    uint64_t version;  /**< that the client knows */
+    uint8_t token[16]; /**< of landed */
+    holder_list *list; /**< of holders */
 } parked;
+
+typedef struct offer {
+    msg_offer m;
+    holder_list *list; /**< that it is in; NULL: this place is free */
+} offer;
 
 /** What a session has that asks for relays. */
 typedef struct relay_part {
-    unsigned n_parked,
-        n_landed; /**< in all; of these, those that the server's listeners count */
-    bool stirred; /**< there may be news */
+    unsigned n_parked, n_offers;
+    unsigned n_landed;    /**< of those parked: the server's listeners count them */
+    bool stirred;         /**< there may be news */
     deadline quiet_until; /**< no news before */
     parked parked[SESSION_PARKED];
+    offer offers[SESSION_OFFERS];
 } relay_part;
 
 /** The session's, made with the first. NULL: no memory, and the peer is told. */
 relay_part *relay_part_of(session *s, uint64_t request);
+/** Of it, and of what is in lists. */
+size_t relay_part_memory(const session *s);
 /** With the session. */
 void relay_part_free(session *s);
 
-/** Answers @p q now, or parks it; full: LIMIT. */
+/** Answers @p q now, or parks it; full: LIMIT. Its list is given back then, or with its end. */
 void park_or_answer(session *s, const parked *q);
+/** Sessions that wait for lists are looked at again, if any has changed. */
+void lists_look(struct control *c);
 /** There may be news for the session's parked requests. */
 void parked_stir(session *s);
 /** Whether a change of a publication may be news for it. */
@@ -52,7 +65,17 @@ void parked_cancel(session *s);
 /** Whether the session is of use while it is silent. */
 bool parked_lives(const session *s);
 
-/* --------------------------------------------------------------- what is asked */
+/* ------------------------------------------------------- what is asked: holders.c */
+
+fanin_status handle_offer(session *s, uint64_t request, body *in);
+fanin_status handle_holders(session *s, uint64_t request, body *in);
+bool answer_holders(session *s, const parked *q, bool is_over);
+/** Takes the session out of all lists. */
+void offers_withdraw(session *s);
+/** It has entered it by a request. */
+void list_leave(struct control *c, holder_list *l);
+
+/* -------------------------------------------------------- what is asked: landed.c */
 
 fanin_status handle_landed(session *s, uint64_t request, body *in);
 /** Answers if there are news, or @p is_over; false: there is nothing to say yet. */

@@ -20,8 +20,7 @@
 bool session_account(session *s)
 {
     size_t memory = sizeof *s + sizeof(reader) + s->in.bytes.capacity +
-                    s->out.bytes.capacity + tls_memory(s->tls) +
-                    (s->relays ? sizeof *s->relays : 0);
+                    s->out.bytes.capacity + tls_memory(s->tls) + relay_part_memory(s);
     return memory_account(s->control->server, s->from, &s->memory, memory);
 }
 

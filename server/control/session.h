@@ -96,6 +96,8 @@ typedef struct session {
     struct relay_part *relays; /**< parked.h; NULL: it never asked for relays */
 } session;
 
+typedef struct holder_list holder_list;
+
 /** Where connections come (listeners.h). */
 typedef struct listener {
     int fd;               /**< -1: none */
@@ -129,7 +131,10 @@ struct control {
     peer_turns resting;    /**< sessions: rest.h */
     bool crowded;          /**< ... and all strangers together have had their share */
     const session *served; /**< whose turn it is of those; NULL: it is over */
-    changes changes;       /**< what waits and watches are being answered by */
+    holder_list *lists;    /**< of who holds the same (holders.c) */
+    uint64_t lists_floor;  /**< no list that has gone had a greater version */
+    bool lists_changed;
+    changes changes; /**< what waits and watches are being answered by */
 };
 
 /** Takes @p fd. 0, or errno: there is no memory, and the descriptor is closed and dismissed. */

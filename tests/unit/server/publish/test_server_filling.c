@@ -198,7 +198,7 @@ SERVER_TEST(a_session_is_told_at_most_once_in_20_ms)
         ask(&p, &g, m.version, 60000);
     }
     assert_int_equal(boxes, BOXES);
-    assert_true(answers <= (clock_ns() - began) / 20000000 + 1);
+    assert_true(answers <= (clock_ns() - began) / 20000000 + 2);
 }
 
 SERVER_TEST(a_new_epoch_has_nothing_proven)

@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Lists of readers that hand on what they have read: who is in them, and what they are told. */
+#include "clock.h"
+#include "server_peer.h"
+#include "testing.h"
+
+#define SIZE 1000
+#define PATIENT 60000
+
+static uint8_t memory[SIZE];
+
+static fanin_server *start(uint32_t flags)
+{
+    fanin_server_config c = server_config();
+    c.flags |= flags;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory, SIZE);
+    server_commit(s, 5);
+    return s;
+}
+
+static peer open_relay(fanin_server *s)
+{
+    return peer_open(s);
+}
+
+static msg_offer offer_of(uint64_t step, uint8_t holding, uint16_t port)
+{
+    msg_offer m = {.publication = RUN, .step = step, .port = port, .host = "host"};
+    memset(m.holding, holding, sizeof m.holding);
+    m.incarnation[0] = (uint8_t)port;
+    m.incarnation[1] = (uint8_t)(port >> 8);
+    return m;
+}
+
+static void request_offer(peer *p, const msg_offer *m)
+{
+    buffer b = {0};
+    encode_offer(&b, ++p->request, m);
+    peer_send(p, &b);
+}
+
+static void offer(peer *p, const msg_offer *m)
+{
+    request_offer(p, m);
+    body in = peer_expect(p, MSG_OFFER_OK);
+    assert_int_equal(decode_empty(&in), FANIN_OK);
+}
+
+static void offer_plainly(peer *p, uint16_t port)
+{
+    msg_offer m = offer_of(5, 1, port);
+    offer(p, &m);
+}
+
+static void ask(peer *p, uint64_t step, uint8_t holding, uint64_t version,
+                uint32_t timeout_ms)
+{
+    buffer b = {0};
+    msg_holders m = {
+        .publication = RUN, .step = step, .version = version, .timeout_ms = timeout_ms};
+    memset(m.holding, holding, sizeof m.holding);
+    encode_holders(&b, ++p->request, &m);
+    peer_send(p, &b);
+}
+
+static msg_holders_ok heard; /* the last answer */
+
+static uint64_t hear(peer *p)
+{
+    body in = peer_expect(p, MSG_HOLDERS_OK);
+    holders_free(&heard);
+    assert_int_equal(decode_holders_ok(&in, &heard), FANIN_OK);
+    return heard.version;
+}
+
+static void expect_entry(uint32_t i, uint16_t port, bool left)
+{
+    char address[16];
+    assert_true(i < heard.n_entries);
+    const holder_entry *e = &heard.entries[i];
+    snprintf(address, sizeof address, ":%u", (unsigned)port);
+    assert_string_equal(e->address, address);
+    assert_string_equal(e->host, "host");
+    assert_int_equal(e->incarnation[0], (uint8_t)port);
+    assert_int_equal(e->left, left);
+}
+
+/* That was the only one: the list itself may be gone, and then is told as empty. */
+static void expect_gone(uint16_t port)
+{
+    if (heard.all)
+        assert_int_equal(heard.n_entries, 0);
+    else
+        expect_entry(0, port, true);
+}
+
+/* ------------------------------------------------------------------ the list */
+
+SERVER_TEST(who_offers_is_in_the_list_until_its_session_ends)
+{
+    fanin_server *s = start(0);
+    peer a = open_relay(s), b = peer_open_unix(s), p = peer_open(s);
+    ask(&p, 5, 1, 0, PATIENT);
+    uint64_t version = hear(&p);
+    assert_true(version > 0);
+    assert_true(heard.all);
+    assert_int_equal(heard.n_entries, 0);
+
+    ask(&p, 5, 1, version, PATIENT);
+    assert_true(peer_silent(&p, 50));
+    offer_plainly(&a, 7001);
+    version = hear(&p);
+    assert_false(heard.all);
+    assert_int_equal(heard.n_entries, 1);
+    expect_entry(0, 7001, false);
+    offer_plainly(&b, 7002);
+    ask(&p, 5, 1, version, PATIENT);
+    version = hear(&p);
+    assert_int_equal(heard.n_entries, 1);
+    expect_entry(0, 7002, false);
+
+    offer_plainly(&b, 7002); /* nothing new */
+    ask(&p, 5, 1, version, 30);
+    assert_true(hear(&p) == version);
+    assert_int_equal(heard.n_entries, 0);
+
+    ask(&p, 5, 1, version, PATIENT);
+    peer_close(&a);
+    version = hear(&p);
+    expect_entry(0, 7001, true);
+    msg_offer gone = {.publication = RUN, .gone = true};
+    offer(&b, &gone);
+    offer(&b, &gone); /* it is none any more: no matter */
+    ask(&p, 5, 1, version, PATIENT);
+    hear(&p);
+    expect_gone(7002);
+    ask(&p, 5, 1, 0, PATIENT);
+    hear(&p);
+    assert_int_equal(heard.n_entries, 0);
+    peer_close(&p);
+    peer_close(&b);
+    server_expect_idle(s);
+}
+
+SERVER_TEST(lists_are_of_a_step_and_a_holding)
+{
+    fanin_server *s = start(0);
+    peer a = open_relay(s), p = peer_open(s);
+    offer_plainly(&a, 7001);
+    ask(&p, 5, 2, 0, 0);
+    uint64_t other = hear(&p);
+    assert_int_equal(heard.n_entries, 0);
+    ask(&p, 4, 1, 0, 0);
+    hear(&p);
+    assert_int_equal(heard.n_entries, 0);
+    ask(&p, 5, 2, other, PATIENT); /* is not woken by the other list */
+    msg_offer moved = offer_of(5, 2, 7001);
+    ask(&p, 5, 1, 0, 0);
+    uint64_t version = hear(&p);
+    expect_entry(0, 7001, false);
+    offer(&a, &moved); /* a session has one offer of a publication */
+    hear(&p);
+    expect_entry(0, 7001, false);
+    ask(&p, 5, 1, version, 0);
+    hear(&p);
+    expect_gone(7001);
+}
+
+/* A relay that has connected anew is in the list as long as either session is. */
+SERVER_TEST(a_relay_may_have_two_sessions)
+{
+    fanin_server *s = start(0);
+    peer before = open_relay(s), after = open_relay(s), p = peer_open(s);
+    offer_plainly(&before, 7001);
+    offer_plainly(&after, 7001);
+    ask(&p, 5, 1, 0, 0);
+    uint64_t version = hear(&p);
+    peer_close(&before);
+    ask(&p, 5, 1, version, 100);
+    assert_true(hear(&p) == version);
+    peer_close(&after);
+    ask(&p, 5, 1, version, PATIENT);
+    hear(&p);
+    expect_gone(7001);
+}
+
+SERVER_TEST(a_session_hears_news_at_most_once_in_20_ms)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s), relays[20];
+    uint64_t began = clock_ns(), joined = 0, version;
+    unsigned answers = 0;
+    ask(&p, 5, 1, 0, 0);
+    version = hear(&p);
+    for (unsigned i = 0; i < 20; i++) {
+        relays[i] = open_relay(s);
+        offer_plainly(&relays[i], (uint16_t)(7001 + i));
+    }
+    for (; joined < 20; joined += heard.n_entries, answers++) {
+        ask(&p, 5, 1, version, PATIENT);
+        version = hear(&p);
+        assert_false(heard.all);
+    }
+    assert_true(answers <= (clock_ns() - began) / 20000000 + 2);
+}
+
+/* ------------------------------------------------------------------ refusals */
+
+static void refuse(peer *p, const msg_offer *m, fanin_status code, const char *words)
+{
+    request_offer(p, m);
+    msg_error e = peer_expect_error(p, code);
+    char both[sizeof e.message + sizeof e.remedy + 4];
+    snprintf(both, sizeof both, "%s (%s)", e.message, e.remedy);
+    assert_says(both, words);
+}
+
+SERVER_TEST(lies_are_refused)
+{
+    fanin_server *s = start(0);
+    peer p = open_relay(s);
+    msg_offer m = offer_of(5, 1, 7001);
+    snprintf(m.publication, sizeof m.publication, "full:none");
+    refuse(&p, &m, FANIN_ERR_NOT_FOUND, RUN);
+    m = offer_of(6, 1, 7001); /* nobody can have it */
+    refuse(&p, &m, FANIN_ERR_STALE, "step 6");
+    m = offer_of(5, 1, 0);
+    refuse(&p, &m, FANIN_ERR_ARGUMENT, "port");
+    m = offer_of(4, 1, 7001); /* of a step before it may have */
+    offer(&p, &m);
+    peer q = peer_open(s);
+    static const uint64_t versions[] = {0, UINT64_MAX, UINT64_MAX / 2};
+    for (size_t i = 0; i < sizeof versions / sizeof *versions; i++) {
+        ask(&q, 4, 1, versions[i], PATIENT);
+        uint64_t version = hear(&q);
+        assert_true(heard.all);
+        assert_int_equal(heard.n_entries, 1);
+        ask(&q, 4, 1, version - 1, PATIENT); /* goes back: hears it again */
+        assert_true(hear(&q) == version);
+    }
+}
+
+SERVER_TEST(the_trainer_may_forbid_relays)
+{
+    fanin_server *s = start(FANIN_SERVER_NO_RELAYS);
+    peer p = open_relay(s);
+    msg_offer m = offer_of(5, 1, 7001);
+    refuse(&p, &m, FANIN_ERR_UNSUPPORTED, "relays=True");
+    ask(&p, 5, 1, 0, PATIENT);
+    assert_says(peer_expect_error(&p, FANIN_ERR_UNSUPPORTED).message, "forbids");
+    assert_int_equal(server_stats(s).protocol_errors, 0);
+    peer_ping(&p);
+}
+
+SERVER_TEST(a_relay_keeps_no_list)
+{
+    fanin_server *s = start(FANIN_SERVER_RELAY);
+    peer p = peer_connect(s);
+    peer_hello_with(&p, (msg_hello){.role = ROLE_CONTROL, .features = FEATURE_RELAYS});
+    msg_offer m = offer_of(5, 1, 7001);
+    refuse(&p, &m, FANIN_ERR_UNSUPPORTED, "trainer's ranks");
+}
+
+/* ------------------------------------------------------------------ what is bounded */
+
+SERVER_TEST(a_session_offers_as_often_as_it_likes_and_is_in_the_list_once)
+{
+    fanin_server *s = start(0);
+    peer a = open_relay(s), p = peer_open(s);
+    offer_plainly(&a, 1);
+    ask(&p, 5, 1, 0, 0);
+    uint64_t first = hear(&p), memory_then = server_stats(s).session_memory;
+    for (uint16_t port = 2; port <= 4096; port++) {
+        msg_offer m = offer_of(5, 1, port);
+        request_offer(&a, &m);
+        if (port % 64 == 0)
+            for (unsigned i = 0; i < (port == 64 ? 63 : 64); i++)
+                peer_expect(&a, MSG_OFFER_OK);
+    }
+    ask(&p, 5, 1, first, 0);
+    hear(&p);
+    assert_true(heard.all); /* changes of so long ago are not kept */
+    assert_int_equal(heard.n_entries, 1);
+    expect_entry(0, 4096, false);
+    peer_ping(&a);
+    assert_true(server_stats(s).session_memory < memory_then + (1 << 20));
+    peer_close(&a);
+    peer_close(&p);
+    server_expect_idle(s);
+}
+
+SERVER_TEST(a_session_offers_few_publications)
+{
+    fanin_server *s = start(0);
+    peer a = open_relay(s);
+    for (unsigned i = 0; i <= 16; i++) {
+        msg_offer m = offer_of(1, 1, 7001);
+        snprintf(m.publication, sizeof m.publication, "lora:n%u", i);
+        server_put(s, m.publication, "a", memory, SIZE);
+        assert_works(fanin_server_commit(s, m.publication, 1, NULL, ERROR));
+        if (i < 16)
+            offer(&a, &m);
+        else
+            refuse(&a, &m, FANIN_ERR_LIMIT, "16 publications");
+    }
+    msg_offer gone = {.publication = "lora:n3", .gone = true};
+    offer(&a, &gone);
+    offer_plainly(&a, 7001);
+}
+
+SERVER_TEST(parked_requests_are_few)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s), a = open_relay(s);
+    ask(&p, 5, 1, 0, 0);
+    uint64_t version = hear(&p);
+    for (unsigned i = 0; i < 16; i++)
+        ask(&p, 5, 1, version, 3600000);
+    ask(&p, 5, 1, version, 3600000);
+    assert_says(peer_expect_error(&p, FANIN_ERR_LIMIT).message, "16 parked");
+    offer_plainly(&a, 7001);
+    for (unsigned i = 0; i < 16; i++) { /* all hear it in the end */
+        hear(&p);
+        expect_entry(0, 7001, false);
+    }
+    for (unsigned i = 0; i < 16; i++)
+        ask(&p, 5, 1, heard.version, 3600000);
+    peer_ping(&p);
+    peer_close(&p);
+    peer_close(&a);
+    server_expect_idle(s);
+    p = peer_open(s);
+    ask(&p, 5, 1, 0, 0);
+    ask(&p, 5, 1, hear(&p), 3600000);
+    peer_ping(&p);
+    server_stop(&s, 0);
+    peer_expect_error(&p, FANIN_ERR_CLOSED);
+    holders_free(&heard);
+}
