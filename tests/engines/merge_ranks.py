@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer
-from merged import adapted, four_bits, pulled, same, saved, unpacked
+from merged import adapted, four_bits, pulled, rounded, same, saved, unpacked
 from peft import LoraConfig
 from quantized import whole_in_fp8
 from safetensors.torch import load_file
@@ -85,6 +85,36 @@ def merged(adapter: str, layout: str, dtype: str, wide: bool) -> None:
         dist.barrier()
 
 
+def rounded_to_fp8(adapter: str, layout: str) -> None:
+    """Blocks that ranks share are those of the whole merged tensors; at the next step as well."""
+
+    def make() -> Any:
+        return adapted(adapter)
+
+    model = sharded(make(), layout)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        WeightServer(model, base_port=0, use_ucx=False, merge=True, quantize="fp8") as server,
+    ):
+        for step in range(2):
+            with server.updating(step), torch.no_grad():
+                for path, param in model.named_parameters():
+                    if ".lora_" in path:
+                        param.mul_(-1.5)
+            now = whole(model)
+            dist.barrier()
+            if RANK == 0:
+
+                def stepped(state: Any = now) -> Any:
+                    model = make()
+                    model.load_state_dict(state)
+                    return model
+
+                got = pulled(server)
+                same(got, rounded(saved(stepped, Path(folder) / str(step)), got))
+            dist.barrier()
+
+
 def split_rows_of_dora() -> None:
     try:
         WeightServer(sharded(adapted("dora"), "columns"), base_port=0, merge=True)
@@ -146,10 +176,11 @@ def transformed() -> None:
         dist.barrier()
 
 
-def refused_on_one_rank(how: str) -> None:
+def refused_on_one_rank(how: str, quantize: str | None) -> None:
     """That rank refuses; the others do not wait for it, and its last step's results stay."""
     model = sharded(adapted("linear"), "fsdp")
-    with WeightServer(model, base_port=0, use_ucx=False, merge=True) as server:
+    options = {"base_port": 0, "use_ucx": False, "merge": True, "quantize": quantize}
+    with WeightServer(model, **options) as server:
         server.publish(0)
         dist.barrier()
         before = pulled(server) if RANK == 0 else {}
@@ -173,7 +204,8 @@ def refused_on_one_rank(how: str) -> None:
         else:
             assert RANK != 1
         dist.barrier()
-        mine = server._runs["full:0"].parameters.held() if how == "switched off" else ()
+        kept = how == "switched off" and quantize is None
+        mine = server._runs["full:0"].parameters.held() if kept else ()
         for shard, box, values in mine:
             rows = (slice(at, at + n) for at, n in zip(box.offset, box.extent, strict=True))
             if RANK == 0 and ".q_proj." in shard.name:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fanin
+import fp8_rule
 import torch
 from full_models import random_model
 from peft import LoraConfig, get_peft_model
@@ -79,6 +80,42 @@ def pulled(server: Any, run: str = "full:0") -> dict[str, Any]:
         }
         client.pull_into(run, into, timeout=60)
     return into
+
+
+def computed_memory(server: Any) -> int:
+    """Bytes that a run keeps beside the model's own."""
+    parameters = server._runs["full:0"].parameters
+    storages = [one.state.storage for one in parameters._items if one.state.values is not None]
+    for entry in parameters.quantizer._entries.values() if parameters.quantizer else ():
+        storages += [one.untyped_storage() for one in (*entry.values, *entry.scales)]
+        if entry.maker is None:
+            storages += [one.untyped_storage() for one in entry.views]
+    own = {one.untyped_storage().data_ptr() for one in parameters.root.parameters()}
+    return sum(
+        {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in own}.values()
+    )
+
+
+def fits_in_half(server: Any, got: dict[str, Any]) -> None:
+    """Memory for results is that of what readers read, and of the largest tensor that is merged."""
+    read = {name: one for name, one in got.items() if one.dtype is torch.float8_e4m3fn}
+    values = sum(one.numel() for one in read.values())
+    scales = sum(one.numel() * 4 for name, one in got.items() if name.endswith("_scale_inv"))
+    items = server._runs["full:0"].parameters._items
+    largest = max(2 * one.state.local_shape[0] for one in items if one.state.values is not None)
+    assert largest < values, "the model is too small to tell"
+    assert values < computed_memory(server) <= values + scales + largest + 256 * len(read)
+
+
+def rounded(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """The tensors, those as fp8 that are fp8 in *like*."""
+    out = dict(tensors)
+    for name, value in tensors.items():
+        if like[name].dtype is torch.float8_e4m3fn:
+            bytes_, scales = fp8_rule.rounded(value.float().numpy())
+            out[name] = torch.from_numpy(bytes_).view(torch.float8_e4m3fn)
+            out[f"{name}_scale_inv"] = torch.from_numpy(scales)
+    return out
 
 
 def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from fanin.errors import RequestError
 from fanin.torch import WeightServer, _merge
 from full_models import random_model
-from merged import ADAPTERS, LINEAR, adapted, pulled, same, saved, with_adapter
+from merged import ADAPTERS, LINEAR, adapted, fits_in_half, pulled, same, saved, with_adapter
 from peft import LoraConfig, get_peft_model
 from worlds import World, child
 
@@ -65,9 +65,21 @@ def test_dora_of_a_base_that_is_cut_by_columns_is_refused(world: World) -> None:
     run(world, "split_rows_of_dora")
 
 
+@pytest.mark.parametrize("adapter", ["linear", "dora", "experts"])
+@pytest.mark.parametrize("layout", ["fsdp", "columns", "hsdp"])
+def test_fp8_of_what_is_merged_in_a_world(world: World, adapter: str, layout: str) -> None:
+    size = len(world.ranks)
+    if (layout == "hsdp" and size < 4) or (
+        layout == "columns" and (size == 3 or adapter == "dora")
+    ):
+        pytest.skip("FSDP2 cuts no columns unevenly, and replicas want four ranks")
+    run(world, "rounded_to_fp8", adapter, layout)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("how", ["switched off", "offloaded", "is not the one that is active"])
-def test_a_rank_that_refuses(world: World, how: str) -> None:
-    run(world, "refused_on_one_rank", how)
+def test_a_rank_that_refuses(world: World, how: str, quantize: str | None) -> None:
+    run(world, "refused_on_one_rank", how, quantize)
 
 
 # ------------------------------------------------------------------------------------ one process
@@ -151,6 +163,7 @@ def test_fp8_of_what_is_merged(adapter: str) -> None:
                 if ".lora_" in path:
                     param.mul_(-1.5)
         got = pulled(server)
+        fits_in_half(server, got)
         config = json.loads(server._runs["full:0"].metadata["config"])
     assert config["quantization_config"]["quant_method"] == "fp8"
     with serve(model.merge_and_unload(), quantize="fp8", merge=False) as server:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer, _packed4
-from merged import four_bits, packed, pulled, same, unpacked, with_adapter
+from merged import fits_in_half, four_bits, packed, pulled, rounded, same, unpacked, with_adapter
 from test_torch_merge import run
 from worlds import World
 
@@ -60,6 +60,15 @@ def test_values_of_bitsandbytes(
         same({k: v + 0 for k, v in pulled(server).items()}, unpacked(model))
         config = json.loads(server._runs["full:0"].metadata["config"])
     assert "quantization_config" not in config and config["hidden_size"] == 136
+
+
+def test_fp8_of_what_is_dequantized() -> None:
+    model = four_bits()
+    with serve(model, quantize="fp8") as server:
+        server.publish(0)
+        got = pulled(server)
+        fits_in_half(server, got)
+    same(got, rounded(unpacked(model), got))
 
 
 def lost() -> Any:

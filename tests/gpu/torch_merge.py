@@ -77,10 +77,10 @@ def adapted(
     return model.cuda()
 
 
-def served(model: Any) -> Any:
+def served(model: Any, quantize: str | None = None) -> Any:
     from fanin.torch import WeightServer
 
-    server = WeightServer(model, base_port=0, merge=True)
+    server = WeightServer(model, base_port=0, merge=True, quantize=quantize)
     server.publish(0)
     return server
 
@@ -111,13 +111,17 @@ def milliseconds(call: Any, repeats: int = 10) -> float:
     return sorted(times[2:])[repeats // 2]
 
 
-def timed(layers: int, what: str, targets: list[str], parameters: list[str]) -> None:
+def timed(
+    layers: int, what: str, targets: list[str], parameters: list[str], quantize: str | None = None
+) -> None:
     from fanin.torch import _merge
 
     model = adapted(layers, torch.bfloat16, targets, parameters)
-    with served(model) as server:
+    alone = torch.cuda.memory_allocated()
+    with served(model, quantize) as server:
         run = server._runs["full:0"].parameters
         torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - alone
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         merge = milliseconds(run.stages.fill)
@@ -137,7 +141,7 @@ def timed(layers: int, what: str, targets: list[str], parameters: list[str]) -> 
     print(
         f"time {what}, {layers} layers: merged {size / 1e6:.0f} MB in {merge:.2f} ms, "
         f"{merge / copied:.1f} x a device copy ({copied:.2f} ms); the CPU was held {held:.2f} ms; "
-        f"PEFT {followed:.2f} ms; temporary {peak / 1e6:.0f} MB"
+        f"PEFT {followed:.2f} ms; memory kept {kept / 1e6:.0f} MB, temporary {peak / 1e6:.0f} MB"
     )
 
 
@@ -187,6 +191,7 @@ def main() -> None:
     stacks = [f"experts.{name}" for name in EXPERTS]
     timed(layers, "experts", [], stacks)
     timed(layers, "attention and experts", list(LINEAR), stacks)
+    timed(layers, "attention and experts, then fp8", list(LINEAR), stacks, "fp8")
     kernels("gate_up", *EXPERTS["gate_up"])
     kernels("q", 1, *LINEAR["q"])
     print(f"{kinds - failed} passed, {failed} failed")

@@ -7,7 +7,7 @@ the rounding to fp8. Each stage has memory of its own, which readers read by ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -46,8 +46,12 @@ class Stage(Protocol):
 class Stages:
     """The stages of one run, in their order."""
 
-    def __init__(self, stages: Iterable[Stage] = ()) -> None:
+    def __init__(
+        self, stages: Iterable[Stage] = (), done: Callable[[], None] = lambda: None
+    ) -> None:
+        """done: called when all have filled."""
         self._stages = list(stages)
+        self._done = done
         self._awaited = False
 
     def await_fill(self) -> None:
@@ -64,6 +68,7 @@ class Stages:
                 for later in self._stages[at + 1 :]:
                     later.miss()
                 raise
+        self._done()
 
     def miss(self) -> None:
         """This rank has failed: if the others come to :meth:`fill`, they do not wait for it."""

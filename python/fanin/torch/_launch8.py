@@ -93,8 +93,8 @@ class Launches:
     """The jobs of one device."""
 
     def __init__(self, jobs: Sequence[Job], shared: Any, powers: bool) -> None:
-        """shared: the maxima of blocks that ranks share, on any device."""
-        self._powers = powers
+        """shared: the maxima of blocks that ranks share, on this device."""
+        self._powers, self._shared = powers, shared
         alike: dict[tuple[Any, ...], list[Any]] = {}
         for job, rows in _tables(jobs):
             tile = (_BAND, _ALONG) if job.by_row else _tile(job.block)
@@ -108,8 +108,6 @@ class Launches:
                     if len(those):
                         alike.setdefault(key, []).append(those)
         self._device = device = jobs[0].values.device
-        # Ranks reduce on a CPU where their group is one of CPUs.
-        self._home, self._shared = shared, torch.zeros_like(shared, device=device)
         self._tables = [(key, torch.cat(rows).to(device)) for key, rows in alike.items()]
         self._programs = _PROGRAMS
         if device.type == "cuda":
@@ -118,10 +116,7 @@ class Launches:
 
     def maxima(self) -> None:
         """Of the shared blocks, as far as they are here."""
-        self._shared.zero_()
         self._launch(True, 1)
-        here = self._shared.to(self._home.device)
-        torch.maximum(self._home, here, out=self._home)
 
     def whole(self) -> None:
         """All blocks that are not shared."""
@@ -129,7 +124,6 @@ class Launches:
 
     def rest(self) -> None:
         """The shared blocks, of which the maxima are known now."""
-        self._shared.copy_(self._home)
         self._launch(True, 2)
 
     def _launch(self, is_shared: bool, work: int) -> None:

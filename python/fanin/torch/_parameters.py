@@ -94,9 +94,9 @@ class Change(NamedTuple):
     """What is published of what the items hold, None: that itself."""
 
 
-def _source(item: Item, state: State, shard: Shard) -> Source:
-    left = item.kind != PARAMETER or isinstance(item.owner, torch.nn.Embedding)
-    return Source(shard, lambda: [view_of(state, box) for box in shard.boxes], left)
+def _is_left(item: Item) -> bool:
+    """Whether it stays as it is, whatever its name."""
+    return item.kind != PARAMETER or isinstance(item.owner, torch.nn.Embedding)
 
 
 def _is_sharded(item: Item) -> bool:
@@ -159,10 +159,33 @@ class Parameters:
         self._lent: list[Lent] = []
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
-        #: What makes values that no parameter holds, at each step.
-        computing = [Computing(self._states, filled)] if transform is not None else []
-        self.stages = Stages([*computing, *([quantizer] if quantizer is not None else [])])
         self.quantizer = quantizer
+        #: What makes values that no parameter holds, at each step.
+        self.stages = self._stages(filled)
+
+    def _stages(self, filled: Callable[[], None]) -> Stages:
+        quantizer = self.quantizer
+        if quantizer is None:
+            return Stages(
+                [] if self.transform is None else [Computing(lambda: self._items, filled)]
+            )
+        if self.transform is None:
+            return Stages([quantizer], quantizer.flag_unusable)
+        # Computed values that are rounded have memory until the next ones are computed. Those of
+        # blocks that ranks share are computed once more when the ranks have found the maxima.
+        first = Computing(lambda: self._items, filled, lambda item: quantizer.take(item.name))
+        again = Computing(self._shared, filled, lambda item: quantizer.retake(item.name))
+        return Stages([first, quantizer, again], quantizer.flag_unusable)
+
+    def _shared(self) -> Iterator[Item]:
+        """What is computed and rounded, as far as ranks share blocks of it: the same on all of
+        them."""
+        assert self.quantizer is not None
+        for item in self._items:
+            state = item.state
+            if state is not None and state.values is not None and self._is_derived(state):
+                if any(self.quantizer.shares(part.key) for part in state.slices):
+                    yield item
 
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
@@ -206,7 +229,7 @@ class Parameters:
             param, old = item.now(), item.state
             if asked or old is None or param is not old.param or not is_same(param, old):
                 states.append((item, self._resolve(item, param, anew)))
-        states = placed(states)
+        states = placed(states, self._passes)
         for item, new in states:
             old = item.state
             if old is None or not is_registered(new, old):
@@ -216,7 +239,7 @@ class Parameters:
         if rekeyed:
             new_states = {id(item): state for item, state in states}
             removed = self._removed(self._items if items is None else items, new_states)
-        sources = [_source(*one, shard) for one in told for shard in self._shards(*one)]
+        sources = [source for one in told for source in self._sources(*one)]
         if self.quantizer is None:
             return Change([one.shard for one in sources], removed, states, items, tree)
         derived = self.quantizer.derive(sources, self._by_name)
@@ -374,6 +397,8 @@ class Parameters:
 
     def values(self, name: str, part: Part) -> Any:
         """The memory of a box that is published under *name*, as a tensor."""
+        if self.quantizer is not None and (made := self.quantizer.result(name, part)) is not None:
+            return made
         item = self._by_name[name]
         assert item.state is not None
         (shard,) = self._shards(item, item.state, name)
@@ -393,6 +418,22 @@ class Parameters:
                         yield item.path, one, values
                 else:
                     yield item.path, shard, [view_of(state, box) for box in shard.boxes]
+
+    def _sources(self, item: Item, state: State) -> list[Source]:
+        maker = item.name if state.values is not None and self._passes(item, state) else None
+
+        def views_of(shard: Shard) -> Callable[[], list[Any]]:
+            return lambda: [view_of(state, box) for box in shard.boxes]
+
+        shards = self._shards(item, state)
+        return [Source(shard, views_of(shard), _is_left(item), maker) for shard in shards]
+
+    def _passes(self, item: Item, state: State) -> bool:
+        """Whether all that is published of an item is rounded."""
+        quantizer, left = self.quantizer, _is_left(item)
+        return quantizer is not None and all(
+            quantizer.takes(shard, left) for shard in self._shards(item, state)
+        )
 
     def _is_derived(self, state: State) -> bool:
         """Whether readers read none of a parameter's own memory."""
@@ -427,9 +468,6 @@ class Parameters:
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def _states(self) -> Iterator[State]:
-        return (item.state for item in self._items if item.state is not None)
 
     def _removed(self, items: list[Item], new: dict[int, State]) -> list[str]:
         """Keys that are registered and will not be there any more. RequestError: a key twice."""

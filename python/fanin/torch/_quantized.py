@@ -8,11 +8,12 @@ of, and every placement need nothing of their own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fanin._cover import Part
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks8 import Shared, begun, touched
@@ -37,6 +38,8 @@ class Source(NamedTuple):
     """The memory of its boxes, as tensors."""
     left: bool
     """It stays as it is, whatever its name: an embedding, a buffer."""
+    maker: Hashable = None
+    """Who gives the values, one after the other, by :meth:`Quantizer.take`; None: they stay."""
 
 
 class Entry(NamedTuple):
@@ -51,6 +54,16 @@ class Entry(NamedTuple):
     """The scales of the blocks whose first elements are in the box."""
     published: tuple[Shard, Shard]
     """Values and scales."""
+    maker: Hashable
+    """As the source's."""
+
+
+class Work(NamedTuple):
+    """The jobs of one maker."""
+
+    launches: list[Launches]
+    jobs: list[Job]
+    """Those that torch does."""
 
 
 class Derived(NamedTuple):
@@ -71,11 +84,19 @@ class Quantizer:
         self._shared = Shared(0, {})
         self._reduce: Reduce = lambda values: lambda: None
         self._flat: Any = None
-        self._jobs: list[Job] | None = None
-        self._launches: list[Launches] = []
+        self._scaled: dict[str, str] = {}
+        """By the names of scales, those of the tensors."""
+        self._works: dict[Hashable, Work] | None = None
+        self._here: dict[Any, Any] = {}
+        """The maxima on devices other than that where the ranks reduce."""
+        self._begun = False
         self._flags: list[tuple[Any, Any]] = []
 
     # -- what is published ------------------------------------------------------------------
+
+    def takes(self, shard: Shard, left: bool) -> bool:
+        """Whether a tensor is rounded; left: it stays as it is, whatever its name."""
+        return not left and self.form.takes(shard.name, shard.dtype, shard.shape)
 
     def derive(self, sources: Iterable[Source], taken: Iterable[str]) -> Derived:
         """What is published of *sources*. Changes nothing, see :meth:`accept`.
@@ -87,7 +108,7 @@ class Quantizer:
         dropped: list[str] = []
         for one in sources:
             shard = one.shard
-            if not one.left and self.form.takes(shard.name, shard.dtype, shard.shape):
+            if self.takes(shard, one.left):
                 rounded.append(one)
             else:
                 shards.append(shard)
@@ -107,16 +128,16 @@ class Quantizer:
 
     def accept(self, derived: Derived, removed: Sequence[str]) -> None:
         """The library has taken what :meth:`derive` told, and *removed* tensors."""
-        gone = {self.form.scale_name(name): name for name in self._entries}
         for name in [*removed, *derived.dropped]:
-            self._entries.pop(gone.get(name, name), None)
+            self._entries.pop(self._scaled.get(name, name), None)
         self._entries.update(derived.entries)
         if derived.entries or removed or derived.dropped:
-            self._jobs = None
+            self._works = None
+            self._scaled = {self.form.scale_name(name): name for name in self._entries}
 
     def agree(self, shared: Shared, home: Any, reduce: Reduce) -> None:
         """The ranks have told each other what they hold; home: the device of the maxima."""
-        self._shared, self._reduce, self._jobs = shared, reduce, None
+        self._shared, self._reduce, self._works, self._here = shared, reduce, None, {}
         self._flat = torch.zeros(shared.size, dtype=torch.int32, device=home)
         if shared.size:
             _log.info("fanin: ranks share %d blocks of fp8 weights", shared.size)
@@ -125,16 +146,22 @@ class Quantizer:
         """Whether the tensor *name* is published as fp8."""
         return name in self._entries
 
-    def scales(self) -> set[str]:
-        """The names of all scales."""
-        return {self.form.scale_name(name) for name in self._entries}
-
     def held(self, name: str) -> Iterator[tuple[Shard, list[Any]]]:
         """The values and the scales of the tensor *name*, as they were made last."""
         entry = self._entries[name]
         yield entry.published[0], entry.values
         kept = (one for one in entry.scales if one.numel())
         yield entry.published[1], list(kept)
+
+    def result(self, name: str, part: Part) -> Any:
+        """The memory of a box of what was made last: of values or of scales. None: *name* is
+        neither."""
+        owner = self._scaled.get(name, name)
+        for shard, tensors in self.held(owner) if owner in self else ():
+            for box, values in zip(shard.boxes, tensors, strict=True):
+                if shard.name == name and (box.offset, box.extent) == part:
+                    return values
+        return None
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Device and address of results on CUDA devices."""
@@ -145,58 +172,97 @@ class Quantizer:
 
     # -- a step -----------------------------------------------------------------------------
 
+    def take(self, maker: Hashable) -> None:
+        """Rounds what *maker* has made. Of blocks that ranks share it takes the maxima."""
+        with torch.no_grad():
+            if work := self._begin().get(maker):
+                self._maxima(work)
+                self._whole(work)
+
+    def retake(self, maker: Hashable) -> None:
+        """Rounds the blocks that ranks share. Their maxima are known, and *maker* has made the
+        values again."""
+        with torch.no_grad():
+            if work := self._compiled().get(maker):
+                shared = (job for job in work.jobs if job.shared is not None)
+                self._rest(work, [(job, maxima(job.values, job.at, job.block)) for job in shared])
+
+    def shares(self, name: str) -> bool:
+        """Whether some rank has a part of a block of the tensor *name*."""
+        return name in self._shared.of
+
     def fill(self) -> None:
         """Rounds what the sources hold now; a block that ranks share by the maximum of all."""
         error: Exception | None = None
-        first: list[tuple[Job, Any]] = []
         with torch.no_grad():
             try:
-                self._tell_unusable()
-                self._flat.zero_()
-                jobs = self._compiled()
-                for launches in self._launches:
-                    launches.maxima()
-                for job in jobs:
-                    if job.shared is not None:
-                        first.append((job, self._maxima(job, job.shared)))
+                work = self._begin()[None]
+                first = self._maxima(work)
+                for here in self._here.values():
+                    torch.maximum(self._flat, here.to(self._flat.device), out=self._flat)
             except Exception as caught:  # the others wait for this rank all the same
                 error = caught
+            self._begun = False
             wait = self._reduce(self._flat) if self._shared.size else None
             if error is None:
-                for launches in self._launches:
-                    launches.whole()
-                for job in jobs:
-                    if job.shared is None:
-                        self._cast(job, maxima(job.values, job.at, job.block))
+                self._whole(work)
             if wait is not None:
                 wait()
             if error is not None:
                 raise error
-            for launches in self._launches:
-                launches.rest()
-            for job, largest in first:
-                assert job.shared is not None
-                chosen, places = job.shared
-                largest.view(-1)[chosen] = self._flat[places].to(largest.device)
-                self._cast(job, largest)
-            self._flag_unusable()
+            for here in self._here.values():
+                here.copy_(self._flat)
+            self._rest(work, first)
 
     def miss(self) -> None:
+        self._begun = False
         if self._shared.size:
             self._flat.zero_()
             self._reduce(self._flat)()
 
     def release(self) -> None:
-        self._entries, self._jobs, self._launches, self._flags = {}, None, [], []
+        self._entries, self._scaled, self._works, self._here, self._flags = {}, {}, None, {}, []
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _maxima(self, job: Job, shared: tuple[Any, Any]) -> Any:
-        largest = maxima(job.values, job.at, job.block)
-        chosen, places = shared
-        mine = largest.view(-1)[chosen].to(self._flat.device)
-        self._flat[places] = torch.maximum(self._flat[places], mine)
-        return largest
+    def _begin(self) -> dict[Hashable, Work]:
+        """Of the step that comes now."""
+        if not self._begun:
+            self._tell_unusable()
+            for maxima_ in (self._flat, *self._here.values()):
+                maxima_.zero_()
+        self._begun = True
+        return self._compiled()
+
+    def _maxima(self, work: Work) -> list[tuple[Job, Any]]:
+        """Of shared blocks. Gives the jobs that have some, and the maxima of all their blocks."""
+        first = []
+        for launches in work.launches:
+            launches.maxima()
+        for job in work.jobs:
+            if job.shared is not None:
+                largest = maxima(job.values, job.at, job.block)
+                chosen, places = job.shared
+                mine = largest.view(-1)[chosen].to(self._flat.device)
+                self._flat[places] = torch.maximum(self._flat[places], mine)
+                first.append((job, largest))
+        return first
+
+    def _whole(self, work: Work) -> None:
+        for launches in work.launches:
+            launches.whole()
+        for job in work.jobs:
+            if job.shared is None:
+                self._cast(job, maxima(job.values, job.at, job.block))
+
+    def _rest(self, work: Work, first: list[tuple[Job, Any]]) -> None:
+        for launches in work.launches:
+            launches.rest()
+        for job, largest in first:
+            assert job.shared is not None
+            chosen, places = job.shared
+            largest.view(-1)[chosen] = self._flat[places].to(largest.device)
+            self._cast(job, largest)
 
     def _cast(self, job: Job, largest: Any) -> None:
         scales = scales_of(largest, self.form.powers)
@@ -213,12 +279,12 @@ class Quantizer:
             shard = one.shard
             if self._stands(shard):
                 known = self._entries[shard.name]
-                out[shard.name] = known._replace(source=shard, views=one.views())
+                out[shard.name] = known._replace(source=shard, views=one.views(), maker=one.maker)
                 continue
             results = [next(values) for _ in shard.boxes]
             grids = [next(scales) for _ in shard.boxes]
             published = self._published(shard, results, grids)
-            out[shard.name] = Entry(shard, one.views(), results, grids, published)
+            out[shard.name] = Entry(*(shard, one.views(), results, grids, published, one.maker))
         return out
 
     def _stands(self, shard: Shard) -> bool:
@@ -247,26 +313,38 @@ class Quantizer:
             Shard(self.form.scale_name(name), "F32", grid, _boxes(starts, scales, False), device),
         )
 
-    def _compiled(self) -> list[Job]:
-        """The jobs that torch does; others are in ``_launches``."""
-        if self._jobs is None:
+    def _compiled(self) -> dict[Hashable, Work]:
+        """The work of each maker, and under None that on what stays."""
+        if self._works is None:
             known: dict[Any, Any] = {}
-            found = [
-                self._job(name, entry, at, known)
-                for name, entry in self._entries.items()
-                for at, box in enumerate(entry.source.boxes)
-                if 0 not in box.extent
-            ]
-            on: dict[Any, list[Job]] = {}
-            self._jobs = []
-            for job in found:
-                if can_launch(job):
-                    on.setdefault(job.out.device, []).append(job)
-                else:
-                    self._jobs.append(self._moved(job))
-            powers = self.form.powers
-            self._launches = [Launches(jobs, self._flat, powers) for jobs in on.values()]
-        return self._jobs
+            found: dict[Hashable, list[Job]] = {None: []}
+            for name, entry in self._entries.items():
+                found.setdefault(entry.maker, []).extend(
+                    self._job(name, entry, at, known)
+                    for at, box in enumerate(entry.source.boxes)
+                    if 0 not in box.extent
+                )
+            self._works = {maker: self._work(jobs) for maker, jobs in found.items()}
+        return self._works
+
+    def _work(self, jobs: list[Job]) -> Work:
+        on: dict[Any, list[Job]] = {}
+        left = []
+        for job in jobs:
+            if can_launch(job):
+                on.setdefault(job.out.device, []).append(job)
+            else:
+                left.append(self._moved(job))
+        powers = self.form.powers
+        return Work(
+            [Launches(those, self._maxima_on(at), powers) for at, those in on.items()], left
+        )
+
+    def _maxima_on(self, device: Any) -> Any:
+        """Ranks reduce on a CPU where their group is one of CPUs."""
+        if device == self._flat.device:
+            return self._flat
+        return self._here.setdefault(device, torch.zeros_like(self._flat, device=device))
 
     def _moved(self, job: Job) -> Job:
         """What torch indexes by lies on the devices where it does so."""
@@ -300,7 +378,7 @@ class Quantizer:
         ]
         return tuple(torch.tensor(found).unbind(1)) if found else None
 
-    def _flag_unusable(self) -> None:
+    def flag_unusable(self) -> None:
         """Notes whether a scale is NaN, where a GPU has to be asked without waiting for it."""
         self._flags = []
         for scales in _arenas(self._entries.values()):

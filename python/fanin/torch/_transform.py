@@ -185,19 +185,37 @@ def boxes_of(state: State) -> tuple[Box, ...]:
     return tuple(out)
 
 
-def placed(states: list[tuple[Item, State]]) -> list[tuple[Item, State]]:
-    """The states, those of computed values with memory where they have none."""
+def placed(
+    states: list[tuple[Item, State]], passes: Callable[[Item, State], bool]
+) -> list[tuple[Item, State]]:
+    """The states, those of computed values with memory where they have none.
+
+    passes: whether values are wanted only until the next ones are computed. Such ones lie in the
+    same memory of their device.
+    """
     new = [
         at for at, (_, one) in enumerate(states) if one.values is not None and one.storage is None
     ]
+    passing = {at for at in new if passes(*states[at])}
+    sizes: dict[Any, int] = {}
     wanted = []
     for at in new:
         state = states[at][1]
         device = torch.device("cpu" if state.device < 0 else f"cuda:{state.device}")
-        wanted.append(Want(device, state.dtype, state.local_shape))
+        if at in passing:
+            size = state.local_shape[0] * state.dtype.itemsize
+            sizes[device] = max(size, sizes.get(device, 0))
+        else:
+            wanted.append(Want(device, state.dtype, state.local_shape))
+    lasting = iter(allocate(wanted))
+    rooms = {
+        device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()
+    }
     out = list(states)
-    for at, memory in zip(new, allocate(wanted), strict=True):
+    for at in new:
         item, state = states[at]
+        device = torch.device("cpu" if state.device < 0 else f"cuda:{state.device}")
+        memory = rooms[device] if at in passing else next(lasting)
         lies = state._replace(pointer=memory.data_ptr(), storage=memory.untyped_storage())
         out[at] = (item, lies)
     return out
@@ -206,32 +224,40 @@ def placed(states: list[tuple[Item, State]]) -> list[tuple[Item, State]]:
 class Computing:
     """The stage that computes what is published in place of stored tensors."""
 
-    def __init__(self, states: Callable[[], Iterable[State]], done: Callable[[], None]) -> None:
-        """done: called when all is computed."""
-        self._states = states
+    def __init__(
+        self,
+        items: Callable[[], Iterable[Item]],
+        done: Callable[[], None],
+        take: Callable[[Item], None] = lambda item: None,
+    ) -> None:
+        """done: called when all is computed. take: called when an item's values are."""
+        self._items = items
         self._done = done
+        self._take = take
 
     def fill(self) -> None:
         """All are computed also if one raises, as other ranks wait for it in a collective."""
-        self._each(lambda state: [view_of(state, box) for box in boxes_of(state)])
+        self._each(lambda state: [view_of(state, box) for box in boxes_of(state)], self._take)
 
     def miss(self) -> None:
         """Computes nothing that is read: readers may have the last step's results yet."""
         with contextlib.suppress(Exception):
-            self._each(_scratch)
+            self._each(_scratch, lambda item: None)
 
     def release(self) -> None:
         """The results' memory goes with the states."""
 
-    def _each(self, memory: Callable[[State], list[Any]]) -> None:
+    def _each(self, memory: Callable[[State], list[Any]], take: Callable[[Item], None]) -> None:
         failed: Exception | None = None
         try:
-            for state in self._states():
-                if state.values is None:
+            for item in self._items():
+                state = item.state
+                if state is None or state.values is None:
                     continue
                 try:
                     with torch.no_grad():
                         state.values.fill(memory(state))
+                    take(item)
                 except Exception as error:
                     failed = failed or error
         finally:

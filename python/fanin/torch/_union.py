@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fanin._cover import Gap, Part, Parts, gap_text, uncovered
@@ -137,16 +137,10 @@ class Replicated(NamedTuple):
     """Published name and block; the same, in the same order, on all of these ranks."""
 
 
-def replicated(
-    told: Sequence[Told],
-    texts: Mapping[bytes, bytes],
-    rank: int,
-    without: Collection[str] = (),
-) -> list[Replicated]:
+def replicated(told: Sequence[Told], texts: Mapping[bytes, bytes], rank: int) -> list[Replicated]:
     """The boxes that *rank* holds and others as well, by the ranks that hold them.
 
-    told, texts: as for :func:`unite`. Boxes that merely overlap are left out, and the tensors
-    *without*.
+    told, texts: as for :func:`unite`. Boxes that merely overlap are left out.
     """
     members: dict[bytes, list[int]] = {}
     for at, one in enumerate(told):
@@ -154,8 +148,7 @@ def replicated(
     numbers: dict[str, list[tuple[bytes, int]]] = {}
     for digest in members:
         for name, _, _, number in json.loads(zlib.decompress(texts[digest])):
-            if name not in without:
-                numbers.setdefault(name, []).append((digest, number))
+            numbers.setdefault(name, []).append((digest, number))
     known: dict[tuple[tuple[bytes, int], ...], dict[Part, tuple[int, ...]]] = {}
     out: dict[tuple[int, ...], list[tuple[str, Part]]] = {}
     for name, holders in sorted(numbers.items()):

@@ -20,7 +20,7 @@ from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
 from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
-from fanin.torch._formats import format_of, scales_among
+from fanin.torch._formats import format_of
 from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
@@ -361,17 +361,15 @@ class WeightServer(Publisher):
         all_metadata = [answer.metadata for answer in answers]
         agreed = next((one for one in all_metadata if "config" in one), all_metadata[0])
         refuse_parts(wholes, agreed, ranks.size)
-        scales: set[str] = set()
         if quantizer is not None:
             quantizer.form.refuse(wholes, frozenset.intersection(*(a.unfit for a in answers)))
             agreed = quantizer.form.described(agreed, wholes)
-            scales = scales_among(one.name for one in wholes)
             home = ranks.home("cuda" if any(answer.cuda for answer in answers) else "cpu")
             plan = shared_blocks(everyone, texts, quantizer.form)
             quantizer.agree(plan, home, ranks.maximum)
         self._replicas[publication] = replicas_of(
             *(ranks, answers[0].token, publication),
-            replicated(everyone, texts, ranks.rank, scales),
+            replicated(everyone, texts, ranks.rank),
         )
         everywhere = frozenset().union(*(answer.kept for answer in answers))
         everywhere -= self._casting.believed(everywhere)
