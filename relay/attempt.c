@@ -96,6 +96,8 @@ static void follow_list(attempt *a)
     }
     if (n > 0)
         start_feeds(a, all, n);
+    if (list_is_known(a->relay->list))
+        relay_forget_clients(a->relay, all, n);
     free(all);
     feeds_wake(a);
 }

@@ -227,16 +227,17 @@ static fanin_status begin_at_origin(feed *l, fanin_error *error)
                      "the trainer has restarted: its step is of another launch");
 }
 
-/* Keeps the result of the last one. */
+/* Keeps the result of the last one. All that was read is confirmed. */
 static void end_at_origin(feed *l)
 {
     fanin_result *result = NULL;
     if (!l->session)
         return;
-    if (fanin_session_end(&l->session, &result, NULL) == FANIN_OK) {
-        fanin_result_free(&l->result);
-        l->result = result;
-    }
+    pull_session_leave(&l->session, &result);
+    if (!result)
+        return;
+    fanin_result_free(&l->result);
+    l->result = result;
 }
 
 /* Whether another begin of the step may succeed. Else the others have to do without it. */
@@ -479,7 +480,7 @@ static void *holder_run(void *cookie)
     }
     drop_landed(l);
     if (l->session)
-        (void)!fanin_session_end(&l->session, NULL, NULL);
+        pull_session_leave(&l->session, NULL);
     atomic_store(&l->done, true);
     wake_up_fd(l->of->relay->wake);
     return NULL;
@@ -515,6 +516,9 @@ fanin_status feed_start_origin(attempt *a, fanin_session *session, fanin_error *
 static fanin_status make_holder_client(feed *l, fanin_error *error)
 {
     fanin_client_config config = l->of->relay->client_config;
+    l->client = relay_take_client(l->of->relay, &l->who.who);
+    if (l->client)
+        return FANIN_OK;
     memcpy(config.world_id, l->of->relay->world_id, sizeof config.world_id);
     config.server_name = NULL;
     config.partial = false;
@@ -602,16 +606,16 @@ void feed_end(feed *l)
     if (l->wake.fd >= 0)
         close(l->wake.fd);
     l->wake.fd = -1;
-    if (l != &l->of->origin) {
-        if (l->number != SCHEDULE_ORIGIN) {
-            pthread_mutex_lock(&l->of->relay->lock);
-            schedule_leave(l->of->schedule, l->number);
-            pthread_mutex_unlock(&l->of->relay->lock);
-        }
-        fanin_client_destroy(&l->client);
-    } else if (l->client) {
-        atomic_store(&l->client->cancelled, false); /* what comes next was not meant */
+    if (l->number != SCHEDULE_ORIGIN) {
+        pthread_mutex_lock(&l->of->relay->lock);
+        schedule_leave(l->of->schedule, l->number);
+        pthread_mutex_unlock(&l->of->relay->lock);
     }
+    if (l->client)
+        atomic_store(&l->client->cancelled, false); /* what comes next was not meant */
+    if (l != &l->of->origin && l->client)
+        relay_keep_client(l->of->relay, &l->who.who, l->client);
+    l->client = NULL;
     free(l->has);
     free(l->missing);
     free(l->ranges);

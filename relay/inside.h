@@ -13,6 +13,13 @@
 
 #define MS UINT64_C(1000000)
 
+/** A client of a holder that is not read from now: its connection, catalog, plans and mapped memory
+    serve the next pull. */
+typedef struct idle_client {
+    member who;
+    fanin_client *client;
+} idle_client;
+
 struct fanin_relay {
     pid_t pid;
     fanin_client_config client_config; /* its texts are in texts */
@@ -31,6 +38,8 @@ struct fanin_relay {
     uint8_t world_id[16]; /* of the server */
     member self;
     holders_list *list;
+    idle_client *idle; /* the oldest first */
+    size_t n_idle, idle_capacity;
     parts parts; /* that are published, or pulled */
     char publication[80];
     bool is_put;          /* they are put into the server */
@@ -89,6 +98,12 @@ void wake_up_fd(int fd);
 void relay_tell(fanin_relay *r);
 /** What is left of the attempt's time, at least 1. */
 uint32_t attempt_left_ms(const attempt *a);
+
+/** relay.c: the client of a holder that was kept, NULL: there is none. */
+fanin_client *relay_take_client(fanin_relay *r, const member *who);
+void relay_keep_client(fanin_relay *r, const member *who, fanin_client *client);
+/** Only those of @p all are kept. */
+void relay_forget_clients(fanin_relay *r, const holder *all, size_t n);
 
 /* feeds.c */
 /** Starts reading from the trainer by the session that the feed has. */

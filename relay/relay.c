@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "inside.h"
 
+#include "array.h"
 #include "error_set.h"
 #include "handing.h"
 #include "log_choice.h"
@@ -55,6 +56,8 @@ static bool copy_configs(fanin_relay *r, const fanin_relay_config *from)
     s->tls_cert = keep_text(r, s->tls_cert, &good);
     s->tls_key = keep_text(r, s->tls_key, &good);
     s->tls_ca = keep_text(r, s->tls_ca, &good);
+    if (!from->server) /* who reads the trainer by it may read this one by it */
+        s->secret_file = c->secret_file;
     s->name = "relay";
     s->rank = 0;
     s->world_size = 1;
@@ -247,6 +250,51 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     free(ranks);
     free(texts);
     return good ? FANIN_OK : error_set_memory(error);
+}
+
+/* -------------------------------------------------------------------- idle clients */
+
+#define IDLE_MOST 128
+
+static fanin_client *take_idle(fanin_relay *r, size_t at)
+{
+    fanin_client *client = r->idle[at].client;
+    memmove(&r->idle[at], &r->idle[at + 1], (--r->n_idle - at) * sizeof *r->idle);
+    return client;
+}
+
+fanin_client *relay_take_client(fanin_relay *r, const member *who)
+{
+    for (size_t i = 0; i < r->n_idle; i++) {
+        if (member_compare(&r->idle[i].who, who) == 0)
+            return take_idle(r, i);
+    }
+    return NULL;
+}
+
+void relay_keep_client(fanin_relay *r, const member *who, fanin_client *client)
+{
+    if (r->n_idle == IDLE_MOST) {
+        fanin_client *oldest = take_idle(r, 0);
+        fanin_client_destroy(&oldest);
+    }
+    if (array_reserve(&r->idle, &r->idle_capacity, r->n_idle + 1, sizeof *r->idle))
+        r->idle[r->n_idle++] = (idle_client){.who = *who, .client = client};
+    else
+        fanin_client_destroy(&client);
+}
+
+void relay_forget_clients(fanin_relay *r, const holder *all, size_t n)
+{
+    for (size_t i = r->n_idle; i-- > 0;) {
+        size_t at = 0;
+        while (at < n && member_compare(&all[at].who, &r->idle[i].who) != 0)
+            at++;
+        if (at < n)
+            continue;
+        fanin_client *gone = take_idle(r, i);
+        fanin_client_destroy(&gone);
+    }
 }
 
 /* -------------------------------------------------------------------------- the pull */
@@ -491,6 +539,8 @@ void fanin_relay_destroy(fanin_relay **relay)
     list_destroy(&r->list);
     fanin_server_destroy(&r->server, DRAIN_MS);
     fanin_client_destroy(&r->origin);
+    relay_forget_clients(r, NULL, 0);
+    free(r->idle);
     if (r->wake >= 0)
         close(r->wake);
     parts_free(&r->parts);

@@ -257,6 +257,19 @@ fanin_status lease_round_confirm(fanin_client *client, const publication *p,
                : status;
 }
 
+void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,
+                       const served *served)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!leases[i].held || !peer_ready(&client->peers[i]))
+            continue;
+        msg_end m = end_message(p, i, &leases[i], &served[i]);
+        m.quiet = true;
+        send_end(client->peers[i].control, &m, NULL, NULL);
+        leases[i].held = false;
+    }
+}
+
 void lease_round_abandon(fanin_client *client, reader_lease *leases)
 {
     for (size_t i = 0; i < client->n_peers; i++)

@@ -41,6 +41,9 @@ fanin_status lease_round_confirm(fanin_client *client, const publication *p,
                                  const announcement *announced, reader_lease *leases,
                                  const served *served, deadline at, fanin_error *error);
 
+/** Ends all held leases as lease_round_end(), of bytes that are confirmed: waits for no answer. */
+void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,
+                       const served *served);
 /** Gives leases back without waiting for an answer. */
 void lease_round_abandon(fanin_client *client, reader_lease *leases);
 /** The same of one peer's, if it is held. */

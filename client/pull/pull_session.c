@@ -218,6 +218,23 @@ void fanin_session_abandon(fanin_session **session)
     free(s);
 }
 
+void pull_session_leave(fanin_session **session, fanin_result **result_out)
+{
+    fanin_session *s = *session;
+    pull *p = &s->pull;
+    if (s->client && s->failed.status == FANIN_OK) {
+        lease_round_leave(s->client, p->publication, p->leases, p->result->served);
+        p->result->info.bytes = p->bytes;
+        p->result->info.tensors = p->tensors;
+        if (result_out &&
+            result_finish(p->result, s->client, p->publication, NULL) == FANIN_OK) {
+            *result_out = p->result;
+            p->result = NULL;
+        }
+    }
+    fanin_session_abandon(session);
+}
+
 fanin_status fanin_session_end(fanin_session **session, fanin_result **result_out,
                                fanin_error *error)
 {

@@ -14,6 +14,9 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
     that the session's ranks make of them. Errors as of a read with options->verify. */
 fanin_status pull_session_verify(fanin_session *s, size_t first, size_t count,
                                  fanin_error *error);
+/** Ends a session whose bytes are confirmed, as far as they are wanted: waits for no rank. *@p
+    result_out (may be NULL): what was read; NULL if it has failed. */
+void pull_session_leave(fanin_session **session, fanin_result **result_out);
 /** The lease of a peer that the session reads, by which a relay is asked what it has. */
 const uint8_t *pull_session_token(const fanin_session *s, size_t peer);
 /** The client's connections go: its session, if there is one, has failed. */
