@@ -234,6 +234,22 @@ def test_an_adapter_that_is_not_applied(change: Any, text: str) -> None:
         server.publish(1)
 
 
+def test_another_adapter_that_is_merged_by_hand() -> None:
+    """Into a layer that the published one does not touch, whose base is another then."""
+    model = with_adapter(random_model("qwen3"), r=2, target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"]))
+    key = model.get_base_model().model.layers[1].self_attn.k_proj
+    with serve(model) as server:
+        server.publish(0)
+        key.merge(adapter_names=["other"])
+        text = r"'other' is merged into 'model.layers.1.self_attn.k_proj', .* 'default' does not"
+        with pytest.raises(RequestError, match=text) as caught:
+            server.publish(1)
+        assert "unmerge_adapter()" in caught.value.remedy
+        key.unmerge()
+        server.publish(1)
+
+
 def both_active() -> Any:
     model = two_adapters()
     model.base_model.set_adapter(["default", "other"])

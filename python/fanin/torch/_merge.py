@@ -209,6 +209,9 @@ class Merge:
         #: Paths of modules that no name of the base has, and of what is not published.
         self.transparent: set[str] = set()
         self._dropped: set[str] = set()
+        #: Layers that the adapter does not touch, by their paths.
+        self._others: list[tuple[str, Any]] = []
+        self._is_looked = False
 
     def choose(self) -> None:
         """The next :meth:`look` takes the adapter that is active then."""
@@ -222,7 +225,7 @@ class Merge:
         gather the same factors, also if one of them has another adapter now.
         """
         self._adapter = self._adapter or self._active()
-        self.transparent, self._dropped, layers = set(), set(), []
+        self.transparent, self._dropped, self._others, layers = set(), set(), [], []
         for path, module in self.root.named_modules(remove_duplicate=False):
             if _is_a(module, "tuners.tuners_utils", "BaseTunerLayer"):
                 self.transparent.add(f"{path}.base_layer")
@@ -262,6 +265,7 @@ class Merge:
         if kind not in _LAYERS or not hasattr(module, "lora_variant"):
             raise _refused(path, f"is PEFT's {kind}, which is not merged")
         if self._adapter not in (*module.lora_A, *module.lora_embedding_A):
+            self._others.append((path, module))
             return []
         variant = type(module.lora_variant.get(self._adapter)).__name__
         if variant not in ("NoneType", "DoraLinearVariant"):
@@ -326,6 +330,7 @@ class Merge:
             if given is not None:
                 given.fill(outs)
             sources = outs if given is not None else _views(name, module, attribute)
+            self._refuse_merged()
             for layer, found in zip(layers, factors, strict=True):
                 self._refuse_switched(layer)
                 for part, source, out in zip(parts, sources, outs, strict=True):
@@ -341,6 +346,21 @@ class Merge:
     def forget(self) -> None:
         """All is computed: frees the factors that were gathered."""
         self._factors.forget()
+        self._is_looked = False
+
+    def _refuse_merged(self) -> None:
+        """RequestError: the base has another adapter in it, where this one adds nothing. Looks once
+        a step."""
+        others = () if self._is_looked else self._others
+        self._is_looked = True
+        for path, module in others:
+            if module.merged_adapters:
+                raise RequestError.make(
+                    f"the adapter '{module.merged_adapters[0]}' is merged into '{path}', which the "
+                    f"published adapter '{self._adapter}' does not touch",
+                    "unmerge_adapter() before the step is published",
+                    key=path,
+                )
 
     def _refuse_split_dora(
         self, key: tuple[int, str], name: str, shape: Shape, parts: tuple[Part, ...]
