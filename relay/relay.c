@@ -487,6 +487,11 @@ fanin_status fanin_relay_pull_into(fanin_relay *relay,
         relay_tell(relay);
     else
         stop_handing_on(relay);
+    if (status ==
+        FANIN_ERR_CANCELLED) { /* by either of the two; the next call goes on */
+        atomic_store(&relay->cancelled, false);
+        atomic_store(&relay->origin->cancelled, false);
+    }
     atomic_store(&relay->busy, false);
     if (result_out)
         *result_out = result;
