@@ -45,6 +45,7 @@ from .errors import (
     SupersededError,
     UnreachableError,
 )
+from .relay import Relay, RelayStats
 from .server import Server, ServerStats, Stream, publication_of
 from .session import PullSession
 
@@ -71,6 +72,8 @@ __all__ = [
     "RankInfo",
     "RankProgress",
     "RankState",
+    "Relay",
+    "RelayStats",
     "RequestError",
     "Server",
     "ServerStats",

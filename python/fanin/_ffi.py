@@ -45,6 +45,7 @@ MEMORY_DETECT, MEMORY_HOST, MEMORY_CUDA = 0, 1, 2
 
 SERVER_OPEN, SERVER_TRUSTED_NETWORK, SERVER_NO_UCX = 1, 2, 4
 SERVER_TRUST_CONTAINERS, SERVER_INSECURE = 8, 16
+SERVER_NO_RELAYS = 64
 TENSOR_KEEP = 1
 COMMIT_SNAPSHOT, COMMIT_WAIT = 1, 2
 STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
@@ -246,6 +247,33 @@ class PullProgress(Structure):
 
 
 RankProgressFn = CFUNCTYPE(None, c_void_p, POINTER(PullProgress))
+
+
+class RelayConfig(Structure):
+    """``fanin_relay_config``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("client", POINTER(ClientConfig)),
+        ("server", POINTER(ServerConfig)),
+        ("unit_bytes", c_uint64),
+    ]
+
+
+class RelayStats(Structure):
+    """``fanin_relay_stats``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("units", c_uint64),
+        ("landed", c_uint64),
+        ("bytes_from_origin", c_uint64),
+        ("bytes_from_relays", c_uint64),
+        ("bytes_handed_on", c_uint64),
+        ("late", c_uint64),
+        ("taken_over", c_uint64),
+        ("holders", c_uint64),
+    ]
 
 
 class PullOptions(Structure):
@@ -509,6 +537,19 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_session_step": (c_uint64, [_handle]),
     "fanin_session_end": (_status, [_handle_out, _handle_out, _error]),
     "fanin_session_abandon": (None, [_handle_out]),
+    "fanin_relay_config_init": (None, [POINTER(RelayConfig), c_size_t]),
+    "fanin_relay_create": (
+        _status,
+        [POINTER(RelayConfig), POINTER(c_char_p), c_size_t, _handle_out, _error],
+    ),
+    "fanin_relay_destroy": (None, [_handle_out]),
+    "fanin_relay_cancel": (None, [_handle]),
+    "fanin_relay_pull_into": (
+        _status,
+        [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
+    ),
+    "fanin_relay_release": (None, [_handle]),
+    "fanin_relay_get_stats": (None, [_handle, POINTER(RelayStats)]),
     "fanin_result_get": (None, [_handle, POINTER(ResultInfo)]),
     "fanin_result_free": (None, [_handle_out]),
     "fanin_client_ranks": (_status, [_handle, RankFn, c_void_p, _error]),

@@ -125,6 +125,16 @@ def networks(value: Any) -> str:
         raise ValueError('networks such as "10.0.0.0/8,fd00::/8"') from None
 
 
+def relay(value: Any) -> str:
+    """Whom a reader hands on to: "host", or networks."""
+    if isinstance(value, str) and value.strip().lower() == "host":
+        return "host"
+    try:
+        return networks(value)
+    except ValueError as error:
+        raise ValueError(f'"host" or {error}') from None
+
+
 def numeric(value: Any) -> str:
     try:
         return str(ipaddress.ip_address(text_of(value)))
@@ -439,6 +449,7 @@ class Serving(Configured, _Shown):
             wider than any private one. Also FANIN_INSECURE=1.
         stranger_cpu: CPU seconds a second that sending tensors to all strangers may take, up to 16.
             One stranger has half of it. Default: a tenth of the process's CPUs.
+        relays: Readers may hand on to each other what they have read (:class:`fanin.Relay`).
     """
 
     use_ucx: bool = option(True, take=_bit(_ffi.SERVER_NO_UCX, when=False), field="flags")
@@ -446,6 +457,7 @@ class Serving(Configured, _Shown):
     trust_containers: bool = option(False, take=_bit(_ffi.SERVER_TRUST_CONTAINERS), field="flags")
     insecure: bool = option(False, take=_bit(_ffi.SERVER_INSECURE), field="flags")
     stranger_cpu: float | None = option(None, take=milliseconds)
+    relays: bool = option(True, take=_bit(_ffi.SERVER_NO_RELAYS, when=False), field="flags")
 
 
 @dataclass(frozen=True, kw_only=True)

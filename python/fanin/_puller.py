@@ -103,6 +103,20 @@ class Puller(ClosableHandle):
         self._handle = handle
         _open.add(self)
 
+    def _require_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ProcessError.make(
+                f"the {self._kind} belongs to the parent process {self._pid}",
+                f"create a {self._kind} of its own in the child",
+            )
+
+    def _require(self) -> ctypes.c_void_p:
+        """The handle, outside of a call. Its lock is held."""
+        self._require_process()
+        if self._handle is None:
+            raise StateError.make(f"the {self._kind} is closed")
+        return self._handle
+
     def _function(self, name: str) -> Any:
         return getattr(self._library, f"fanin_{self._kind}_{name}")
 
@@ -275,11 +289,7 @@ class Puller(ClosableHandle):
 
     def _alone(self, name: str, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
         """Calls with the handle, if no other call is under way; for the main thread in a helper."""
-        if self._pid != os.getpid():
-            raise ProcessError.make(
-                f"the {self._kind} belongs to the parent process {self._pid}",
-                f"create a {self._kind} of its own in the child",
-            )
+        self._require_process()
         use = Use(name)
         # No helper runs any more while the interpreter ends.
         if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():

@@ -16,7 +16,7 @@ from fanin._library import initialised, library
 ROOT = Path(__file__).parents[2]
 HEADERS = [
     ROOT / folder / "include/fanin"
-    for folder in ("common/core", "common/trace", "client", "server")
+    for folder in ("common/core", "common/trace", "client", "server", "relay")
 ]
 COMMENT = re.compile(r"/\*.*?\*/|^#.*?(?<!\\)$", re.DOTALL | re.MULTILINE)
 CODE = COMMENT.sub("", "\n".join(h.read_text() for d in HEADERS for h in sorted(d.glob("*.h"))))
@@ -149,6 +149,8 @@ FIRST = {
     "RankProgress": 48,
     "PullProgress": 48,
     "Objects": 80,
+    "RelayConfig": 32,
+    "RelayStats": 72,
 }
 
 

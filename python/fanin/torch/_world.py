@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fanin._route import route_address
 from fanin.errors import FaninError, HostError, RequestError
 from fanin.info import is_loopback, is_numeric
 from fanin.torch._store import Store
@@ -173,28 +174,6 @@ def as_fanin_error(error: Exception) -> FaninError:
     if isinstance(error, OSError):
         return HostError.make(f"{type(error).__name__}: {error}")
     return RequestError.make(f"{type(error).__name__}: {error}")
-
-
-def route_address(targets: Sequence[str]) -> str | None:
-    """This host's address on the way to the first target that another address than 127.x leads to.
-
-    Sends nothing; a name among the targets is looked up, which may block.
-    """
-    for target in targets:
-        try:
-            infos = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        for family, kind, protocol, _, address in infos:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)
-                    found = str(probe.getsockname()[0])
-            except OSError:
-                continue
-            if not is_loopback(found):
-                return found
-    return None
 
 
 def _networks(allow: str) -> list[str]:

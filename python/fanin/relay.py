@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reader that hands on what it has read, so that a fleet reads each byte of the trainer once."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _ffi
+from ._library import c_string, check, initialised, new_error
+from ._log import log_target
+from ._options import ClientOptions, ServerOptions, filled, networks, takes
+from ._puller import Puller, current_stream, set_max_bytes
+from ._records import PullProgress, PullResult
+from ._route import route_address
+from ._tensors import PackedTensors, Shard
+from .errors import RequestError
+from .info import split_address
+from .server import Stream
+
+__all__ = ["Relay", "RelayStats"]
+
+#: Numbers, by name: see :meth:`Relay.stats`.
+RelayStats = dict[str, int]
+
+_NO_WORLD = bytes(15) + b"\1"  # the relay takes the trainer's
+_SAME = ("secret_file", "tls_cert", "tls_key", "tls_ca", "use_ucx", "trust_containers")
+
+
+@dataclass(frozen=True)
+class RelayOptions(ClientOptions):
+    """What :class:`fanin.Relay` is told: what a client is, and
+
+    Args:
+        network: Networks of the fleet's hosts, with commas ("10.0.0.0/8"): listens on this host's
+            address on the way to the trainer, and hands on to readers there. They need the secret
+            or certificates that the trainer has. None: hands on to readers of this host alone.
+        trusted_network: Readers in *network* may read by RDMA, and could then write the memory.
+        lease: Most seconds that :meth:`fanin.Relay.release` and the next pull wait for readers.
+    """
+
+    network: str | None = None
+    trusted_network: bool = False
+    lease: float = 1.0
+
+
+class Relay(Puller):
+    """Pulls as a :class:`Client`, and hands on what it has pulled to others that want the same.
+
+    Of each part of a model one reader takes the bytes from the trainer. The others take them from
+    any reader that has them. So a fleet has a step in about the time of one pull, and each byte
+    leaves the trainer about once. The trainer's rank 0 keeps the list of readers. No reader needs
+    an option of another one, and the trainer needs none.
+
+    A reader hands a part on only when the trainer has confirmed it. A reader that dies, stops or is
+    slow delays no other for long: the others take its parts over, and the trainer is always the
+    last source.
+
+    After :meth:`pull_into` the memory is lent to other readers until the next one, :meth:`release`
+    or :meth:`close`. Do not write it before. Adapters are too small for this: pull them by a
+    client.
+
+    One thread at a time uses a relay, as a client. :meth:`cancel`, :meth:`close` and :meth:`stats`
+    may be called from any thread. In a forked child every method raises :class:`ProcessError`.
+
+    Raises:
+        RequestError: an argument is wrong; no address of this host lies in *network*.
+        HostError: the C library cannot be loaded; no memory, no sockets.
+    """
+
+    _kind = "relay"
+
+    @takes(RelayOptions)
+    def __init__(self, options: RelayOptions) -> None:
+        super().__init__()
+        self._lent: object = None
+        addresses = list(options.addresses or ())
+        if isinstance(options.addresses, (str, bytes)) or not addresses:
+            raise RequestError.make(
+                f"the addresses are {options.addresses!r}", 'give a list: ["host:port", ...]'
+            )
+        client = filled(_ffi.ClientConfig, self._library.fanin_client_config_init, options)
+        client.log, client.log_cookie = log_target("client")
+        config = initialised(_ffi.RelayConfig, self._library.fanin_relay_config_init)
+        config.client = ctypes.pointer(client)
+        if options.network is not None:
+            serving = _serving(options, addresses)
+            server = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, serving)
+            server.log, server.log_cookie = log_target("server")
+            config.server = ctypes.pointer(server)
+        raw = [c_string(address, "an address") for address in addresses]
+        array = (ctypes.c_char_p * len(raw))(*raw)
+        handle, error = ctypes.c_void_p(), new_error()
+        status = self._library.fanin_relay_create(
+            ctypes.byref(config), array, len(raw), ctypes.byref(handle), ctypes.byref(error)
+        )
+        check(status, error)
+        self._made(handle)
+
+    def pull_into(
+        self,
+        run: str | int,
+        tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors,
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+        dtype: str | None = None,
+        verify: bool = False,
+        stream: Stream | None = None,
+        max_bytes: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        rank_progress: Callable[[PullProgress], None] | None = None,
+    ) -> PullResult:
+        """As :meth:`Client.pull_into`, from the trainer and from other readers.
+
+        Hands on each part as soon as it is proven, and goes on handing on after the return. Ends
+        handing on what the pull before has read first, as :meth:`release`. Holds a reference to the
+        tensors' memory as long as it is lent.
+
+        The arguments and what is raised are those of :meth:`Client.pull_into`.
+
+        Args:
+            rank_progress: called without the ranks, as bytes come from relays too.
+            verify: compare what landed with digests that the trainer's ranks make, also of
+                what relays brought.
+
+        Raises:
+            PeerError: the trainer forbids relays (``FANIN_ERR_UNSUPPORTED``).
+        """
+        packed, memory = self._packed(tensors)
+        stream = current_stream(packed.cuda_devices) if stream is None else stream
+        options = self._options(run, step, at_least, timeout, 0, dtype, stream)
+        set_max_bytes(options, max_bytes)
+        options.verify = verify
+        before, self._lent = self._lent, (packed, memory)
+        function = self._library.fanin_relay_pull_into
+
+        def into() -> tuple[Any, ...]:
+            return function, packed.address, len(packed)
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress(done, total)
+            if rank_progress is not None:
+                rank_progress(PullProgress(done, total, (), None))
+
+        listens = progress is not None or rank_progress is not None
+        try:
+            return self._pull("pull_into", options, (tell if listens else None, None), into)
+        finally:
+            del before  # until here others may have read it
+
+    def release(self) -> None:
+        """Stops handing on: afterwards the memory is the caller's again.
+
+        Waits for readers at most the *lease*. They read the rest elsewhere. Does nothing if nothing
+        is handed on.
+        """
+        self._alone("release", lambda _, handle: self._library.fanin_relay_release(handle))
+        self._lent = None
+
+    def stats(self) -> RelayStats:
+        """Numbers of the last pull, but for the bytes, which count since the relay was made.
+
+        Does not block; any thread.
+
+        | name | |
+        |---|---|
+        | ``units``, ``landed`` | what is handed on at a time: all, and how many are here |
+        | ``bytes_from_origin``, ``bytes_from_relays`` | read of the trainer, and of other readers |
+        | ``bytes_handed_on`` | that others have read here, as far as they told |
+        | ``late`` | units that came from another source than they were first asked of |
+        | ``taken_over`` | units that another reader was to bring |
+        | ``holders`` | other readers that want the same |
+
+        Raises:
+            StateError: it is closed.
+        """
+        stats = _ffi.RelayStats()
+        stats.struct_size = ctypes.sizeof(stats)
+        with self._handle_lock:
+            self._library.fanin_relay_get_stats(self._require(), ctypes.byref(stats))
+        return {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "struct_size"}
+
+    def _destroy(self) -> None:
+        super()._destroy()
+        self._lent = None
+
+
+def _serving(options: RelayOptions, addresses: Sequence[str]) -> ServerOptions:
+    """How others reach this reader."""
+    try:
+        allowed = networks(options.network)
+    except ValueError as error:
+        raise RequestError.make(f"network is {options.network!r}", f"give {error}") from None
+    own = route_address([split_address(address)[0] for address in addresses])
+    within = [ipaddress.ip_network(one) for one in allowed.split(",")]
+    if own is None or not any(ipaddress.ip_address(own) in one for one in within):
+        raise RequestError.make(
+            f"this host's address on the way to the trainer is {own or '127.0.0.1'}, "
+            f"which is not in the network {allowed}",
+            "name the network of the fleet's hosts",
+        )
+    same = {name: getattr(options, name) for name in _SAME}
+    return ServerOptions(
+        world_id=_NO_WORLD,
+        rank=0,
+        world_size=1,
+        bind=own,
+        allow=allowed,
+        open=not options.trusted_network,
+        trusted_network=options.trusted_network,
+        lease=options.lease,
+        **same,
+    )

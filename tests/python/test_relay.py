@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers that hand on what they have read."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import fanin
+import numpy as np
+import pytest
+from local_world import PATIENCE
+
+RUN, TENSORS = "full:0", 8
+
+
+class Trainer:
+    """One rank with 8 MiB."""
+
+    def __init__(self, **options: Any) -> None:
+        self.memory = [np.zeros((1024, 1024), np.uint8) for _ in range(TENSORS)]
+        self.server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, **options)
+        self.server.put(RUN, [fanin.shard_of(f"t{i}", v) for i, v in enumerate(self.memory)])
+        self.addresses = [f"127.0.0.1:{self.server.port}"]
+        self.random = np.random.default_rng(1)
+
+    def commit(self, step: int) -> None:
+        self.server.begin_update(RUN)
+        for tensor in self.memory:
+            tensor[:] = self.random.integers(0, 256, tensor.shape, np.uint8)
+        self.server.commit(RUN, step)
+
+    def empty(self) -> dict[str, np.ndarray]:
+        return {f"t{i}": np.zeros_like(value) for i, value in enumerate(self.memory)}
+
+    def holds(self, got: dict[str, np.ndarray]) -> bool:
+        return all((got[f"t{i}"] == value).all() for i, value in enumerate(self.memory))
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    with made.server:
+        yield made
+
+
+def pull_all(
+    relays: list[fanin.Relay], into: list[dict[str, np.ndarray]], step: int
+) -> list[fanin.PullResult]:
+    """All at once; raises what one has raised."""
+    results: dict[int, Any] = {}
+
+    def one(at: int) -> None:
+        try:
+            results[at] = relays[at].pull_into(RUN, into[at], step=step, timeout=PATIENCE)
+        except BaseException as error:
+            results[at] = error
+
+    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(relays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[at] for at in range(len(relays))]
+
+
+def test_a_fleet_has_each_step_and_reads_the_trainer_about_once(
+    trainer: Trainer, stack: ExitStack
+) -> None:
+    relays = [stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(3)]
+    into = [trainer.empty() for _ in relays]
+    for step in (1, 2):
+        trainer.commit(step)
+        results = pull_all(relays, into, step)
+        assert [one.step for one in results] == [step] * 3
+        assert all(trainer.holds(got) for got in into)
+    told = [relay.stats() for relay in relays]
+    whole = TENSORS << 20
+    assert all(one["units"] == one["landed"] > 1 for one in told)
+    assert all(one["bytes_from_origin"] + one["bytes_from_relays"] >= 2 * whole for one in told)
+    # Each has found others; a busy machine may bring a unit twice.
+    assert sum(one["bytes_from_relays"] for one in told) > whole
+    assert all(one["holders"] == 2 for one in told)
+
+
+def test_what_is_handed_on_is_of_the_step_when_the_trainer_has_gone_on(
+    trainer: Trainer, stack: ExitStack
+) -> None:
+    first, second = (stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2))
+    trainer.commit(1)
+    into, later = trainer.empty(), trainer.empty()
+    first.pull_into(RUN, into, step=1, timeout=PATIENCE)
+    before = {name: value.copy() for name, value in into.items()}
+    trainer.commit(2)
+    second.pull_into(RUN, later, step=2, timeout=PATIENCE)  # the first has another step
+    assert trainer.holds(later)
+    assert second.stats()["bytes_from_relays"] == 0
+    assert all((into[name] == before[name]).all() for name in into)
+
+
+def test_released_memory_is_the_callers(trainer: Trainer, stack: ExitStack) -> None:
+    first, second = (stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2))
+    trainer.commit(1)
+    into, later = trainer.empty(), trainer.empty()
+    first.pull_into(RUN, into, step=1, timeout=PATIENCE)
+    first.release()
+    first.release()
+    for value in into.values():
+        value[:] = 7
+    second.pull_into(RUN, later, step=1, timeout=PATIENCE)
+    assert trainer.holds(later)
+
+
+def test_the_memory_lives_as_long_as_it_is_lent(trainer: Trainer) -> None:
+    trainer.commit(1)
+    with fanin.Relay(trainer.addresses) as relay:
+        into = trainer.empty()
+        seen = weakref.ref(into["t0"])
+        relay.pull_into(RUN, into, step=1, timeout=PATIENCE)
+        del into
+        gc.collect()
+        assert seen() is not None
+        relay.release()
+        gc.collect()
+        assert seen() is None
+
+
+def test_progress_tells_of_all_bytes(trainer: Trainer, stack: ExitStack) -> None:
+    relay = stack.enter_context(fanin.Relay(trainer.addresses))
+    trainer.commit(1)
+    told: list[tuple[int, int]] = []
+    ranks: list[fanin.PullProgress] = []
+    relay.pull_into(
+        RUN,
+        trainer.empty(),
+        timeout=PATIENCE,
+        progress=lambda *bytes_: told.append(bytes_),
+        rank_progress=ranks.append,
+    )
+    assert told[-1] == (TENSORS << 20, TENSORS << 20)
+    assert ranks[-1].bytes_done == TENSORS << 20
+    assert ranks[-1].ranks == ()
+
+
+def test_what_cannot_be(trainer: Trainer) -> None:
+    with pytest.raises(fanin.RequestError, match="addresses"):
+        fanin.Relay([])
+    with pytest.raises(fanin.RequestError, match="not in the network"):
+        fanin.Relay(trainer.addresses, network="10.0.0.0/8")
+    with pytest.raises(fanin.RequestError, match="network"):
+        fanin.Relay(trainer.addresses, network="everywhere")
+    relay = fanin.Relay(trainer.addresses)
+    relay.close()
+    relay.close()
+    with pytest.raises(fanin.StateError, match="the relay is closed"):
+        relay.stats()
+    with pytest.raises(fanin.StateError, match="the relay is closed"):
+        relay.pull_into(RUN, trainer.empty())
+
+
+def test_a_trainer_that_forbids_relays_is_read_without(stack: ExitStack) -> None:
+    trainer = Trainer(relays=False)
+    with trainer.server:
+        trainer.commit(1)
+        relays = [stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2)]
+        into = [trainer.empty() for _ in relays]
+        pull_all(relays, into, 1)
+        assert all(trainer.holds(got) for got in into)
+        assert all(one.stats()["bytes_from_relays"] == 0 for one in relays)
+
+
+def test_cancel_ends_a_pull(trainer: Trainer, stack: ExitStack) -> None:
+    relay = stack.enter_context(fanin.Relay(trainer.addresses))
+    trainer.commit(1)
+    relay.pull_into(RUN, trainer.empty(), timeout=PATIENCE)
+    timer = threading.Timer(0.2, relay.cancel)
+    timer.start()
+    with pytest.raises(fanin.CancelledError):
+        relay.pull_into(RUN, trainer.empty(), step=9, timeout=PATIENCE)
+    timer.join()
+    trainer.commit(2)
+    assert relay.pull_into(RUN, trainer.empty(), timeout=PATIENCE).step == 2
+
+
+def test_a_child_may_not_use_it(trainer: Trainer, stack: ExitStack) -> None:
+    relay = stack.enter_context(fanin.Relay(trainer.addresses))
+    child = os.fork()
+    if child == 0:
+        good = 0
+        for call in (relay.release, relay.stats):
+            try:
+                call()
+            except fanin.ProcessError:
+                good += 1
+        os._exit(0 if good == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
