@@ -92,6 +92,15 @@ DEVICE_READERS = (
     ("stream-tcp", True, True),
     ("auto", False, True),
 )
+# Readers that hand on to each other what they have read, beside one that does not.
+RELAYS = (
+    ("relay-unix", False, False),
+    ("relay-tcp", True, False),
+    ("stream-tcp", True, True),
+    ("relay-unix", False, False),
+    ("stream-unix", False, False),
+)
+OF_RELAYS = 64  # sockets more of a relay: of its server, and to and from the others
 NAMED = 2  # this reader knows its ranks by name
 EVILS = ("leases", "flood", "deaf", "garbage", "frames", "idle")
 # What must find a mutant out.
@@ -131,7 +140,7 @@ class Campaign:
         self._cuda = options.cuda is not None
         device = "-cuda" if options.cuda else ""
         reader = "campaign-reader" + ("-unchecked" if self._mutant == "unchecked" else device)
-        self._specs = DEVICE_READERS if options.cuda else READERS
+        self._specs = DEVICE_READERS if options.cuda else RELAYS if options.relays else READERS
         self._programs, self._secret = programs, options.secret
         self._place, self._filling = place, place / "disk" / "filling"
         self.board, self._other_board = Board(place / "board"), Board(place / "other-board")
@@ -452,7 +461,8 @@ class Campaign:
         for _ in range(20):
             for reader in self.readers:
                 if reader.limited is not None:
-                    usual = self._usual.get(reader.index, (0, SOCKETS, THREADS))
+                    relays = OF_RELAYS * reader.path.startswith("relay")
+                    usual = self._usual.get(reader.index, (0, SOCKETS + relays, THREADS))
                     now = reader.limited.open_now()
                     self._usual[reader.index] = tuple(map(max, now, usual))
                     self._usual_names[reader.index] = reader.limited.names()
@@ -638,6 +648,7 @@ def main() -> int:
     parser.add_argument("--cuda")
     parser.add_argument("--mutant", choices=FOUND)
     parser.add_argument("--secret", action="store_true")
+    parser.add_argument("--relays", action="store_true")
     options = parser.parse_args()
     most = options.faults or (1 << 40 if options.seconds else 40)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

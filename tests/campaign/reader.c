@@ -4,7 +4,8 @@
  *
  * A worker of a campaign: pulls for ever with one client, into memory between guard pages or, if
  * DIRECTORY is not "-", into adapters there, and judges each result by itself. PATH: stream-unix,
- * stream-tcp, or a path's name. A line on standard output for each call:
+ * stream-tcp, or a path's name; relay-unix or relay-tcp: by a relay, which hands on what it has
+ * read until the next call. A line on standard output for each call:
  *
  *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
@@ -29,6 +30,7 @@
 #include "obstacles.h"
 #include "weights.h"
 #include <fanin/client.h>
+#include <fanin/relay.h>
 #include <fanin/safetensors.h>
 #include <dirent.h>
 #include <fcntl.h>
@@ -57,8 +59,9 @@ typedef struct reader {
     uint32_t timeout_ms;
     const char *path, *directory; /* directory NULL: into memory */
     fanin_client *client;
-    char *memory; /* of all tensors, one after the other, between guards */
-    char *bytes;  /* the same for the CPU */
+    fanin_relay *relay; /* instead, of a path that names it */
+    char *memory;       /* of all tensors, one after the other, between guards */
+    char *bytes;        /* the same for the CPU */
     size_t size;
     fanin_tensor tensors[N_TENSORS];
     fanin_box boxes[N_TENSORS];
@@ -217,23 +220,43 @@ static bool check_step(reader *r, const expectation *before,
 
 /* ----------------------------------------------------------------------- calls */
 
+static void end_client(reader *r)
+{
+    fanin_client_destroy(&r->client);
+    fanin_relay_destroy(&r->relay);
+}
+
+static bool is_relay(const reader *r)
+{
+    return strncmp(r->path, "relay-", 6) == 0;
+}
+
 static bool make_client(reader *r, outcome *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     bool stream = strncmp(r->path, "stream-", 7) == 0;
-    config.path = fanin_path_from_name(stream ? "stream" : r->path);
-    config.no_unix = strcmp(r->path, "stream-tcp") == 0;
+    bool tcp = strcmp(r->path, "stream-tcp") == 0 || strcmp(r->path, "relay-tcp") == 0;
+    if (!is_relay(r))
+        config.path = fanin_path_from_name(stream ? "stream" : r->path);
+    config.no_unix = tcp;
     config.threads = 2;
     config.lost_ms = 1000;
-    o->status = fanin_client_create(&config, &r->client, &error);
-    if (o->status == FANIN_OK)
+    fanin_relay_config relay;
+    fanin_relay_config_init(&relay, sizeof relay);
+    relay.client = &config;
+    if (is_relay(r))
+        o->status =
+            fanin_relay_create(&relay, r->addresses, r->world, &r->relay, &error);
+    else
+        o->status = fanin_client_create(&config, &r->client, &error);
+    if (o->status == FANIN_OK && !is_relay(r))
         o->status = fanin_client_connect(r->client, r->addresses, r->world,
                                          r->timeout_ms, &error);
     if (o->status == FANIN_OK)
         return true;
-    fanin_client_destroy(&r->client);
+    end_client(r);
     snprintf(o->text, sizeof o->text, "%s", error.message);
     return false;
 }
@@ -268,7 +291,15 @@ static fanin_status call(reader *r, fanin_pull_options *options, const char *dir
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
     }
     r->untouched = false;
+    if (is_relay(r) &&
+        board_random(&r->random) % 2 == 0) /* what it hands on is overwritten */
+        return fanin_relay_pull_into(r->relay, options, r->tensors, N_TENSORS, result,
+                                     error);
+    fanin_relay_release(r->relay);
     scribble(r);
+    if (is_relay(r))
+        return fanin_relay_pull_into(r->relay, options, r->tensors, N_TENSORS, result,
+                                     error);
     if (board_random(&r->random) % 4 == 0)
         return read_in_parts(r, options, result, error);
     return fanin_client_pull(r->client, options, r->tensors, N_TENSORS, result, error);
@@ -400,13 +431,13 @@ static void once(reader *r)
         o.status = FANIN_ERR_INTERNAL;
     else if (r->untouched && is_touched(r))
         o.verdict = "written";
-    else if (r->client || make_client(r, &o))
+    else if (r->client || r->relay || make_client(r, &o))
         pull(r, &o);
     r->untouched = r->untouched && strcmp(o.verdict, "written") != 0;
     atomic_fetch_add(&r->told->pulls, 1);
     tell(&o, r, began, stops != atomic_load(&r->told->stops));
     if (board_random(&r->random) % 100 < NEW_CLIENT_PERCENT)
-        fanin_client_destroy(&r->client);
+        end_client(r);
     if (o.status != FANIN_OK)
         board_sleep(10 * MS);
 }
@@ -498,7 +529,7 @@ int main(int argc, char **argv)
     const unsigned sockets = sockets_open(false), threads = threads_running(false);
     while (!atomic_load(&r.board->over))
         once(&r);
-    fanin_client_destroy(&r.client);
+    end_client(&r);
     if (has_left(sockets, threads))
         return 5;
     return memory_left(1) ? 4 : 0;
