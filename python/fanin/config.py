@@ -52,6 +52,7 @@ from fanin._options import (
     option,
     options_of,
     prefix,
+    relay,
     seconds,
     switch,
     text_of,
@@ -180,6 +181,8 @@ class InferenceConfig:
         landing: auto, slot: into the slots of vLLM where they can be filled. directory.
         spare_file: Make the next file of a directory beforehand, where memory allows.
         require_step: An engine of whole models answers nothing before its first update (HTTP 503).
+        relay: Hand on whole models that are read ahead: host, to engines of this host; or networks,
+            to engines there. Default: no.
         credentials: What trainers over a network are shown. Default: the secret that the trainer's
             nixl_info.json names.
     """
@@ -199,6 +202,7 @@ class InferenceConfig:
     landing: str = option("auto", choice(*LANDINGS), "FANIN_LANDING")
     spare_file: bool = option(True, switch, "FANIN_SPARE_FILE")
     require_step: bool = option(False, switch, "FANIN_REQUIRE_STEP")
+    relay: str | None = option(None, relay, "FANIN_RELAY")
     credentials: Credentials = Credentials()
 
 

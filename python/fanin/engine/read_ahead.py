@@ -135,13 +135,15 @@ class Prefetch:
         start = time.monotonic()
         writing()
         self._shadow.install()
-        result = self._result
+        result, relayed = self._result, ""
+        if self._trainer.relay is not None:
+            relayed = f" with relays ({result.path_reason})"
         return Summary(
             bytes=result.bytes,
             tensors=result.tensors,
             read=result.read,
             install=time.monotonic() - start,
-            path=f"{result.path}, read ahead into {self._shadow.place}",
+            path=f"{result.path}{relayed}, read ahead into {self._shadow.place}",
             restarts=result.restarts,
             worlds={str(result.world_id)},
         )
@@ -151,9 +153,9 @@ class Prefetch:
         if not self._thread.is_alive():
             return
         try:
-            self._trainer.client.cancel()
+            self._trainer.cancel()
         except (AssertionError, FaninError):
             pass  # it is connecting, which has a deadline
         self._thread.join(_GIVE_UP)
-        if not isinstance(self._error, CancelledError):
-            self._trainer.close()  # the cancel came after its last call, and would end the next one
+        if not isinstance(self._error, CancelledError) or self._trainer.relay is not None:
+            self._trainer.close()  # a cancel that found no call would end the next one

@@ -94,12 +94,22 @@ class Trainer:
         source: where the trainer is; a path is read at each :meth:`ready`.
         run: the publication.
         factory: makes a connected client; :class:`fanin.Client` unless a test says otherwise.
+        relay: whom what is read ahead is handed on to: "host", or networks; None: nobody.
     """
 
-    def __init__(self, source: Source, run: str, factory: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        run: str,
+        factory: Callable[..., Any] | None = None,
+        relay: str | None = None,
+    ) -> None:
         self.source = source
         self.run = run
+        self.relay = relay
         self._factory = factory
+        self._relay: Any = None
+        self._how: dict[str, Any] = {}
         self._client: Any = None
         self._target: Target | None = None
         self._published: Published | None = None
@@ -109,6 +119,31 @@ class Trainer:
         """The connected client; :meth:`ready` comes first."""
         assert self._client is not None
         return self._client
+
+    @property
+    def reader(self) -> Any:
+        """What fills memory that is left alone afterwards: the client, or a relay, which hands it
+        on. :meth:`ready` comes first."""
+        assert self._target is not None
+        if self.relay is None:
+            return self.client
+        if self._relay is None:
+            from fanin.relay import Relay
+
+            network = None if self.relay == "host" else self.relay
+            self._relay = Relay(list(self._target.addresses), network=network, **self._how)
+        return self._relay
+
+    def release(self) -> None:
+        """Hands nothing on any more: the memory may be written. Blocks at most a second or so."""
+        if self._relay is not None:
+            self._relay.release()
+
+    def cancel(self) -> None:
+        """Ends the call of another thread. Where there is none, the next one ends so."""
+        for one in (self._client, self._relay):
+            if one is not None:
+                one.cancel()
 
     def ready(self, deadline: float, step: int | None = None) -> Published:
         """Connects, or connects again, and says what is published now.
@@ -138,13 +173,13 @@ class Trainer:
             from fanin.client import Client
 
             factory = Client
-        self._client = factory(
-            list(target.addresses),
-            server_name=target.server_name,
-            world_id=target.world_id,
-            connect_timeout=min(_CONNECT, left(deadline)),
+        self._how = {
+            "server_name": target.server_name,
+            "world_id": target.world_id,
+            "connect_timeout": min(_CONNECT, left(deadline)),
             **(engine_credentials().arguments() or secret_arguments(target.secret_file)),
-        )
+        }
+        self._client = factory(list(target.addresses), **self._how)
         self._target = target
 
     def _look(self, deadline: float, step: int | None) -> tuple[str, str]:
@@ -166,8 +201,10 @@ class Trainer:
     def close(self) -> None:
         """Releases the connections; the next :meth:`ready` makes new ones."""
         client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        relay, self._relay = self._relay, None
+        for one in (client, relay):
+            if one is not None:
+                one.close()
 
 
 def left(deadline: float) -> float:

@@ -96,7 +96,7 @@ class Shadow:
     def fill(self, trainer: Trainer, step: int, deadline: float, progress: Progress) -> Any:
         """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
         self._landing.mapping.fill(self._lookup)
-        result = trainer.client.pull_into(
+        result = trainer.reader.pull_into(
             trainer.run,
             self._packed.tensors,
             step=step,

@@ -25,6 +25,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fanin._allowed import check_by_config
+from fanin._options import relay
+from fanin.config import inference_setting
 from fanin.engine.clients import Source
 from fanin.engine.landing import Landing, Summary
 from fanin.engine.read_ahead import Prefetch
@@ -88,6 +90,8 @@ class InitInfo(WeightTransferInitInfo):
         external_kv: "drop" what a connector has kept outside of the engine, and refuse a connector
             that cannot; or "keep".
         verify: compare each step with digests that the ranks make.
+        relay: hand on what is read ahead: True or "host" to engines of this host, "10.0.0.0/8" to
+            engines in that network. None: as FANIN_RELAY says.
         ring: layers of skeletons, at least 1.
         save: a directory that each worker writes its mapping to, for `nixl-fetch map`.
     """
@@ -102,6 +106,7 @@ class InitInfo(WeightTransferInitInfo):
     config: Any = "check"
     external_kv: Any = "drop"
     verify: Any = False
+    relay: Any = None
     ring: Any = 2
     save: Any = None
 
@@ -123,6 +128,7 @@ class InitInfo(WeightTransferInitInfo):
         check_by_config(source.text, source.path, source.addresses)
         return replace(
             self,
+            relay=_relay_of(self.relay),
             trainer=source,
             run=full_run(self.run),
             timeout=check_timeout(self.timeout),
@@ -130,6 +136,18 @@ class InitInfo(WeightTransferInitInfo):
             unused=check_patterns("init_info's unused", self.unused, key="unused"),
             keep=check_patterns("init_info's keep", self.keep, key="keep"),
         )
+
+
+def _relay_of(value: Any) -> str | None:
+    """Whom a worker hands on to. Raises RequestError."""
+    if value is None or value is True:
+        said: str | None = inference_setting("relay")
+        return said or ("host" if value else None)
+    try:
+        return None if value is False else relay(value)
+    except ValueError as error:
+        said = f"init_info's relay is {value!r}"
+        raise RequestError.make(said, f"give true, false, {error}", key="relay") from None
 
 
 @dataclass
@@ -243,7 +261,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main.close()
         if self._draft is not None:
             self._draft.close()
-        trainer, failure = Trainer(init.trainer, init.run), None
+        trainer, failure = Trainer(init.trainer, init.run, relay=init.relay), None
         deadline = time.monotonic() + init.timeout
         try:
             published = trainer.ready(deadline)
@@ -437,7 +455,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 'init it with {"draft_run": ...} as well',
                 key="draft_run",
             )
-        trainer = Trainer(info.trainer, info.draft_run)
+        trainer = Trainer(info.trainer, info.draft_run, relay=info.relay)
         try:
             published = trainer.ready(time.monotonic() + info.timeout)
             self._prepare(target, info, published)
@@ -451,6 +469,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._anew()
         if target.landing is not None:
             target.landing.close()
+        if target.trainer is not None:
+            target.trainer.release()
         target.shadow = target.landing = target.published = None
         target.landing = self._landing(target, info, published)
         target.published = published

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real vLLM servers of one host that hand on to each other what they read ahead.
+
+One fleet for the file. The tests run in order, each on what the earlier ones left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fanin.sync import Registry
+from full_models import save_full_model
+from full_trainer import FullTrainer
+from vllm_server import VllmServer
+
+BACKEND = ("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16")
+PROMPT = [5, 9, 13, 17, 21]
+
+
+class Fleet:
+    def __init__(self, scratch: Path) -> None:
+        self.model = save_full_model(scratch / "model", "qwen3", tied=True)
+        self.trainer = FullTrainer(self.model, scratch / "run", world_size=2)
+        self.engines = [self.engine(scratch / name) for name in ("one", "two")]
+        self.trainer.wait_ready()
+        for engine in self.engines:
+            engine.wait_ready()
+        self.registry = Registry(str(self.trainer.info), timeout=120)
+        for engine in self.engines:
+            self.registry.add(engine.url)
+
+    def engine(self, place: Path) -> VllmServer:
+        place.mkdir()
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "FANIN_RELAY": "host"}
+        return VllmServer(self.model, place, *BACKEND, environment=environment, adapters=False)
+
+    def step(self) -> int:
+        return int(self.trainer.step()["step"])
+
+    def answers(self) -> list[Any]:
+        """Tokens with the logarithms of their probabilities, and checksums, of each engine."""
+        told = []
+        for engine in self.engines:
+            body = {**VllmServer.completion("base", PROMPT, 8), "logprobs": 3}
+            choice = engine.ask("POST", "/v1/completions", body)["choices"][0]
+            sums = engine.ask("POST", "/weight_checker", {"action": "checksum"})["checksums"]
+            told.append((choice["text"], choice["logprobs"]["token_logprobs"], sums))
+        return told
+
+    def relayed(self, result: Any) -> list[int]:
+        """Percent that came from relays, of each engine, by what the log of the update says."""
+        shares = []
+        for entry in result.results.values():
+            found = re.search(r"with relays \((\d+) %", entry.how)
+            assert found, entry.how
+            shares.append(int(found[1]))
+        return shares
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.stop()
+        self.trainer.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    one = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield one
+    one.close()
+
+
+def test_they_answer_as_without_relays(fleet: Fleet) -> None:
+    """Each sync also proves by the ranks' digests what is served."""
+    for _ in range(3):
+        step = fleet.step()
+        result = fleet.registry.sync(step, prefetch=True, verify_served=True)
+        assert result.ok
+        assert sum(fleet.relayed(result)) > 0
+        with_relays = fleet.answers()
+        assert with_relays[0] == with_relays[1]
+        fleet.registry.sync(step, prefetch=False, again=True)
+        assert fleet.answers() == with_relays
+
+
+def test_one_that_is_killed_delays_nobody(fleet: Fleet) -> None:
+    step = fleet.step()
+    os.killpg(fleet.engines[1]._process.pid, signal.SIGKILL)
+    fleet.registry.remove(fleet.engines.pop().url)
+    result = fleet.registry.sync(step, prefetch=True, verify_served=True)
+    assert result.ok
+    assert fleet.relayed(result) == [0]
