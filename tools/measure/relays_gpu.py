@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""relays_gpu.py [--workers N] [--gib N] [--tensors N] [--turns N] [--device cuda|cpu] [--json FILE]
+
+N workers want each step of a trainer rank whose tensors lie on the first GPU; they lie round robin
+on the others, or on the first where there is no other. Ways take turns, each turn a new step:
+
+  one     the first worker alone
+  direct  all workers, from the rank
+  relay   all workers by fanin.Relay, which hand on to each other what they have
+
+Told are medians from the first worker's start to the last one's end, as multiples of "one", and the
+models that left the rank. Each worker compares all bytes after each step. Without a GPU exit status
+77, unless --device cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[2] / "tests" / "engines"))
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+from worlds import Child, Control  # noqa: E402
+
+RUN, WAYS, SLOWEST = "full:0", ("one", "direct", "relay"), 100.0
+
+
+class Member:
+    """The rank, or a worker: the tensors, and what the parent asks for."""
+
+    def __init__(self, control: Control, options: dict[str, Any]) -> None:
+        self.control = control
+        device = torch.device("cpu")
+        if options["device"] == "cuda":
+            gpus = torch.cuda.device_count()
+            worker = options.get("worker")
+            place = 0 if worker is None or gpus == 1 else 1 + worker % (gpus - 1)
+            device = torch.device("cuda", place)
+            torch.cuda.set_device(device)
+        self.device = device
+        words = options["bytes"] // options["tensors"] // 4
+        self.tensors = {
+            f"layers.{number:05}.weight": torch.zeros(words, dtype=torch.int32, device=device)
+            for number in range(options["tensors"])
+        }
+        self.words = torch.arange(words, dtype=torch.int32, device=device) * 40503
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def value(self, number: int, step: int) -> torch.Tensor:
+        return self.words + (number * 7919 + step * 104729)
+
+    def run(self) -> None:
+        self.control.say("here")
+        self.control.obey(self)
+
+
+class Rank(Member):
+    def serve(self) -> dict[str, Any]:
+        import fanin
+
+        self.server = fanin.Server(world_id=b"\1" * 16, rank=0, world_size=1)
+        self.server.put(RUN, [fanin.shard_of(*one) for one in self.tensors.items()])
+        return {"address": f"127.0.0.1:{self.server.port}"}
+
+    def step(self, number: int) -> None:
+        self.server.begin_update(RUN)
+        for at, tensor in enumerate(self.tensors.values()):
+            tensor.copy_(self.value(at, number))
+        self.settle()
+        self.server.commit(RUN, number)
+
+
+class Worker(Member):
+    def connect(self, address: str) -> None:
+        import fanin
+
+        self.client, self.relay = fanin.Client([address]), fanin.Relay([address])
+        self.packed = fanin.pack(
+            fanin.shard_of(name, tensor, writable=True) for name, tensor in self.tensors.items()
+        )
+        self.settle()
+
+    def pull(self, way: str, step: int) -> dict[str, Any]:
+        reader = self.relay if way == "relay" else self.client
+        before = self.relay.stats()["bytes_from_origin"]
+        start = time.monotonic()
+        result = reader.pull_into(RUN, self.packed, step=step, timeout=SLOWEST)
+        end = time.monotonic()
+        taken = result.bytes
+        if way == "relay":
+            taken = self.relay.stats()["bytes_from_origin"] - before
+        return {"start": start, "end": end, "taken": taken, "path": result.path}
+
+    def compare(self, step: int) -> dict[str, Any]:
+        """With what the rank has; then the memory is the worker's again."""
+        wrong = [
+            name
+            for at, (name, tensor) in enumerate(self.tensors.items())
+            if not torch.equal(tensor, self.value(at, step))
+        ]
+        self.relay.release()
+        return {"wrong": wrong[:3], "count": len(wrong)}
+
+
+def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
+    for one in children:
+        one.tell(what, **fields)
+    return [one.expect("done", SLOWEST) for one in children]
+
+
+def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    size = int(options.gib * 2**30)
+    common = {"device": options.device, "tensors": options.tensors, "bytes": size}
+    rank = Child("rank", str(HERE), common, folder)
+    workers = [
+        Child(f"worker{number}", str(HERE), {**common, "worker": number}, folder)
+        for number in range(options.workers)
+    ]
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    models: dict[str, list[float]] = {way: [] for way in WAYS}
+    try:
+        for one in (rank, *workers):
+            one.expect("here", SLOWEST)
+        ask(workers, "connect", address=ask([rank], "serve")[0]["address"])
+        step = 0
+        for turn in range(options.turns + 2):  # the first two warm up
+            for way in WAYS:
+                step += 1
+                ask([rank], "step", number=step)
+                readers = workers[:1] if way == "one" else workers
+                pulled = ask(readers, "pull", way=way, step=step)
+                wrong = [one for one in ask(readers, "compare", step=step) if one["count"]]
+                if wrong:
+                    sys.exit(f"{way}: {wrong[0]['count']} tensors differ: {wrong[0]['wrong']}")
+                if turn >= 2:
+                    first = min(one["start"] for one in pulled)
+                    times[way].append(1e3 * (max(one["end"] for one in pulled) - first))
+                    models[way].append(sum(one["taken"] for one in pulled) / size)
+        return {"ms": times, "models": models, "path": pulled[0]["path"]}
+    finally:
+        for one in (*workers, rank):
+            one.close()
+
+
+def main() -> int:
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        control, role = Control(), json.loads(sys.argv[1])
+        (Worker if "worker" in role else Rank)(control, role).run()
+        return 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--gib", type=float, default=8)
+    parser.add_argument("--tensors", type=int, default=400)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no GPU")
+        return 77
+    with tempfile.TemporaryDirectory(prefix="relays-") as folder:
+        told = measure(options, pathlib.Path(folder))
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    print(f"{options.workers} workers, {gpus} GPUs, {options.gib:g} GiB, by {told['path']}")
+    one = statistics.median(told["ms"]["one"])
+    for way, times in told["ms"].items():
+        middle, left = statistics.median(times), statistics.median(told["models"][way])
+        print(
+            f"  {way:6} {middle:8.2f} ms ({min(times):.2f} to {max(times):.2f})"
+            f"  {middle / one:5.2f} x  models {left:.2f}"
+        )
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps({"options": vars(options), **told}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
