@@ -338,6 +338,9 @@ static fanin_status take_credentials(fanin_server *s, const fanin_server_config 
 {
     const credentials given = {.secret = c->secret_file,
                                .tls = {c->tls_cert, c->tls_key, c->tls_ca}};
+    if (s->flags & FANIN_SERVER_RELAY)
+        return credentials_of_relay(&given, s->world_id, s->incarnation, &s->log,
+                                    &s->tls, error);
     return credentials_of_rank(&given, s->world_id, s->rank, &s->log, &s->tls, error);
 }
 

@@ -223,6 +223,8 @@ static bool is_secured(connection *c)
         connection_fail_for_memory(c);
         return false;
     }
+    if (c->shared->relays)
+        tls_expect_relay(c->tls);
     return take_step(c, tls_handshake(c->tls));
 }
 

@@ -203,9 +203,13 @@ static void explain_certificates(const tls *t, secure_fault *out)
         return;
     case TLS_OTHER_NAME:
         snprintf(out->what, sizeof out->what,
-                 "shows a certificate for %.150s, and is to be a rank of \"%s\"",
-                 tls_found(t), tls_identity(t)->job);
-        say(out, FANIN_ERR_AUTH, "is this port a rank of the job?");
+                 "shows a certificate for %.150s, and is to be a %s of \"%s\"",
+                 tls_found(t), tls_expects_relay(t) ? "relay" : "rank",
+                 tls_identity(t)->job);
+        say(out, FANIN_ERR_AUTH,
+            tls_expects_relay(t)
+                ? "give the engine's worker a certificate that names relay/NAME, too"
+                : "is this port a rank of the job?");
         return;
     case TLS_DISBELIEVED:
         snprintf(out->what, sizeof out->what,
@@ -302,8 +306,12 @@ bool secure_broken(const tls *t, secure_fault *out)
 
 bool secure_proven(tls *t, const msg_hello_ok *peer)
 {
-    return !t || tls_check_rank(t, peer->world_id, peer->rank, peer->proof.data,
-                                peer->proof.size);
+    const bytes_view proof = peer->proof;
+    if (!t || !peer->relay)
+        return !t ||
+               tls_check_rank(t, peer->world_id, peer->rank, proof.data, proof.size);
+    return tls_check_relay(t, peer->world_id, peer->incarnation, proof.data,
+                           proof.size);
 }
 
 void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_fault *out)
@@ -320,12 +328,18 @@ void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_faul
             "give each rank its own certificate, or all one for any rank (rank/*)");
         return;
     }
-    rank_identity(peer->world_id, peer->rank, name);
+    if (peer->relay)
+        relay_identity(peer->world_id, peer->incarnation, name);
+    else
+        rank_identity(peer->world_id, peer->rank, name);
     snprintf(
         out->what, sizeof out->what,
         "does not prove to be \"%s\": it holds a reader's key of the secret %.200s, "
-        "and not that rank's",
-        name, tls_file(t));
+        "and not that %s's",
+        name, tls_file(t), peer->relay ? "relay" : "rank");
     say(out, FANIN_ERR_AUTH,
-        "somebody plays a rank: make a new secret, and find out who has this one");
+        peer->relay
+            ? "somebody plays a relay: make a new secret, and find out who has this one"
+            : "somebody plays a rank: make a new secret, and find out who has this "
+              "one");
 }

@@ -815,6 +815,8 @@ static bool is_link_secured(data_connection *d)
         data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be secured: out of memory");
         return false;
     }
+    if (connection_peer(d->link->control)->relay)
+        tls_expect_relay(d->tls);
     tls_step step = tls_handshake(d->tls);
     if (step == TLS_WAIT) {
         data_want(d);

@@ -83,7 +83,7 @@ static int certs_verify(int good, X509_STORE_CTX *chain)
         o->X509_STORE_CTX_get_ex_data(chain, o->SSL_get_ex_data_X509_STORE_CTX_idx());
     tls *t = o->SSL_get_ex_data(ssl, TLS_DATA);
     identity wanted = *certificates_identity(t->end->certificates);
-    wanted.role = t->end->is_rank ? AS_READER : AS_ANY_RANK;
+    wanted.role = t->end->is_rank ? AS_READER : t->to_relay ? AS_RELAY : AS_ANY_RANK;
     if (good && (o->X509_STORE_CTX_get_error_depth(chain) > 0 ||
                  pem_is_for(o, o->X509_STORE_CTX_get0_cert(chain), &wanted)))
         return 1;

@@ -84,6 +84,23 @@ fanin_status credentials_of_rank(const credentials *configured,
     return status;
 }
 
+fanin_status credentials_of_relay(const credentials *configured,
+                                  const uint8_t world_id[16],
+                                  const uint8_t incarnation[16], const logger *log,
+                                  tls_end **out, fanin_error *error)
+{
+    credentials c;
+    *out = NULL;
+    fanin_status status = credentials_resolve(configured, &c, error);
+    if (status == FANIN_OK && c.secret)
+        return tls_end_of_relay(c.secret, world_id, incarnation, out, error);
+    if (status == FANIN_OK && c.tls.cert) {
+        const identity wanted = {.role = AS_RELAY};
+        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
+    }
+    return status;
+}
+
 fanin_status credentials_of_reader(const credentials *configured, const logger *log,
                                    tls_end **out, fanin_error *error)
 {

@@ -22,6 +22,11 @@ typedef struct credentials {
 fanin_status credentials_of_rank(const credentials *configured,
                                  const uint8_t world_id[16], uint32_t rank,
                                  const logger *log, tls_end **out, fanin_error *error);
+/** The same for a relay, by its incarnation, and with tls_end_of_relay()'s errors. */
+fanin_status credentials_of_relay(const credentials *configured,
+                                  const uint8_t world_id[16],
+                                  const uint8_t incarnation[16], const logger *log,
+                                  tls_end **out, fanin_error *error);
 /** The same for a reader. */
 fanin_status credentials_of_reader(const credentials *configured, const logger *log,
                                    tls_end **out, fanin_error *error);

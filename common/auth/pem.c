@@ -11,6 +11,7 @@
 
 #define SCHEME "fanin://"
 #define RANKS "rank/"
+#define RELAYS "relay/"
 
 typedef struct text {
     const char *at;
@@ -45,6 +46,14 @@ static bool identity_take_job(text *t, char out[JOB_MOST + 1])
     return size > 0 && identity_take(t, "/");
 }
 
+static bool is_word(const text *t)
+{
+    size_t size = 0;
+    while (size < t->size && is_of_job(t->at[size]))
+        size++;
+    return size == t->size && size >= 1 && size <= JOB_MOST;
+}
+
 /* A number as it is written, without zeros before it. */
 static bool identity_take_rank(text *t, uint32_t *out)
 {
@@ -73,7 +82,11 @@ bool identity_parse(const char *uri, size_t size, identity *out)
     identity id = {.role = AS_READER};
     if (!identity_take(&t, SCHEME) || !identity_take_job(&t, id.job))
         return false;
-    if (!identity_is(&t, "reader")) {
+    if (identity_take(&t, RELAYS)) {
+        id.role = AS_RELAY;
+        if (!is_word(&t))
+            return false;
+    } else if (!identity_is(&t, "reader")) {
         if (!identity_take(&t, RANKS))
             return false;
         id.role = identity_is(&t, "*") ? AS_ANY_RANK : AS_RANK;
@@ -91,13 +104,16 @@ void identity_text(const identity *id, char out[IDENTITY_URI_MOST])
                  (unsigned)id->rank);
     else
         snprintf(out, IDENTITY_URI_MOST, SCHEME "%s/%s", id->job,
-                 id->role == AS_READER ? "reader" : RANKS "*");
+                 id->role == AS_READER  ? "reader"
+                 : id->role == AS_RELAY ? RELAYS "NAME"
+                                        : RANKS "*");
 }
 
 bool identity_suffices(const identity *has, const identity *wanted)
 {
     if (strcmp(has->job, wanted->job) != 0 ||
-        (has->role == AS_READER) != (wanted->role == AS_READER))
+        (has->role == AS_READER) != (wanted->role == AS_READER) ||
+        (has->role == AS_RELAY) != (wanted->role == AS_RELAY))
         return false;
     return has->role != AS_RANK || wanted->role != AS_RANK || has->rank == wanted->rank;
 }

@@ -10,8 +10,8 @@
 
 /*
  * Who a certificate is for: a URI among its subject's alternative names, "fanin://JOB/reader",
- * "fanin://JOB/rank/N", or with a star for N, any rank of the job (PROTOCOL.md, "Secured
- * connections"). JOB: 1 to 64 of A-Z a-z 0-9 . _ -
+ * "fanin://JOB/rank/N", or with a star for N, any rank of the job, or "fanin://JOB/relay/NAME"
+ * (PROTOCOL.md, "Secured connections"). JOB and NAME: 1 to 64 of A-Z a-z 0-9 . _ -
  */
 
 #define JOB_MOST 64
@@ -22,6 +22,7 @@ typedef enum identity_role {
     AS_READER,
     AS_RANK,
     AS_ANY_RANK,
+    AS_RELAY, /**< whatever its name */
 } identity_role;
 
 typedef struct identity {
@@ -35,7 +36,7 @@ bool identity_parse(const char *text, size_t size, identity *out);
 void identity_text(const identity *id, char out[IDENTITY_URI_MOST]);
 
 /** Whether who has @p has may act as @p wanted: the same, or any rank for a rank. AS_ANY_RANK
-    wanted: whatever rank it is. */
+    wanted: whatever rank it is. Relays are alike. */
 bool identity_suffices(const identity *has, const identity *wanted);
 
 /** The certificate and what follows it in the file. @p is: the role that it must name, of this job,

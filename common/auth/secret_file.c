@@ -62,6 +62,15 @@ void rank_identity(const uint8_t world_id[16], uint32_t rank, char out[IDENTITY_
     snprintf(out, IDENTITY_MOST, "fanin/1/rank/%s/%" PRIu32, hex, rank);
 }
 
+void relay_identity(const uint8_t world_id[16], const uint8_t incarnation[16],
+                    char out[IDENTITY_MOST])
+{
+    char world[33], id[33];
+    digest_hex(world_id, world);
+    digest_hex(incarnation, id);
+    snprintf(out, IDENTITY_MOST, "fanin/1/relay/%s/%s", world, id);
+}
+
 bool launch_key(const openssl *o, const uint8_t root[KEY_SIZE], const char *identity,
                 uint8_t out[KEY_SIZE])
 {

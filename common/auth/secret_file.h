@@ -35,7 +35,7 @@ bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE]);
 #define KEY_SIZE 32
 /** The TLS identity of whoever reads. */
 #define IDENTITY_READER "fanin/1/reader"
-#define IDENTITY_MOST 64
+#define IDENTITY_MOST 96
 
 /** HMAC-SHA256. False: OpenSSL fails. */
 bool hmac_sha256(const openssl *o, const uint8_t *key, size_t key_size,
@@ -51,6 +51,9 @@ bool launch_root(const openssl *o, const uint8_t secret[SECRET_SIZE],
                  uint8_t out[KEY_SIZE]);
 /** "fanin/1/rank/<world id in hex>/<rank>" */
 void rank_identity(const uint8_t world_id[16], uint32_t rank, char out[IDENTITY_MOST]);
+/** "fanin/1/relay/<world id in hex>/<incarnation in hex>" */
+void relay_identity(const uint8_t world_id[16], const uint8_t incarnation[16],
+                    char out[IDENTITY_MOST]);
 /** The key of an identity. */
 bool launch_key(const openssl *o, const uint8_t root[KEY_SIZE], const char *identity,
                 uint8_t out[KEY_SIZE]);

@@ -423,24 +423,19 @@ static bool tls_is_same(const uint8_t *a, const uint8_t *b, size_t size)
     return differ == 0;
 }
 
-static bool is_rank_of_job(tls *t, uint32_t rank)
+static bool is_of_job(tls *t, identity wanted)
 {
     const openssl *o = t->end->o;
-    identity wanted = *tls_identity(t);
-    wanted.role = AS_RANK;
-    wanted.rank = rank;
+    memcpy(wanted.job, tls_identity(t)->job, sizeof wanted.job);
     bool good = certificates_peer_is(o, t->ssl, &wanted);
     if (!good && openssl_fault(o) == OPENSSL_NO_MEMORY)
         (void)tls_lack_memory(t);
     return good;
 }
 
-static bool has_key(tls *t, const uint8_t world_id[16], uint32_t rank,
-                    const uint8_t proof[TLS_PROOF_SIZE])
+static bool has_key(tls *t, const char *identity, const uint8_t proof[TLS_PROOF_SIZE])
 {
-    char identity[IDENTITY_MOST];
     uint8_t key[KEY_SIZE], expected[TLS_PROOF_SIZE];
-    rank_identity(world_id, rank, identity);
     bool made =
         launch_key(t->end->o, t->end->key, identity, key) && proof_of(t, key, expected);
     explicit_bzero(key, sizeof key);
@@ -449,15 +444,42 @@ static bool has_key(tls *t, const uint8_t world_id[16], uint32_t rank,
     return made && tls_is_same(expected, proof, TLS_PROOF_SIZE);
 }
 
-bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
-                    const uint8_t *proof, size_t size)
+/* By the certificate, or by the proof that its key is that of @p identity. */
+static bool is_proven(tls *t, identity wanted, const char *identity,
+                      const uint8_t *proof, size_t size)
 {
     if (!tls_is_up(t))
         return false;
     openssl_enter(t->end->o);
     bool good = t->end->certificates
-                    ? is_rank_of_job(t, rank)
-                    : size == TLS_PROOF_SIZE && has_key(t, world_id, rank, proof);
+                    ? is_of_job(t, wanted)
+                    : size == TLS_PROOF_SIZE && has_key(t, identity, proof);
     openssl_leave();
     return good;
+}
+
+bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
+                    const uint8_t *proof, size_t size)
+{
+    char name[IDENTITY_MOST];
+    rank_identity(world_id, rank, name);
+    return is_proven(t, (identity){.role = AS_RANK, .rank = rank}, name, proof, size);
+}
+
+void tls_expect_relay(tls *t)
+{
+    t->to_relay = true;
+}
+
+bool tls_expects_relay(const tls *t)
+{
+    return t->to_relay;
+}
+
+bool tls_check_relay(tls *t, const uint8_t world_id[16], const uint8_t incarnation[16],
+                     const uint8_t *proof, size_t size)
+{
+    char name[IDENTITY_MOST];
+    relay_identity(world_id, incarnation, name);
+    return is_proven(t, (identity){.role = AS_RELAY}, name, proof, size);
 }

@@ -34,6 +34,10 @@ typedef struct tls tls;
     secret_file_read()'s; FANIN_ERR_MEMORY. */
 fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
                              uint32_t rank, tls_end **out, fanin_error *error);
+/** The end of a relay: the same with its own key in the place of a rank's. */
+fanin_status tls_end_of_relay(const char *file, const uint8_t world_id[16],
+                              const uint8_t incarnation[16], tls_end **out,
+                              fanin_error *error);
 /** The end of a reader: keeps what every rank's proof is checked with. The same errors. */
 fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error);
 /** An end of certificates, a rank's or a reader's as @p wanted says. certificates_new()'s errors.
@@ -50,6 +54,9 @@ const identity *tls_end_identity(const tls_end *end);
 
 /** A connection of @p end on @p fd, to be shaken hands. NULL: no memory. */
 tls *tls_new(const tls_end *end, int fd);
+/** A reader's: the other end has to be a relay, and no rank. Before its handshake. */
+void tls_expect_relay(tls *t);
+bool tls_expects_relay(const tls *t);
 /** Wipes it; leaves the socket. NULL and *t == NULL are fine. */
 void tls_free(tls **t);
 
@@ -119,13 +126,16 @@ bool tls_pending(const tls *t);
 size_t tls_memory(const tls *t);
 
 #define TLS_PROOF_SIZE 32
-/** A rank's: that it has its own rank's key, for this connection alone. False: no memory; and of
-    NULL, and with certificates. */
+/** A rank's, or a relay's: that it has its own key, for this connection alone. False: no memory;
+    and of NULL, and with certificates. */
 bool tls_prove_rank(const tls *t, uint8_t out[TLS_PROOF_SIZE]);
 /** A reader's: whether the proof is that of this rank of this world. With certificates there is no
     proof, and the rank's own says which rank of the job it is, of whatever world. False with
     TLS_MEMORY: that is not known. */
 bool tls_check_rank(tls *t, const uint8_t world_id[16], uint32_t rank,
                     const uint8_t *proof, size_t size);
+/** The same of a relay, after tls_expect_relay(). With certificates it is one of the job. */
+bool tls_check_relay(tls *t, const uint8_t world_id[16], const uint8_t incarnation[16],
+                     const uint8_t *proof, size_t size);
 
 #endif

@@ -218,6 +218,15 @@ fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
     return tls_end_make(file, identity, out, error);
 }
 
+fanin_status tls_end_of_relay(const char *file, const uint8_t world_id[16],
+                              const uint8_t incarnation[16], tls_end **out,
+                              fanin_error *error)
+{
+    char identity[IDENTITY_MOST];
+    relay_identity(world_id, incarnation, identity);
+    return tls_end_make(file, identity, out, error);
+}
+
 fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error)
 {
     return tls_end_make(file, NULL, out, error);

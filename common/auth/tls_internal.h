@@ -54,6 +54,7 @@ struct tls {
     bool within;      /**< OpenSSL, which opens what may take locks */
     bool asked;  /**< the other has changed its keys, and may want others of this end */
     int control; /**< the type of its next record, which is no data */
+    bool to_relay; /**< a reader's: the other has to be one */
     bool up, closed;
     hello_guard guard; /**< a rank's, until it is up */
     bool heard;        /**< something has come */

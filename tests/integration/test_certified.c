@@ -7,10 +7,12 @@
 #include "own_file.h"
 #include "rank_proxy.h"
 #include "secrets.h"
+#include "tls.h"
 #include "testing.h"
 #include "thread.h"
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <time.h>
 
@@ -265,7 +267,8 @@ TEST(ranks_are_refused)
 {
     static const identity other_rank = {.job = "job", .role = AS_RANK, .rank = 3},
                           other_job = {.job = "job2", .role = AS_READER},
-                          reader = {.job = "job", .role = AS_READER};
+                          reader = {.job = "job", .role = AS_READER},
+                          relay = {.job = "job", .role = AS_RELAY};
     static const struct {
         const char *cert;
         const identity *claims;
@@ -275,6 +278,7 @@ TEST(ranks_are_refused)
          "is rank 0, and its certificate is not \"fanin://job/rank/0\""},
         {"reader", &reader, "\"fanin://job/reader\", and is to be a rank of \"job\""},
         {"elsewhere", &other_job, "for \"fanin://job2/reader\", and is to be"},
+        {"relay", &relay, "\"fanin://job/relay/worker-7\", and is to be a rank of"},
         {"foreign-rank", &other_rank,
          "for \"fanin://job/rank/3\" that is not believed"},
     };
@@ -288,6 +292,59 @@ TEST(ranks_are_refused)
         expect_refused(cases[i].words);
         fanin_server_destroy(&server, 0);
     }
+}
+
+static tls_end *end_of(const char *name, identity_role role)
+{
+    const files f = of(name, "ca");
+    const certificate_files paths = {f.cert, f.key, f.ca};
+    const identity wanted = {.role = role, .rank = 0};
+    tls_end *end = NULL;
+    assert_ok(tls_end_by_certificate(&paths, &wanted, NULL, &end, &error), error);
+    return end;
+}
+
+/* What a reader that wants a relay thinks of who listens by that certificate. */
+static tls_fault meet(const char *name, identity_role role, bool *is_relay)
+{
+    static const uint8_t id[16];
+    tls_end *ends[2] = {end_of(name, role), end_of("relay", AS_READER)};
+    tls *t[2];
+    int fds[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
+    for (int i = 0; i < 2; i++)
+        assert_non_null(t[i] = tls_new(ends[i], fds[i]));
+    tls_expect_relay(t[1]);
+    for (int turn = 0; turn < 16; turn++)
+        (void)tls_handshake(t[turn % 2]);
+    tls_fault fault = tls_failed(t[1]);
+    *is_relay = tls_check_relay(t[1], id, id, NULL, 0);
+    for (int i = 0; i < 2; i++) {
+        tls_free(&t[i]);
+        tls_end_free(&ends[i]);
+        close(fds[i]);
+    }
+    return fault;
+}
+
+/* A worker's certificate names it as a reader and as a relay; a rank's is no relay's. */
+TEST(ranks_and_relays_are_told_apart)
+{
+    bool is_relay;
+    assert_int_equal(meet("relay", AS_RELAY, &is_relay), TLS_FINE);
+    assert_true(is_relay);
+    assert_int_equal(meet("rank0", AS_RANK, &is_relay), TLS_OTHER_NAME);
+    assert_false(is_relay);
+    assert_int_equal(meet("ranks", AS_RANK, &is_relay), TLS_OTHER_NAME);
+    fanin_server_config c = make_server_config();
+    const files f = of("reader", "ca");
+    fanin_server *server = NULL;
+    c.flags |= FANIN_SERVER_RELAY;
+    c.tls_cert = f.cert;
+    c.tls_key = f.key;
+    c.tls_ca = f.ca;
+    assert_int_equal(fanin_server_create(&c, &server, &error), FANIN_ERR_AUTH);
+    assert_says(error.message, "needs \"fanin://JOB/relay/NAME\"");
 }
 
 /* One end has no certificate, or a secret instead. */

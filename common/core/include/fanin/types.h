@@ -26,7 +26,8 @@
  * - tls_ca: a PEM file with the authorities that sign the other end's certificates.
  *
  * Both ends show a certificate. A rank's names "fanin://JOB/rank/N" among its subject's alternative
- * names, with a star for N any rank. A reader's names "fanin://JOB/reader", with the same JOB. A
+ * names, with a star for N any rank. A reader's names "fanin://JOB/reader", with the same JOB. One
+ * that hands on what it has read names "fanin://JOB/relay/NAME", too, with a name of yours. A
  * thread looks at the three files once a second. New connections use what it has read (event
  * "certificates").
  *

@@ -84,4 +84,10 @@ TEST(each_is_good_for_itself_alone)
     assert_false(may("fanin://j/reader", "fanin://j/rank/*"));
     assert_false(may("fanin://j/reader", "fanin://jj/reader"));
     assert_false(may("fanin://jj/rank/*", "fanin://j/rank/3"));
+    assert_true(may("fanin://j/relay/worker-7", "fanin://j/relay/any"));
+    assert_false(may("fanin://j/relay/0", "fanin://jj/relay/0"));
+    assert_false(may("fanin://j/relay/0", "fanin://j/rank/0"));
+    assert_false(may("fanin://j/relay/0", "fanin://j/reader"));
+    assert_false(may("fanin://j/rank/*", "fanin://j/relay/0"));
+    assert_false(may("fanin://j/reader", "fanin://j/relay/0"));
 }

@@ -81,6 +81,13 @@ TEST(keys_are_the_protocols)
     assert_memory_equal(key, expected, KEY_SIZE);
     rank_identity(world, UINT32_MAX, identity); /* the longest there is */
     assert_int_equal(strlen(identity), 13 + 32 + 1 + 10);
+    relay_identity(world, world, identity);
+    assert_string_equal(identity, "fanin/1/relay/05050505050505050505050505050505/"
+                                  "05050505050505050505050505050505");
+    assert_true(launch_key(o, root, identity, key));
+    from_hex("4e66fd6207ab991bd7294a962a9eadb112b5a337f50803fce64207c0f230981f",
+             expected);
+    assert_memory_equal(key, expected, KEY_SIZE);
 }
 
 TEST(too_much_is_refused)

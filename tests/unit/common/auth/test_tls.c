@@ -205,6 +205,35 @@ TEST(ranks_prove_themselves)
     stop(&other);
 }
 
+/* Whoever plays a rank needs the rank's key, and a relay has its own. */
+TEST(relays_are_no_ranks)
+{
+    pair p;
+    uint8_t proof[TLS_PROOF_SIZE], id[16], other[16];
+    memset(id, 7, sizeof id);
+    memset(other, 8, sizeof other);
+    start(&p, '1', '1');
+    tls_free(&p.t[0]);
+    tls_end_free(&p.ends[0]);
+    assert_works(tls_end_of_relay(secret_of('1'), world, id, &p.ends[0], ERROR));
+    assert_non_null(p.t[0] = tls_new(p.ends[0], p.fds[0]));
+    tls_expect_relay(p.t[1]);
+    shake_well(&p);
+    assert_true(tls_prove_rank(p.t[0], proof));
+    assert_true(tls_check_relay(p.t[1], world, id, proof, sizeof proof));
+    assert_false(tls_check_relay(p.t[1], world, other, proof, sizeof proof));
+    assert_false(tls_check_relay(p.t[1], other, id, proof, sizeof proof));
+    assert_false(tls_check_relay(p.t[1], world, id, proof, sizeof proof - 1));
+    assert_false(tls_check_rank(p.t[1], world, 0, proof, sizeof proof));
+    assert_false(tls_check_rank(p.t[1], world, RANK, proof, sizeof proof));
+    stop(&p);
+    start(&p, '1', '1');
+    shake_well(&p);
+    assert_true(tls_prove_rank(p.t[0], proof));
+    assert_false(tls_check_relay(p.t[1], world, id, proof, sizeof proof));
+    stop(&p);
+}
+
 /* The reader hears a frame, an alert, or the end. */
 static void answer(const void *data, size_t size, tls_fault expected)
 {
