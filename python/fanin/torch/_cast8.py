@@ -19,17 +19,33 @@ import torch
 
 from fanin.torch._blocks8 import Grid, touched
 
-__all__ = ["FLOOR", "NAN", "RECIPROCAL", "cast", "maxima", "scales_of"]
+__all__ = ["FLOOR", "NAN", "RECIPROCAL", "Room", "cast", "maxima", "scales_of"]
 
 FLOOR = 1e-4
 RECIPROCAL = 0.0022321429569274187
 """1/448 rounded to F32."""
 NAN = 0x7FC00000
 _INFINITE = 0x7F800000
-_NAN8 = 0x7F
 _MANTISSA = 0x7FFFFF
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """That are computed with at a time: they stay in a processor's cache, or below 64 MB."""
+
+
+class Room:
+    """Memory that is computed in, kept for the next matrix: a CPU takes longer for pages that are
+    new to it than for rounding."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, values: Any, dtype: Any) -> Any:
+        """An empty tensor of that shape; on a GPU a new one, as streams may differ."""
+        if values.device.type != "cpu":
+            return torch.empty(values.shape, dtype=dtype, device=values.device)
+        size = values.numel() * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view(values.shape)
 
 
 def _span(first: int, length: int, block: int) -> tuple[int, int, int]:
@@ -67,14 +83,15 @@ def _chunks(values: Any, at: Grid, block: Grid) -> Iterator[tuple[slice, Grid, s
         start = end
 
 
-def maxima(values: Any, at: Grid, block: Grid) -> Any:
+def maxima(values: Any, at: Grid, block: Grid, room: Room) -> Any:
     """The largest magnitude of each block in a box that begins at *at* of its tensor."""
     rows, columns = values.shape
     grid = (len(touched(at[0], rows, block[0])), len(touched(at[1], columns, block[1])))
     out = torch.empty(grid, dtype=torch.int32, device=values.device)
     for part, begin, blocks in _chunks(values, at, block):
         # As integers: a CPU finds the largest of them several times faster than of numbers.
-        bits = _tiles(values[part], begin, block).view(torch.int16) & 0x7FFF
+        tiles = _tiles(values[part], begin, block).view(torch.int16)
+        bits = torch.bitwise_and(tiles, 0x7FFF, out=room.of(tiles, torch.int16))
         largest = bits.amax(dim=1).amax(dim=-1).int() << 16
         out[blocks] = torch.where(largest < _INFINITE, largest, NAN)
     return out
@@ -91,17 +108,17 @@ def scales_of(largest: Any, powers: bool) -> Any:
     return torch.where(amax.isnan(), NAN, out.view(torch.int32)).view(torch.float32)
 
 
-def cast(values: Any, at: Grid, block: Grid, scales: Any, out: Any) -> None:
+def cast(values: Any, at: Grid, block: Grid, scales: Any, out: Any, room: Room) -> None:
     """Writes the values of a box to *out* as E4M3; scales: of the blocks that it touches."""
     inverse, bad = 1.0 / scales, scales.isnan()
     some = values.is_cuda or bool(bad.any())  # CUDA is not waited for
     for part, begin, blocks in _chunks(values, at, block):
         tiles = _tiles(values[part], begin, block)
-        product = tiles * inverse[blocks, None, :, None]
-        bytes_ = product.to(torch.float8_e4m3fn).view(torch.uint8)
+        product = room.of(tiles, torch.float32).copy_(tiles)
+        product.mul_(inverse[blocks, None, :, None])
         if some:
-            bytes_ = torch.where(bad[blocks, None, :, None], _NAN8, bytes_)
+            product.masked_fill_(bad[blocks, None, :, None], torch.nan)
         rows, columns = values[part].shape
         top, left = _span(begin[0], rows, block[0])[0], _span(begin[1], columns, block[1])[0]
-        whole = bytes_.flatten(0, 1).flatten(1, 2)
-        out[part].view(torch.uint8).copy_(whole[top : top + rows, left : left + columns])
+        whole = product.flatten(0, 1).flatten(1, 2)
+        out[part].copy_(whole[top : top + rows, left : left + columns])

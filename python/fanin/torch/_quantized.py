@@ -17,7 +17,7 @@ from fanin._cover import Part
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks8 import Shared, begun, touched
-from fanin.torch._cast8 import cast, maxima, scales_of
+from fanin.torch._cast8 import Room, cast, maxima, scales_of
 from fanin.torch._derived import Want, allocate
 from fanin.torch._formats import F8, Format
 from fanin.torch._launch8 import Job, Launches, can_launch
@@ -84,6 +84,7 @@ class Quantizer:
         self._shared = Shared(0, {})
         self._reduce: Reduce = lambda values: lambda: None
         self._flat: Any = None
+        self._room = Room()
         self._scaled: dict[str, str] = {}
         """By the names of scales, those of the tensors."""
         self._works: dict[Hashable, Work] | None = None
@@ -185,7 +186,10 @@ class Quantizer:
         with torch.no_grad():
             if work := self._compiled().get(maker):
                 shared = (job for job in work.jobs if job.shared is not None)
-                self._rest(work, [(job, maxima(job.values, job.at, job.block)) for job in shared])
+                self._rest(
+                    work,
+                    [(job, maxima(job.values, job.at, job.block, self._room)) for job in shared],
+                )
 
     def shares(self, name: str) -> bool:
         """Whether some rank has a part of a block of the tensor *name*."""
@@ -241,7 +245,7 @@ class Quantizer:
             launches.maxima()
         for job in work.jobs:
             if job.shared is not None:
-                largest = maxima(job.values, job.at, job.block)
+                largest = maxima(job.values, job.at, job.block, self._room)
                 chosen, places = job.shared
                 mine = largest.view(-1)[chosen].to(self._flat.device)
                 self._flat[places] = torch.maximum(self._flat[places], mine)
@@ -253,7 +257,7 @@ class Quantizer:
             launches.whole()
         for job in work.jobs:
             if job.shared is None:
-                self._cast(job, maxima(job.values, job.at, job.block))
+                self._cast(job, maxima(job.values, job.at, job.block, self._room))
 
     def _rest(self, work: Work, first: list[tuple[Job, Any]]) -> None:
         for launches in work.launches:
@@ -267,7 +271,7 @@ class Quantizer:
     def _cast(self, job: Job, largest: Any) -> None:
         scales = scales_of(largest, self.form.powers)
         job.scales.copy_(scales[job.inside])
-        cast(job.values, job.at, job.block, scales, job.out)
+        cast(job.values, job.at, job.block, scales, job.out, self._room)
 
     def _placed(self, sources: Sequence[Source]) -> dict[str, Entry]:
         """Entries with memory: that of before, where the parts are those of before."""
