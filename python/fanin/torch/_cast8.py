@@ -27,7 +27,7 @@ RECIPROCAL = 0.0022321429569274187
 NAN = 0x7FC00000
 _INFINITE = 0x7F800000
 _MANTISSA = 0x7FFFFF
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """That are computed with at a time: they stay in a processor's cache, or below 64 MB."""
 
 
@@ -70,7 +70,7 @@ def _chunks(values: Any, at: Grid, block: Grid) -> Iterator[tuple[slice, Grid, s
     """Rows of *values* that are computed with at a time, where they begin, and their blocks."""
     rows, columns = values.shape
     wide = len(touched(at[1], columns, block[1])) * min(block[1], columns)
-    most = max(1, _ELEMENTS.get(values.device.type, 1 << 18) // (wide * block[0])) * block[0]
+    most = max(1, _ELEMENTS.get(values.device.type, 1 << 19) // (wide * block[0])) * block[0]
     start, zero = 0, at[0] // block[0]
     while start < rows:
         end = min(rows, (at[0] + start) // block[0] * block[0] + most - at[0])
