@@ -169,14 +169,17 @@ class Trainer:
                 value.copy_(other[name])
         dist.barrier()
 
-    def fail(self, number: int, rank: int) -> dict[str, Any]:
-        """Rank *rank* cannot publish, for a parameter has joined; nobody waits for it."""
+    def fail(self, number: int, rank: int, body: bool) -> dict[str, Any]:
+        """Rank *rank* cannot publish, for a parameter has joined or the body of the update raises;
+        nobody waits for it."""
         error = ""
         if dist.get_rank() == rank:
             self.model.register_parameter("joined", torch.nn.Parameter(torch.ones(3)))
         try:
-            self.server.publish(number)
-        except FaninError as caught:
+            with self.server.updating(number):
+                if body and dist.get_rank() == rank:
+                    raise ValueError("the loss is NaN")
+        except (FaninError, ValueError) as caught:
             error = str(caught)
         if dist.get_rank() == rank:
             del self.model.joined

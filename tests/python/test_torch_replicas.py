@@ -29,9 +29,19 @@ class Store:
         return self.held[key]
 
     def compare_set(self, key, expected, desired):
-        """Of an expected value that isn't there: it changes nothing."""
-        assert expected == desired
-        return self.held.get(key, expected.encode())
+        with self.changed:
+            if key in self.held and self.held[key] != expected.encode():
+                return self.held[key]
+            if key not in self.held and expected:
+                return expected.encode()
+            self.held[key] = desired.encode()
+            self.changed.notify_all()
+            return self.held[key]
+
+    def add(self, key, amount):
+        with self.changed:
+            self.held[key] = self.held.get(key, 0) + amount
+            return self.held[key]
 
     def check(self, keys):
         return all(key in self.held for key in keys)

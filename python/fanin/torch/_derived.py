@@ -52,15 +52,9 @@ class Stages:
         """done: called when all have filled."""
         self._stages = list(stages)
         self._done = done
-        self._awaited = False
-
-    def await_fill(self) -> None:
-        """From now on the other ranks come to :meth:`fill`, whatever happens to this one."""
-        self._awaited = True
 
     def fill(self) -> None:
         """Makes the values of all stages. If one fails, those behind it miss the step."""
-        self._awaited = False
         for at, stage in enumerate(self._stages):
             try:
                 stage.fill()
@@ -71,11 +65,9 @@ class Stages:
         self._done()
 
     def miss(self) -> None:
-        """This rank has failed: if the others come to :meth:`fill`, they do not wait for it."""
-        if self._awaited:
-            self._awaited = False
-            for stage in self._stages:
-                stage.miss()
+        """This rank has failed, and the others come to :meth:`fill`."""
+        for stage in self._stages:
+            stage.miss()
 
     def release(self) -> None:
         for stage in self._stages:

@@ -219,7 +219,8 @@ class Publisher:
         compared.
 
         An exception inside aborts the update. The run is then unreadable until the next update; its
-        last snapshot stays readable.
+        last snapshot stays readable. Where ranks compute what they publish together (merged
+        adapters, fp8), the other ranks raise StateError, which names this one.
 
         Args:
             step: the step that the run is at afterwards, or ``{run: step}`` where several are
@@ -247,7 +248,6 @@ class Publisher:
                 walked.enter_context(run.parameters.walked())
             walked.enter_context(self._rewriting(runs))
             yield
-            self._await_fills(run for run, _ in runs)
             self._tell_all(runs, [self._resolved(run) for run, _ in runs])
 
     def publish(self, step: Steps, *, digests: bool | None = None) -> None:
@@ -269,7 +269,6 @@ class Publisher:
         """
         runs = self._chosen(step)
         with self._digesting(runs, digests), self._told_of_failure(runs):
-            self._await_fills(run for run, _ in runs)
             self._refuse_written(run for run, _ in runs)
             changes = self._look([run for run, _ in runs])
             with self._rewriting(runs):
@@ -329,7 +328,7 @@ class Publisher:
                 if step is not None:
                     self._check_step(one, step)
         if step is None:
-            with self._missed(runs):
+            with self._told_of_failure([(one, one.step or 0) for one in runs]):
                 self._continue(runs, None)
             return
         pairs = [(one, step) for one in runs]
@@ -340,15 +339,15 @@ class Publisher:
 
     def _continue(self, runs: list[OneRun], step: int | None) -> None:
         """Ends the runs' pauses; step: their next one, None: they are readable again."""
-        self._await_fills(runs)
         changes = [self._resolved(one) for one in runs]
         for one, change in zip(runs, changes, strict=True):
             self._tell(one, change)
             if step is not None and one.step is not None:
                 # What was published must not be readable from memory that holds other values.
                 self._server.abort_update(one.publication)
-            if step is None:
-                one.parameters.stages.fill()
+        if step is None:
+            self._fill(runs)
+        for one in runs:
             self._server.resume(one.publication)
             one.paused = False
             if step is None:
@@ -482,6 +481,10 @@ class Publisher:
     def _prove(self, run: OneRun) -> None:
         """Raises if what the run is about to publish is not what its ranks train."""
 
+    def _meet(self, run: OneRun) -> None:
+        """Waits until all ranks have come to compute what the run publishes; raises if one does
+        not."""
+
     def _unpublished(self, run: OneRun, error: BaseException, at: At) -> None:
         """Tells ranks that would wait for this one that it does not publish."""
 
@@ -490,22 +493,11 @@ class Publisher:
         """Around all that may fail of the try to publish the runs at these steps."""
         for run, step in runs:
             run.at = (int(step), run.at[1] + 1 if run.at[0] == step else 0)
-        with self._missed(run for run, _ in runs):
-            try:
-                yield
-            except BaseException as error:
-                for run, _ in runs:
-                    self._unpublished(run, error, run.at)
-                raise
-
-    @contextlib.contextmanager
-    def _missed(self, runs: Iterable[OneRun]) -> Iterator[None]:
-        """Around what may fail before the runs' stages have filled, for which other ranks wait."""
         try:
             yield
-        except Exception:  # a rank that is being ended waits for nobody
-            for run in _ordered(runs):
-                run.parameters.stages.miss()
+        except BaseException as error:
+            for run, _ in runs:
+                self._unpublished(run, error, run.at)
             raise
 
     @contextlib.contextmanager
@@ -732,8 +724,7 @@ class Publisher:
                 begun.append(run)
             yield
             ordered = _ordered(run for run, _ in runs)
-            for run in ordered:
-                run.parameters.stages.fill()
+            self._fill(ordered)
             for run in ordered:  # also of what was made: replicas make the same
                 self._prove(run)
             for run, step in runs:
@@ -748,9 +739,18 @@ class Publisher:
             for other, counts in shared:
                 other.parameters.allow(counts)
 
-    def _await_fills(self, runs: Iterable[OneRun]) -> None:
-        for run in runs:
-            run.parameters.stages.await_fill()
+    def _fill(self, runs: Iterable[OneRun]) -> None:
+        """Makes what the runs compute: on all ranks, or on none."""
+        ordered = _ordered(runs)
+        for run in ordered:
+            self._meet(run)
+        for at, run in enumerate(ordered):
+            try:
+                run.parameters.stages.fill()
+            except Exception:  # the others have met this rank, and wait for it
+                for later in ordered[at + 1 :]:
+                    later.parameters.stages.miss()
+                raise
 
     def _lend(self, run: OneRun) -> None:
         if not self._snapshot and run.stands:

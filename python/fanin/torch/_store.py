@@ -45,6 +45,9 @@ class Store:
     def compare_set(self, key: str, expected: str, desired: str) -> Any:
         return self._ask(self._store.compare_set, key, expected, desired)
 
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self._store.add, key, amount))
+
     def check(self, keys: list[str]) -> Any:
         return self._ask(self._store.check, keys)
 

@@ -22,6 +22,7 @@ from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
 from fanin.torch._formats import format_of
 from fanin.torch._kept import KEEP_F32, kept_in_f32
+from fanin.torch._meeting import Meeting
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
 from fanin.torch._parameters import Change, Parameters
@@ -123,6 +124,8 @@ class Answer(NamedTuple):
     """Of ``skip_modules``, what fits no module of this rank's."""
     cuda: bool
     """It holds some on a CUDA device."""
+    computes: bool
+    """By ``merge=`` or ``transform=``."""
 
 
 class Agreed(NamedTuple):
@@ -227,6 +230,8 @@ class WeightServer(Publisher):
         self._tables: dict[str, Table] = {}
         #: The proof that replicas are replicas.
         self._replicas: dict[str, Replicas | None] = {}
+        #: Where ranks meet before they compute, None: they compute alone.
+        self._meetings: dict[str, Meeting | None] = {}
         self._told_of_ties: set[str] = set()
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
@@ -324,6 +329,7 @@ class WeightServer(Publisher):
         super().remove_run(run)
         self._tables.pop(full_publication(run), None)
         self._replicas.pop(full_publication(run), None)
+        self._meetings.pop(full_publication(run), None)
         self._unsettled.discard(full_publication(run))
 
     # -- inside -----------------------------------------------------------------------------
@@ -341,7 +347,11 @@ class WeightServer(Publisher):
         ranks = self._ranks
         told, text = compress(table)
         quantizer = None if parameters is None else parameters.quantizer
-        mine = Answer(error, told, metadata, secrets.token_hex(8), kept, None, frozenset(), False)
+        mine = Answer(
+            error, told, metadata, secrets.token_hex(8), kept, None, frozenset(), False, False
+        )
+        if parameters is not None:
+            mine = mine._replace(computes=parameters.transform is not None)
         if parameters is not None and quantizer is not None:
             mine = mine._replace(
                 contract=quantizer.form.contract(),
@@ -361,14 +371,21 @@ class WeightServer(Publisher):
         all_metadata = [answer.metadata for answer in answers]
         agreed = next((one for one in all_metadata if "config" in one), all_metadata[0])
         refuse_parts(wholes, agreed, ranks.size)
+        meets = any(answer.computes for answer in answers)
         if quantizer is not None:
             quantizer.form.refuse(wholes, frozenset.intersection(*(a.unfit for a in answers)))
             agreed = quantizer.form.described(agreed, wholes)
             home = ranks.home("cuda" if any(answer.cuda for answer in answers) else "cpu")
             plan = shared_blocks(everyone, texts, quantizer.form)
             quantizer.agree(plan, home, ranks.maximum)
+            meets = meets or plan.size > 0
+        token, store = answers[0].token, ranks.store() if meets else None
+        self._meetings[publication] = None
+        if store is not None:
+            place = f"fanin/{token}/meeting"
+            self._meetings[publication] = Meeting(store, place, publication, ranks.rank, ranks.size)
         self._replicas[publication] = replicas_of(
-            *(ranks, answers[0].token, publication),
+            *(ranks, token, publication),
             replicated(everyone, texts, ranks.rank),
         )
         everywhere = frozenset().union(*(answer.kept for answer in answers))
@@ -423,9 +440,14 @@ class WeightServer(Publisher):
                 *(other, name, run.publication),
             )
 
+    def _meet(self, run: OneRun) -> None:
+        if (meeting := self._meetings.get(run.publication)) is not None:
+            meeting.come(run.at)
+
     def _unpublished(self, run: OneRun, error: BaseException, at: At) -> None:
-        if (replicas := self._replicas.get(run.publication)) is not None:
-            replicas.fail(f"{type(error).__name__}: {error}"[:400], at)
+        for others in (self._meetings, self._replicas):
+            if (one := others.get(run.publication)) is not None:
+                one.fail(f"{type(error).__name__}: {error}"[:400], at)
 
     def _refresh(self, run: OneRun) -> None:
         change, error = None, None

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of a run come to compute what a step publishes, or none of them computes.
+
+They compute with collectives, in which the others would wait for a rank that has failed before.
+So each tells through torch.distributed's store that it comes, or why it does not. No torch in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from fanin.errors import StateError
+from fanin.torch._replicas import At, peek
+from fanin.torch._union import ranks_text
+
+_log = logging.getLogger("fanin.torch")
+_WAIT = 600.0
+"""Seconds that a rank waits for the others."""
+_TICK = 1.0
+_QUIET = 10.0
+"""Seconds after which it logs for whom."""
+_COME = "come"
+
+
+class Meeting:
+    """Where the ranks of one run meet. A rank asks the store five times, however many there are."""
+
+    def __init__(self, store: Any, prefix: str, publication: str, rank: int, size: int) -> None:
+        """prefix: the same on all ranks, and no other run's."""
+        self._store = store
+        self._prefix = prefix
+        self._publication = publication
+        self._rank, self._size = rank, size
+        self._last = ""
+
+    def come(self, at: At) -> None:
+        """Waits for the other ranks, ten minutes at most.
+
+        StateError: one of them has failed, or has not come.
+        """
+        key = self._key(at)
+        with self._answering():
+            self._store.set(self._place(self._rank), key)
+            if self._store.add(f"{key}/count", 1) == self._size:
+                self._store.compare_set(key, "", _COME)
+                self._forget()
+            self._last = key
+            if not self._is_there(key):
+                absent = self._absent(key)
+                raise self._error(
+                    f"{ranks_text(absent)} did not come to compute step {at[0]} of "
+                    f"{self._publication} within {_WAIT:.0f} s",
+                    "see what that rank does (py-spy dump --pid PID); publish on every rank, the "
+                    "same steps in the same order",
+                    absent[0],
+                )
+            found = bytes(self._store.get(key)).decode()
+        if found != _COME:
+            rank, message = json.loads(found)
+            raise self._error(
+                f"rank {rank} does not publish step {at[0]} of {self._publication}: {message}. Nor "
+                "does this rank, which computes it together with that one",
+                "see that rank's error; then publish again on every rank",
+                rank,
+            )
+
+    def fail(self, message: str, at: At) -> None:
+        """This rank does not come. The others need not wait, unless all have met before."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone: so are they
+            self._store.compare_set(self._key(at), "", json.dumps([self._rank, message]))
+
+    def _key(self, at: At) -> str:
+        return f"{self._prefix}/{at[0]}.{at[1]}"
+
+    def _place(self, rank: int) -> str:
+        return f"{self._prefix}/rank/{rank}"
+
+    def _is_there(self, key: str) -> bool:
+        began, is_quiet = time.monotonic(), True
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([key], timedelta(seconds=_TICK))
+            return True
+        while (waited := time.monotonic() - began) < _WAIT:
+            if self._store.check([key]):  # a wait() in vain is two lines of PyTorch's log
+                return True
+            if is_quiet and waited > _QUIET:
+                is_quiet = False
+                _log.warning(
+                    "fanin: rank %d waits for %s to compute %s, %.0f s more at most",
+                    *(self._rank, ranks_text(self._absent(key)), self._publication, _WAIT - waited),
+                )
+            time.sleep(min(waited / 100, _TICK / 4))
+        return False
+
+    def _absent(self, key: str) -> list[int]:
+        come = (peek(self._store, self._place(rank)).decode() for rank in range(self._size))
+        return [rank for rank, at in enumerate(come) if at != key] or [self._rank]
+
+    def _forget(self) -> None:
+        """All have left the place where they met last."""
+        for key in (self._last, f"{self._last}/count") if self._last else ():
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+                self._store.delete_key(key)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._error(
+                f"torch.distributed's store does not answer: {error}",
+                "see why the process that keeps the store (MASTER_ADDR, mostly rank 0) has ended or"
+                " stands still",
+                None,
+            ) from error
+
+    def _error(self, message: str, remedy: str, rank: int | None) -> StateError:
+        return StateError.make(message, remedy, key=self._publication, rank=rank)
