@@ -17,7 +17,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#define RUNS 64           /* that are read before a confirmation */
 #define BATCH_NS (5 * MS) /* what is read before one takes about so long */
 #define BATCH_MOST ((uint64_t)64 << 20)
 #define LINGER_NS                                                                      \
@@ -82,7 +81,7 @@ static bool is_origin(const feed *l)
 static void learn_batch(feed *l, uint64_t bytes, uint64_t ns)
 {
     double in_time = (double)bytes * (double)BATCH_NS / (double)(ns + 1);
-    l->batch = in_time < (double)BATCH_MOST ? (uint64_t)in_time : BATCH_MOST;
+    l->batch_bytes = in_time < (double)BATCH_MOST ? (uint64_t)in_time : BATCH_MOST;
 }
 
 static fanin_status prove_runs(feed *l, const unit_run *runs, size_t n,
@@ -114,71 +113,131 @@ static uint64_t count_brought(feed *l, const unit_run *runs, size_t n)
     return bytes;
 }
 
-static void account_brought(feed *l, const unit_run *runs, size_t n, uint64_t took_ns)
+static void account_brought(feed *l, const unit_run *runs, size_t n)
 {
     attempt *a = l->of;
     pthread_mutex_lock(&a->relay->lock);
     fanin_relay_stats *stats = &a->relay->stats;
     uint64_t bytes = count_brought(l, runs, n);
-    schedule_proven(a->schedule, l->number, clock_ns());
+    schedule_confirmed(a->schedule, l->number, runs, n, clock_ns());
     a->bytes_done += bytes;
     l->brought += bytes;
     *(is_origin(l) ? &stats->bytes_from_origin : &stats->bytes_from_relays) += bytes;
     stats->landed = stats->units - schedule_left(a->schedule);
     bool all = schedule_left(a->schedule) == 0;
     pthread_mutex_unlock(&a->relay->lock);
-    learn_batch(l, bytes, took_ns);
     if (all)
         wake_up_fd(a->relay->wake);
 }
 
-/* Of what it reads nothing counts before its source has confirmed all of it. */
-static fanin_status bring_runs(feed *l, const unit_run *runs, size_t n,
-                               fanin_error *error)
+/* The source has answered: of what it has confirmed others may read. */
+static void on_confirmed(void *cookie, fanin_status status, const fanin_error *why)
 {
-    const parts *p = &l->of->relay->parts;
+    batch *b = cookie;
+    feed *l = b->of;
+    b->of = NULL;
+    if (status != FANIN_OK) {
+        error_copy(&l->refusal, why);
+        return;
+    }
+    fanin_error failed = FANIN_ERROR_INIT;
+    if (prove_runs(l, b->runs, b->n, &failed) == FANIN_OK) {
+        account_brought(l, b->runs, b->n);
+        return;
+    }
+    error_copy(&l->refusal, &failed);
+    pthread_mutex_lock(&l->of->relay->lock);
+    error_copy(&l->of->failed, &failed);
+    pthread_mutex_unlock(&l->of->relay->lock);
+    wake_up_fd(l->of->relay->wake);
+}
+
+/* NULL: all places are taken. */
+static batch *free_batch(feed *l)
+{
+    for (size_t i = 0; i < BATCHES; i++) {
+        if (!l->batches[i].of)
+            return &l->batches[i];
+    }
+    return NULL;
+}
+
+static bool is_confirming(const feed *l)
+{
+    for (size_t i = 0; i < BATCHES; i++) {
+        if (l->batches[i].of)
+            return true;
+    }
+    return false;
+}
+
+static uint64_t bytes_of_runs(const parts *p, const unit_run *runs, size_t n)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n; i++) {
+        for (uint32_t u = runs[i].first; u < runs[i].first + runs[i].count; u++)
+            bytes += p->unit_size[u];
+    }
+    return bytes;
+}
+
+/* Of what it reads nothing counts before its source has confirmed it, which is not waited for. */
+static fanin_status bring_runs(feed *l, batch *b, fanin_error *error)
+{
+    attempt *a = l->of;
+    const parts *p = &a->relay->parts;
     uint64_t began = clock_ns();
     fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        uint32_t first = p->unit_first[runs[i].first];
-        uint32_t end = p->unit_first[runs[i].first + runs[i].count];
+    for (size_t i = 0; i < b->n && status == FANIN_OK; i++) {
+        uint32_t first = p->unit_first[b->runs[i].first];
+        uint32_t end = p->unit_first[b->runs[i].first + b->runs[i].count];
         status = fanin_session_read(l->session, first, end - first, error);
     }
-    if (status == FANIN_OK)
-        status = fanin_session_confirm(l->session, error);
     if (status != FANIN_OK)
         return status;
-    fanin_error why = FANIN_ERROR_INIT;
-    if (prove_runs(l, runs, n, &why) != FANIN_OK) {
-        pthread_mutex_lock(&l->of->relay->lock);
-        error_copy(&l->of->failed, &why);
-        pthread_mutex_unlock(&l->of->relay->lock);
-        wake_up_fd(l->of->relay->wake);
-        return error_copy(error, &why);
-    }
-    account_brought(l, runs, n, clock_ns() - began);
-    return FANIN_OK;
+    uint64_t now = clock_ns();
+    learn_batch(l, bytes_of_runs(p, b->runs, b->n), now - began);
+    pthread_mutex_lock(&a->relay->lock);
+    schedule_read(a->schedule, l->number, b->runs, b->n, now);
+    pthread_mutex_unlock(&a->relay->lock);
+    b->of = l;
+    return pull_session_confirm_later(l->session, on_confirmed, b, error);
+}
+
+/* Reads what is due, if there is anything. *@p read_out: there was. */
+static fanin_status read_next(feed *l, bool *read_out, bool *all_out, uint64_t *wake_ns,
+                              fanin_error *error)
+{
+    attempt *a = l->of;
+    batch *b = free_batch(l);
+    *read_out = false;
+    *wake_ns = UINT64_MAX;
+    if (l->refusal.status != FANIN_OK)
+        return error_copy(error, &l->refusal);
+    pthread_mutex_lock(&a->relay->lock);
+    size_t n = b ? schedule_next(a->schedule, l->number, l->batch_bytes, b->runs, RUNS,
+                                 clock_ns(), wake_ns)
+                 : 0;
+    *all_out = schedule_left(a->schedule) == 0;
+    pthread_mutex_unlock(&a->relay->lock);
+    if (n == 0)
+        return FANIN_OK;
+    b->n = n;
+    *read_out = true;
+    return bring_runs(l, b, error);
 }
 
 static void leave_alone(feed *l)
 {
     attempt *a = l->of;
     fanin_session_abandon(&l->session);
+    for (size_t i = 0; i < BATCHES; i++)
+        l->batches[i].of = NULL;
+    l->refusal = (fanin_error)FANIN_ERROR_INIT;
     pthread_mutex_lock(&a->relay->lock);
     schedule_failed(a->schedule, l->number, clock_ns());
     pthread_mutex_unlock(&a->relay->lock);
     feeds_wake(a); /* others may be asked for what it did not bring */
-}
-
-static size_t next_runs(feed *l, unit_run *runs, bool *all_out, uint64_t *wake_ns)
-{
-    attempt *a = l->of;
-    pthread_mutex_lock(&a->relay->lock);
-    size_t n = schedule_next(a->schedule, l->number, l->batch, runs, RUNS, clock_ns(),
-                             wake_ns);
-    *all_out = schedule_left(a->schedule) == 0;
-    pthread_mutex_unlock(&a->relay->lock);
-    return n;
 }
 
 /* ------------------------------------------------------------------------- the trainer */
@@ -225,6 +284,22 @@ static fanin_status begin_at_origin(feed *l, fanin_error *error)
     fanin_session_abandon(&l->session);
     return error_set(error, FANIN_ERR_SUPERSEDED, NULL,
                      "the trainer has restarted: its step is of another launch");
+}
+
+/* Whether the trainer is to be read. What is asked of it for that is given back: others may bring
+   it while a session is begun. */
+static bool has_work(feed *l, bool *all_out, uint64_t *wake_ns)
+{
+    attempt *a = l->of;
+    unit_run run;
+    pthread_mutex_lock(&a->relay->lock);
+    bool any =
+        schedule_next(a->schedule, l->number, 1, &run, 1, clock_ns(), wake_ns) > 0;
+    if (any)
+        schedule_return(a->schedule, l->number);
+    *all_out = schedule_left(a->schedule) == 0;
+    pthread_mutex_unlock(&a->relay->lock);
+    return any;
 }
 
 /* Keeps the result of the last one. All that was read is confirmed. */
@@ -280,7 +355,7 @@ static fanin_status origin_idle(feed *l, uint64_t *idle_ns, deadline wake,
                                 fanin_error *error)
 {
     uint64_t now = clock_ns();
-    if (*idle_ns == 0)
+    if (*idle_ns == 0 || is_confirming(l))
         *idle_ns = now;
     if (l->session && now - *idle_ns >= LINGER_NS)
         end_at_origin(l);
@@ -288,11 +363,25 @@ static fanin_status origin_idle(feed *l, uint64_t *idle_ns, deadline wake,
                    error);
 }
 
-static fanin_status origin_turn(feed *l, const unit_run *runs, size_t n,
+/* The session is begun once there is something to read. */
+static fanin_status origin_turn(feed *l, uint64_t *idle_ns, bool *all,
                                 fanin_error *error)
 {
-    fanin_status status = l->session ? FANIN_OK : begin_at_origin(l, error);
-    return status == FANIN_OK ? bring_runs(l, runs, n, error) : status;
+    uint64_t wake;
+    bool read;
+    fanin_status status = FANIN_OK;
+    if (!l->session && has_work(l, all, &wake))
+        status = begin_at_origin(l, error);
+    else if (!l->session)
+        return *all ? FANIN_OK : origin_idle(l, idle_ns, wake, error);
+    if (status == FANIN_OK)
+        status = read_next(l, &read, all, &wake, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!read && !*all)
+        return origin_idle(l, idle_ns, wake, error);
+    *idle_ns = 0;
+    return FANIN_OK;
 }
 
 static void *origin_run(void *cookie)
@@ -300,18 +389,9 @@ static void *origin_run(void *cookie)
     feed *l = cookie;
     uint64_t idle_ns = 0;
     bool all = false;
-    while (!is_feed_stopped(l) && !all) {
-        unit_run runs[RUNS];
+    while (!is_feed_stopped(l) && !all && !deadline_passed(l->of->at)) {
         fanin_error error = FANIN_ERROR_INIT;
-        uint64_t wake;
-        size_t n = next_runs(l, runs, &all, &wake);
-        if (n == 0 && !all) {
-            if (origin_idle(l, &idle_ns, wake, &error) == FANIN_ERR_TIMEOUT)
-                break;
-            continue;
-        }
-        idle_ns = 0;
-        fanin_status status = n > 0 ? origin_turn(l, runs, n, &error) : FANIN_OK;
+        fanin_status status = origin_turn(l, &idle_ns, &all, &error);
         if (status == FANIN_OK)
             continue;
         if (is_feed_stopped(l) || origin_may_return(status)) {
@@ -423,8 +503,8 @@ static fanin_status begin_at_holder(feed *l, fanin_error *error)
 /* Also hears of what the holder has. */
 static fanin_status holder_turn(feed *l, bool *all, fanin_error *error)
 {
-    unit_run runs[RUNS];
     uint64_t wake;
+    bool read;
     fanin_status status = l->session ? FANIN_OK : begin_at_holder(l, error);
     if (status != FANIN_OK)
         return status;
@@ -433,10 +513,8 @@ static fanin_status holder_turn(feed *l, bool *all, fanin_error *error)
                          "the relay at %s does not say what it has", l->who.address);
     if (!l->asking)
         ask_landed(l);
-    size_t n = next_runs(l, runs, all, &wake);
-    if (n > 0)
-        return bring_runs(l, runs, n, error);
-    return *all ? FANIN_OK : wait_on(l, wake, error);
+    status = read_next(l, &read, all, &wake, error);
+    return status != FANIN_OK || read || *all ? status : wait_on(l, wake, error);
 }
 
 static void drop_landed(feed *l)
@@ -491,7 +569,8 @@ static void *holder_run(void *cookie)
 static fanin_status feed_open(feed *l, attempt *a, fanin_error *error)
 {
     l->of = a;
-    l->batch = 1;
+    l->batch_bytes = 1;
+    l->refusal = (fanin_error)FANIN_ERROR_INIT;
     l->wake = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
                             .events = EPOLLIN,
                             .ready = on_feed_wake};

@@ -48,6 +48,16 @@ struct fanin_relay {
     uint64_t handed_on; /* by servers before this one */
 };
 
+#define RUNS 64   /**< that are read before a confirmation */
+#define BATCHES 4 /**< that wait for one at a time */
+
+/** What was read at a time, until its source has confirmed it. */
+typedef struct batch {
+    struct feed *of; /**< NULL: the place is free */
+    unit_run runs[RUNS];
+    size_t n;
+} batch;
+
 /** A thread that reads from one source. */
 typedef struct feed {
     struct attempt *of;
@@ -62,8 +72,10 @@ typedef struct feed {
     loop_source wake;
     fanin_session *session;
     fanin_result *result; /**< of the trainer's last session that has ended */
-    uint64_t batch;       /**< bytes that it brings in some milliseconds */
-    uint64_t brought;     /**< bytes */
+    uint64_t batch_bytes; /**< that it brings in some milliseconds */
+    batch batches[BATCHES];
+    fanin_error refusal; /**< of a confirmation */
+    uint64_t brought;    /**< bytes */
     /* of a holder: what it says that it has */
     bool asking, first, refused;
     uint64_t version;

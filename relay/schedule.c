@@ -26,8 +26,8 @@ typedef struct source {
     bool used;
     member who;
     uint8_t *has; /* a byte a unit; NULL: the trainer, who has all */
-    uint64_t asked_ns, asked_bytes;
-    size_t n_asked;
+    uint64_t asked_ns, asked_bytes, read_ns;
+    size_t n_asked, n_read; /* units that are awaited, and that wait for confirmation */
     uint64_t avoid_ns, avoided_ns; /* until when it is left alone, and since */
     unsigned failures;             /* one after the other */
     uint64_t periods;              /* for how many it was late when it was broken off */
@@ -170,13 +170,14 @@ size_t schedule_join(schedule *s, const member *who)
 static void give_up_asked(schedule *s, size_t number)
 {
     source *x = &s->sources[number];
-    for (size_t u = 0; u < s->n_units && x->n_asked > 0; u++) {
+    size_t left = x->n_asked + x->n_read;
+    for (size_t u = 0; u < s->n_units && left > 0; u++) {
         if (s->units[u].busy != number + 1)
             continue;
         s->units[u].busy = 0;
-        x->n_asked--;
+        left--;
     }
-    x->n_asked = 0;
+    x->n_asked = x->n_read = 0;
 }
 
 void schedule_forget(schedule *s, size_t number)
@@ -415,7 +416,6 @@ size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
                     : one                     ? fits_none
                                               : is_own_duty,
                     &runs[n]);
-        s->counts.taken_over += number == SCHEDULE_ORIGIN && !own;
         x->n_asked += runs[n++].count;
     }
     if (n > 0) {
@@ -433,23 +433,61 @@ static void learn(double *usual, const source *x, uint64_t now_ns)
     *usual = *usual > 0 ? *usual + (took - *usual) / 8 : took;
 }
 
+static void prove_unit(schedule *s, size_t number, unit_state *unit, uint64_t now_ns)
+{
+    owner *own = &s->owners[s->own];
+    unit->busy = 0;
+    unit->proven = true;
+    s->n_left--;
+    if (number != SCHEDULE_ORIGIN)
+        return;
+    if (unit->owner == s->own) {
+        own->come++;
+        own->last_ns = now_ns;
+    } else {
+        s->counts.taken_over++;
+    }
+}
+
+void schedule_return(schedule *s, size_t number)
+{
+    give_up_asked(s, number);
+}
+
+void schedule_read(schedule *s, size_t number, const unit_run *runs, size_t n,
+                   uint64_t now_ns)
+{
+    source *x = &s->sources[number];
+    learn(number == SCHEDULE_ORIGIN ? &s->usual_origin : &s->usual_holder, x, now_ns);
+    for (size_t i = 0; i < n; i++) {
+        x->n_asked -= runs[i].count;
+        x->n_read += runs[i].count;
+    }
+    x->read_ns = now_ns;
+    x->broken = false;
+}
+
+void schedule_confirmed(schedule *s, size_t number, const unit_run *runs, size_t n,
+                        uint64_t now_ns)
+{
+    source *x = &s->sources[number];
+    for (size_t i = 0; i < n; i++) {
+        for (uint32_t u = runs[i].first; u < runs[i].first + runs[i].count; u++)
+            prove_unit(s, number, &s->units[u], now_ns);
+        x->n_read -= runs[i].count;
+    }
+    x->failures = 0;
+}
+
 void schedule_proven(schedule *s, size_t number, uint64_t now_ns)
 {
     source *x = &s->sources[number];
     learn(number == SCHEDULE_ORIGIN ? &s->usual_origin : &s->usual_holder, x, now_ns);
-    owner *own = &s->owners[s->own];
     for (size_t u = 0; u < s->n_units && x->n_asked > 0; u++) {
-        unit_state *unit = &s->units[u];
-        if (unit->busy != number + 1)
+        if (s->units[u].busy != number + 1)
             continue;
-        unit->busy = 0;
-        unit->proven = true;
-        s->n_left--;
+        prove_unit(s, number, &s->units[u], now_ns);
         x->n_asked--;
-        if (number == SCHEDULE_ORIGIN && unit->owner == s->own) {
-            own->come++;
-            own->last_ns = now_ns;
-        }
     }
     x->failures = 0;
     x->broken = false;
@@ -487,16 +525,18 @@ static uint64_t periods_owed(const schedule *s, size_t number, uint64_t now_ns)
     double usual = number == SCHEDULE_ORIGIN || s->usual_holder <= 0 ? s->usual_origin
                                                                      : s->usual_holder;
     double allowed = LATE * usual * (double)x->asked_bytes;
-    return usual > 0 ? (now_ns - x->asked_ns) / ((uint64_t)allowed + JITTER_NS) : 0;
+    uint64_t since = x->n_asked > 0 ? x->asked_ns : x->read_ns;
+    return usual > 0 ? (now_ns - since) / ((uint64_t)allowed + JITTER_NS) : 0;
 }
 
 bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns)
 {
     source *x = &s->sources[number];
+    size_t owed = x->n_asked + x->n_read;
     uint64_t periods =
-        x->used && x->n_asked > 0 && !x->broken ? periods_owed(s, number, now_ns) : 0;
+        x->used && owed > 0 && !x->broken ? periods_owed(s, number, now_ns) : 0;
     size_t seen = 0;
-    for (size_t u = 0; periods > 0 && u < s->n_units && seen < x->n_asked; u++) {
+    for (size_t u = 0; periods > 0 && u < s->n_units && seen < owed; u++) {
         if (s->units[u].busy != number + 1)
             continue;
         seen++;
@@ -504,7 +544,7 @@ bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns)
             continue;
         x->broken = true;
         x->periods = periods;
-        s->counts.late += x->n_asked;
+        s->counts.late += owed;
         return true;
     }
     return false;

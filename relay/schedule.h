@@ -49,6 +49,14 @@ void schedule_has(schedule *s, size_t source, size_t unit, bool first, uint64_t 
  */
 size_t schedule_next(schedule *s, size_t source, uint64_t bytes, unit_run *runs,
                      size_t most, uint64_t now_ns, uint64_t *wake_ns);
+/** What was just asked of it is not asked for. */
+void schedule_return(schedule *s, size_t source);
+/** These units are read, and wait for their confirmation: the source may be asked for others. */
+void schedule_read(schedule *s, size_t source, const unit_run *runs, size_t n,
+                   uint64_t now_ns);
+/** They are proven. */
+void schedule_confirmed(schedule *s, size_t source, const unit_run *runs, size_t n,
+                        uint64_t now_ns);
 /** All that was asked of the source is proven, or it failed to bring it. */
 void schedule_proven(schedule *s, size_t source, uint64_t now_ns);
 void schedule_failed(schedule *s, size_t source, uint64_t now_ns);

@@ -18,9 +18,18 @@ typedef struct turn {
     uint64_t step;       /* of an end: what was begun */
     bool keeps;          /* an end after which the lease stays, if it was good */
     const fanin_client *client;
-    uint64_t asked_ns; /* 0: it has answered */
+    uint64_t asked_ns;   /* 0: it has answered */
+    confirmation *later; /* that it is of; NULL: the round is waited for */
     fanin_error error;
 } turn;
+
+struct confirmation {
+    confirmation **list, *next;
+    turn *turns; /* one a peer */
+    size_t left, n;
+    confirmed_fn fn;
+    void *cookie;
+};
 
 static void send_end(connection *c, const msg_end *m, reply_fn fn, void *cookie)
 {
@@ -152,6 +161,23 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
 
 /* --------------------------------------------------------------------- end */
 
+/* All have answered. */
+static void tell_confirmed(confirmation *of)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    confirmation **at = of->list;
+    while (*at != of)
+        at = &(*at)->next;
+    *at = of->next;
+    for (size_t i = 0; i < of->n && why.status == FANIN_OK; i++) {
+        if (of->turns[i].lease)
+            error_copy(&why, &of->turns[i].error);
+    }
+    free(of->turns);
+    of->fn(of->cookie, why.status, &why);
+    free(of);
+}
+
 static void on_ended(void *cookie, connection *c, message_type type, body *b)
 {
     turn *t = cookie;
@@ -177,6 +203,8 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
     }
     t->lease->held = t->keeps && t->error.status == FANIN_OK;
     turn_ended(t, c, TRACE_END, t->error.status);
+    if (t->later && t->later->left == 0)
+        tell_confirmed(t->later);
 }
 
 /* A rank sees nothing of one-sided reads unless it is told. */
@@ -191,27 +219,69 @@ static msg_end end_message(const publication *p, size_t peer, const reader_lease
     return m;
 }
 
-/* An older rank would take the lease back. */
+/* Whether those that have served can still say so: an older rank would take the lease back, and one
+   whose lease an earlier answer has ended confirms nothing. */
 static fanin_status check_confirms(const fanin_client *client,
                                    const reader_lease *leases, const served *served,
                                    fanin_error *error)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (!leases[i].held || !served[i].used ||
-            (connection_peer(c)->features & FEATURE_RELAYS))
+        const connection *c = client->peers[i].control;
+        if (!served[i].used)
             continue;
         error_place place = connection_place(c, "end");
+        if (!leases[i].held)
+            return error_set(error, FANIN_ERR_STALE, &place,
+                             "the lease of rank %u at %s has ended already",
+                             connection_peer(c)->rank, connection_text(c));
         place.remedy =
             "use the same fanin release on both ends, or pull without relays";
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "rank %u at %s does not confirm what is read before the end",
-                         connection_peer(c)->rank, connection_text(c));
+        if (!(connection_peer(c)->features & FEATURE_RELAYS))
+            return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                             "rank %u at %s does not confirm what is read before the "
+                             "end",
+                             connection_peer(c)->rank, connection_text(c));
     }
     return FANIN_OK;
 }
 
+/* Whether the end, or the confirmation, of the peer's lease is asked for. */
+static bool is_due(const reader_lease *lease, const served *served, bool keep)
+{
+    return lease->held && (!keep || served->used);
+}
+
 /* @p keep: only of those that served, whose leases stay. */
+static void send_ends(fanin_client *client, const publication *p,
+                      const announcement *announced, reader_lease *leases,
+                      const served *served, bool keep, turn *turns, size_t *left)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (!is_due(&leases[i], &served[i], keep))
+            continue;
+        msg_end m = end_message(p, i, &leases[i], &served[i]);
+        m.keep = keep;
+        turns[i].left = left;
+        turns[i].lease = &leases[i];
+        turns[i].step = announced[i].step;
+        turns[i].keeps = keep;
+        turns[i].client = client;
+        turns[i].asked_ns = clock_ns();
+        turns[i].error = (fanin_error)FANIN_ERROR_INIT;
+        send_end(c, &m, on_ended, &turns[i]);
+    }
+}
+
+static size_t count_due(const fanin_client *client, const reader_lease *leases,
+                        const served *served, bool keep)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        n += is_due(&leases[i], &served[i], keep);
+    return n;
+}
+
 static fanin_status end_round(fanin_client *client, const publication *p,
                               const announcement *announced, reader_lease *leases,
                               const served *served, bool keep, deadline at,
@@ -220,23 +290,8 @@ static fanin_status end_round(fanin_client *client, const publication *p,
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
         return error_set_memory(error);
-    size_t left = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (!leases[i].held || (keep && !served[i].used))
-            continue;
-        msg_end m = end_message(p, i, &leases[i], &served[i]);
-        m.keep = keep;
-        turns[i] = (turn){.left = &left,
-                          .lease = &leases[i],
-                          .step = announced[i].step,
-                          .keeps = keep,
-                          .client = client,
-                          .asked_ns = clock_ns(),
-                          .error = FANIN_ERROR_INIT};
-        left++;
-        send_end(c, &m, on_ended, &turns[i]);
-    }
+    size_t left = count_due(client, leases, served, keep);
+    send_ends(client, p, announced, leases, served, keep, turns, &left);
     return run_round(client, turns, &left, at, TRACE_END, error);
 }
 
@@ -255,6 +310,51 @@ fanin_status lease_round_confirm(fanin_client *client, const publication *p,
     return status == FANIN_OK
                ? end_round(client, p, announced, leases, served, true, at, error)
                : status;
+}
+
+fanin_status lease_confirm_later(fanin_client *client, const publication *p,
+                                 const announcement *announced, reader_lease *leases,
+                                 const served *served, confirmed_fn fn, void *cookie,
+                                 confirmation **list, fanin_error *error)
+{
+    fanin_status status = check_confirms(client, leases, served, error);
+    if (status != FANIN_OK)
+        return status;
+    confirmation *c = calloc(1, sizeof *c);
+    turn *turns = calloc(client->n_peers, sizeof *turns);
+    if (!c || !turns) {
+        free(c);
+        free(turns);
+        return error_set_memory(error);
+    }
+    *c = (confirmation){.list = list,
+                        .next = *list,
+                        .turns = turns,
+                        .left = 1 + count_due(client, leases, served, true),
+                        .n = client->n_peers,
+                        .fn = fn,
+                        .cookie = cookie};
+    *list = c;
+    for (size_t i = 0; i < c->n; i++)
+        turns[i].later = c;
+    send_ends(client, p, announced, leases, served, true, turns, &c->left);
+    if (--c->left == 0) /* nobody was to be asked, or all have been lost */
+        tell_confirmed(c);
+    return FANIN_OK;
+}
+
+void lease_confirm_forget(fanin_client *client, confirmation **list)
+{
+    while (*list) {
+        confirmation *c = *list;
+        *list = c->next;
+        for (size_t i = 0; i < c->n; i++) {
+            if (c->turns[i].lease)
+                connection_forget(client->peers[i].control, &c->turns[i]);
+        }
+        free(c->turns);
+        free(c);
+    }
 }
 
 void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,

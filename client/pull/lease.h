@@ -41,6 +41,18 @@ fanin_status lease_round_confirm(fanin_client *client, const publication *p,
                                  const announcement *announced, reader_lease *leases,
                                  const served *served, deadline at, fanin_error *error);
 
+/** One that is not waited for: @p fn hears of it, in the loop, once. */
+typedef void (*confirmed_fn)(void *cookie, fanin_status status, const fanin_error *why);
+typedef struct confirmation confirmation;
+/** Asks as lease_round_confirm(). Until all have answered it is in *@p list, which must stay.
+    After an error @p fn is not called. */
+fanin_status lease_confirm_later(fanin_client *client, const publication *p,
+                                 const announcement *announced, reader_lease *leases,
+                                 const served *served, confirmed_fn fn, void *cookie,
+                                 confirmation **list, fanin_error *error);
+/** Those of the list are not waited for any more, and their functions not called. */
+void lease_confirm_forget(fanin_client *client, confirmation **list);
+
 /** Ends all held leases as lease_round_end(), of bytes that are confirmed: waits for no answer. */
 void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,
                        const served *served);

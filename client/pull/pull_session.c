@@ -17,7 +17,8 @@ struct fanin_session {
     fanin_pull_options options;
     destination destination;
     pull pull;
-    size_t count;       /* tensors */
+    size_t count;                /* tensors */
+    confirmation *confirmations; /* that are not answered yet */
     fanin_error failed; /* its status: FANIN_OK, or why nothing can be read any more */
 };
 
@@ -28,6 +29,7 @@ static void close_pull(fanin_session *s)
 {
     if (!s->client)
         return;
+    lease_confirm_forget(s->client, &s->confirmations);
     pull_release(&s->pull);
     s->client->session = NULL;
     s->client = NULL;
@@ -197,6 +199,20 @@ fanin_status fanin_session_confirm(fanin_session *session, fanin_error *error)
     if (session->client)
         lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
+}
+
+fanin_status pull_session_confirm_later(fanin_session *s, confirmed_fn fn, void *cookie,
+                                        fanin_error *error)
+{
+    pull *p = &s->pull;
+    if (s->failed.status != FANIN_OK)
+        return error_copy(error, &s->failed);
+    fanin_status status = look_at_ranks(s, error);
+    return status == FANIN_OK
+               ? lease_confirm_later(s->client, p->publication, p->announced, p->leases,
+                                     p->result->served, fn, cookie, &s->confirmations,
+                                     error)
+               : status;
 }
 
 uint64_t fanin_session_step(const fanin_session *session)

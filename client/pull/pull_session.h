@@ -4,6 +4,7 @@
 #define PULL_SESSION_H
 
 #include "pull/destination.h"
+#include "pull/lease.h"
 
 /** Begins a session of @p count tensors, into @p d, whose ranges last and whose functions are not
     called any more when this returns. Errors as of pull_run(). */
@@ -14,6 +15,10 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
     that the session's ranks make of them. Errors as of a read with options->verify. */
 fanin_status pull_session_verify(fanin_session *s, size_t first, size_t count,
                                  fanin_error *error);
+/** Asks as fanin_session_confirm(), and goes on: @p fn hears of it during a later call that uses
+    the client's loop, unless the session has ended before. After an error it is not called. */
+fanin_status pull_session_confirm_later(fanin_session *s, confirmed_fn fn, void *cookie,
+                                        fanin_error *error);
 /** Ends a session whose bytes are confirmed, as far as they are wanted: waits for no rank. *@p
     result_out (may be NULL): what was read; NULL if it has failed. */
 void pull_session_leave(fanin_session **session, fanin_result **result_out);

@@ -44,7 +44,6 @@ from switch import NETWORK, Switch
 
 RUN, PORT, WIDTH, TENSORS = "full:0", 6000, 4096, 16
 MODES = ("one", "direct", "relay")
-COUNTS = ("bytes_from_origin", "bytes_from_relays", "late", "taken_over")
 PATIENCE = 20.0  # a step that takes so many times what it should has failed
 _libc = ctypes.CDLL(None)
 
@@ -107,7 +106,6 @@ class Reader:
         how |= {"streams_per_rank": 1}  # more of them starve each other on a slow link
         self._direct = fanin.Client(options.targets, **how)
         self._relay: Any = None
-        self._before: dict[str, int] = {}
         if "relay" in options.modes:
             self._relay = fanin.Relay(options.targets, network=NETWORK, **how)
 
@@ -118,12 +116,8 @@ class Reader:
         tell(begun=time.monotonic())
         result = by.pull_into(RUN, self._packed, step=step, timeout=timeout)
         at = time.monotonic()
-        told: dict[str, int] = {}
-        if mode == "relay":  # bytes are since the relay was made
-            now = self._relay.stats()
-            told = now | {name: now[name] - self._before.get(name, 0) for name in COUNTS[:2]}
-            self._before = now
-        return {"at": at, "step": result.step, "right": self._right(), **told}
+        stats = self._relay.stats() if mode == "relay" else {}
+        return {"at": at, "step": result.step, "right": self._right(), **stats}
 
     def _right(self) -> bool:
         """Whether all bytes are those of the ranks."""
@@ -264,13 +258,9 @@ class Lab:
             self._readers[victim].told()
         if not all(end["right"] and end["step"] == self._step for end in ends.values()):
             sys.exit(f"relays: WRONG BYTES in step {self._step}, {mode}: {ends}")
-        others = {number: end["at"] - start for number, end in ends.items() if number != late}
-        last = max(others, key=others.__getitem__)
-        told: dict[str, Any] = {"late_s": ends[late]["at"] - began[late]} if late else {}
-        if mode == "relay":
-            told |= {name: sum(end[name] for end in ends.values()) for name in COUNTS}
-        told |= {"last": last, "first_s": min(others.values())}
-        return {"mode": mode, "seconds": others[last], "sent": sent, **told}
+        others = [end["at"] - start for number, end in ends.items() if number != late]
+        own = {"late_s": ends[late]["at"] - began[late]} if late else {}
+        return {"mode": mode, "seconds": max(others), "first": min(others), "sent": sent, **own}
 
     def measure(self) -> list[dict[str, Any]]:
         self.turn("one", self.ideal)  # processes are warm afterwards

@@ -183,6 +183,60 @@ CASE(who_rewrote_confirms_nothing)
     assert_blames_1(s, "rewrote the weights while they were read");
     assert_false(s->leases[1].held);
     assert_int_equal(count_held(s), RANKS - 1);
+    acts(1, MSG_END,
+         AS_EVER); /* what it has served since is not confirmed by the others */
+    assert_int_equal(confirm(s), FANIN_ERR_STALE);
+    assert_blames_1(s, "has ended already");
+}
+
+/* Who is not waited for is told as one who is. */
+static void on_confirmed(void *cookie, fanin_status status, const fanin_error *why)
+{
+    (void)why;
+    assert_int_equal(*(fanin_status *)cookie, 1);
+    *(fanin_status *)cookie = status;
+}
+
+static fanin_status confirm_later(scene *s, fanin_status *heard, confirmation **list)
+{
+    static const served some[RANKS] = {{.used = true}, {.used = true}};
+    *heard = 1;
+    return lease_confirm_later(s->world.client, s->run, s->announced, s->leases, some,
+                               on_confirmed, heard, list, &s->error);
+}
+
+CASE(a_confirmation_comes_later)
+{
+    scene *s = *state;
+    confirmation *list = NULL;
+    fanin_status heard[3];
+    assert_ok(begin(s), s->error);
+    assert_ok(confirm_later(s, &heard[0], &list), s->error);
+    assert_int_equal(heard[0], 1);
+    stub_world_settle(&s->world);
+    assert_int_equal(heard[0], FANIN_OK);
+    acts(1, MSG_END, IS_STALE);
+    assert_ok(confirm_later(s, &heard[1], &list), s->error);
+    assert_ok(confirm_later(s, &heard[2], &list), s->error);
+    stub_world_settle(&s->world);
+    assert_int_equal(heard[1], FANIN_ERR_STALE);
+    assert_int_equal(heard[2], FANIN_ERR_STALE);
+    assert_null(list);
+    assert_int_equal(confirm_later(s, &heard[0], &list), FANIN_ERR_STALE);
+    assert_int_equal(heard[0], 1);
+}
+
+CASE(a_confirmation_that_is_forgotten_is_not_told)
+{
+    scene *s = *state;
+    confirmation *list = NULL;
+    fanin_status heard;
+    assert_ok(begin(s), s->error);
+    assert_ok(confirm_later(s, &heard, &list), s->error);
+    lease_confirm_forget(s->world.client, &list);
+    assert_null(list);
+    stub_world_settle(&s->world);
+    assert_int_equal(heard, 1);
 }
 
 /* It would take the lease back, and say that all is well. */
