@@ -78,9 +78,15 @@ def adapted(
 
 
 def served(model: Any, quantize: str | None = None) -> Any:
-    from fanin.torch import WeightServer
+    from fanin.torch import Slice, WeightServer
 
-    server = WeightServer(model, base_port=0, merge=True, quantize=quantize)
+    def names(name: str, shape: tuple[int, ...]) -> Any:
+        """Experts one by one, which are rounded to fp8 as matrices."""
+        if len(shape) < 3 or quantize is None:
+            return name
+        return [Slice(f"{name}.{at}.weight", (at,)) for at in range(shape[0])]
+
+    server = WeightServer(model, base_port=0, merge=True, quantize=quantize, names=names)
     server.publish(0)
     return server
 
