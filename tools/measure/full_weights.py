@@ -593,6 +593,13 @@ class Worker(Member):
 # --------------------------------------------------------------------------------- the run
 
 
+def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
+    """All at once; their answers."""
+    for one in children:
+        one.tell(what, **fields)
+    return [one.expect("done", SLOWEST) for one in children]
+
+
 class Run:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path):
         common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
@@ -612,21 +619,15 @@ class Run:
         for one in self.children:
             one.expect("here", SLOWEST)
 
-    def ask(self, children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
-        """All at once; their answers."""
-        for one in children:
-            one.tell(what, **fields)
-        return [one.expect("done", SLOWEST) for one in children]
-
     def time(self, way: str, what: str, **fields: Any) -> list[dict[str, Any]]:
         """As slow as the slowest worker."""
         asked = self.children if what == "broadcast" else self.workers
-        answers = self.ask(asked, what, **fields)
+        answers = ask(asked, what, **fields)
         self.times.setdefault(way, []).append(max(a.get("seconds", 0) for a in answers))
         return answers
 
     def check(self) -> None:
-        for answer in self.ask(self.workers, "compare"):
+        for answer in ask(self.workers, "compare"):
             if answer["count"]:
                 sys.exit(f"{answer['count']} tensors differ, the first: {answer['wrong']}")
 
@@ -634,11 +635,11 @@ class Run:
         """What is measured beside the pulls; in which order."""
         options, beside = self.options, []
         if options.nccl:
-            self.ask(self.children, "join")
-            self.ask(self.children, "nccl")
+            ask(self.children, "join")
+            ask(self.children, "nccl")
             beside.append("nccl")
         if options.nixl:
-            ranks = self.ask(self.ranks, "nixl_serve")
+            ranks = ask(self.ranks, "nixl_serve")
             self.time("nixl prepares", "nixl_prepare", ranks=ranks)
             beside.append("nixl")
         if options.parts:
@@ -649,7 +650,7 @@ class Run:
         """Of the first turn's ways each brings the bytes."""
         if turn == 0:
             self.check()
-            self.ask(self.workers, "poison")
+            ask(self.workers, "poison")
 
     def turn(self, turn: int, beside: list[str], crossing: int) -> list[dict[str, Any]]:
         how = {"nccl": ("broadcast", {}), "nixl": ("nixl", {}),
@@ -660,22 +661,22 @@ class Run:
             self.proven(turn)
         answers = self.time("pull", "pull")
         if self.options.tp > 1:
-            alone = self.ask(self.workers[:1], "pull")
+            alone = ask(self.workers[:1], "pull")
             self.times.setdefault("alone", []).append(alone[0]["seconds"])
         self.time("copy", "copy", crossing=crossing)
         return answers
 
     def measure(self) -> dict[str, Any]:
         options = self.options
-        served = self.ask(self.ranks, "serve", world=self.world)
-        self.ask(self.workers, "connect", addresses=[answer["address"] for answer in served])
+        served = ask(self.ranks, "serve", world=self.world)
+        ask(self.workers, "connect", addresses=[answer["address"] for answer in served])
         first = self.time("first of the process", "pull")
         self.check()
         again = [self.time("new client", "pull", fresh=True)[0] for _ in range(3)]
         gpus = torch.cuda.device_count() if options.device == "cuda" else 1
         crossing = first[0]["bytes"] * (gpus - 1) // gpus if gpus > 1 else first[0]["bytes"]
         beside = self.prepare()
-        self.ask(self.workers, "poison")
+        ask(self.workers, "poison")
         for turn in range(options.pulls + 1):
             if turn == 1:  # the first round warms up
                 for way in ("pull", "alone", "copy", *beside):
@@ -689,13 +690,13 @@ class Run:
                 "new_phases": again[-1]["phases"]}  # fmt: skip
 
     def stall(self) -> None:
-        self.ask(self.workers, "poison")
-        self.ask(self.workers, "pull")
+        ask(self.workers, "poison")
+        ask(self.workers, "pull")
         # Nobody may have a rank's memory mapped when it is freed.
-        self.ask(self.workers, "disconnect")
-        self.ask(self.ranks, "leave")
-        self.ask(self.workers, "keep")
-        self.ask(self.workers, "poison")
+        ask(self.workers, "disconnect")
+        ask(self.ranks, "leave")
+        ask(self.workers, "keep")
+        ask(self.workers, "poison")
         self.time("install", "install")
         self.check()
         self.times.pop("install")

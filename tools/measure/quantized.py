@@ -7,9 +7,10 @@ One step of a model from trainer ranks in BF16 by reference, and in fp8: the sam
 publishes both, under FSDP2. Each turn is, alternated, a step of one run and a pull of it: from the
 ranks' `publish()` to the last worker's last byte. In fp8 the ranks round their parts first.
 Workers take every N-th tensor each. Medians in ms, beside a copy of what crosses between GPUs (with
-one GPU, or none: of all) by all workers at once; their ratio, bytes, and what the results take of
-the ranks' memory. Ranks and workers lie round robin on the GPUs; results are compared with
-PyTorch's rounding of the whole matrices after the last turn.
+one GPU, or none: of all) by all workers at once, and the CPU time of the rank whose publishing took
+most; their ratios, bytes, and what the results take of the ranks' memory. Ranks and workers lie
+round robin on the GPUs; results are compared with PyTorch's rounding of the whole matrices after
+the last turn.
 
 Experts are stacked by layer, as transformers keeps them. With --apart each is a parameter of its
 own: ranks then share its blocks, and reduce them over Gloo. GPUs need the memory of three models
@@ -17,7 +18,7 @@ and 20 GB.
 
 With --links ranks and workers are in two network namespaces, and workers read by TCP over a veth
 pair that carries so many Gb/s, one after the other. The limit is then what the link takes for the
-bytes. This needs ip, tc, and root or namespaces of users.
+bytes. This needs ip, tc, unshare, and root or namespaces of users, else the exit status is 77.
 
 Needs PyTorch, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without
 GPUs, unless --device cpu.
@@ -30,6 +31,7 @@ import contextlib
 import ctypes
 import json
 import pathlib
+import shutil
 import statistics
 import sys
 import tempfile
@@ -39,7 +41,7 @@ from typing import Any
 
 import full_weights as whole
 import network
-from full_weights import MODELS, SLOWEST, settle, torch
+from full_weights import MODELS, SLOWEST, ask, settle, torch
 from worlds import Child, Control
 
 HERE = pathlib.Path(__file__).resolve()
@@ -164,12 +166,6 @@ def rounded(matrix: torch.Tensor) -> torch.Tensor:
     scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) * (one / 448)
     codes = (blocks * (one / scale)).to(torch.float8_e4m3fn)
     return codes.flatten(2).flatten(0, 1)[:rows, :columns]
-
-
-def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
-    for one in children:
-        one.tell(what, **fields)
-    return [one.expect("done", SLOWEST) for one in children]
 
 
 def enter(space: str) -> None:
@@ -297,6 +293,9 @@ def main() -> int:
         print("skipped: no GPU")
         return 77
     if options.links:
+        for program in ("ip", "tc", "unshare"):
+            if shutil.which(program) is None:
+                network.skip(f"there is no {program}")
         network.have_namespaces()
     layers = options.layers or MODELS[options.model].layers
     with contextlib.ExitStack() as stack:
