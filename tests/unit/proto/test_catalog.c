@@ -535,7 +535,7 @@ TEST(explicit_boxes_come_back)
                                          FANIN_DTYPE_C64};
     for (int round = 0; round < 2000; round++) {
         key_entry keys[4];
-        char names[4][3];
+        char names[4][12];
         uint32_t n_keys = 1 + (uint32_t)random_below(&r, 4);
         for (uint32_t i = 0; i < n_keys; i++) {
             snprintf(names[i], sizeof names[i], "k%u", i);

@@ -452,9 +452,9 @@ TEST(chunks_land_in_host_memory)
 
 TEST(files_land_by_whole_chunks)
 {
-    for (uint32_t i = 0; i < 4; i++) {
+    for (uint32_t i = 0; i < 2; i++) {
         bench b;
-        make_chunks(&b, 4, i % 2, i / 2 ? FANIN_DTYPE_BF16 : 0);
+        make_chunks(&b, 4, i, i ? FANIN_DTYPE_BF16 : 0);
         close_gaps(&b.l, &b.w);
         open_bench(&b);
         land_on_host(&b, by_0, true);
