@@ -11,13 +11,15 @@ one bridge, each link limited both ways. Modes take turns, each turn a new step:
   relay   all readers by fanin.Relay, which hand on to each other what they have
 
 Told are the time from the commit to the last reader's end, as a multiple of one pull (the median of
-"one"), and the models that left the trainer: bytes on the ranks' links, as a multiple of those of
-one pull. Each reader compares all bytes with the trainer's live memory after each step.
+"one"), and the models that left the trainer: payload that its ranks have sent, and all bytes on
+their links as a multiple of those of one pull, with what was lost on the way. Each reader compares
+all bytes with the trainer's live memory after each step.
 
 A fault strikes in the turns of "relay" when --at of one pull has passed: reader N is killed,
-stopped, or begins only then (--late; its own time is told). Whoever was killed or stopped begins
-again in the next turn. --slow: reader N sends at one --by-th of the rate, in all turns. By TLS with
-a secret made for it. Needs root, ip, tc and the package; says what is missing and exits with 77.
+stopped, or begins only then (--late). Whoever was killed or stopped begins again in the next turn.
+--slow: reader N sends at one --by-th of the rate, in all turns. The late or slow one's own time is
+told by itself. By TLS with a secret made for it. Needs root, ip, tc and the package; says what is
+missing and exits with 77.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from switch import NETWORK, Switch
 
 RUN, PORT, WIDTH, TENSORS = "full:0", 6000, 4096, 16
 MODES = ("one", "direct", "relay")
+COUNTS = ("bytes_from_origin", "bytes_from_relays", "late", "taken_over")
 PATIENCE = 20.0  # a step that takes so many times what it should has failed
 _libc = ctypes.CDLL(None)
 
@@ -79,7 +82,7 @@ def tell(**what: Any) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A rank. Told a step, commits new bytes; tells when."""
+    """A rank. Told a step, commits new bytes; tells when. Told 0, tells what it has sent."""
     memory = mapped(options, options.index)
     server = fanin.Server(
         world_id=options.world, rank=options.index, world_size=options.ranks, base_port=PORT,
@@ -89,6 +92,9 @@ def serve(options: argparse.Namespace) -> None:
         server.put(RUN, tensors_at(options, memory, options.index))
         tell(ready=True)
         for line in sys.stdin:
+            if int(line) == 0:
+                tell(payload=server.stats()["bytes_streamed"])
+                continue
             server.begin_update(RUN)
             memory[:] = os.urandom(len(memory))
             server.commit(RUN, int(line))
@@ -106,6 +112,7 @@ class Reader:
         how |= {"streams_per_rank": 1}  # more of them starve each other on a slow link
         self._direct = fanin.Client(options.targets, **how)
         self._relay: Any = None
+        self._before: dict[str, int] = {}
         if "relay" in options.modes:
             self._relay = fanin.Relay(options.targets, network=NETWORK, **how)
 
@@ -116,8 +123,12 @@ class Reader:
         tell(begun=time.monotonic())
         result = by.pull_into(RUN, self._packed, step=step, timeout=timeout)
         at = time.monotonic()
-        stats = self._relay.stats() if mode == "relay" else {}
-        return {"at": at, "step": result.step, "right": self._right(), **stats}
+        told: dict[str, int] = {}
+        if mode == "relay":  # bytes are since the relay was made
+            now = self._relay.stats()
+            told = now | {name: now[name] - self._before.get(name, 0) for name in COUNTS[:2]}
+            self._before = now
+        return {"at": at, "step": result.step, "right": self._right(), **told}
 
     def _right(self) -> bool:
         """Whether all bytes are those of the ranks."""
@@ -219,6 +230,13 @@ class Lab:
     def _reader(self, number: int) -> Process:
         return self._start("--read", self._host(number), number)
 
+    def _sent(self) -> tuple[int, int]:
+        """Bytes that the ranks have sent: on their links, and payload."""
+        for rank in self._ranks:
+            rank.say(0)
+        payload = sum(rank.told()["payload"] for rank in self._ranks)
+        return sum(self._switch.sent(r) for r in range(self._options.ranks)), payload
+
     def turn(self, mode: str, one: float) -> dict[str, Any]:
         """A step; one: seconds of one pull, as far as is known."""
         options, faults = self._options, mode == "relay"
@@ -237,7 +255,7 @@ class Lab:
         for number in waits:
             begin(number)
         time.sleep(0.5)  # until their requests are parked at the ranks
-        before = sum(self._switch.sent(r) for r in range(options.ranks))
+        before = self._sent()
         for rank in self._ranks:
             rank.say(self._step)
         start = max(rank.told()["at"] for rank in self._ranks)
@@ -251,16 +269,22 @@ class Lab:
             began[late] = begin(late)
             waits.append(late)
         ends = {number: self._readers[number].told(wait) for number in waits}
-        sent = sum(self._switch.sent(r) for r in range(options.ranks)) - before
+        sent, payload = (now - then for now, then in zip(self._sent(), before, strict=True))
         if victim:
             self._readers[victim].end()
             self._readers[victim] = self._reader(victim)
             self._readers[victim].told()
         if not all(end["right"] and end["step"] == self._step for end in ends.values()):
             sys.exit(f"relays: WRONG BYTES in step {self._step}, {mode}: {ends}")
-        others = [end["at"] - start for number, end in ends.items() if number != late]
-        own = {"late_s": ends[late]["at"] - began[late]} if late else {}
-        return {"mode": mode, "seconds": max(others), "first": min(others), "sent": sent, **own}
+        took = {number: end["at"] - began.get(number, start) for number, end in ends.items()}
+        own = late or (options.slow if mode == "relay" else 0)
+        told: dict[str, Any] = {"own_s": took.pop(own)} if own in took else {}
+        if mode == "relay":
+            told |= {name: sum(end[name] for end in ends.values()) for name in COUNTS}
+        last = max(took, key=took.__getitem__)
+        told |= {"last": last, "first_s": min(took.values())}
+        told |= {"sent": sent, "models": payload / (options.mib << 20)}
+        return {"mode": mode, "seconds": took[last], **told}
 
     def measure(self) -> list[dict[str, Any]]:
         self.turn("one", self.ideal)  # processes are warm afterwards
@@ -288,11 +312,12 @@ def summary(turns: list[dict[str, Any]], ideal: float) -> dict[str, Any]:
             "least": min(ratios),
             "most": max(ratios),
         }
+        found[mode]["models"] = statistics.median(turn["models"] for turn in own)
         if ones:
             bytes_of_one = statistics.median(turn["sent"] for turn in ones)
-            found[mode]["models"] = statistics.median(turn["sent"] for turn in own) / bytes_of_one
-        if any("late_s" in turn for turn in own):
-            found[mode]["late"] = statistics.median(turn["late_s"] for turn in own) / second
+            found[mode]["link"] = statistics.median(turn["sent"] for turn in own) / bytes_of_one
+        if any("own_s" in turn for turn in own):
+            found[mode]["own"] = statistics.median(turn["own_s"] for turn in own) / second
     return found
 
 
@@ -303,8 +328,9 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
     for mode in options.modes:
         own = found[mode]
         line = f"{mode:7} {own['times']:5.2f} x ({own['least']:.2f} to {own['most']:.2f})"
-        line += f", {own['models']:.2f} models" if "models" in own else ""
-        print(line + (f", late one {own['late']:.2f} x" if "late" in own else ""))
+        line += f", {own['models']:.2f} models"
+        line += f", {own['link']:.2f} on the link" if "link" in own else ""
+        print(line + (f"; the other one {own['own']:.2f} x" if "own" in own else ""))
 
 
 def modes_of(text: str) -> list[str]:
