@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
+from ._calls import Use
 from ._library import c_string, check, initialised, new_error
 from ._log import log_target
 from ._options import ClientOptions, ServerOptions, filled, networks, takes
@@ -76,7 +77,7 @@ class Relay(Puller):
     @takes(RelayOptions)
     def __init__(self, options: RelayOptions) -> None:
         super().__init__()
-        self._lent: object = None
+        self._lent: list[object] = []
         addresses = list(options.addresses or ())
         if isinstance(options.addresses, (str, bytes)) or not addresses:
             raise RequestError.make(
@@ -136,10 +137,13 @@ class Relay(Puller):
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         set_max_bytes(options, max_bytes)
         options.verify = verify
-        before, self._lent = self._lent, (packed, memory)
         function = self._library.fanin_relay_pull_into
+        lent = (packed, memory)
 
         def into() -> tuple[Any, ...]:
+            # Only here is it sure that no other call is under way. What is lent already stays so
+            # if the library refuses this call.
+            self._lent.append(lent)
             return function, packed.address, len(packed)
 
         def tell(done: int, total: int) -> None:
@@ -149,10 +153,9 @@ class Relay(Puller):
                 rank_progress(PullProgress(done, total, (), None))
 
         listens = progress is not None or rank_progress is not None
-        try:
-            return self._pull("pull_into", options, (tell if listens else None, None), into)
-        finally:
-            del before  # until here others may have read it
+        result = self._pull("pull_into", options, (tell if listens else None, None), into)
+        del self._lent[: next((at for at, one in enumerate(self._lent) if one is lent), 0)]
+        return result
 
     def release(self) -> None:
         """Stops handing on: afterwards the memory is the caller's again.
@@ -160,8 +163,12 @@ class Relay(Puller):
         Waits for readers at most the *lease*. They read the rest elsewhere. Does nothing if nothing
         is handed on.
         """
-        self._alone("release", lambda _, handle: self._library.fanin_relay_release(handle))
-        self._lent = None
+
+        def call(_: Use, handle: ctypes.c_void_p) -> None:
+            self._library.fanin_relay_release(handle)
+            self._lent.clear()
+
+        self._alone("release", call)
 
     def stats(self) -> RelayStats:
         """Numbers of the last pull, but for the bytes, which count since the relay was made.
@@ -188,7 +195,7 @@ class Relay(Puller):
 
     def _destroy(self) -> None:
         super()._destroy()
-        self._lent = None
+        self._lent.clear()
 
 
 def _serving(options: RelayOptions, addresses: Sequence[str]) -> ServerOptions:

@@ -133,6 +133,34 @@ def test_the_memory_lives_as_long_as_it_is_lent(trainer: Trainer) -> None:
         assert seen() is None
 
 
+def test_a_refused_call_leaves_lent_what_is_lent(trainer: Trainer, stack: ExitStack) -> None:
+    relay = stack.enter_context(fanin.Relay(trainer.addresses))
+    trainer.commit(1)
+    into = trainer.empty()
+    seen = weakref.ref(into["t0"])
+    waits, go = threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        waits.set()
+        go.wait(PATIENCE)
+
+    how: dict[str, Any] = {"timeout": PATIENCE, "progress": hold}
+    first = threading.Thread(target=relay.pull_into, args=(RUN, into), kwargs=how)
+    first.start()
+    assert waits.wait(PATIENCE)
+    with pytest.raises(fanin.StateError, match="under way"):
+        relay.pull_into(RUN, trainer.empty())
+    go.set()
+    first.join()
+    with pytest.raises(fanin.RequestError):
+        relay.pull_into(RUN, trainer.empty(), step=1, at_least=1)
+    with pytest.raises(fanin.FaninError):
+        relay.pull_into("no such run", trainer.empty())
+    del first, into
+    gc.collect()
+    assert seen() is not None
+
+
 def test_progress_tells_of_all_bytes(trainer: Trainer, stack: ExitStack) -> None:
     relay = stack.enter_context(fanin.Relay(trainer.addresses))
     trainer.commit(1)
