@@ -123,7 +123,8 @@ TABLE(fields_stats_entry, NAME(1, stats_entry, publication),
       COUNT(3, stats_entry, step), COUNT(4, stats_entry, state_age_ms),
       COUNT(5, stats_entry, commit_age_ms), COUNT(6, stats_entry, update_age_ms),
       COUNT(7, stats_entry, leases), COUNT(8, stats_entry, lease_age_ms),
-      OPTIONAL_FLAG(9, stats_entry, pending), OPTIONAL_TEXT(10, stats_entry, reason));
+      OPTIONAL_FLAG(9, stats_entry, pending), OPTIONAL_TEXT(10, stats_entry, reason),
+      COUNT(11, stats_entry, bytes), COUNT(12, stats_entry, bytes_left));
 
 TABLE(fields_stats_holder, U32(1, stats_holder, publication, 0, LIMIT_STATS - 1),
       OPTIONAL_TEXT(2, stats_holder, who), COUNT(3, stats_holder, leases),

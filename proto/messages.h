@@ -278,6 +278,8 @@ typedef struct stats_entry {
     uint64_t leases;
     bool pending;     /**< a commit waits for its stream */
     char reason[256]; /**< of a pause */
+    /** of its boxes; and what readers have got of them since the last commit */
+    uint64_t bytes, bytes_left;
 } stats_entry;
 
 /** A session that holds leases of a publication. */

@@ -384,7 +384,9 @@ static void take_rank_stats(told *t, const msg_stats_ok *m)
                                                   .leases = e->leases,
                                                   .lease_age_ms = e->lease_age_ms,
                                                   .pending = e->pending,
-                                                  .reason = e->reason};
+                                                  .reason = e->reason,
+                                                  .bytes = e->bytes,
+                                                  .bytes_left = e->bytes_left};
     }
     for (uint32_t i = 0; i < m->n_holders; i++) {
         const stats_holder *h = &m->holders[i];

@@ -72,6 +72,17 @@
         "Memory that all connections take now.") \
     OWN(ipc_mappers, "fanin_ipc_mappers", NULL, \
         "Sessions that were given keys to map CUDA memory.") \
+    BOTH(34, relays, "fanin_relays", NULL, \
+         "Offers now of readers that hand on what they have read.") \
+    BOTH(37, relay_units, "fanin_relay_units_total", NULL, \
+         "Units that such readers have got, as they told.") \
+    BOTH(35, relay_bytes_origin, "fanin_relay_bytes_total", "from=\"origin\"", \
+         "Bytes that such readers have got of ranks and of each other, as they told.") \
+    BOTH(36, relay_bytes_relays, "fanin_relay_bytes_total", "from=\"relay\"", "") \
+    BOTH(38, relay_late, "fanin_relay_late_total", NULL, \
+         "Units that came late, and were asked of somebody else.") \
+    BOTH(39, relay_taken_over, "fanin_relay_taken_over_total", NULL, \
+         "Units that another reader took from the trainer, as whose turn it was did not.") \
     BOTH(29, bytes_tls, NULL, NULL, "Of bytes_streamed, those inside TLS.") \
     BOTH(30, bytes_cma, NULL, NULL, "Bytes of good pulls, as their ends told.") \
     BOTH(31, bytes_rdma, NULL, NULL, "Bytes of good pulls, as their ends told.") \

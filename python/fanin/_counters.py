@@ -45,6 +45,12 @@ SERVER_STATS = (
     "bytes_cuda_ipc",
     "control_cpu_ns",
     "data_cpu_ns",
+    "relays",
+    "relay_units",
+    "relay_bytes_origin",
+    "relay_bytes_relays",
+    "relay_late",
+    "relay_taken_over",
 )
 """Members of ``fanin_server_stats`` behind its size, in their order."""
 
@@ -65,6 +71,12 @@ TOLD: dict[str, tuple[str, dict[str, str]]] = {
     "sends_waiting": ("fanin_sends_waiting", {}),
     "leases": ("fanin_leases", {}),
     "publications": ("fanin_publications", {}),
+    "relays": ("fanin_relays", {}),
+    "relay_units": ("fanin_relay_units_total", {}),
+    "relay_bytes_origin": ("fanin_relay_bytes_total", {"from": "origin"}),
+    "relay_bytes_relays": ("fanin_relay_bytes_total", {"from": "relay"}),
+    "relay_late": ("fanin_relay_late_total", {}),
+    "relay_taken_over": ("fanin_relay_taken_over_total", {}),
 }
 """What ``nixl-fetch status`` tells of a rank: the metric of each member, and its labels."""
 
@@ -82,5 +94,10 @@ METRICS = {
     "fanin_sends_waiting": "Data connections now with bytes that the peer, or the network, does not take yet.",
     "fanin_leases": "Leases that readers hold now.",
     "fanin_publications": "Publications now.",
+    "fanin_relays": "Offers now of readers that hand on what they have read.",
+    "fanin_relay_units_total": "Units that such readers have got, as they told.",
+    "fanin_relay_bytes_total": "Bytes that such readers have got of ranks and of each other, as they told.",
+    "fanin_relay_late_total": "Units that came late, and were asked of somebody else.",
+    "fanin_relay_taken_over_total": "Units that another reader took from the trainer, as whose turn it was did not.",
 }
 """Those metrics, and what they are."""

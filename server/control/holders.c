@@ -132,11 +132,41 @@ static offer *find_offer(relay_part *r, const char *publication)
     return NULL;
 }
 
+/* By how much a number has grown that began again at 0, if it is less than before. */
+static uint64_t grown(uint64_t before, uint64_t now)
+{
+    return now < before ? now : now - before;
+}
+
+/* The first offer of a session tells what was counted before it, too. Units are of a step. */
+static void count(fanin_server *server, const msg_offer *before, const msg_offer *now)
+{
+    const msg_offer none = {0}, *of_step = before->step == now->step ? before : &none;
+    fanin_server_stats *s = &server->stats;
+    pthread_mutex_lock(&server->lock);
+    s->relay_units += grown(of_step->landed, now->landed);
+    s->relay_bytes_origin += grown(before->bytes_origin, now->bytes_origin);
+    s->relay_bytes_relays += grown(before->bytes_relays, now->bytes_relays);
+    s->relay_late += grown(of_step->late, now->late);
+    s->relay_taken_over += grown(of_step->taken_over, now->taken_over);
+    pthread_mutex_unlock(&server->lock);
+}
+
+/* Offers that there are now. */
+static void count_offers(session *s, int more)
+{
+    fanin_server *server = s->control->server;
+    s->relays->n_offers += (unsigned)more;
+    pthread_mutex_lock(&server->lock);
+    server->stats.relays += (uint64_t)(int64_t)more;
+    pthread_mutex_unlock(&server->lock);
+}
+
 static void withdraw(session *s, offer *o)
 {
     part(s, o->list);
     o->list = NULL;
-    s->relays->n_offers--;
+    count_offers(s, -1);
 }
 
 void offers_withdraw(session *s)
@@ -188,7 +218,7 @@ static void take(session *s, const msg_offer *m, fanin_error *error)
         error_set(error, FANIN_ERR_MEMORY, NULL, "the server is out of memory");
     if (error->status == FANIN_OK) {
         *o = (offer){.m = *m, .list = l};
-        r->n_offers++;
+        count_offers(s, 1);
     }
     if (l)
         list_leave(s->control, l);
@@ -249,6 +279,8 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
     if (!r)
         return FANIN_OK;
     offer *before = find_offer(r, m.publication);
+    if (before && !m.gone)
+        count(server, &before->m, &m);
     bool same = before && !m.gone && is_same(&before->m, &m);
     if (same)
         before->m = m;

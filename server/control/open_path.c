@@ -230,7 +230,9 @@ void count_one_sided(session *s, const lease *l, const msg_end *m)
         if (!p->keys || told == 0 || !has_keys(s, p))
             continue;
         memcpy(&counted, counter, sizeof counted);
-        counted += told < most ? told : most;
+        told = told < most ? told : most;
+        l->of->bytes_left += told;
+        counted += told;
         memcpy(counter, &counted, sizeof counted);
     }
 }

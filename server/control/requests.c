@@ -311,6 +311,8 @@ static void add_entry(const session *s, tale *t, const publication *p)
     e->commit_age_ms = p->has_step ? age_ms(p->committed_at) : 0;
     e->update_age_ms =
         p->update_open || p->state == STATE_DRAINING ? age_ms(p->update_at) : 0;
+    e->bytes = p->catalog ? p->catalog->bytes : 0;
+    e->bytes_left = p->bytes_left;
     e->leases = p->n_leases;
     e->lease_age_ms = p->oldest ? lease_age_ms(s->control->server, p->oldest) : 0;
     e->pending = p->pending != NULL;

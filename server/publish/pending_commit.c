@@ -181,6 +181,7 @@ static void take_effect(fanin_server *s, commit *c)
     p->step = c->terms.step;
     p->committed_at = clock_ns();
     p->committed_unix_ns = clock_unix_ns();
+    p->bytes_left = 0;
     s->stats.commits++;
     filling_reset(p, c->terms.fills);
     publication_take_effect(s, p, c->catalog, epoch);

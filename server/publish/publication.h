@@ -103,6 +103,7 @@ struct publication {
     uint64_t update_at;  /**< ... when its last begin_update was called */
     uint64_t committed_at;      /**< clock_ns() of the last commit */
     uint64_t committed_unix_ns; /**< the same as the time of day */
+    uint64_t bytes_left;        /**< that readers have got since */
     uint64_t stable_ns[STABLE_SAMPLES];
     unsigned n_stable;
     uint64_t changes; /**< ever; change i is history[i % HISTORY] */

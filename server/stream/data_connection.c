@@ -364,6 +364,8 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
     if (reading)
         publication_read_leave(s, j->of, j->epoch);
     s->stats.bytes_streamed += bytes;
+    if (j->of)
+        j->of->bytes_left += bytes;
     s->stats.bytes_tls += c->tls ? bytes : 0;
     s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
     s->stats.sends_waiting += full;

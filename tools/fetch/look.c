@@ -248,13 +248,14 @@ static void add_counts(json_t *o, const look_rank *r)
 #define ADD(key, name, ...) json_object_set_new(o, #name, output_u64(s->name));
     COUNTERS(ADD, COUNTER_NOT_SHOWN, ADD)
 #undef ADD
-    output_set(o, "lease_age_ns", output_age_ns(r->is.lease_age_ms), "holders", holders,
-               "bytes_read", read, "drain_waits", drain_waits_json(s), "leases",
-               output_u64(r->is.leases), "rank_leases", output_u64(s->leases),
-               "drain_p50_ns", output_u64(look_drain_ns(s, 50)), "drain_p99_ns",
-               output_u64(look_drain_ns(s, 99)), "drain_wait_ns",
-               output_u64(s->drain_wait_ns_total), "rtt_ns", output_u64(s->rtt_ns),
-               NULL);
+    output_set(
+        o, "bytes", output_u64(r->is.bytes), "bytes_left", output_u64(r->is.bytes_left),
+        "lease_age_ns", output_age_ns(r->is.lease_age_ms), "holders", holders,
+        "bytes_read", read, "drain_waits", drain_waits_json(s), "leases",
+        output_u64(r->is.leases), "rank_leases", output_u64(s->leases), "drain_p50_ns",
+        output_u64(look_drain_ns(s, 50)), "drain_p99_ns",
+        output_u64(look_drain_ns(s, 99)), "drain_wait_ns",
+        output_u64(s->drain_wait_ns_total), "rtt_ns", output_u64(s->rtt_ns), NULL);
 }
 
 static json_t *rank_json(const look_rank *r)

@@ -857,6 +857,9 @@ typedef struct fanin_publication_stats {
     uint64_t leases, lease_age_ms; /**< that readers hold; the oldest one's age */
     bool pending;                  /**< a commit waits for its stream */
     const char *reason;            /**< of a pause, "" otherwise */
+    /** of what this rank holds of it, and what readers have got of that since the last commit. One
+        pull of everything takes as much as all ranks hold. Older ranks tell neither */
+    uint64_t bytes, bytes_left;
 } fanin_publication_stats;
 
 /** A session that holds leases of a publication. */
@@ -894,6 +897,9 @@ typedef struct fanin_rank_stats {
     uint64_t sends_waiting; /**< now: as in fanin_server_stats */
     uint64_t bytes_tls, bytes_cma, bytes_rdma, bytes_cuda_ipc; /**< likewise */
     uint64_t data_cpu_ns; /**< CPU time of the threads that send tensors */
+    /** as in fanin_server_stats, of the rank that relays offer to: the first one that answers */
+    uint64_t relays, relay_units, relay_bytes_origin, relay_bytes_relays, relay_late,
+        relay_taken_over;
 } fanin_rank_stats;
 
 /** @p stats is NULL if the rank gave no answer: @p rank says why. */

@@ -495,6 +495,13 @@ typedef struct fanin_server_stats {
     uint64_t bytes_cma, bytes_rdma, bytes_cuda_ipc;
     /** CPU time of the thread that serves control connections, and of those that send tensors */
     uint64_t control_cpu_ns, data_cpu_ns;
+    /** offers now of readers that hand on what they have read (relays) */
+    uint64_t relays;
+    /** as relays told: the units that they got, and bytes of them from ranks and from each other;
+        units that came late and were asked of somebody else; and units that another relay had to
+        take from the trainer */
+    uint64_t relay_units, relay_bytes_origin, relay_bytes_relays, relay_late,
+        relay_taken_over;
 } fanin_server_stats;
 
 /**

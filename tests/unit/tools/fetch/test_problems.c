@@ -2,6 +2,7 @@
 /* A rank that still sends when the others have sent all: slow, or the last of a pull that goes
    well. */
 #include "fetch/look.h"
+#include "fetch/look_view.h"
 #include "testing.h"
 
 enum { RANKS = 3, SECOND = 1000000000 };
@@ -104,5 +105,32 @@ TEST(where_all_send_or_nobody_does_one_look_is_enough)
         r.ranks[i].stats.sends_waiting = 0;
     }
     assert_false(problems_need_rates(&r.look));
+    look_rates_free(&r.rates);
+}
+
+/* Relays are told in the first line, with what has left the ranks for all readers. */
+TEST(relays_are_told)
+{
+    run r;
+    start(&r);
+    look_on(&r);
+    problems none = {0};
+    look_view v = {.look = &r.look,
+                   .problems = &none,
+                   .rates = &r.rates,
+                   .title = "full:0",
+                   .tail = "",
+                   .columns = 200};
+    char *text = look_view_text(&v);
+    assert_null(strstr(text, "relays"));
+    free(text);
+    for (int i = 0; i < RANKS; i++) {
+        r.ranks[i].is.bytes = 1000;
+        r.ranks[i].is.bytes_left = 1020;
+    }
+    r.ranks[0].stats.relays = 64;
+    text = look_view_text(&v);
+    assert_says(text, "3 of 3 ranks answer, 64 relays, 1.02 models left");
+    free(text);
     look_rates_free(&r.rates);
 }
