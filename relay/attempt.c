@@ -18,7 +18,8 @@
 #define GRACE_NS (500 * MS) /* what others have just proven becomes known within */
 #define TELL_NS (1000 * MS) /* numbers are told so often */
 #define LIST_NS                                                                        \
-    (500 * MS) /* the list is waited for so long before the trainer is read */
+    (500 * MS)      /* the list is waited for so long before the trainer is read */
+#define ASK_MS 1000 /* the ranks say within whether the step stands */
 #define LEAVE_NS (250 * MS) /* sessions that end well have so long for it */
 
 /* --------------------------------------------------------------------------- the list */
@@ -279,6 +280,15 @@ static fanin_status follow(attempt *a, fanin_error *error)
     return FANIN_OK;
 }
 
+uint64_t attempt_relayed(const attempt *a)
+{
+    const parts *p = &a->relay->parts;
+    uint64_t bytes = 0;
+    for (size_t u = 0; u < p->n_units; u++)
+        bytes += a->bringers[u] != &a->origin ? p->unit_size[u] : 0;
+    return bytes;
+}
+
 /* --------------------------------------------------------------------------- verifying */
 
 static fanin_status blame(const attempt *a, size_t unit, const fanin_error *why,
@@ -334,6 +344,43 @@ static fanin_status verify(attempt *a, fanin_error *error)
     return status;
 }
 
+/* -------------------------------------------------------------------------- withdrawals */
+
+typedef struct inquiry {
+    const attempt *of;
+    bool withdrawn;
+    uint32_t rank;
+} inquiry;
+
+static bool look_at_rank(void *cookie, const fanin_publication_info *info)
+{
+    inquiry *q = cookie;
+    if (strcmp(info->name, q->of->relay->publication) != 0 ||
+        info->step != q->of->step || info->state != FANIN_PUBLICATION_UNPUBLISHED)
+        return true;
+    q->withdrawn = true;
+    q->rank = info->rank;
+    return false;
+}
+
+/* What others have brought is of the step; whether the step still stands is for the trainer to say.
+   One that is away, or further, says nothing. */
+static fanin_status check_standing(const attempt *a, fanin_error *error)
+{
+    inquiry q = {.of = a};
+    uint32_t left = attempt_left_ms(a);
+    (void)!fanin_client_list(a->relay->origin, left < ASK_MS ? left : ASK_MS,
+                             look_at_rank, &q, NULL);
+    if (!q.withdrawn)
+        return FANIN_OK;
+    error_place place = {.phase = "end",
+                         .key = a->relay->publication,
+                         .rank_plus_1 = (int32_t)q.rank + 1,
+                         .remedy = "pull again"};
+    return error_set(error, FANIN_ERR_STALE, &place,
+                     "rank %u has taken step %" PRIu64 " back", q.rank, a->step);
+}
+
 /* What others have, or take, is not to be read of the trainer by who has just come. */
 static void await_list(attempt *a)
 {
@@ -358,6 +405,8 @@ fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error)
     }
     status = follow(a, error);
     end_feeds(a, status == FANIN_OK);
+    if (status == FANIN_OK && attempt_relayed(a) > 0)
+        status = check_standing(a, error);
     if (status == FANIN_OK && a->options->verify)
         status = verify(a, error);
     return status;

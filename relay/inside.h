@@ -134,6 +134,8 @@ void feeds_wake(attempt *a);
 /** Gets the step of which @p session, which it ends, reads the trainer; the relay's parts are put
     and fill. FANIN_OK: all is proven, and verified if the options say so. */
 fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error);
+/** Bytes that relays have brought, when all is there. */
+uint64_t attempt_relayed(const attempt *a);
 void attempt_free(attempt *a);
 
 #endif

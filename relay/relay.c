@@ -390,11 +390,9 @@ static fanin_status make_result(attempt *a, fanin_result_info *info, size_t tens
                                 fanin_result **out, fanin_error *error)
 {
     const parts *p = &a->relay->parts;
-    uint64_t relayed = 0;
+    uint64_t relayed = attempt_relayed(a);
     size_t from = 0;
     char how[64] = "";
-    for (size_t u = 0; u < p->n_units; u++)
-        relayed += a->bringers[u] != &a->origin ? p->unit_size[u] : 0;
     for (size_t i = 0; i < a->n_holders; i++)
         from += a->holders[i]->brought > 0;
     snprintf(how, sizeof how, "%u %% from %zu relays",

@@ -276,6 +276,27 @@ CASE(a_trainer_that_goes_meanwhile_leaves_the_others)
     expect_pull(&readers[1], 1);
 }
 
+static void withdraw_step(void)
+{
+    for (size_t i = 0; i < w.size; i++)
+        (void)!fanin_server_withdraw(w.ranks[i].server, "lora:0", NULL);
+}
+
+/* Its bytes were wrong, also those that others hold. */
+CASE(a_step_that_is_taken_back_is_not_had_of_others)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    strike_after(3, withdraw_step);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    assert_int_equal(relay_pull(&readers[1]), FANIN_ERR_STALE);
+    assert_non_null(strstr(readers[1].error.message, "has taken step 1 back"));
+    readers[1].options.rule = FANIN_STEP_NEWEST;
+    world_commit(&w, 2);
+    expect_pull(&readers[1], 2);
+}
+
 /* On the same ports, of another launch: its step 1 is another one. */
 CASE(a_restarted_trainer_is_another_world)
 {
