@@ -18,7 +18,7 @@ from ._puller import Puller, current_stream, set_max_bytes
 from ._records import PullProgress, PullResult
 from ._route import route_address
 from ._tensors import PackedTensors, Shard
-from .errors import RequestError
+from .errors import FaninError, RequestError
 from .info import split_address
 from .server import Stream
 
@@ -27,6 +27,8 @@ __all__ = ["Relay", "RelayStats"]
 #: Numbers, by name: see :meth:`Relay.stats`.
 RelayStats = dict[str, int]
 
+# Exceptions of a signal's handler, one right after the other.
+_AT_ONCE = 8
 _NO_WORLD = bytes(15) + b"\1"  # the relay takes the trainer's
 _SAME = ("secret_file", "tls_cert", "tls_key", "tls_ca", "use_ucx", "trust_containers")
 
@@ -122,7 +124,8 @@ class Relay(Puller):
         handing on what the pull before has read first, as :meth:`release`. Holds a reference to the
         tensors' memory as long as it is lent.
 
-        The arguments and what is raised are those of :meth:`Client.pull_into`.
+        After an exception of a call that had begun nothing is handed on any more. The arguments and
+        what is raised are those of :meth:`Client.pull_into`.
 
         Args:
             rank_progress: called without the ranks, as bytes come from relays too.
@@ -153,9 +156,29 @@ class Relay(Puller):
                 rank_progress(PullProgress(done, total, (), None))
 
         listens = progress is not None or rank_progress is not None
-        result = self._pull("pull_into", options, (tell if listens else None, None), into)
-        del self._lent[: next((at for at, one in enumerate(self._lent) if one is lent), 0)]
+        try:
+            result = self._pull("pull_into", options, (tell if listens else None, None), into)
+            del self._lent[: self._place_of(lent) or 0]
+        except BaseException:
+            self._take_back(lent)
+            raise
         return result
+
+    def _place_of(self, lent: object) -> int | None:
+        return next((at for at, one in enumerate(self._lent) if one is lent), None)
+
+    def _take_back(self, lent: object) -> None:
+        """Who hears that the pull has failed may write the memory, even if the library's part went
+        well: a callback has raised, or a signal's handler as it ended."""
+        for _ in range(_AT_ONCE):  # so may the handler again
+            if self._place_of(lent) is None:
+                break  # the call was refused before it was under way, or it is done
+            try:
+                self.release()
+            except FaninError:
+                break  # it is closed, or another thread has begun a call
+            except BaseException:
+                continue  # what is raised already comes to the caller
 
     def release(self) -> None:
         """Stops handing on: afterwards the memory is the caller's again.

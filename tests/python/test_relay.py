@@ -161,6 +161,25 @@ def test_a_refused_call_leaves_lent_what_is_lent(trainer: Trainer, stack: ExitSt
     assert seen() is not None
 
 
+def test_a_callback_that_raises_at_the_end_leaves_nothing_lent(
+    trainer: Trainer, stack: ExitStack
+) -> None:
+    relay, other = (stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2))
+    trainer.commit(1)
+    into, later = trainer.empty(), trainer.empty()
+
+    def fail(done: int, total: int) -> None:
+        if done == total:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        relay.pull_into(RUN, into, step=1, timeout=PATIENCE, progress=fail)
+    for value in into.values():
+        value[:] = 7
+    other.pull_into(RUN, later, step=1, timeout=PATIENCE)
+    assert trainer.holds(later)
+
+
 def test_progress_tells_of_all_bytes(trainer: Trainer, stack: ExitStack) -> None:
     relay = stack.enter_context(fanin.Relay(trainer.addresses))
     trainer.commit(1)
