@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """relays.py [--readers N] [--ranks N] [--mbit N] [--mib N] [--modes one,direct,relay] [--turns N]
-          [--kill N | --stop N | --late N] [--slow N] [--at F] [--by N] [--json]
+          [--kill N | --stop N | --late N] [--slow N] [--at F] [--by N] [--congestion NAME]
+          [--json]
 
 What a fleet costs a trainer: N readers of its ranks, each in a network namespace of its own behind
 one bridge, each link limited both ways. Modes take turns, each turn a new step:
@@ -204,7 +205,8 @@ class Lab:
 
     def __init__(self, stack: ExitStack, options: argparse.Namespace) -> None:
         self._stack, self._options = stack, options
-        self._switch = Switch(stack, options.ranks + options.readers, options.mbit)
+        hosts = options.ranks + options.readers
+        self._switch = Switch(stack, hosts, options.mbit, options.congestion)
         self.ideal = options.mib * (1 << 20) * 8 / options.mbit / 1e6
         self._targets = [f"{self._switch.address(r)}:{PORT + r}" for r in range(options.ranks)]
         self._ranks = [self._start("--serve", r, r) for r in range(options.ranks)]
@@ -354,6 +356,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{fault}", type=int, default=0, help="the reader, from 1")
     parser.add_argument("--at", type=float, default=0.4, help="of one pull; 0.4")
     parser.add_argument("--by", type=float, default=10, help="with --slow; 10")
+    parser.add_argument("--congestion", help="TCP's control; this machine's")
     parser.add_argument("--json", action="store_true")
     for hidden in ("folder", "world", "secret-file", "bind", "index", "targets"):
         parser.add_argument(f"--{hidden}", default="0", help=argparse.SUPPRESS)

@@ -28,13 +28,17 @@ def run(*words: str) -> str:
 class Switch:
     """So many hosts, removed at the end of *stack*. Needs root and ip, tc, tbf.
 
+    congestion: TCP's control on the hosts; None: this machine's.
+
     Raises:
         OSError: this machine lacks one of them; says which command failed, and how.
     """
 
-    def __init__(self, stack: ExitStack, hosts: int, mbit: float) -> None:
+    def __init__(
+        self, stack: ExitStack, hosts: int, mbit: float, congestion: str | None = None
+    ) -> None:
         self._name = f"fanin-switch-{os.getpid()}"
-        self.mbit = mbit
+        self.mbit, self._congestion = mbit, congestion
         self._add(stack, self._name)
         run("ip", "-n", self._name, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", self._name, "link", "set", "bridge", "up")
@@ -61,6 +65,9 @@ class Switch:
         run("ip", "-n", own, "addr", "add", f"{self.address(host)}/16", "dev", "link")
         run("ip", "-n", own, "link", "set", "dev", "link", *up)
         run("ip", "-n", own, "link", "set", "lo", "up")
+        if self._congestion is not None:
+            setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
+            run("ip", "netns", "exec", own, "sysctl", "-qw", setting)
         self.up(host, self.mbit)
         self._shape(self._name, port, self.mbit)
 
