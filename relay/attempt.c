@@ -20,18 +20,10 @@
 #define LIST_NS                                                                        \
     (500 * MS)      /* the list is waited for so long before the trainer is read */
 #define ASK_MS 1000 /* the ranks say within whether the step stands */
-#define LEAVE_NS (250 * MS) /* sessions that end well have so long for it */
+#define REMEMBER_NS (1000 * MS) /* who held the last step has so long to come */
+#define LEAVE_NS (250 * MS)     /* sessions that end well have so long for it */
 
 /* --------------------------------------------------------------------------- the list */
-
-static bool is_listed(const holder *all, size_t n, const feed *l)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (member_compare(&all[i].who, &l->who.who) == 0)
-            return true;
-    }
-    return false;
-}
 
 static bool is_fed_by(const attempt *a, const holder *who)
 {
@@ -81,26 +73,90 @@ static void deal_duties(attempt *a, const holder *all, size_t n)
     free(members);
 }
 
-static void follow_list(attempt *a)
+/* NULL: it is not among them. */
+static const holder *find_holder(const holder *all, size_t n, const member *who)
 {
-    holder *all;
-    size_t n;
-    if (!list_copy(a->relay->list, &a->relay->self, &a->seen, &all, &n))
+    for (size_t i = 0; i < n; i++) {
+        if (member_compare(&all[i].who, who) == 0)
+            return &all[i];
+    }
+    return NULL;
+}
+
+/* Whoever held the last step is taken to want this one, too, and to tell so soon: it is waited for
+   by a session at it, and has its duties. *@p all grows. */
+static void add_remembered(attempt *a, holder **all, size_t *n)
+{
+    const fanin_relay *r = a->relay;
+    holder *more = calloc(*n + r->n_last + 1, sizeof *more);
+    if (!more)
         return;
+    if (*n > 0)
+        memcpy(more, *all, *n * sizeof *more);
+    size_t sum = *n;
+    for (size_t i = 0; i < r->n_last; i++) {
+        if (find_holder(*all, *n, &r->last[i].who))
+            continue;
+        more[sum] = r->last[i];
+        more[sum++].remembered = true;
+    }
+    free(*all);
+    *all = more;
+    *n = sum;
+}
+
+/* The list, from which those that were remembered may have gone. */
+static void take_list(attempt *a, holder *all, size_t n)
+{
     deal_duties(a, all, n);
     for (size_t i = 0; i < a->n_holders; i++) {
         feed *l = a->holders[i];
-        if (!l->ended && !atomic_load(&l->stop) && !is_listed(all, n, l)) {
-            feed_stop(l);
-            feed_break_off(l);
+        const holder *h = find_holder(all, n, &l->who.who);
+        if (l->ended || atomic_load(&l->stop))
+            continue;
+        if (h) {
+            atomic_store(&l->listed, !h->remembered);
+            continue;
         }
+        feed_stop(l);
+        feed_break_off(l);
     }
     if (n > 0)
         start_feeds(a, all, n);
-    if (list_is_known(a->relay->list))
-        relay_forget_clients(a->relay, all, n);
-    free(all);
     feeds_wake(a);
+}
+
+static void follow_list(attempt *a)
+{
+    fanin_relay *r = a->relay;
+    holder *all;
+    size_t n;
+    bool remembers = clock_ns() - a->listed_ns < REMEMBER_NS;
+    if (!remembers && a->remembers)
+        a->seen = 0; /* those that have not come are to go */
+    if (!list_copy(r->list, &r->self, &a->seen, &all, &n))
+        return;
+    a->remembers = remembers && r->n_last > 0;
+    if (a->remembers)
+        add_remembered(a, &all, &n);
+    take_list(a, all, n);
+    if (!a->remembers && list_is_known(r->list))
+        relay_forget_clients(r, all, n);
+    free(all);
+}
+
+/* For the next step. */
+static void remember_list(attempt *a)
+{
+    fanin_relay *r = a->relay;
+    uint64_t seen = 0;
+    holder *all;
+    size_t n;
+    if (!list_is_known(r->list) || !list_copy(r->list, &r->self, &seen, &all, &n))
+        return;
+    free(r->last);
+    r->last = all;
+    r->n_last = n;
 }
 
 static void reap_feeds(attempt *a)
@@ -384,9 +440,10 @@ static fanin_status check_standing(const attempt *a, fanin_error *error)
 /* What others have, or take, is not to be read of the trainer by who has just come. */
 static void await_list(attempt *a)
 {
-    deadline until = clock_ns() + LIST_NS;
-    while (!list_is_known(a->relay->list) && !deadline_passed(until) &&
-           !atomic_load(&a->relay->cancelled))
+    a->listed_ns = clock_ns();
+    deadline until = a->listed_ns + LIST_NS;
+    while (a->relay->n_last == 0 && !list_is_known(a->relay->list) &&
+           !deadline_passed(until) && !atomic_load(&a->relay->cancelled))
         sleep_a_little(a->relay);
     follow_list(a);
 }
@@ -404,6 +461,7 @@ fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error)
         return status;
     }
     status = follow(a, error);
+    remember_list(a);
     end_feeds(a, status == FANIN_OK);
     if (status == FANIN_OK && attempt_relayed(a) > 0)
         status = check_standing(a, error);

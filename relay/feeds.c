@@ -20,7 +20,8 @@
 #define BATCH_NS (5 * MS) /* what is read before one takes about so long */
 #define BATCH_MOST ((uint64_t)64 << 20)
 #define LINGER_NS                                                                      \
-    (50 * MS)          /* a session at the trainer with nothing to read lasts so long */
+    (50 * MS) /* a session at the trainer with nothing to read lasts so long */
+#define AGAIN_NS (20 * MS) /* who is not in the list yet is asked so often */
 #define PARKED_MS 5000 /* a request for what has landed waits so long at the holder */
 
 /* ----------------------------------------------------------------------------- waking */
@@ -227,7 +228,8 @@ static fanin_status read_next(feed *l, bool *read_out, bool *all_out, uint64_t *
     return bring_runs(l, b, error);
 }
 
-static void leave_alone(feed *l)
+/* What it was asked for others may bring. @p avoid: for a while it is asked for nothing. */
+static void give_up_session(feed *l, bool avoid)
 {
     attempt *a = l->of;
     fanin_session_abandon(&l->session);
@@ -235,9 +237,13 @@ static void leave_alone(feed *l)
         l->batches[i].of = NULL;
     l->refusal = (fanin_error)FANIN_ERROR_INIT;
     pthread_mutex_lock(&a->relay->lock);
-    schedule_failed(a->schedule, l->number, clock_ns());
+    if (avoid)
+        schedule_failed(a->schedule, l->number, clock_ns());
+    else
+        schedule_return(a->schedule, l->number);
+    schedule_forget(a->schedule, l->number);
     pthread_mutex_unlock(&a->relay->lock);
-    feeds_wake(a); /* others may be asked for what it did not bring */
+    feeds_wake(a);
 }
 
 /* ------------------------------------------------------------------------- the trainer */
@@ -347,7 +353,7 @@ static void origin_failed(feed *l, const fanin_error *why)
     pthread_mutex_lock(&l->of->relay->lock);
     error_copy(&l->of->why_gone, why); /* for the case that time runs out */
     pthread_mutex_unlock(&l->of->relay->lock);
-    leave_alone(l);
+    give_up_session(l, true);
 }
 
 /* A lease that is not used would hold up the trainer. */
@@ -398,7 +404,7 @@ static void *origin_run(void *cookie)
             origin_failed(l, &error);
             continue;
         }
-        leave_alone(l);
+        give_up_session(l, true);
         origin_gone(l, &error);
         break;
     }
@@ -533,7 +539,12 @@ static void holder_failed(feed *l, const fanin_error *why)
     log_write(&l->of->relay->log, FANIN_LOG_DEBUG, "relay-holder", "%s: %s",
               l->who.address, why->message);
     drop_landed(l);
-    leave_alone(l);
+    if (!atomic_load(&l->listed)) { /* it may be about to come */
+        give_up_session(l, false);
+        (void)wait_on(l, clock_ns() + AGAIN_NS, &ignored);
+        return;
+    }
+    give_up_session(l, true);
     pthread_mutex_lock(&l->of->relay->lock);
     uint64_t wake;
     schedule_next(l->of->schedule, l->number, 0, &run, 0, clock_ns(), &wake);
@@ -646,6 +657,7 @@ fanin_status feed_start_holder(attempt *a, const holder *who, fanin_error *error
         return error_set_memory(error);
     }
     l->who = *who;
+    atomic_init(&l->listed, !who->remembered);
     fanin_status status = open_holder(l, a, error);
     if (status != FANIN_OK) {
         feed_end(l);

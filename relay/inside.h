@@ -38,6 +38,8 @@ struct fanin_relay {
     uint8_t world_id[16]; /* of the server */
     member self;
     holders_list *list;
+    holder *last; /* that held the step before, without this reader */
+    size_t n_last;
     idle_client *idle; /* the oldest first */
     size_t n_idle, idle_capacity;
     parts parts; /* that are published, or pulled */
@@ -64,6 +66,7 @@ typedef struct feed {
     pthread_t thread;
     bool started, ended; /**< ended: what is left of it says who it was */
     atomic_bool stop, done;
+    atomic_bool listed; /**< the holder wants the same step, and is not only taken to */
     atomic_bool
         opening; /**< it is connecting or beginning, and leaves nothing to end */
     fanin_client *client;
@@ -94,7 +97,9 @@ typedef struct attempt {
     pthread_mutex_t feeds_lock; /**< held while feeds come or end, and to wake them */
     feed origin, **holders;
     size_t n_holders, holder_capacity;
-    uint64_t seen; /**< of the list */
+    uint64_t seen;      /**< of the list */
+    uint64_t listed_ns; /**< when it was looked at first */
+    bool remembers;     /**< holders of the step before are taken for its own */
     /* with the relay's lock */
     schedule *schedule;
     feed **bringers;  /**< who has brought each unit */

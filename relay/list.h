@@ -17,6 +17,8 @@
 typedef struct holder {
     member who;
     char address[72];
+    bool
+        remembered; /**< of the step before: it has not said yet that it wants this one */
 } holder;
 
 typedef struct holders_list holders_list;

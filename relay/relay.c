@@ -154,6 +154,7 @@ static void drop_server(fanin_relay *r)
 {
     r->handed_on += count_handed_on(r->server);
     r->is_put = false;
+    r->n_last = 0;
     fanin_server_destroy(&r->server, DRAIN_MS);
 }
 
@@ -312,6 +313,8 @@ static fanin_status take_parts(fanin_relay *r, const fanin_pull_options *options
                 parts_same_memory(&r->parts, &next);
     if (!same)
         stop_handing_on(r);
+    if (!digest_equal(&r->parts.holding, &next.holding))
+        r->n_last = 0;
     parts_free(&r->parts);
     r->parts = next;
     snprintf(r->publication, sizeof r->publication, "%s", options->publication);
@@ -544,6 +547,7 @@ void fanin_relay_destroy(fanin_relay **relay)
     fanin_client_destroy(&r->origin);
     relay_forget_clients(r, NULL, 0);
     free(r->idle);
+    free(r->last);
     if (r->wake >= 0)
         close(r->wake);
     parts_free(&r->parts);

@@ -14,6 +14,9 @@
 #define AVOID_NS                                                                       \
     (100 * MS) /* who has failed is left alone for so long, then twice ... */
 #define AVOID_DOUBLINGS 6
+/* Duties of a reader, if there are so many units: neighbours are dealt together beyond that, as one
+   read of several units costs less than several reads. */
+#define DUTIES_LEAST 64
 
 typedef struct unit_state {
     uint32_t owner;   /* of schedule.members */
@@ -47,6 +50,7 @@ struct schedule {
     const uint64_t *sizes;
     unit_state *units;
     size_t n_units, n_left;
+    size_t block; /* units that are dealt together */
     source *sources;
     size_t n_sources, source_capacity;
     owner *owners; /* ascending ids */
@@ -127,18 +131,19 @@ bool schedule_list(schedule *s, const member *members, size_t n, uint64_t now_ns
     all[n] = s->self;
     n = sort_members(all, n + 1);
     uint32_t *load = dealt + s->n_units;
-    duty_deal(all, n, dealt, s->n_units, load);
+    s->block = 1 + s->n_units / (n * DUTIES_LEAST + 1);
+    duty_deal(all, n, dealt, (s->n_units + s->block - 1) / s->block, load);
     for (size_t i = 0; i < n; i++) {
         const owner *before = s->owners ? find_owner(s, &all[i]) : NULL;
         owners[i] = before
                         ? *before
                         : (owner){.who = all[i], .since_ns = now_ns, .last_ns = now_ns};
-        owners[i].duties = load[i];
+        owners[i].duties = load[i] * s->block;
         if (member_compare(&all[i], &s->self) == 0)
             s->own = i;
     }
     for (size_t i = 0; i < s->n_units; i++)
-        s->units[i].owner = dealt[i];
+        s->units[i].owner = dealt[i / s->block];
     free(dealt);
     free(s->owners);
     free(s->members);
@@ -296,8 +301,8 @@ static bool is_held(const schedule *s, size_t unit, size_t but, uint64_t now_ns)
 static bool is_next(const schedule *s, size_t unit, uint64_t periods)
 {
     uint64_t turns = UINT64_C(1) << (periods > 32 ? 31 : periods - 1);
-    return duty_rank(s->members, s->n_owners, s->own, s->units[unit].owner, unit) <
-           turns;
+    return duty_rank(s->members, s->n_owners, s->own, s->units[unit].owner,
+                     unit / s->block) < turns;
 }
 
 static bool is_free(const unit_state *u)
@@ -383,7 +388,7 @@ static size_t find_for_holder(const schedule *s, size_t number)
             continue;
         bool rarer = best == s->n_units || unit->holders < s->units[best].holders;
         bool equal = best < s->n_units && unit->holders == s->units[best].holders;
-        uint64_t key = rarer || equal ? own_order(u, &s->self) : 0;
+        uint64_t key = rarer || equal ? own_order(u / s->block, &s->self) : 0;
         if (rarer || (equal && key > best_key)) {
             best = u;
             best_key = key;
