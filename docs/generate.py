@@ -295,6 +295,7 @@ HEADS = {  # the tables of PROTOCOL.md that are not called as those of proto/fie
     "list_entry": "entry",
     "stats_entry": "entry",
     "stats_holder": "holder",
+    "stats_relay": "relay",
     "holder_entry": "entry",
     "page": "reply",
     "begin_verdict": "begin_ok",

@@ -130,6 +130,13 @@ TABLE(fields_stats_holder, U32(1, stats_holder, publication, 0, LIMIT_STATS - 1)
       OPTIONAL_TEXT(2, stats_holder, who), COUNT(3, stats_holder, leases),
       COUNT(4, stats_holder, age_ms), COUNT(5, stats_holder, held_up_ns));
 
+TABLE(fields_stats_relay, U32(1, stats_relay, publication, 0, LIMIT_STATS - 1),
+      NAME(2, stats_relay, address), OPTIONAL_TEXT(3, stats_relay, place),
+      COUNT(4, stats_relay, step), COUNT(5, stats_relay, units),
+      COUNT(6, stats_relay, landed), COUNT(7, stats_relay, bytes_origin),
+      COUNT(8, stats_relay, bytes_relays), COUNT(9, stats_relay, bytes_handed_on),
+      COUNT(10, stats_relay, late), COUNT(11, stats_relay, taken_over));
+
 #define DRAINS(key, n) [(key)-1] = COUNT(key, msg_stats_ok, drain_waits[n])
 #define COUNTED(key, name, ...) [(key)-1] = COUNT(key, msg_stats_ok, name),
 TABLE(fields_stats, COUNTERS(COUNTED, COUNTER_NOT_SHOWN, COUNTED) DRAINS(13, 0),

@@ -40,12 +40,12 @@ typedef struct field_table {
 
 extern const field_table fields_hello, fields_hello_ok, fields_open_path, fields_list,
     fields_list_entry, fields_stats, fields_stats_entry, fields_stats_holder,
-    fields_keys, fields_boxes, fields_regions, fields_page, fields_wait, fields_wait_ok,
-    fields_begin, fields_begin_verdict, fields_begin_granted, fields_begin_refused,
-    fields_read, fields_digest, fields_digest_ok, fields_end, fields_end_ok,
-    fields_watch, fields_event, fields_error, fields_offer, fields_holders,
-    fields_holders_ok, fields_holder_entry, fields_landed, fields_landed_ok,
-    fields_none;
+    fields_stats_relay, fields_keys, fields_boxes, fields_regions, fields_page,
+    fields_wait, fields_wait_ok, fields_begin, fields_begin_verdict,
+    fields_begin_granted, fields_begin_refused, fields_read, fields_digest,
+    fields_digest_ok, fields_end, fields_end_ok, fields_watch, fields_event,
+    fields_error, fields_offer, fields_holders, fields_holders_ok, fields_holder_entry,
+    fields_landed, fields_landed_ok, fields_none;
 
 /** MSG_LIST's only field; elsewhere a publication is a member of the message. */
 typedef struct msg_list {
@@ -56,6 +56,7 @@ typedef struct msg_list {
 #define KEY_LIST_ENTRIES 1    /* of MSG_LIST_OK: maps of fields_list_entry */
 #define KEY_STATS_ENTRIES 40  /* of MSG_STATS_OK: maps of fields_stats_entry */
 #define KEY_STATS_HOLDERS 41  /* maps of fields_stats_holder */
+#define KEY_STATS_RELAYS 42   /* maps of fields_stats_relay */
 #define KEY_HOLDERS_ENTRIES 3 /* of MSG_HOLDERS_OK: maps of fields_holder_entry */
 #define KEY_LANDED_RANGES 3   /* of MSG_LANDED_OK: first, count, first, count ... */
 #define KEY_DIGEST_DTYPE 4

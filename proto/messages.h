@@ -290,6 +290,14 @@ typedef struct stats_holder {
     uint64_t held_up_ns;     /**< for which its peer's leases held updates up, in all */
 } stats_holder;
 
+/** A session that offers to hand on, and what it told last. */
+typedef struct stats_relay {
+    uint32_t publication; /**< index of its entry */
+    char address[64], place[64];
+    uint64_t step, units, landed, bytes_origin, bytes_relays, bytes_handed_on, late,
+        taken_over;
+} stats_relay;
+
 typedef struct msg_stats_ok {
 #define MEMBER(key, name, ...) uint64_t name;
     COUNTERS(MEMBER, COUNTER_NOT_SHOWN, MEMBER)
@@ -297,7 +305,8 @@ typedef struct msg_stats_ok {
     uint64_t drain_waits[FANIN_DRAIN_BUCKETS];
     stats_entry *entries;
     stats_holder *holders;
-    uint32_t n_entries, n_holders;
+    stats_relay *told_relays;
+    uint32_t n_entries, n_holders, n_told_relays;
 } msg_stats_ok;
 
 typedef struct msg_error {

@@ -272,6 +272,9 @@ static const char *check_holders(const msg_stats_ok *m)
     for (uint32_t i = 0; i < m->n_holders; i++)
         if (m->holders[i].publication >= m->n_entries)
             return "a lease of no publication";
+    for (uint32_t i = 0; i < m->n_told_relays; i++)
+        if (m->told_relays[i].publication >= m->n_entries)
+            return "a relay of no publication";
     return NULL;
 }
 
@@ -285,10 +288,19 @@ fanin_status decode_stats_ok(body *in, msg_stats_ok *out)
                           .size = sizeof *out->holders,
                           .most = LIMIT_STATS,
                           .too_many = "too many holders of leases"};
+    map_reader relays = {.table = &fields_stats_relay,
+                         .size = sizeof *out->told_relays,
+                         .most = LIMIT_STATS,
+                         .too_many = "too many relays"};
+    array_field third = {.key = KEY_STATS_RELAYS,
+                         .optional = true,
+                         .read = read_maps,
+                         .context = &relays};
     array_field second = {.key = KEY_STATS_HOLDERS,
                           .optional = true,
                           .read = read_maps,
-                          .context = &holders};
+                          .context = &holders,
+                          .next = &third};
     array_field first = {.key = KEY_STATS_ENTRIES,
                          .read = read_maps,
                          .context = &entries,
@@ -299,9 +311,12 @@ fanin_status decode_stats_ok(body *in, msg_stats_ok *out)
     out->holders = (stats_holder *)(void *)holders.items;
     out->n_entries = entries.count;
     out->n_holders = holders.count;
+    out->told_relays = (stats_relay *)(void *)relays.items;
+    out->n_told_relays = relays.count;
     if (status != FANIN_OK)
         return entries.status   ? entries.status
                : holders.status ? holders.status
+               : relays.status  ? relays.status
                                 : status;
     const char *why = check_holders(out);
     return why ? body_refuse(in, why) : FANIN_OK;
@@ -311,6 +326,9 @@ void stats_free(msg_stats_ok *m)
 {
     free(m->entries);
     free(m->holders);
+    free(m->told_relays);
+    m->told_relays = NULL;
+    m->n_told_relays = 0;
     m->entries = NULL;
     m->holders = NULL;
     m->n_entries = m->n_holders = 0;

@@ -202,7 +202,7 @@ void encode_stats(buffer *b, uint64_t request, const char *publication_or_null)
 void encode_stats_ok(buffer *b, uint64_t request, const msg_stats_ok *m)
 {
     size_t start = frame_open(b);
-    pack_fields(b, &fields_stats, m, 1 + (m->n_holders > 0));
+    pack_fields(b, &fields_stats, m, 1 + (m->n_holders > 0) + (m->n_told_relays > 0));
     pack_uint(b, KEY_STATS_ENTRIES);
     pack_array(b, m->n_entries);
     for (uint32_t i = 0; i < m->n_entries; i++)
@@ -213,6 +213,12 @@ void encode_stats_ok(buffer *b, uint64_t request, const msg_stats_ok *m)
     }
     for (uint32_t i = 0; i < m->n_holders; i++)
         pack_fields(b, &fields_stats_holder, &m->holders[i], 0);
+    if (m->n_told_relays > 0) {
+        pack_uint(b, KEY_STATS_RELAYS);
+        pack_array(b, m->n_told_relays);
+    }
+    for (uint32_t i = 0; i < m->n_told_relays; i++)
+        pack_fields(b, &fields_stats_relay, &m->told_relays[i], 0);
     frame_close(b, start, request, MSG_STATS_OK);
 }
 

@@ -357,6 +357,8 @@ typedef struct told {
     fanin_lease_holder holders[LIMIT_STATS];
     const fanin_publication_stats *entry_at[LIMIT_STATS];
     const fanin_lease_holder *holder_at[LIMIT_STATS];
+    fanin_told_relay relays[LIMIT_STATS];
+    const fanin_told_relay *relay_at[LIMIT_STATS];
 } told;
 
 static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
@@ -366,6 +368,27 @@ static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
 #undef COPY
     for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
         out->drain_waits[i] = m->drain_waits[i];
+}
+
+static void take_relays(told *t, const msg_stats_ok *m)
+{
+    for (uint32_t i = 0; i < m->n_told_relays; i++) {
+        const stats_relay *r = &m->told_relays[i];
+        t->relays[i] =
+            (fanin_told_relay){.struct_size = sizeof t->relays[i],
+                               .publication = m->entries[r->publication].publication,
+                               .address = r->address,
+                               .place = r->place,
+                               .step = r->step,
+                               .units = r->units,
+                               .landed = r->landed,
+                               .bytes_origin = r->bytes_origin,
+                               .bytes_relays = r->bytes_relays,
+                               .bytes_handed_on = r->bytes_handed_on,
+                               .late = r->late,
+                               .taken_over = r->taken_over};
+    }
+    t->stats.n_told_relays = m->n_told_relays;
 }
 
 static void take_rank_stats(told *t, const msg_stats_ok *m)
@@ -400,6 +423,7 @@ static void take_rank_stats(told *t, const msg_stats_ok *m)
     }
     t->stats.n_entries = m->n_entries;
     t->stats.n_holders = m->n_holders;
+    take_relays(t, m);
 }
 
 static void take_listed(told *t, const answer *a)
@@ -423,7 +447,8 @@ static const fanin_rank_stats *make_stats(told *t, const answer *a)
     t->stats = (fanin_rank_stats){.struct_size = sizeof t->stats,
                                   .rtt_ns = a->answered_ns - a->asked_ns,
                                   .entries = t->entry_at,
-                                  .holders = t->holder_at};
+                                  .holders = t->holder_at,
+                                  .told_relays = t->relay_at};
     if (a->entries)
         take_listed(t, a);
     else
@@ -431,6 +456,7 @@ static const fanin_rank_stats *make_stats(told *t, const answer *a)
     for (size_t i = 0; i < LIMIT_STATS; i++) {
         t->entry_at[i] = &t->entries[i];
         t->holder_at[i] = &t->holders[i];
+        t->relay_at[i] = &t->relays[i];
     }
     return &t->stats;
 }

@@ -351,3 +351,30 @@ fanin_status handle_holders(session *s, uint64_t request, body *in)
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
     return FANIN_OK;
 }
+
+/* ------------------------------------------------------------------- stats */
+
+uint32_t offers_tell(const struct control *c, const char *publication, uint32_t entry,
+                     stats_relay rows[LIMIT_STATS], uint32_t n)
+{
+    for (const session *s = c->sessions; s; s = s->next) {
+        const offer *o = s->relays ? find_offer(s->relays, publication) : NULL;
+        if (!o || n == LIMIT_STATS)
+            continue;
+        const msg_offer *m = &o->m;
+        const holder_entry e = entry_of(s, m);
+        stats_relay *r = &rows[n++];
+        *r = (stats_relay){.publication = entry,
+                           .step = m->step,
+                           .units = m->units,
+                           .landed = m->landed,
+                           .bytes_origin = m->bytes_origin,
+                           .bytes_relays = m->bytes_relays,
+                           .bytes_handed_on = m->bytes_handed_on,
+                           .late = m->late,
+                           .taken_over = m->taken_over};
+        memcpy(r->address, e.address, sizeof r->address);
+        memcpy(r->place, e.place, sizeof r->place);
+    }
+    return n;
+}

@@ -72,6 +72,10 @@ fanin_status handle_holders(session *s, uint64_t request, body *in);
 bool answer_holders(session *s, const parked *q, bool is_over);
 /** Takes the session out of all lists. */
 void offers_withdraw(session *s);
+/** Adds what those tell that offer the publication, whose entry is number @p entry, to @p rows, of
+    which there are @p n. Gives the new number. */
+uint32_t offers_tell(const struct control *c, const char *publication, uint32_t entry,
+                     stats_relay rows[LIMIT_STATS], uint32_t n);
 /** It has entered it by a request. */
 void list_leave(struct control *c, holder_list *l);
 

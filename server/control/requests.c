@@ -287,6 +287,7 @@ typedef struct tale {
     msg_stats_ok m;
     stats_entry entries[LIMIT_STATS];
     stats_holder holders[LIMIT_STATS];
+    stats_relay relays[LIMIT_STATS];
     const reader *readers[LIMIT_STATS]; /* of the holders */
 } tale;
 
@@ -376,8 +377,11 @@ static void tell(const session *s, tale *t, const char *name)
         if (t->m.n_entries == LIMIT_STATS || (name[0] && strcmp(p->name, name) != 0))
             continue;
         add_entry(s, t, p);
-        if (may_know_who(s))
-            add_holders(server, t, p);
+        if (!may_know_who(s))
+            continue;
+        add_holders(server, t, p);
+        t->m.n_told_relays = offers_tell(s->control, p->name, t->m.n_entries - 1,
+                                         t->relays, t->m.n_told_relays);
     }
 }
 
@@ -395,6 +399,7 @@ fanin_status handle_stats(session *s, uint64_t request, body *in)
     }
     t->m.entries = t->entries;
     t->m.holders = t->holders;
+    t->m.told_relays = t->relays;
     pthread_mutex_lock(&server->lock);
     tell(s, t, name);
     pthread_mutex_unlock(&server->lock);

@@ -7,7 +7,7 @@
  *
  * Checked: each box that is put to use is of the step and the world that its reader agreed on.
  *
- * Leases delay nobody here, and a relay pulls twice, a second one once. Each box is confirmed by itself: a confirmation of several is weaker
+ * Leases delay nobody here. A relay pulls twice (PULLS), a second one once. Each box is confirmed by itself: a confirmation of several is weaker
  * for none of them.
  *
  * Scenarios:             RESTART  the origin may come back as another world, whose steps begin again with other bytes
@@ -28,7 +28,9 @@
  */
 #define STEPS 2
 #define BOXES 2
+#ifndef PULLS
 #define PULLS 2
+#endif
 #define PADDING 0
 #define BYTES_OF(w, s) ((w) * 10 + (s))
 

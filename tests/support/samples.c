@@ -119,6 +119,16 @@ static void add_stats(samples *s)
     stats_holder holders[2] = {
         {.who = "10.0.0.7", .leases = 2, .age_ms = 1200, .held_up_ns = 500000000},
         {.publication = 1, .who = "this user", .leases = 1, .age_ms = 7}};
+    stats_relay relay = {.address = "10.0.0.7:7000",
+                         .place = "a/r3",
+                         .step = 41,
+                         .units = 512,
+                         .landed = 500,
+                         .bytes_origin = 1 << 20,
+                         .bytes_relays = 1 << 26,
+                         .bytes_handed_on = UINT64_C(1) << 33,
+                         .late = 2,
+                         .taken_over = 1};
     msg_stats_ok m = {.pulls_good = 100,
                       .pulls_stale = 2,
                       .sessions = 9,
@@ -143,6 +153,8 @@ static void add_stats(samples *s)
                       .relay_taken_over = 1,
                       .entries = entries,
                       .holders = holders,
+                      .told_relays = &relay,
+                      .n_told_relays = 1,
                       .n_entries = 2,
                       .n_holders = 2};
     encode_stats(add(s, "stats_all"), SAMPLE_REQUEST, NULL);

@@ -26,12 +26,45 @@ static void take_holders(const fanin_rank_stats *s, const char *publication,
     }
 }
 
+/* Who has got less of its step, or is at an older one, is slower. */
+static int by_what_is_there(const void *a, const void *b)
+{
+    const fanin_told_relay *x = &((const look_relay *)a)->told;
+    const fanin_told_relay *y = &((const look_relay *)b)->told;
+    uint64_t mine = x->step != y->step ? x->step : x->landed;
+    uint64_t other = x->step != y->step ? y->step : y->landed;
+    return (mine > other) - (mine < other);
+}
+
+static void take_relays(const fanin_rank_stats *s, const char *publication,
+                        look_rank *r)
+{
+    for (size_t i = 0; i < s->n_told_relays && r->n_relays < LOOK_RELAYS; i++) {
+        const fanin_told_relay *told = s->told_relays[i];
+        if (strcmp(told->publication, publication) != 0) {
+            continue;
+        }
+        if (r->relays == NULL) {
+            r->relays = output_require(calloc(LOOK_RELAYS, sizeof *r->relays));
+        }
+        look_relay *to = &r->relays[r->n_relays++];
+        to->told = *told;
+        to->told.publication = to->told.address = to->told.place = NULL;
+        snprintf(to->address, sizeof to->address, "%s", told->address);
+        snprintf(to->place, sizeof to->place, "%s", told->place);
+    }
+    if (r->n_relays > 0) {
+        qsort(r->relays, r->n_relays, sizeof *r->relays, by_what_is_there);
+    }
+}
+
 static void look_take_stats(const fanin_rank_stats *s, const char *publication,
                             look_rank *r)
 {
     r->stats = *s;
     r->stats.entries = NULL;
     r->stats.holders = NULL;
+    r->stats.told_relays = NULL;
     for (size_t i = 0; i < s->n_entries; i++) {
         const fanin_publication_stats *e = s->entries[i];
         if (strcmp(e->name, publication) == 0) {
@@ -42,6 +75,7 @@ static void look_take_stats(const fanin_rank_stats *s, const char *publication,
         }
     }
     take_holders(s, publication, r);
+    take_relays(s, publication, r);
 }
 
 static bool look_on_rank(void *cookie, const fanin_rank_info *info,
@@ -107,6 +141,9 @@ bool look_answered(const look_rank *r)
 
 void look_free(look *l)
 {
+    for (uint32_t i = 0; l->ranks != NULL && i < l->count; i++) {
+        free(l->ranks[i].relays);
+    }
     free(l->ranks);
     *l = (look){0};
 }
@@ -230,6 +267,26 @@ static json_t *drain_waits_json(const fanin_rank_stats *s)
     return list;
 }
 
+static json_t *relays_json(const look_rank *r)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; i < r->n_relays; i++) {
+        const look_relay *one = &r->relays[i];
+        const fanin_told_relay *told = &one->told;
+        json_array_append_new(
+            list,
+            output_object(
+                "address", output_string(one->address), "place",
+                output_string(one->place), "step", output_u64(told->step), "units",
+                output_u64(told->units), "landed", output_u64(told->landed),
+                "bytes_origin", output_u64(told->bytes_origin), "bytes_relays",
+                output_u64(told->bytes_relays), "bytes_handed_on",
+                output_u64(told->bytes_handed_on), "late", output_u64(told->late),
+                "taken_over", output_u64(told->taken_over), NULL));
+    }
+    return list;
+}
+
 /* What a rank counts. */
 static void add_counts(json_t *o, const look_rank *r)
 {
@@ -248,6 +305,7 @@ static void add_counts(json_t *o, const look_rank *r)
 #define ADD(key, name, ...) json_object_set_new(o, #name, output_u64(s->name));
     COUNTERS(ADD, COUNTER_NOT_SHOWN, ADD)
 #undef ADD
+    output_set(o, "told_relays", relays_json(r), NULL);
     output_set(
         o, "bytes", output_u64(r->is.bytes), "bytes_left", output_u64(r->is.bytes_left),
         "lease_age_ns", output_age_ns(r->is.lease_age_ms), "holders", holders,

@@ -8,6 +8,14 @@
 
 enum { LOOK_HOLDERS = 16 };
 
+enum { LOOK_RELAYS = 64 };
+
+/** What an engine told that hands on. */
+typedef struct look_relay {
+    char address[64], place[64];
+    fanin_told_relay told; /**< without its pointers */
+} look_relay;
+
 typedef struct look_holder {
     char who[64];
     uint64_t age_ms;
@@ -22,6 +30,8 @@ typedef struct look_rank {
     char reason[256];           /**< of a pause */
     look_holder holders[LOOK_HOLDERS];
     size_t n_holders;
+    look_relay *relays; /**< those that have the least first; NULL: none are told */
+    size_t n_relays;
 } look_rank;
 
 typedef struct look {

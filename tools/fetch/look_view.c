@@ -334,6 +334,31 @@ static void put_table(drawing *d)
     free(rows);
 }
 
+static void put_relays(drawing *d, const look_rank *r)
+{
+    char line[1024];
+    int left = d->v->lines == 0 ? INT_MAX : d->v->lines - d->used - 1;
+    if (r->n_relays == 0 || left < 1) {
+        return;
+    }
+    snprintf(line, sizeof line, "%-24s %8s %13s %9s %9s %9s %5s %5s", "RELAY", "STEP",
+             "UNITS", "ORIGIN", "RELAYS", "HANDED", "LATE", "TAKEN");
+    put_line(d, "\033[1m", line);
+    for (size_t i = 0; i < r->n_relays && (int)i < left; i++) {
+        const fanin_told_relay *t = &r->relays[i].told;
+        char units[48];
+        snprintf(units, sizeof units, "%" PRIu64 "/%" PRIu64, t->landed, t->units);
+        snprintf(line, sizeof line,
+                 "%-24.63s %8" PRIu64 " %13s %9.20s %9.20s %9.20s %5" PRIu64
+                 " %5" PRIu64 "%s%.63s",
+                 r->relays[i].address, t->step, units, output_bytes(t->bytes_origin).s,
+                 output_bytes(t->bytes_relays).s, output_bytes(t->bytes_handed_on).s,
+                 t->late, t->taken_over, r->relays[i].place[0] != '\0' ? "  " : "",
+                 r->relays[i].place);
+        put_line(d, "", line);
+    }
+}
+
 /* How many readers hand on, and how much of the step has left the ranks for all readers together:
    without relays as many models as readers have pulled. */
 static output_text relays_of(const look *l)
@@ -368,6 +393,9 @@ char *look_view_text(const look_view *v)
     put_line(&d, "\033[1m", head);
     put_problems(&d);
     put_table(&d);
+    for (uint32_t i = 0; i < v->look->count; i++) {
+        put_relays(&d, &v->look->ranks[i]);
+    }
     if (fclose(d.out) != 0) {
         output_require(NULL);
     }

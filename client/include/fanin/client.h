@@ -872,6 +872,18 @@ typedef struct fanin_lease_holder {
     uint64_t held_up_ns; /**< for which all leases from there have held updates up */
 } fanin_lease_holder;
 
+/** An engine that hands on what it has read, as it told the rank. */
+typedef struct fanin_told_relay {
+    size_t struct_size;
+    const char *publication;
+    const char *address; /**< "10.0.0.7:7000"; ":7000": on the rank's own host */
+    const char *place;   /**< "": it told none */
+    uint64_t step;
+    uint64_t units, landed; /**< of the step: how many there are, and how many it has */
+    uint64_t bytes_origin, bytes_relays, bytes_handed_on; /**< since it began */
+    uint64_t late, taken_over; /**< units of the step: see fanin_server_stats */
+} fanin_told_relay;
+
 /** What a rank says of itself. Counters are since it was created; 0: not known. */
 typedef struct fanin_rank_stats {
     size_t struct_size;
@@ -900,6 +912,9 @@ typedef struct fanin_rank_stats {
     /** as in fanin_server_stats, of the rank that relays offer to: the first one that answers */
     uint64_t relays, relay_units, relay_bytes_origin, relay_bytes_relays, relay_late,
         relay_taken_over;
+    /** at most 64, told to the same readers as holders */
+    const fanin_told_relay *const *told_relays;
+    size_t n_told_relays;
 } fanin_rank_stats;
 
 /** @p stats is NULL if the rank gave no answer: @p rank says why. */

@@ -399,6 +399,7 @@ static fanin_status stats_status(const msg_stats_ok *m)
     if (status == FANIN_OK) {
         assert_int_equal(again.n_entries, m->n_entries);
         assert_int_equal(again.n_holders, m->n_holders);
+        assert_int_equal(again.n_told_relays, m->n_told_relays);
         assert_true(again.drain_waits[FANIN_DRAIN_BUCKETS - 1] ==
                     m->drain_waits[FANIN_DRAIN_BUCKETS - 1]);
     }
@@ -412,17 +413,22 @@ TEST(statistics_are_bounded)
 {
     static stats_entry entries[LIMIT_STATS + 1];
     static stats_holder holders[LIMIT_STATS + 1];
+    static stats_relay relays[LIMIT_STATS + 1];
     for (size_t i = 0; i <= LIMIT_STATS; i++) {
         memset(entries[i].publication, 'p', 79);
         memset(entries[i].reason, 'r', 255);
         memset(holders[i].who, 'w', 63);
         holders[i].publication = LIMIT_STATS - 1;
+        memset(relays[i].address, 'a', 63);
+        memset(relays[i].place, 'p', 63);
     }
     msg_stats_ok m = {.drain_waits[FANIN_DRAIN_BUCKETS - 1] = UINT64_MAX,
                       .entries = entries,
                       .holders = holders,
                       .n_entries = LIMIT_STATS,
-                      .n_holders = LIMIT_STATS};
+                      .n_holders = LIMIT_STATS,
+                      .told_relays = relays,
+                      .n_told_relays = LIMIT_STATS};
     assert_int_equal(stats_status(&m), FANIN_OK);
     m.n_entries--; /* a holder of none of them */
     assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
@@ -430,6 +436,12 @@ TEST(statistics_are_bounded)
     assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
     m.n_entries = LIMIT_STATS;
     m.n_holders = LIMIT_STATS + 1;
+    assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
+    m.n_holders = 0;
+    m.n_told_relays = LIMIT_STATS + 1;
+    assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
+    m.n_told_relays = 1;
+    relays[0].publication = m.n_entries = 1;
     assert_int_equal(stats_status(&m), FANIN_ERR_PROTOCOL);
     m = (msg_stats_ok){0};
     assert_int_equal(stats_status(&m), FANIN_OK);

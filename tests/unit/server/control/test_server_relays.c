@@ -406,3 +406,31 @@ SERVER_TEST(bytes_that_leave_are_those_of_the_step)
     server_commit(s, 6);
     assert_int_equal(entry_now(&r.control).bytes_left, 0);
 }
+
+/* Who may know holders of leases is told of relays, too. */
+SERVER_TEST(relays_are_told_to_their_own_user)
+{
+    fanin_server *s = start(0);
+    peer a = open_relay(s), own = peer_open_unix(s), stranger = peer_open(s);
+    msg_offer m = offer_of(5, 1, 7001);
+    m.units = 9;
+    m.landed = 7;
+    snprintf(m.place, sizeof m.place, "a/r3");
+    offer(&a, &m);
+    for (unsigned i = 0; i < 2; i++) {
+        peer *p = i ? &stranger : &own;
+        buffer b = {0};
+        msg_stats_ok ok;
+        encode_stats(&b, ++p->request, NULL);
+        peer_send(p, &b);
+        body in = peer_expect(p, MSG_STATS_OK);
+        assert_int_equal(decode_stats_ok(&in, &ok), FANIN_OK);
+        assert_int_equal(ok.n_told_relays, i ? 0 : 1);
+        if (i == 0) {
+            assert_string_equal(ok.told_relays[0].address, ":7001");
+            assert_string_equal(ok.told_relays[0].place, "a/r3");
+            assert_int_equal(ok.told_relays[0].landed, 7);
+        }
+        stats_free(&ok);
+    }
+}

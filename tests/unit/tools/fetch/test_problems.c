@@ -129,8 +129,16 @@ TEST(relays_are_told)
         r.ranks[i].is.bytes_left = 1020;
     }
     r.ranks[0].stats.relays = 64;
+    look_relay relay = {.address = "10.0.0.7:7000",
+                        .place = "a/r3",
+                        .told = {.step = 7, .units = 512, .landed = 500, .late = 2}};
+    r.ranks[0].relays = &relay;
+    r.ranks[0].n_relays = 1;
     text = look_view_text(&v);
     assert_says(text, "3 of 3 ranks answer, 64 relays, 1.02 models left");
+    assert_says(text, "10.0.0.7:7000");
+    assert_says(text, "500/512");
+    assert_says(text, "a/r3");
     free(text);
     look_rates_free(&r.rates);
 }
