@@ -53,6 +53,24 @@ static const char *last_commit(const look *l, char text[static COMMIT_TEXT])
     return text;
 }
 
+static void print_relays(const look_rank *r)
+{
+    if (r->n_relays == 0) {
+        return;
+    }
+    struct libscols_table *table = output_table(
+        "RELAY STEP> UNITS> OF> ORIGIN> RELAYS> HANDED> LATE> TAKEN> PLACE");
+    for (size_t i = 0; i < r->n_relays; i++) {
+        const fanin_told_relay *t = &r->relays[i].told;
+        output_row(table, NULL, r->relays[i].address, output_number(t->step).s,
+                   output_number(t->landed).s, output_number(t->units).s,
+                   output_bytes(t->bytes_origin).s, output_bytes(t->bytes_relays).s,
+                   output_bytes(t->bytes_handed_on).s, output_number(t->late).s,
+                   output_number(t->taken_over).s, r->relays[i].place);
+    }
+    output_print(table);
+}
+
 static void print_text(const session *s, const look *l, const problems *p)
 {
     uint32_t there = 0;
@@ -60,8 +78,8 @@ static void print_text(const session *s, const look *l, const problems *p)
     for (uint32_t i = 0; i < l->count; i++) {
         there += look_answered(&l->ranks[i]);
     }
-    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s%s", s->publication,
-                   l->newest, there, l->asked,
+    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s%s%s", s->publication,
+                   l->newest, there, l->asked, look_relays(l).s,
                    p->count == 0 ? ", nothing is wrong" : "", last_commit(l, commit));
     for (size_t i = 0; i < p->count; i++) {
         const problem *one = &p->list[i];
@@ -76,6 +94,9 @@ static void print_text(const session *s, const look *l, const problems *p)
         status_add_row(table, &l->ranks[i]);
     }
     output_print(table);
+    for (uint32_t i = 0; i < l->count; i++) {
+        print_relays(&l->ranks[i]);
+    }
 }
 
 /* 0 or the exit status after a message: there are addresses from here on, whoever answers. */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/look.h"
-#include "fetch/output.h"
 #include "fetch/rank_states.h"
 #include "counters.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -146,6 +146,22 @@ void look_free(look *l)
     }
     free(l->ranks);
     *l = (look){0};
+}
+
+output_text look_relays(const look *l)
+{
+    output_text text = {""};
+    uint64_t relays = 0, bytes = 0, left = 0;
+    for (uint32_t i = 0; i < l->count; i++) {
+        relays += l->ranks[i].stats.relays;
+        bytes += l->ranks[i].is.bytes;
+        left += l->ranks[i].is.bytes_left;
+    }
+    if (relays > 0 && bytes > 0) {
+        snprintf(text.s, sizeof text.s, ", %" PRIu64 " relays, %.2f models left",
+                 relays, (double)left / (double)bytes);
+    }
+    return text;
 }
 
 /* The bound of drain_waits[i + 1], that of [i] being bound; of the first 100 us. */

@@ -5,6 +5,7 @@
 #define LOOK_H
 
 #include "fetch/missing.h"
+#include "fetch/output.h"
 
 enum { LOOK_HOLDERS = 16 };
 
@@ -111,6 +112,11 @@ typedef struct look_read {
     const char *path;
     uint64_t bytes;
 } look_read;
+
+/** How many engines hand on, and how many models have left the ranks for all readers together since
+    the last commit; without relays that is as many as were pulled. ", 64 relays, 1.02 models left",
+    "": no engine does. */
+output_text look_relays(const look *l);
 
 /** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent);

@@ -359,24 +359,6 @@ static void put_relays(drawing *d, const look_rank *r)
     }
 }
 
-/* How many readers hand on, and how much of the step has left the ranks for all readers together:
-   without relays as many models as readers have pulled. */
-static output_text relays_of(const look *l)
-{
-    output_text text = {""};
-    uint64_t relays = 0, bytes = 0, left = 0;
-    for (uint32_t i = 0; i < l->count; i++) {
-        relays += l->ranks[i].stats.relays;
-        bytes += l->ranks[i].is.bytes;
-        left += l->ranks[i].is.bytes_left;
-    }
-    if (relays > 0 && bytes > 0) {
-        snprintf(text.s, sizeof text.s, ", %" PRIu64 " relays, %.2f models left",
-                 relays, (double)left / (double)bytes);
-    }
-    return text;
-}
-
 char *look_view_text(const look_view *v)
 {
     char *text = NULL;
@@ -388,7 +370,7 @@ char *look_view_text(const look_view *v)
         there += look_answered(&v->look->ranks[i]);
     }
     snprintf(head, sizeof head, "%s: step %" PRIu64 ", %u of %u ranks answer%s%s  %s",
-             v->title, v->look->newest, there, v->look->asked, relays_of(v->look).s,
+             v->title, v->look->newest, there, v->look->asked, look_relays(v->look).s,
              v->problems->count == 0 ? ", nothing is wrong" : "", v->tail);
     put_line(&d, "\033[1m", head);
     put_problems(&d);
