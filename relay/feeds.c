@@ -264,15 +264,16 @@ static fanin_pull_options options_of(const feed *l)
     return o;
 }
 
-static bool same_world_there(const feed *l)
+/* Not a launch that has taken their places, even with their world id. */
+static bool same_ranks_there(const feed *l)
 {
     for (size_t i = 0; i < l->client->n_peers; i++) {
         const peer *p = &l->client->peers[i];
-        if (peer_ready(p))
-            return memcmp(connection_peer(p->control)->world_id, l->of->relay->world_id,
-                          sizeof l->of->relay->world_id) == 0;
+        if (peer_ready(p) &&
+            !relay_knows_rank(l->of->relay, connection_peer(p->control)->incarnation))
+            return false;
     }
-    return false;
+    return true;
 }
 
 static fanin_status begin_at_origin(feed *l, fanin_error *error)
@@ -285,7 +286,7 @@ static fanin_status begin_at_origin(feed *l, fanin_error *error)
             : fanin_client_begin_into(l->client, &options, l->of->from_origin,
                                       &l->session, error);
     atomic_store(&l->opening, false);
-    if (status != FANIN_OK || same_world_there(l))
+    if (status != FANIN_OK || same_ranks_there(l))
         return status;
     fanin_session_abandon(&l->session);
     return error_set(error, FANIN_ERR_SUPERSEDED, NULL,

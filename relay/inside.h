@@ -36,6 +36,8 @@ struct fanin_relay {
     bool connected;
     fanin_server *server; /* NULL: none yet */
     uint8_t world_id[16]; /* of the server */
+    list_rank *ranks; /* the processes that are pulled from; others have other bytes */
+    size_t n_ranks;
     member self;
     holders_list *list;
     holder *last; /* that held the step before, without this reader */
@@ -113,6 +115,8 @@ typedef struct attempt {
 void wake_up_fd(int fd);
 /** relay.c: tells the trainer how far it is, for statistics. */
 void relay_tell(fanin_relay *r);
+/** Whether the pull under way began with that process as a rank. */
+bool relay_knows_rank(const fanin_relay *r, const uint8_t incarnation[16]);
 /** What is left of the attempt's time, at least 1. */
 uint32_t attempt_left_ms(const attempt *a);
 

@@ -27,7 +27,7 @@ typedef struct task {
     uint64_t serial; /* another offer has another one */
     bool wanted;
     uint8_t world_id[16];
-    char *ranks; /* addresses, each with its NUL */
+    list_rank *ranks;
     size_t n_ranks;
     msg_offer offer;
 } task;
@@ -70,20 +70,17 @@ static void task_clear(task *t)
     *t = (task){.serial = t->serial};
 }
 
-static bool copy_ranks(task *t, const char *const *ranks, size_t n)
+static bool copy_ranks(task *t, const list_rank *ranks, size_t n)
 {
-    size_t size = 0;
-    for (size_t i = 0; i < n; i++)
-        size += strlen(ranks[i]) + 1;
-    char *to = t->ranks = malloc(size + 1);
-    for (size_t i = 0; to && i < n; i++)
-        to = stpcpy(to, ranks[i]) + 1;
     t->n_ranks = n;
-    return to != NULL;
+    t->ranks = calloc(n + 1, sizeof *ranks);
+    if (t->ranks && n > 0)
+        memcpy(t->ranks, ranks, n * sizeof *ranks);
+    return t->ranks != NULL;
 }
 
-bool list_offer(holders_list *list, const uint8_t world_id[16],
-                const char *const *ranks, size_t n_ranks, const msg_offer *offer)
+bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank *ranks,
+                size_t n_ranks, const msg_offer *offer)
 {
     task next = {.wanted = true, .offer = *offer};
     memcpy(next.world_id, world_id, sizeof next.world_id);
@@ -277,6 +274,22 @@ static bool is_connected_to_rank(const holders_list *list)
            peer_ready(&list->client->peers[0]);
 }
 
+static fanin_status connect_rank(holders_list *list, const list_rank *rank,
+                                 fanin_error *error)
+{
+    const char *address = rank->address;
+    fanin_status status = fanin_client_connect(list->client, &address, 1,
+                                               list->config->connect_timeout_ms, error);
+    if (status != FANIN_OK)
+        return status;
+    const msg_hello_ok *hello = connection_peer(list->client->peers[0].control);
+    if (memcmp(hello->incarnation, rank->incarnation, sizeof rank->incarnation) == 0)
+        return FANIN_OK;
+    fanin_client_disconnect(list->client);
+    return error_set(error, FANIN_ERR_WORLD, NULL,
+                     "the rank at %s has restarted since it was pulled from", address);
+}
+
 /* The first rank that answers. */
 static fanin_status find_rank(holders_list *list, const task *t, fanin_error *error)
 {
@@ -284,17 +297,14 @@ static fanin_status find_rank(holders_list *list, const task *t, fanin_error *er
     if (status == FANIN_OK && is_connected_to_rank(list))
         return FANIN_OK;
     list->rank[0] = '\0';
-    const char *rank = t->ranks;
     for (size_t i = 0; status == FANIN_OK && i < t->n_ranks; i++) {
-        fanin_status tried = fanin_client_connect(
-            list->client, &rank, 1, list->config->connect_timeout_ms, error);
+        fanin_status tried = connect_rank(list, &t->ranks[i], error);
         if (tried == FANIN_OK) {
-            snprintf(list->rank, sizeof list->rank, "%s", rank);
+            snprintf(list->rank, sizeof list->rank, "%s", t->ranks[i].address);
             return FANIN_OK;
         }
         if (i + 1 == t->n_ranks || atomic_load(&list->stop))
             return tried;
-        rank += strlen(rank) + 1;
     }
     return status;
 }
@@ -430,13 +440,8 @@ static bool take_task(holders_list *list, task *t)
     pthread_mutex_lock(&list->lock);
     *t = list->task;
     t->ranks = NULL;
-    size_t size = 0;
-    for (size_t i = 0; t->wanted && i < t->n_ranks; i++)
-        size += strlen(list->task.ranks + size) + 1;
     if (t->wanted)
-        t->ranks = malloc(size + 1);
-    if (t->ranks)
-        memcpy(t->ranks, list->task.ranks, size);
+        (void)!copy_ranks(t, list->task.ranks, list->task.n_ranks);
     pthread_mutex_unlock(&list->lock);
     return t->ranks != NULL;
 }

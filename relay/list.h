@@ -21,6 +21,12 @@ typedef struct holder {
         remembered; /**< of the step before: it has not said yet that it wants this one */
 } holder;
 
+/** A rank that an offer may be made to: the process that was pulled from, not a later one there. */
+typedef struct list_rank {
+    char address[72];
+    uint8_t incarnation[16];
+} list_rank;
+
 typedef struct holders_list holders_list;
 
 /** @p config stays until the list is destroyed. @p changed: an eventfd that is written to when the
@@ -31,8 +37,8 @@ void list_destroy(holders_list **list);
 
 /** What is offered from now on, to the first of the world's @p ranks, in their order, that answers;
     copies. The list is empty until that rank has answered. False: no memory. */
-bool list_offer(holders_list *list, const uint8_t world_id[16],
-                const char *const *ranks, size_t n_ranks, const msg_offer *offer);
+bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank *ranks,
+                size_t n_ranks, const msg_offer *offer);
 /** The numbers of the offer that are told for statistics. */
 void list_tell(holders_list *list, const msg_offer *numbers);
 /** Nothing is offered any more. */

@@ -158,18 +158,83 @@ static void drop_server(fanin_relay *r)
     fanin_server_destroy(&r->server, DRAIN_MS);
 }
 
-/* One of the trainer's launch: its world id says of which the bytes are. */
+typedef struct ranked {
+    uint32_t rank;
+    const connection *at;
+} ranked;
+
+static int compare_ranked(const void *a, const void *b)
+{
+    uint32_t x = ((const ranked *)a)->rank, y = ((const ranked *)b)->rank;
+    return (x > y) - (x < y);
+}
+
+/* In the order of ranks those that are there. Their number; 0 also: no memory. */
+static size_t list_ranks(const fanin_relay *r, list_rank **out)
+{
+    size_t n = 0;
+    ranked *ranks = calloc(r->n_addresses, sizeof *ranks);
+    list_rank *all = *out = calloc(r->n_addresses, sizeof *all);
+    for (size_t i = 0; ranks && all && i < r->origin->n_peers; i++) {
+        const connection *c = r->origin->peers[i].control;
+        if (connection_known(c))
+            ranks[n++] = (ranked){connection_peer(c)->rank, c};
+    }
+    if (n > 0)
+        qsort(ranks, n, sizeof *ranks, compare_ranked);
+    for (size_t i = 0; i < n; i++) {
+        snprintf(all[i].address, sizeof all[i].address, "%s",
+                 connection_text(ranks[i].at));
+        memcpy(all[i].incarnation, connection_peer(ranks[i].at)->incarnation,
+               sizeof all[i].incarnation);
+    }
+    free(ranks);
+    return n;
+}
+
+bool relay_knows_rank(const fanin_relay *r, const uint8_t incarnation[16])
+{
+    for (size_t i = 0; i < r->n_ranks; i++) {
+        if (memcmp(r->ranks[i].incarnation, incarnation,
+                   sizeof r->ranks[i].incarnation) == 0)
+            return true;
+    }
+    return false;
+}
+
+/* Those that the pull begins with. *@p same_out: all of them were there the last time. */
+static fanin_status take_ranks(fanin_relay *r, bool *same_out, fanin_error *error)
+{
+    list_rank *now;
+    size_t n = list_ranks(r, &now);
+    *same_out = true;
+    for (size_t i = 0; i < n; i++)
+        *same_out = *same_out && relay_knows_rank(r, now[i].incarnation);
+    free(r->ranks);
+    r->ranks = now;
+    r->n_ranks = n;
+    if (n > 0)
+        return FANIN_OK;
+    return now ? error_set(error, FANIN_ERR_CLOSED, NULL, "all ranks are gone")
+               : error_set_memory(error);
+}
+
+/* One of the trainer's launch: its world id says of which the bytes are. A launch that has the
+   world id of the one before is another one all the same. */
 static fanin_status ensure_server(fanin_relay *r, const uint8_t world_id[16],
                                   fanin_error *error)
 {
     fanin_server_config config = r->server_config;
-    if (r->server && memcmp(r->world_id, world_id, sizeof r->world_id) == 0)
-        return FANIN_OK;
+    bool same;
+    fanin_status status = take_ranks(r, &same, error);
+    if (status != FANIN_OK ||
+        (r->server && same && memcmp(r->world_id, world_id, sizeof r->world_id) == 0))
+        return status;
     pthread_mutex_lock(&r->lock);
     drop_server(r);
     memcpy(r->world_id, world_id, sizeof r->world_id);
     memcpy(config.world_id, world_id, sizeof config.world_id);
-    fanin_status status = fanin_server_create(&config, &r->server, error);
+    status = fanin_server_create(&config, &r->server, error);
     if (status == FANIN_OK)
         r->self = handing_member(r->server);
     pthread_mutex_unlock(&r->lock);
@@ -213,33 +278,10 @@ void relay_tell(fanin_relay *r)
     list_tell(r->list, &numbers);
 }
 
-typedef struct ranked {
-    uint32_t rank;
-    const char *address;
-} ranked;
-
-static int compare_ranked(const void *a, const void *b)
-{
-    uint32_t x = ((const ranked *)a)->rank, y = ((const ranked *)b)->rank;
-    return (x > y) - (x < y);
-}
-
 /* To the first of the ranks, in their order, of those that are there. */
 static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *error)
 {
     msg_offer m = numbers_of(r);
-    size_t n = 0;
-    ranked *ranks = calloc(r->n_addresses, sizeof *ranks);
-    const char **texts = calloc(r->n_addresses, sizeof *texts);
-    for (size_t i = 0; ranks && texts && i < r->origin->n_peers; i++) {
-        const connection *c = r->origin->peers[i].control;
-        if (connection_known(c))
-            ranks[n++] = (ranked){connection_peer(c)->rank, connection_text(c)};
-    }
-    if (n > 0)
-        qsort(ranks, n, sizeof *ranks, compare_ranked);
-    for (size_t i = 0; i < n; i++)
-        texts[i] = ranks[i].address;
     snprintf(m.publication, sizeof m.publication, "%s", r->publication);
     m.step = step;
     memcpy(m.holding, r->parts.holding.bytes, sizeof m.holding);
@@ -247,9 +289,7 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     memcpy(m.incarnation, r->self.id, sizeof m.incarnation);
     snprintf(m.host, sizeof m.host, "%s", handing_host(r->server));
     m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
-    bool good = n > 0 && list_offer(r->list, r->world_id, texts, n, &m);
-    free(ranks);
-    free(texts);
+    bool good = list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m);
     return good ? FANIN_OK : error_set_memory(error);
 }
 
@@ -548,6 +588,7 @@ void fanin_relay_destroy(fanin_relay **relay)
     relay_forget_clients(r, NULL, 0);
     free(r->idle);
     free(r->last);
+    free(r->ranks);
     if (r->wake >= 0)
         close(r->wake);
     parts_free(&r->parts);

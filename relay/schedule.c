@@ -10,7 +10,9 @@
 #define LATE 3               /* so many times the usual */
 #define OWNER_LATE 5         /* so many times its own pace */
 #define JITTER_NS (100 * MS) /* below that nothing is late */
-#define LOOK_NS (20 * MS)    /* how often owners' lateness is looked at */
+#define UNKNOWN_NS                                                                     \
+    (1000 * MS)           /* a read takes less, a duty twice that: no pace is known */
+#define LOOK_NS (20 * MS) /* how often owners' lateness is looked at */
 #define AVOID_NS                                                                       \
     (100 * MS) /* who has failed is left alone for so long, then twice ... */
 #define AVOID_DOUBLINGS 6
@@ -273,7 +275,7 @@ static uint64_t periods_late(const schedule *s, const owner *o, uint64_t middle,
     if (x && is_avoided(x, now_ns))
         return x->periods + (now_ns - x->avoided_ns) / AVOID_NS;
     if (pace == 0)
-        return 0;
+        return (now_ns - o->since_ns) / (2 * UNKNOWN_NS);
     uint64_t allowed = OWNER_LATE * pace + JITTER_NS;
     uint64_t silent = (now_ns - o->last_ns) / allowed;
     /* Nor may it take much longer for all of its duties than others do for theirs. */
@@ -527,11 +529,13 @@ static bool can_pass_on(const schedule *s, size_t number, size_t unit, uint64_t 
 static uint64_t periods_owed(const schedule *s, size_t number, uint64_t now_ns)
 {
     const source *x = &s->sources[number];
+    unsigned doublings = x->failures < AVOID_DOUBLINGS ? x->failures : AVOID_DOUBLINGS;
     double usual = number == SCHEDULE_ORIGIN || s->usual_holder <= 0 ? s->usual_origin
                                                                      : s->usual_holder;
     double allowed = LATE * usual * (double)x->asked_bytes;
     uint64_t since = x->n_asked > 0 ? x->asked_ns : x->read_ns;
-    return usual > 0 ? (now_ns - since) / ((uint64_t)allowed + JITTER_NS) : 0;
+    return (now_ns - since) /
+           (usual > 0 ? (uint64_t)allowed + JITTER_NS : UNKNOWN_NS << doublings);
 }
 
 bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns)

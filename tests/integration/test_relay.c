@@ -313,6 +313,23 @@ CASE(a_restarted_trainer_is_another_world)
     assert_int_equal(stats_of(&readers[0]).holders, 1);
 }
 
+/* Its ranks are other processes, though the world id and the step are those of before. */
+CASE(a_trainer_that_restarts_with_its_world_id_is_another_one)
+{
+    begin_readers(3);
+    expect_pull(&readers[0], 1);
+    expect_pull(&readers[1], 1);
+    stop_ranks();
+    w.salt = 9;
+    for (size_t i = 0; i < w.size; i++)
+        world_restart_rank(&w, i);
+    world_commit(&w, 1);
+    usleep(700000); /* both may have looked for the ranks, twice */
+    expect_pull(&readers[2], 1);
+    assert_int_equal(stats_of(&readers[2]).holders, 0);
+    expect_pull(&readers[0], 1);
+}
+
 CASE(what_is_released_is_read_by_nobody)
 {
     begin_readers(2);
@@ -486,7 +503,14 @@ static void offer_falsely(holders_list **list, const fanin_client_config *config
     memcpy(m.incarnation, self.id, sizeof m.incarnation);
     host_id(NULL, m.host);
     assert_int_equal(list_create(config, &quiet, eventfd(0, 0), list, NULL), FANIN_OK);
-    assert_true(list_offer(*list, w.id, w.address_list, w.size, &m));
+    list_rank *ranks = calloc(w.size, sizeof *ranks);
+    for (size_t i = 0; i < w.size; i++) {
+        snprintf(ranks[i].address, sizeof ranks[i].address, "%s", w.address_list[i]);
+        member rank = handing_member(w.ranks[i].server);
+        memcpy(ranks[i].incarnation, rank.id, sizeof rank.id);
+    }
+    assert_true(list_offer(*list, w.id, ranks, w.size, &m));
+    free(ranks);
     deadline until = deadline_in_ms(20000);
     while (!list_is_known(*list) && !deadline_passed(until))
         usleep(1000);

@@ -152,6 +152,23 @@ TEST_WITH(a_late_holder_is_broken_off_for_another, set_up, tear_down)
     assert_int_equal(schedule_get_counts(x->schedule).late, 1);
 }
 
+TEST_WITH(who_is_silent_from_the_first_is_late_too, set_up, tear_down)
+{
+    scene *x = *state;
+    size_t other = schedule_join(x->schedule, &x->other);
+    member list[] = {x->other};
+    assert_true(schedule_list(x->schedule, list, 1, x->now));
+    for (size_t u = 0; u < UNITS; u++)
+        schedule_has(x->schedule, other, u, true, x->now);
+    next_unit(x, other);
+    x->now += S - MS;
+    assert_false(schedule_break_off(x->schedule, other, x->now));
+    x->now += 3 * S;
+    assert_true(schedule_break_off(x->schedule, other, x->now));
+    schedule_failed(x->schedule, other, x->now);
+    assert_int_equal(drain(x, 0, MS) > 0, 1);
+}
+
 TEST_WITH(nothing_is_late_before_three_times_the_usual, set_up, tear_down)
 {
     scene *x = *state;
