@@ -211,8 +211,8 @@ static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
     fanin_status status = FANIN_OK;
     pthread_mutex_lock(&relay->lock);
     size_t left = schedule_left(a->schedule);
-    bool lost = a->origin_gone && clock_ns() - a->gone_ns > GRACE_NS &&
-                !schedule_without_origin(a->schedule);
+    bool lost = a->origin_gone && !schedule_without_origin(a->schedule) &&
+                (relay->stats.holders == 0 || clock_ns() - a->gone_ns > GRACE_NS);
     *over = true;
     if (left == 0)
         status = FANIN_OK;
