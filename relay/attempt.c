@@ -16,6 +16,7 @@
 #define FEEDS_MOST 127      /* holders that are read from */
 #define LOOK_MS 20          /* how often somebody may be found late */
 #define GRACE_NS (500 * MS) /* what others have just proven becomes known within */
+#define HEAR_NS (5000 * MS) /* and what they hold at all */
 #define TELL_NS (1000 * MS) /* numbers are told so often */
 #define LIST_NS                                                                        \
     (500 * MS)      /* the list is waited for so long before the trainer is read */
@@ -204,6 +205,17 @@ static fanin_status missing_at_end(const attempt *a, size_t left, fanin_error *e
                      why->status == FANIN_OK ? "is being read" : why->message);
 }
 
+/* Whether it is not known yet what others hold. */
+static bool is_hearing(const attempt *a)
+{
+    for (size_t i = 0; i < a->n_holders; i++) {
+        feed *l = a->holders[i];
+        if (!l->ended && !atomic_load(&l->stop) && !atomic_load(&l->heard))
+            return true;
+    }
+    return false;
+}
+
 /* What is to be returned now; FANIN_OK with *over false: it goes on. */
 static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
 {
@@ -211,8 +223,9 @@ static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
     fanin_status status = FANIN_OK;
     pthread_mutex_lock(&relay->lock);
     size_t left = schedule_left(a->schedule);
+    uint64_t grace = is_hearing(a) ? HEAR_NS : relay->stats.holders > 0 ? GRACE_NS : 0;
     bool lost = a->origin_gone && !schedule_without_origin(a->schedule) &&
-                (relay->stats.holders == 0 || clock_ns() - a->gone_ns > GRACE_NS);
+                clock_ns() - a->gone_ns >= grace;
     *over = true;
     if (left == 0)
         status = FANIN_OK;

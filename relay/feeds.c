@@ -451,6 +451,7 @@ static void on_landed(void *cookie, connection *c, message_type type, body *b)
     pthread_mutex_unlock(&l->of->relay->lock);
     l->version = m.version;
     l->first = false;
+    atomic_store(&l->heard, true);
 }
 
 static void ask_landed(feed *l)

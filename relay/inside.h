@@ -68,6 +68,7 @@ typedef struct feed {
     pthread_t thread;
     bool started, ended; /**< ended: what is left of it says who it was */
     atomic_bool stop, done;
+    atomic_bool heard;  /**< the holder has said once what it has */
     atomic_bool listed; /**< the holder wants the same step, and is not only taken to */
     atomic_bool
         opening; /**< it is connecting or beginning, and leaves nothing to end */
