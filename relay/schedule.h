@@ -37,32 +37,32 @@ bool schedule_list(schedule *s, const member *members, size_t n, uint64_t now_ns
 /** A holder that is read from; its number, 0: no memory. */
 size_t schedule_join(schedule *s, const member *who);
 /** It is gone; what was asked of it is unproven. Its number may come again. */
-void schedule_leave(schedule *s, size_t source);
+void schedule_leave(schedule *s, size_t number);
 /** It is there again, and says anew what it has. */
-void schedule_forget(schedule *s, size_t source);
+void schedule_forget(schedule *s, size_t number);
 /** It has the unit. @p first: the first it has said; that tells nothing of its pace. */
-void schedule_has(schedule *s, size_t source, size_t unit, bool first, uint64_t now_ns);
+void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t now_ns);
 
 /**
  * What to ask of a source that owes nothing: at most @p most runs, of at most @p bytes unless one
  * unit is larger. 0: nothing now; *wake_ns says when to look again, unless something changes.
  */
-size_t schedule_next(schedule *s, size_t source, uint64_t bytes, unit_run *runs,
+size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
                      size_t most, uint64_t now_ns, uint64_t *wake_ns);
 /** What was just asked of it is not asked for. */
-void schedule_return(schedule *s, size_t source);
+void schedule_return(schedule *s, size_t number);
 /** These units are read, and wait for their confirmation: the source may be asked for others. */
-void schedule_read(schedule *s, size_t source, const unit_run *runs, size_t n,
+void schedule_read(schedule *s, size_t number, const unit_run *runs, size_t n,
                    uint64_t now_ns);
 /** They are proven. */
-void schedule_confirmed(schedule *s, size_t source, const unit_run *runs, size_t n,
+void schedule_confirmed(schedule *s, size_t number, const unit_run *runs, size_t n,
                         uint64_t now_ns);
 /** All that was asked of the source is proven, or it failed to bring it. */
-void schedule_proven(schedule *s, size_t source, uint64_t now_ns);
-void schedule_failed(schedule *s, size_t source, uint64_t now_ns);
+void schedule_proven(schedule *s, size_t number, uint64_t now_ns);
+void schedule_failed(schedule *s, size_t number, uint64_t now_ns);
 /** Whether what was asked of it takes three times as long as usual, and somebody else is to bring
     it: the caller breaks it off, and calls schedule_failed(). It is told once. */
-bool schedule_break_off(schedule *s, size_t source, uint64_t now_ns);
+bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns);
 
 size_t schedule_left(const schedule *s); /**< units that are not proven */
 /** Whether every unit is proven, or some holder has it. */

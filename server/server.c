@@ -52,8 +52,8 @@ static rlim_t open_descriptors(void)
     return count;
 }
 
-static void choose(fanin_server_config *c, rlim_t most, rlim_t besides,
-                   const logger *log, bool *limited_out)
+static void choose_defaults(fanin_server_config *c, rlim_t most, rlim_t besides,
+                            const logger *log, bool *limited_out)
 {
     rlim_t room = most == RLIM_INFINITY ? SESSIONS_DEFAULT
                   : most > besides      ? most - besides
@@ -87,7 +87,7 @@ static fanin_status descriptors_allow(fanin_server_config *c, const logger *log,
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
         limit.rlim_cur = limit.rlim_max = RLIM_INFINITY;
     if (c->max_sessions == 0)
-        choose(c, limit.rlim_max, besides, log, limited_out);
+        choose_defaults(c, limit.rlim_max, besides, log, limited_out);
     rlim_t need = besides + c->max_sessions;
     if (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= need)
         return FANIN_OK;

@@ -370,7 +370,7 @@ static void copy_counters(fanin_rank_stats *out, const msg_stats_ok *m)
         out->drain_waits[i] = m->drain_waits[i];
 }
 
-static void take_relays(told *t, const msg_stats_ok *m)
+static void keep_relays(told *t, const msg_stats_ok *m)
 {
     for (uint32_t i = 0; i < m->n_told_relays; i++) {
         const stats_relay *r = &m->told_relays[i];
@@ -423,7 +423,7 @@ static void take_rank_stats(told *t, const msg_stats_ok *m)
     }
     t->stats.n_entries = m->n_entries;
     t->stats.n_holders = m->n_holders;
-    take_relays(t, m);
+    keep_relays(t, m);
 }
 
 static void take_listed(told *t, const answer *a)

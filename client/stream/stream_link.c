@@ -655,7 +655,7 @@ static bool is_trusted(data_connection *d)
 }
 
 /* False: it does not prove what it says of itself, and is lost. */
-static bool is_proven(data_connection *d, const msg_hello_ok *said)
+static bool is_link_proven(data_connection *d, const msg_hello_ok *said)
 {
     secure_fault why;
     if (!d->tls && !is_unix(d))
@@ -676,7 +676,7 @@ static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
         return false;
     }
     rank.proof = hello->proof;
-    if (!is_proven(d, &rank))
+    if (!is_link_proven(d, &rank))
         return false;
     bool same = memcmp(hello->world_id, rank.world_id, sizeof rank.world_id) == 0 &&
                 memcmp(hello->session, rank.session, sizeof rank.session) == 0 &&

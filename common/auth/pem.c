@@ -28,7 +28,7 @@ static bool identity_take(text *t, const char *word)
     return true;
 }
 
-static bool is_of_job(char c)
+static bool is_job_char(char c)
 {
     return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
            c == '.' || c == '_' || c == '-';
@@ -37,7 +37,7 @@ static bool is_of_job(char c)
 static bool identity_take_job(text *t, char out[JOB_MOST + 1])
 {
     size_t size = 0;
-    while (size < t->size && size < JOB_MOST && is_of_job(t->at[size]))
+    while (size < t->size && size < JOB_MOST && is_job_char(t->at[size]))
         size++;
     memcpy(out, t->at, size);
     out[size] = '\0';
@@ -49,7 +49,7 @@ static bool identity_take_job(text *t, char out[JOB_MOST + 1])
 static bool is_word(const text *t)
 {
     size_t size = 0;
-    while (size < t->size && is_of_job(t->at[size]))
+    while (size < t->size && is_job_char(t->at[size]))
         size++;
     return size == t->size && size >= 1 && size <= JOB_MOST;
 }

@@ -4,7 +4,7 @@
 #include "control/dispatch.h"
 #include "control/listeners.h"
 #include "control/open_path.h"
-#include "control/parked.h"
+#include "control/relays.h"
 #include "control/rest.h"
 #include "control/waits.h"
 #include "guests/peer.h"
@@ -125,6 +125,18 @@ static void tick(struct control *c)
         rest_turns(c, session_take_turn);
     if (deadline_passed(c->due))
         expire_sessions(c);
+}
+
+/* Sessions that wait for lists are looked at again, if any has changed. */
+static void lists_look(struct control *c)
+{
+    if (!c->lists_changed)
+        return;
+    c->lists_changed = false;
+    for (session *s = c->sessions; s; s = s->next) {
+        parked_stir(s);
+        session_note_due(s);
+    }
 }
 
 static void *run(void *cookie)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/requests.h"
 #include "control/open_path.h"
-#include "control/parked.h"
+#include "control/relays.h"
 #include "control/session.h"
 #include "core/rules.h"
 #include "error_set.h"

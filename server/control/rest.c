@@ -3,7 +3,7 @@
 #include "guests/peer.h"
 
 /* Who has proven the secret is no stranger. */
-static bool is_counted(const session *s)
+static bool is_rest_counted(const session *s)
 {
     return !(s->tls && s->secured) && peer_is_counted(s->control->server, s->from);
 }
@@ -18,7 +18,7 @@ void work_begin(session *s)
 void work_charge(session *s)
 {
     struct control *c = s->control;
-    if (!is_counted(s)) {
+    if (!is_rest_counted(s)) {
         /* Handshakes of those that have the key would use up what strangers may. */
         peer_refund(c->server, s->from, s->handshake_ns);
         s->from->has_proven = s->from->has_proven || (s->tls && s->secured);
@@ -49,7 +49,7 @@ static bool is_behind(const session *s)
 bool must_rest(session *s)
 {
     struct control *c = s->control;
-    if (s->turn.waits || c->served == s || !is_counted(s) ||
+    if (s->turn.waits || c->served == s || !is_rest_counted(s) ||
         !(is_behind(s) || peer_must_rest(c->server, s->from)))
         return s->turn.waits;
     turns_append(&c->resting, &s->turn, s, s->from);

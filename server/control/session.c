@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A control session's life, and its bytes on their way in and out. */
 #include "control/session.h"
-#include "control/parked.h"
+#include "control/relays.h"
 #include "control/rest.h"
 #include "guests/peer.h"
 #include "error_set.h"

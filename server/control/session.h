@@ -93,7 +93,7 @@ typedef struct session {
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];
-    struct relay_part *relays; /**< parked.h; NULL: it never asked for relays */
+    struct relay_part *relays; /**< relays.h; NULL: it never asked for relays */
 } session;
 
 typedef struct holder_list holder_list;
@@ -131,7 +131,7 @@ struct control {
     peer_turns resting;    /**< sessions: rest.h */
     bool crowded;          /**< ... and all strangers together have had their share */
     const session *served; /**< whose turn it is of those; NULL: it is over */
-    holder_list *lists;    /**< of who holds the same (holders.c) */
+    holder_list *lists;    /**< of who holds the same (relays.c) */
     uint64_t lists_floor;  /**< no list that has gone had a greater version */
     bool lists_changed;
     changes changes; /**< what waits and watches are being answered by */

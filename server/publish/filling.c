@@ -11,7 +11,7 @@
 /* What has come is a bit a box, to look it up, and a log of ranges in the order in which they came.
    A version is a length of the log: what a reader does not know is the rest of it. */
 
-static bool has(const proofs *f, uint64_t box)
+static bool is_proven_box(const proofs *f, uint64_t box)
 {
     return f->bits && (f->bits[box / 8] >> box % 8 & 1);
 }
@@ -19,7 +19,7 @@ static bool has(const proofs *f, uint64_t box)
 bool filling_has(const publication *p, uint64_t first, uint64_t count)
 {
     for (uint64_t i = 0; p->proofs.fills && i < count; i++)
-        if (!has(&p->proofs, first + i))
+        if (!is_proven_box(&p->proofs, first + i))
             return false;
     return true;
 }
@@ -38,13 +38,6 @@ bool filling_since(const publication *p, uint64_t n_boxes, uint64_t version,
     out->ranges = more > 0 ? log + version : NULL;
     out->version = version + out->n_ranges;
     return true;
-}
-
-void filling_reset(publication *p, bool fills)
-{
-    free(p->proofs.bits);
-    free(p->proofs.log);
-    p->proofs = (proofs){.fills = fills};
 }
 
 /* ------------------------------------------------------------------- prove */
@@ -67,10 +60,10 @@ static fanin_status check(const publication *p, uint64_t step, uint64_t end,
 
 /* Those that are proven already are in the log, which has each box once. A range that readers may
    know does not grow. */
-static bool add(proofs *f, size_t known, uint32_t box)
+static bool add_proof(proofs *f, size_t known, uint32_t box)
 {
     landed_range *last = f->n_log > known ? &f->log[f->n_log - 1] : NULL;
-    if (has(f, box))
+    if (is_proven_box(f, box))
         return true;
     if (last && last->first + last->count == box)
         last->count++;
@@ -94,7 +87,7 @@ static fanin_status prove(fanin_server *s, publication *p, uint64_t step,
         f->bits = calloc((size_t)(p->catalog->n_boxes + 7) / 8, 1);
     bool good = f->bits;
     for (uint32_t i = 0; good && i < count; i++)
-        good = add(f, known, first + i);
+        good = add_proof(f, known, first + i);
     publication_tell(s);
     return good ? FANIN_OK : error_set_memory(error);
 }

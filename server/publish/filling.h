@@ -37,7 +37,5 @@ bool filling_has(const publication *p, uint64_t first, uint64_t count);
     False: there is no such version. */
 bool filling_since(const publication *p, uint64_t n_boxes, uint64_t version,
                    landed_range *whole, msg_landed_ok *out);
-/** Nothing is proven any more; @p fills: not before it is proven. */
-void filling_reset(publication *p, bool fills);
 
 #endif

@@ -183,7 +183,7 @@ static void take_effect(fanin_server *s, commit *c)
     p->committed_unix_ns = clock_unix_ns();
     p->bytes_left = 0;
     s->stats.commits++;
-    filling_reset(p, c->terms.fills);
+    publication_reset_proofs(p, c->terms.fills);
     publication_take_effect(s, p, c->catalog, epoch);
     if (copy)
         lease_void_outdated(s, p);
@@ -321,7 +321,7 @@ fanin_status commit_wait_for_copies(fanin_server *s, publication *p, fanin_error
 
 /* -------------------------------------------------------------------- tidy */
 
-static void tell(const fanin_server *s, const commit *c)
+static void tell_commit(const fanin_server *s, const commit *c)
 {
     bool failed = c->outcome == COMMIT_FAILED;
     log_write(&s->log, failed ? FANIN_LOG_ERROR : FANIN_LOG_WARNING,
@@ -358,7 +358,7 @@ static void tidy(fanin_server *s)
     pthread_mutex_unlock(&s->lock);
     for (; untold; untold = next) {
         next = untold->untold;
-        tell(s, untold);
+        tell_commit(s, untold);
         commit_release(untold);
     }
     for (; done; done = next) {

@@ -139,6 +139,13 @@ void publication_wait_for_drain(fanin_server *s, publication *p)
 
 /* ------------------------------------------------------------------ effect */
 
+void publication_reset_proofs(publication *p, bool fills)
+{
+    free(p->proofs.bits);
+    free(p->proofs.log);
+    p->proofs = (proofs){.fills = fills};
+}
+
 void publication_take_effect(fanin_server *s, publication *p, shard_catalog *catalog,
                              uint64_t epoch)
 {
@@ -186,7 +193,7 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
     p->epoch = next_odd(s);
     p->previous = 0;
     lease_void_outdated(s, p);
-    filling_reset(p, p->proofs.fills);
+    publication_reset_proofs(p, p->proofs.fills);
     p->update_open = to == STATE_WRITING;
     if (!gently || p->state != to)
         enter(s, p, to);
@@ -323,7 +330,7 @@ void publications_free(fanin_server *s)
     for (size_t i = 0; i < s->n_publications; i++) {
         publication *p = s->publications[i];
         shard_catalog_release(p->catalog);
-        filling_reset(p, false);
+        publication_reset_proofs(p, false);
         shard_set_free(&p->shards);
         free(p->pairs);
         pthread_mutex_destroy(&p->writer);

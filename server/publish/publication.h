@@ -146,6 +146,8 @@ void publication_span(const fanin_server *s, trace_name name, uint64_t began,
 /** Its epoch is @p epoch from now on, and the catalog what readers get. */
 void publication_take_effect(fanin_server *s, publication *p, shard_catalog *catalog,
                              uint64_t epoch);
+/** Nothing is proven any more; @p fills: nobody reads a box before it is proven (filling.h). */
+void publication_reset_proofs(publication *p, bool fills);
 /**
  * From any state but draining to an odd epoch and the state @p to: voids the leases, waits for
  * sends (the lock is given up meanwhile). On the way to STATE_WRITING and STATE_PAUSED readers

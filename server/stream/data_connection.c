@@ -462,7 +462,7 @@ static void tell_failed(stream_tools *t, const connection *c, const fanin_error 
 /* Bytes of the reply will not come. If nothing of it has left, the reply is that error; else its
    rest is padding, and the lease is taken away: the reader's end, or its next read, gets the error.
    */
-static void give_up(stream_tools *t, connection *c, const fanin_error *why)
+static void give_up_reply(stream_tools *t, connection *c, const fanin_error *why)
 {
     fanin_server *s = t->server;
     job *j = &c->job;
@@ -486,7 +486,7 @@ static progress cannot_read(stream_tools *t, connection *c)
     const job *j = &c->job;
     shard_catalog_unreadable(j->catalog, j->ranges[j->current].box, t->server->rank,
                              &why);
-    give_up(t, c, &why);
+    give_up_reply(t, c, &why);
     return PROGRESS_MORE;
 }
 
@@ -544,7 +544,7 @@ static bool fill_chunks(stream_tools *t, connection *c)
         fill_result result = stage_fill(t->stage, c, j, &t->gather.bounce, &why);
         j->is_void = result == FILL_VOID;
         if (result == FILL_FAILED)
-            give_up(t, c, &why);
+            give_up_reply(t, c, &why);
         if (result == FILL_WAIT || result == FILL_FAILED)
             return result == FILL_WAIT;
     }
@@ -552,7 +552,7 @@ static bool fill_chunks(stream_tools *t, connection *c)
     if (first && first->state == CHUNK_FAILED) {
         fanin_error why = FANIN_ERROR_INIT;
         stage_explain(t->stage, first, &why);
-        give_up(t, c, &why);
+        give_up_reply(t, c, &why);
         return false;
     }
     return true;

@@ -182,7 +182,7 @@ static fanin_status launch(stage *s, const filling *f, bool *settled,
 }
 
 /* The log gets to know it, however many reads fail and whoever's they are. */
-static void tell_failed(stage *s, int device, const fanin_error *why)
+static void tell_stage_failed(stage *s, int device, const fanin_error *why)
 {
     if (!deadline_passed(s->tell_at[device]))
         return;
@@ -199,7 +199,7 @@ static void device_failed(stage *s, int device, fanin_error *error)
                          .remedy = why.remedy};
     error_set(error, FANIN_ERR_TRANSPORT, &place, "CUDA device %d of rank %u: %.300s",
               device, (unsigned)s->server->rank, why.message);
-    tell_failed(s, device, error);
+    tell_stage_failed(s, device, error);
 }
 
 static void append(staged *of, chunk *c)

@@ -10,8 +10,8 @@ static bool is_full(const filling *f)
 }
 
 /* @p runs runs of @p run bytes, packed at the end of the chunk. */
-static void add_entry(filling *f, bool device, const uint8_t *from, size_t run,
-                      uint32_t runs, int64_t step)
+static void add_stage_entry(filling *f, bool device, const uint8_t *from, size_t run,
+                            uint32_t runs, int64_t step)
 {
     chunk *c = f->to;
     copy_entry *entries = c->entries;
@@ -50,8 +50,8 @@ static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t 
     while (length > 0 && !is_full(f)) {
         uint64_t room = smaller(CHUNK_BYTES - f->to->bytes, ENTRY_MOST);
         stretch s = stretch_of(j, b, offset, smaller(length, room));
-        add_entry(f, device >= 0, first + s.at, (size_t)s.size, (uint32_t)s.runs,
-                  s.step);
+        add_stage_entry(f, device >= 0, first + s.at, (size_t)s.size, (uint32_t)s.runs,
+                        s.step);
         offset += s.size * s.runs;
         length -= s.size * s.runs;
     }

@@ -16,7 +16,7 @@ static bool holds_floats(const job *j)
     return true;
 }
 
-static bool has_room(digester *d, uint32_t n)
+static bool has_digest_room(digester *d, uint32_t n)
 {
     if (!d->sum && !(d->sum = box_digest_create()))
         return false;
@@ -34,7 +34,7 @@ const char *digester_start(digester *d, const job *j, uint64_t request, uint32_t
     if (convert != CONVERT_NONE && !holds_floats(j))
         return "a range to be converted holds parts of elements";
     *code_out = FANIN_ERR_MEMORY;
-    if (!has_room(d, j->n_ranges))
+    if (!has_digest_room(d, j->n_ranges))
         return "the server is out of memory";
     d->on = true;
     d->request = request;

@@ -1,15 +1,251 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lists of readers that hand on what they have read of a step, for those that want the same. An
-   offer lives in its session; a list lives as long as somebody is in it or waits for it. */
+/*
+ * What readers ask that hand on to each other. In this order: requests that wait for news, what has
+ * landed here, and lists of who wants the same of a step. An offer lives in its session; a list
+ * lives as long as somebody is in it or waits for it.
+ */
+#include "control/relays.h"
 #include "array.h"
-#include "control/parked.h"
 #include "error_set.h"
+#include "publish/filling.h"
+#include "publish/lease.h"
 #include "publish/publication.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* Of what follows: answers if there are news, or it is over. */
+static bool answer_landed(session *s, const parked *q, bool is_over);
+static bool answer_holders(session *s, const parked *q, bool is_over);
+/* Entered by a request. */
+static void list_leave(struct control *c, holder_list *l);
+static void offers_withdraw(session *s);
+
+static relay_part *relay_part_of(session *s, uint64_t request)
+{
+    if (!s->relays)
+        s->relays = calloc(1, sizeof *s->relays);
+    if (!s->relays)
+        reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
+    return s->relays;
+}
+
+size_t relay_part_memory(const session *s)
+{
+    const size_t in_lists = 4 * sizeof(holder_entry); /* as a member, and of changes */
+    return s->relays ? sizeof *s->relays + s->relays->n_offers * in_lists : 0;
+}
+
+static bool answer(session *s, const parked *q, bool is_over)
+{
+    return q->type == MSG_LANDED ? answer_landed(s, q, is_over)
+                                 : answer_holders(s, q, is_over);
+}
+
+static void give_back(session *s, const parked *q)
+{
+    if (q->list)
+        list_leave(s->control, q->list);
+}
+
+/* ------------------------------------------------------------------- places */
+
+static void take_place(session *s, const parked *q)
+{
+    fanin_server *server = s->control->server;
+    relay_part *r = s->relays;
+    parked *place = r->parked;
+    while (place->type)
+        place++;
+    *place = *q;
+    r->n_parked++;
+    r->n_landed += q->type == MSG_LANDED;
+    if (q->type == MSG_LANDED) {
+        pthread_mutex_lock(&server->lock);
+        server->listeners++;
+        pthread_mutex_unlock(&server->lock);
+    }
+    parked_stir(s); /* for news that are put off, or came before anybody listened */
+}
+
+static void leave_place(session *s, parked *place)
+{
+    fanin_server *server = s->control->server;
+    relay_part *r = s->relays;
+    bool listens = place->type == MSG_LANDED;
+    give_back(s, place);
+    place->type = 0;
+    r->n_parked--;
+    r->n_landed -= listens;
+    if (!listens)
+        return;
+    pthread_mutex_lock(&server->lock);
+    server->listeners--;
+    pthread_mutex_unlock(&server->lock);
+}
+
+void relay_part_free(session *s)
+{
+    if (!s->relays)
+        return;
+    for (size_t i = 0; i < SESSION_PARKED; i++)
+        if (s->relays->parked[i].type)
+            leave_place(s, &s->relays->parked[i]);
+    offers_withdraw(s);
+    free(s->relays);
+    s->relays = NULL;
+}
+
+/* --------------------------------------------------------------------- news */
+
+/* Of all sessions at the same moments, so that the thread looks for them at once. */
+static deadline next_news(void)
+{
+    const uint64_t every = (uint64_t)NEWS_EVERY_MS * 1000000;
+    return (clock_ns() / every + 1) * every;
+}
+
+/* News that come soon after others wait until more of them are together. */
+static void park_or_answer(session *s, const parked *q)
+{
+    relay_part *r = s->relays;
+    bool is_over = deadline_passed(q->at);
+    if (is_over || deadline_passed(r->quiet_until)) {
+        if (answer(s, q, is_over)) {
+            r->quiet_until = next_news();
+            give_back(s, q);
+            return;
+        }
+    }
+    if (r->n_parked < SESSION_PARKED) {
+        take_place(s, q);
+        return;
+    }
+    give_back(s, q);
+    fanin_error error = FANIN_ERROR_INIT;
+    error_set(&error, FANIN_ERR_LIMIT, NULL,
+              "a session may have %d parked requests for relays", SESSION_PARKED);
+    reply_error(s, q->request, &error);
+}
+
+void parked_stir(session *s)
+{
+    if (s->relays)
+        s->relays->stirred = s->relays->n_parked > 0;
+}
+
+static bool tell_news(session *s)
+{
+    relay_part *r = s->relays;
+    if (!r->stirred || !deadline_passed(r->quiet_until))
+        return false;
+    for (size_t i = 0; i < SESSION_PARKED; i++) {
+        parked *q = &r->parked[i];
+        if (!q->type || !answer(s, q, false))
+            continue;
+        leave_place(s, q);
+        r->quiet_until = next_news();
+        return true; /* the others have theirs next time */
+    }
+    r->stirred = false;
+    return false;
+}
+
+bool parked_look(session *s)
+{
+    if (!s->relays || s->relays->n_parked == 0)
+        return false;
+    bool says = tell_news(s);
+    for (size_t i = 0; i < SESSION_PARKED; i++) {
+        parked *q = &s->relays->parked[i];
+        if (!q->type || !deadline_passed(q->at))
+            continue;
+        says = answer(s, q, true) || says;
+        leave_place(s, q);
+    }
+    return says;
+}
+
+deadline parked_due(const session *s)
+{
+    const relay_part *r = s->relays;
+    deadline at = UINT64_MAX;
+    if (!r || r->n_parked == 0)
+        return at;
+    for (size_t i = 0; i < SESSION_PARKED; i++)
+        if (r->parked[i].type)
+            at = deadline_sooner(at, r->parked[i].at);
+    return r->stirred ? deadline_sooner(at, r->quiet_until) : at;
+}
+
+void parked_cancel(session *s)
+{
+    for (size_t i = 0; s->relays && i < SESSION_PARKED; i++) {
+        parked *q = &s->relays->parked[i];
+        if (!q->type)
+            continue;
+        reply_fault(s, q->request, FANIN_ERR_CLOSED, SHUTTING_DOWN);
+        leave_place(s, q);
+    }
+}
+
+bool parked_lives(const session *s)
+{
+    return s->relays && s->relays->n_parked + s->relays->n_offers > 0;
+}
+
+/* ------------------------------------------------------------------ landed */
+
+/* Lock held. Writes into the output, as what it tells may change without the lock. */
+static bool tell_landed(session *s, const parked *q, bool is_over, fanin_error *error)
+{
+    const fanin_server *server = s->control->server;
+    const lease *l = lease_find(s->reader, q->token);
+    msg_landed_ok m = {.serving = (uint32_t)server->stats.sends_waiting};
+    landed_range whole;
+    if (!l)
+        error_set(error, FANIN_ERR_STALE, NULL,
+                  lease_find_void(s->reader, q->token)
+                      ? "the lease is gone: the weights are being rewritten"
+                      : "this session has no such lease");
+    else if (!filling_since(l->of, l->catalog->n_boxes, q->version, &whole, &m))
+        error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                  "this lease never had such a version");
+    else if (m.n_ranges > 0 || is_over)
+        encode_landed_ok(&s->out.bytes, q->request, &m);
+    else
+        return false;
+    return true;
+}
+
+static bool answer_landed(session *s, const parked *q, bool is_over)
+{
+    fanin_server *server = s->control->server;
+    fanin_error error = FANIN_ERROR_INIT;
+    pthread_mutex_lock(&server->lock);
+    bool says = tell_landed(s, q, is_over, &error);
+    pthread_mutex_unlock(&server->lock);
+    reply_error(s, q->request, &error);
+    return says;
+}
+
+fanin_status handle_landed(session *s, uint64_t request, body *in)
+{
+    msg_landed m;
+    fanin_status status = decode_landed(in, &m);
+    if (status != FANIN_OK)
+        return status;
+    parked q = {.type = MSG_LANDED,
+                .request = request,
+                .version = m.version,
+                .at = deadline_in_ms(m.timeout_ms)};
+    memcpy(q.token, m.token, sizeof q.token);
+    if (relay_part_of(s, request))
+        park_or_answer(s, &q);
+    return FANIN_OK;
+}
 
 typedef struct member {
     const session *of;
@@ -53,7 +289,7 @@ static holder_list *list_enter(struct control *c, const char *publication,
     return l;
 }
 
-void list_leave(struct control *c, holder_list *l)
+static void list_leave(struct control *c, holder_list *l)
 {
     if (--l->waiting > 0 || l->n_members > 0)
         return;
@@ -109,7 +345,7 @@ static bool join(session *s, holder_list *l, const holder_entry *e)
 }
 
 /* A session that has connected anew may be in the list beside the one before. */
-static void part(session *s, holder_list *l)
+static void part_from_list(session *s, holder_list *l)
 {
     size_t i = 0;
     while (l->members[i].of != s)
@@ -139,7 +375,8 @@ static uint64_t grown(uint64_t before, uint64_t now)
 }
 
 /* The first offer of a session tells what was counted before it, too. Units are of a step. */
-static void count(fanin_server *server, const msg_offer *before, const msg_offer *now)
+static void count_listed(fanin_server *server, const msg_offer *before,
+                         const msg_offer *now)
 {
     const msg_offer none = {0}, *of_step = before->step == now->step ? before : &none;
     fanin_server_stats *s = &server->stats;
@@ -164,12 +401,12 @@ static void count_offers(session *s, int more)
 
 static void withdraw(session *s, offer *o)
 {
-    part(s, o->list);
+    part_from_list(s, o->list);
     o->list = NULL;
     count_offers(s, -1);
 }
 
-void offers_withdraw(session *s)
+static void offers_withdraw(session *s)
 {
     for (size_t i = 0; i < SESSION_OFFERS; i++)
         if (s->relays->offers[i].list)
@@ -177,7 +414,7 @@ void offers_withdraw(session *s)
 }
 
 /* Whether it offers what it has offered already. */
-static bool is_same(const msg_offer *a, const msg_offer *b)
+static bool is_same_offer(const msg_offer *a, const msg_offer *b)
 {
     return a->step == b->step && memcmp(a->holding, b->holding, 16) == 0 &&
            memcmp(a->incarnation, b->incarnation, 16) == 0 && a->port == b->port &&
@@ -198,7 +435,7 @@ static holder_entry entry_of(const session *s, const msg_offer *m)
     return e;
 }
 
-static void take(session *s, const msg_offer *m, fanin_error *error)
+static void take_offer(session *s, const msg_offer *m, fanin_error *error)
 {
     relay_part *r = s->relays;
     offer *o = r->offers;
@@ -280,14 +517,14 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
         return FANIN_OK;
     offer *before = find_offer(r, m.publication);
     if (before && !m.gone)
-        count(server, &before->m, &m);
-    bool same = before && !m.gone && is_same(&before->m, &m);
+        count_listed(server, &before->m, &m);
+    bool same = before && !m.gone && is_same_offer(&before->m, &m);
     if (same)
         before->m = m;
     else if (before)
         withdraw(s, before);
     if (!same && !m.gone)
-        take(s, &m, &error);
+        take_offer(s, &m, &error);
     reply_error(s, request, &error);
     if (error.status == FANIN_OK)
         encode_empty(&s->out.bytes, request, MSG_OFFER_OK);
@@ -312,7 +549,7 @@ static void tell_all(session *s, uint64_t request, const holder_list *l,
     holders_free(m);
 }
 
-bool answer_holders(session *s, const parked *q, bool is_over)
+static bool answer_holders(session *s, const parked *q, bool is_over)
 {
     const holder_list *l = q->list;
     uint64_t known = q->version, now = l->first + l->n_changes;

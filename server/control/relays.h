@@ -5,8 +5,8 @@
  * end with their time, and with the session. A session has nothing of all this before the first one
  * (relay_part). Control thread.
  */
-#ifndef PARKED_H
-#define PARKED_H
+#ifndef RELAYS_H
+#define RELAYS_H
 
 #include "control/session.h"
 
@@ -38,17 +38,11 @@ typedef struct relay_part {
     offer offers[SESSION_OFFERS];
 } relay_part;
 
-/** The session's, made with the first. NULL: no memory, and the peer is told. */
-relay_part *relay_part_of(session *s, uint64_t request);
 /** Of it, and of what is in lists. */
 size_t relay_part_memory(const session *s);
 /** With the session. */
 void relay_part_free(session *s);
 
-/** Answers @p q now, or parks it; full: LIMIT. Its list is given back then, or with its end. */
-void park_or_answer(session *s, const parked *q);
-/** Sessions that wait for lists are looked at again, if any has changed. */
-void lists_look(struct control *c);
 /** There may be news for the session's parked requests. */
 void parked_stir(session *s);
 /** Whether a change of a publication may be news for it. */
@@ -65,24 +59,17 @@ void parked_cancel(session *s);
 /** Whether the session is of use while it is silent. */
 bool parked_lives(const session *s);
 
-/* ------------------------------------------------------- what is asked: holders.c */
+/* ------------------------------------------------------------------------ lists */
 
 fanin_status handle_offer(session *s, uint64_t request, body *in);
 fanin_status handle_holders(session *s, uint64_t request, body *in);
-bool answer_holders(session *s, const parked *q, bool is_over);
-/** Takes the session out of all lists. */
-void offers_withdraw(session *s);
 /** Adds what those tell that offer the publication, whose entry is number @p entry, to @p rows, of
     which there are @p n. Gives the new number. */
 uint32_t offers_tell(const struct control *c, const char *publication, uint32_t entry,
                      stats_relay rows[LIMIT_STATS], uint32_t n);
-/** It has entered it by a request. */
-void list_leave(struct control *c, holder_list *l);
 
-/* -------------------------------------------------------- what is asked: landed.c */
+/* ----------------------------------------------------------------------- landed */
 
 fanin_status handle_landed(session *s, uint64_t request, body *in);
-/** Answers if there are news, or @p is_over; false: there is nothing to say yet. */
-bool answer_landed(session *s, const parked *q, bool is_over);
 
 #endif
