@@ -5,6 +5,7 @@
  */
 #include "inside.h"
 
+#include "array.h"
 #include "error_set.h"
 #include "pull/pull_session.h"
 #include <inttypes.h>
@@ -127,6 +128,19 @@ static void take_list(attempt *a, holder *all, size_t n)
     feeds_wake(a);
 }
 
+static size_t without_blamed(const fanin_relay *r, holder *all, size_t n)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < n; i++) {
+        bool blamed = false;
+        for (size_t j = 0; j < r->n_blamed && !blamed; j++)
+            blamed = member_compare(&r->blamed[j], &all[i].who) == 0;
+        if (!blamed)
+            all[kept++] = all[i];
+    }
+    return kept;
+}
+
 static void follow_list(attempt *a)
 {
     fanin_relay *r = a->relay;
@@ -140,6 +154,7 @@ static void follow_list(attempt *a)
     a->remembers = remembers && r->n_last > 0;
     if (a->remembers)
         add_remembered(a, &all, &n);
+    n = without_blamed(r, all, n);
     take_list(a, all, n);
     if (!a->remembers && list_is_known(r->list))
         relay_forget_clients(r, all, n);
@@ -363,10 +378,16 @@ uint64_t attempt_relayed(const attempt *a)
 static fanin_status blame(const attempt *a, size_t unit, const fanin_error *why,
                           fanin_error *error)
 {
+    fanin_relay *r = a->relay;
     error_place place = {.phase = "verify",
                          .address = a->bringers[unit]->who.address,
                          .key = why->key,
-                         .remedy = "look at that worker's host, and pull again"};
+                         .remedy =
+                             "look at that worker's host, and at those that it reads "
+                             "from; pull again, which does without it"};
+    if (array_reserve(&r->blamed, &r->blamed_capacity, r->n_blamed + 1,
+                      sizeof *r->blamed))
+        r->blamed[r->n_blamed++] = a->bringers[unit]->who.who;
     return error_set(error, FANIN_ERR_TRANSPORT, &place,
                      "the relay at %s brought other bytes than the trainer holds: %s",
                      a->bringers[unit]->who.address, why->message);

@@ -42,6 +42,9 @@ struct fanin_relay {
     holders_list *list;
     holder *last; /* that held the step before, without this reader */
     size_t n_last;
+    member *
+        blamed; /* they brought other bytes than the trainer holds, and are not asked again */
+    size_t n_blamed, blamed_capacity;
     idle_client *idle; /* the oldest first */
     size_t n_idle, idle_capacity;
     parts parts; /* that are published, or pulled */

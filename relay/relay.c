@@ -588,6 +588,7 @@ void fanin_relay_destroy(fanin_relay **relay)
     relay_forget_clients(r, NULL, 0);
     free(r->idle);
     free(r->last);
+    free(r->blamed);
     free(r->ranks);
     if (r->wake >= 0)
         close(r->wake);

@@ -75,6 +75,7 @@ fanin_relay_create(const fanin_relay_config *config, const char *const *addresse
  * - Those of fanin_server_create(), when a relay serves for the first time, or a trainer has
  *   restarted.
  * - FANIN_ERR_TRANSPORT, with verify: a relay brought other bytes than the trainer holds; names it.
+ *   This one does not ask that relay again.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_relay_pull_into(
     fanin_relay *relay, const fanin_pull_options *options, const fanin_tensor *tensors,
