@@ -58,6 +58,7 @@ LIBRARY = [
     "meson.build",
     "meson_options.txt",
     "proto",
+    "relay",
     "server",
     "tools",
 ]
