@@ -86,7 +86,7 @@ warnings='-Wall -Wextra -pedantic -Werror'
 
 @test "no private header is installed" {
     headers | sort >"$scratch/installed"
-    printf 'fanin/%s.h\n' client error fanin log objects safetensors server trace types | sort >"$scratch/expected"
+    printf 'fanin/%s.h\n' client error fanin log objects relay safetensors server trace types | sort >"$scratch/expected"
     diff "$scratch/expected" "$scratch/installed"
 }
 
