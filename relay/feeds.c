@@ -601,7 +601,9 @@ fanin_status feed_start_origin(attempt *a, fanin_session *session, fanin_error *
     fanin_status status = feed_open(l, a, error);
     if (status == FANIN_OK)
         status = thread_start(&l->thread, "fanin-origin", origin_run, l, error);
+    pthread_mutex_lock(&a->feeds_lock); /* holders' threads wake it from now on */
     l->started = status == FANIN_OK;
+    pthread_mutex_unlock(&a->feeds_lock);
     return status;
 }
 
