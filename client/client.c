@@ -19,12 +19,12 @@
 #include "stream/stream_link.h"
 #include "text.h"
 #include "versioned.h"
+#include "wake.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -196,9 +196,7 @@ void fanin_client_cancel(fanin_client *client)
         return;
     int saved = errno;
     atomic_store(&client->cancelled, true);
-    uint64_t one = 1;
-    ssize_t n = write(client->cancel.fd, &one, sizeof one);
-    (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
+    wake_up(client->cancel.fd);
     errno = saved;
 }
 

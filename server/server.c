@@ -3,7 +3,7 @@
 #include "control/control.h"
 #include "guests/admission.h"
 #include "guests/peer.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "core/server_state.h"
 #include "credentials.h"
 #include "digest.h"

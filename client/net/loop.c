@@ -2,6 +2,7 @@
 #include "net/loop.h"
 
 #include "error_set.h"
+#include "wake.h"
 #include <errno.h>
 #include <stddef.h>
 #include <unistd.h>
@@ -22,6 +23,21 @@ void loop_finish(loop *l)
     if (l->epoll >= 0)
         close(l->epoll);
     l->epoll = -1;
+}
+
+static void on_wake(loop_source *source, uint32_t events)
+{
+    (void)events;
+    wake_heard(source->fd);
+}
+
+fanin_status loop_source_wake(loop_source *source, fanin_error *error)
+{
+    *source = (loop_source){.fd = wake_open(), .events = EPOLLIN, .ready = on_wake};
+    if (source->fd < 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
+                               "cannot create an eventfd");
+    return FANIN_OK;
 }
 
 fanin_status loop_add(loop *l, loop_source *source, fanin_error *error)

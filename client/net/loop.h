@@ -27,6 +27,9 @@ typedef struct loop {
 fanin_status loop_init(loop *l, fanin_error *error);
 void loop_finish(loop *l);
 
+/** Makes *@p source an eventfd, which the caller closes: wake_up() ends a step, and that is all.
+    FANIN_ERR_LIMIT. */
+fanin_status loop_source_wake(loop_source *source, fanin_error *error);
 /** Adds source->fd. FANIN_ERR_LIMIT, FANIN_ERR_MEMORY. */
 fanin_status loop_add(loop *l, loop_source *source, fanin_error *error);
 /** Changes what is waited for; does nothing if it is the same. */

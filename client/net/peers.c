@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #ifdef FANIN_TEST_HOOKS
@@ -56,23 +55,11 @@ fanin_status client_check_told(const fanin_client *client, bool told,
 
 /* ------------------------------------------------------------------ cancel */
 
-static void on_cancel(loop_source *source, uint32_t events)
-{
-    (void)events;
-    uint64_t count;
-    ssize_t n = read(source->fd, &count, sizeof count);
-    (void)n; /* only the wake-up matters; the flag says what happened */
-}
-
 fanin_status client_watch_cancel(fanin_client *client, fanin_error *error)
 {
-    client->cancel = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
-                                   .events = EPOLLIN,
-                                   .ready = on_cancel};
-    if (client->cancel.fd < 0)
-        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
-                               "cannot create an eventfd");
-    return loop_add(&client->loop, &client->cancel, error);
+    fanin_status status = loop_source_wake(&client->cancel, error);
+    return status == FANIN_OK ? loop_add(&client->loop, &client->cancel, error)
+                              : status;
 }
 
 /* -------------------------------------------------------------------- loop */

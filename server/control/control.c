@@ -8,7 +8,7 @@
 #include "control/rest.h"
 #include "control/waits.h"
 #include "guests/peer.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "core/server_state.h"
 #include "error_set.h"
 #include "publish/commit.h"

@@ -68,7 +68,7 @@ struct fanin_server {
     _Atomic(gpu *) gpu; /**< NULL until device memory is put */
     char host[64];
 
-    int wake; /**< the control thread's (core/wake.h): something changed that sessions may wait
+    int wake; /**< the control thread's (wake.h): something changed that sessions may wait
                  for, or is to be tidied */
     struct control *control;
     struct stream *stream;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "guests/peer.h"
 #include "array.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "frame.h"
 
 #include <arpa/inet.h>

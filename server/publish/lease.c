@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/lease.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "digest.h"
 #include "error_set.h"
 #include "guests/peer.h"

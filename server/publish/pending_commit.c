@@ -3,7 +3,7 @@
    it takes effect or is withdrawn. */
 #include "clock.h"
 #include "core/rules.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/filling.h"

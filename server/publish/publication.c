@@ -10,7 +10,7 @@
 #include "array.h"
 #include "publish/publication.h"
 #include "core/rules.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/filling.h"

@@ -2,7 +2,7 @@
 /* The data threads: which of them gets a connection, and what it does with it. A connection stays
    with its thread until it is closed. Sockets are watched edge-triggered; connections that can do
    something are in a queue and take turns of at most one frame or one sendmsg each. */
-#include "core/wake.h"
+#include "wake.h"
 #include "core/server_state.h"
 #include "error_set.h"
 #include "guests/peer.h"

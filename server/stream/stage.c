@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/stage.h"
 #include "core/rules.h"
-#include "core/wake.h"
+#include "wake.h"
 #include "error_set.h"
 #include "publish/publication.h"
 #include "stream/data_connection.h"
