@@ -8,6 +8,7 @@
 #include "array.h"
 #include "error_set.h"
 #include "pull/pull_session.h"
+#include "wake.h"
 #include <inttypes.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -24,6 +25,38 @@
 #define ASK_MS 1000 /* the ranks say within whether the step stands */
 #define REMEMBER_NS (1000 * MS) /* who held the last step has so long to come */
 #define LEAVE_NS (250 * MS)     /* sessions that end well have so long for it */
+
+/* ------------------------------------------------------------------------- its sessions */
+
+uint32_t attempt_left_ms(const attempt *a)
+{
+    uint64_t ms = deadline_left_ns(a->at) / MS;
+    return ms == 0 ? 1 : ms < UINT32_MAX ? (uint32_t)ms : UINT32_MAX;
+}
+
+fanin_pull_options attempt_options(const attempt *a)
+{
+    fanin_pull_options o = *a->options;
+    o.timeout_ms = attempt_left_ms(a);
+    o.progress = NULL;
+    o.rank_progress = NULL;
+    return o;
+}
+
+fanin_status attempt_begin_at_origin(const attempt *a, fanin_session **out,
+                                     fanin_error *error)
+{
+    fanin_pull_options options = attempt_options(a);
+    options.rule = FANIN_STEP_EXACT;
+    options.step = a->step;
+    fanin_status status =
+        fanin_client_begin_into(a->relay->origin, &options, a->from_origin, out, error);
+    if (status != FANIN_OK || relay_has_same_ranks(a->relay))
+        return status;
+    fanin_session_abandon(out);
+    return error_set(error, FANIN_ERR_SUPERSEDED, NULL,
+                     "the trainer has restarted: its step is of another launch");
+}
 
 /* --------------------------------------------------------------------------- the list */
 
@@ -261,10 +294,8 @@ static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
 static void sleep_a_little(const fanin_relay *relay)
 {
     struct pollfd fd = {relay->wake, POLLIN, 0};
-    uint64_t count;
     poll(&fd, 1, LOOK_MS);
-    ssize_t n = read(relay->wake, &count, sizeof count);
-    (void)n; /* only the wake-up matters */
+    wake_heard(relay->wake);
 }
 
 static void tell_progress(attempt *a, uint64_t *told_ns)
@@ -418,14 +449,7 @@ static fanin_status verify_relayed(attempt *a, fanin_session *session,
 static fanin_status verify(attempt *a, fanin_error *error)
 {
     fanin_session *session = NULL;
-    fanin_pull_options options = *a->options;
-    options.timeout_ms = attempt_left_ms(a);
-    options.rule = FANIN_STEP_EXACT;
-    options.step = a->step;
-    options.progress = NULL;
-    options.rank_progress = NULL;
-    fanin_status status = fanin_client_begin_into(a->relay->origin, &options,
-                                                  a->from_origin, &session, error);
+    fanin_status status = attempt_begin_at_origin(a, &session, error);
     if (status == FANIN_OK)
         status = verify_relayed(a, session, error);
     if (status == FANIN_OK)

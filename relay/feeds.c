@@ -11,10 +11,10 @@
 #include "handing.h"
 #include "pull/pull_session.h"
 #include "thread.h"
+#include "wake.h"
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define BATCH_NS (5 * MS) /* what is read before one takes about so long */
@@ -26,29 +26,14 @@
 
 /* ----------------------------------------------------------------------------- waking */
 
-void wake_up_fd(int fd)
-{
-    uint64_t one = 1;
-    ssize_t n = write(fd, &one, sizeof one);
-    (void)n; /* fails only when the counter is full: a wake-up is due then */
-}
-
-static void on_feed_wake(loop_source *source, uint32_t events)
-{
-    uint64_t count;
-    (void)events;
-    ssize_t n = read(source->fd, &count, sizeof count);
-    (void)n; /* only the wake-up matters */
-}
-
 void feeds_wake(attempt *a)
 {
     pthread_mutex_lock(&a->feeds_lock);
     if (a->origin.started && !a->origin.ended)
-        wake_up_fd(a->origin.wake.fd);
+        wake_up(a->origin.wake.fd);
     for (size_t i = 0; i < a->n_holders; i++) {
         if (!a->holders[i]->ended)
-            wake_up_fd(a->holders[i]->wake.fd);
+            wake_up(a->holders[i]->wake.fd);
     }
     pthread_mutex_unlock(&a->feeds_lock);
 }
@@ -63,12 +48,6 @@ static fanin_status wait_on(feed *l, deadline until, fanin_error *error)
 {
     fanin_status status = client_step(l->client, l->of->at, until, "wait", error);
     return status == FANIN_ERR_CANCELLED && !is_feed_stopped(l) ? FANIN_OK : status;
-}
-
-uint32_t attempt_left_ms(const attempt *a)
-{
-    uint64_t ms = deadline_left_ns(a->at) / MS;
-    return ms == 0 ? 1 : ms < UINT32_MAX ? (uint32_t)ms : UINT32_MAX;
 }
 
 /* ----------------------------------------------------------------------- what it brings */
@@ -128,7 +107,7 @@ static void account_brought(feed *l, const unit_run *runs, size_t n)
     bool all = schedule_left(a->schedule) == 0;
     pthread_mutex_unlock(&a->relay->lock);
     if (all)
-        wake_up_fd(a->relay->wake);
+        wake_up(a->relay->wake);
 }
 
 /* The source has answered: of what it has confirmed others may read. */
@@ -150,7 +129,7 @@ static void on_confirmed(void *cookie, fanin_status status, const fanin_error *w
     pthread_mutex_lock(&l->of->relay->lock);
     error_copy(&l->of->failed, &failed);
     pthread_mutex_unlock(&l->of->relay->lock);
-    wake_up_fd(l->of->relay->wake);
+    wake_up(l->of->relay->wake);
 }
 
 /* NULL: all places are taken. */
@@ -248,49 +227,14 @@ static void give_up_session(feed *l, bool avoid)
 
 /* ------------------------------------------------------------------------- the trainer */
 
-static fanin_pull_options options_of(const feed *l)
-{
-    const attempt *a = l->of;
-    fanin_pull_options o = *a->options;
-    o.timeout_ms = attempt_left_ms(a);
-    o.rule = FANIN_STEP_EXACT;
-    o.step = a->step;
-    o.progress = NULL;
-    o.rank_progress = NULL;
-    if (!is_origin(l)) {
-        o.dtype = 0; /* it has what was made of it */
-        o.verify = false;
-    }
-    return o;
-}
-
-/* Not a launch that has taken their places, even with their world id. */
-static bool same_ranks_there(const feed *l)
-{
-    for (size_t i = 0; i < l->client->n_peers; i++) {
-        const peer *p = &l->client->peers[i];
-        if (peer_ready(p) &&
-            !relay_knows_rank(l->of->relay, connection_peer(p->control)->incarnation))
-            return false;
-    }
-    return true;
-}
-
 static fanin_status begin_at_origin(feed *l, fanin_error *error)
 {
-    fanin_pull_options options = options_of(l);
     atomic_store(&l->opening, true);
-    fanin_status status =
-        is_feed_stopped(l)
-            ? FANIN_ERR_CANCELLED
-            : fanin_client_begin_into(l->client, &options, l->of->from_origin,
-                                      &l->session, error);
+    fanin_status status = is_feed_stopped(l)
+                              ? FANIN_ERR_CANCELLED
+                              : attempt_begin_at_origin(l->of, &l->session, error);
     atomic_store(&l->opening, false);
-    if (status != FANIN_OK || same_ranks_there(l))
-        return status;
-    fanin_session_abandon(&l->session);
-    return error_set(error, FANIN_ERR_SUPERSEDED, NULL,
-                     "the trainer has restarted: its step is of another launch");
+    return status;
 }
 
 /* Whether the trainer is to be read. What is asked of it for that is given back: others may bring
@@ -346,7 +290,7 @@ static void origin_gone(feed *l, const fanin_error *why)
     a->gone_ns = clock_ns();
     error_copy(&a->why_gone, why);
     pthread_mutex_unlock(&a->relay->lock);
-    wake_up_fd(a->relay->wake);
+    wake_up(a->relay->wake);
 }
 
 static void origin_failed(feed *l, const fanin_error *why)
@@ -411,7 +355,7 @@ static void *origin_run(void *cookie)
     }
     end_at_origin(l);
     atomic_store(&l->done, true);
-    wake_up_fd(l->of->relay->wake);
+    wake_up(l->of->relay->wake);
     return NULL;
 }
 
@@ -496,7 +440,11 @@ static fanin_status connect_holder(feed *l, fanin_error *error)
 
 static fanin_status begin_at_holder(feed *l, fanin_error *error)
 {
-    fanin_pull_options options = options_of(l);
+    fanin_pull_options options = attempt_options(l->of);
+    options.rule = FANIN_STEP_EXACT;
+    options.step = l->of->step;
+    options.dtype = 0; /* it has what was made of it */
+    options.verify = false;
     atomic_store(&l->opening, true);
     fanin_status status =
         is_feed_stopped(l) ? FANIN_ERR_CANCELLED : connect_holder(l, error);
@@ -573,7 +521,7 @@ static void *holder_run(void *cookie)
     if (l->session)
         pull_session_leave(&l->session, NULL);
     atomic_store(&l->done, true);
-    wake_up_fd(l->of->relay->wake);
+    wake_up(l->of->relay->wake);
     return NULL;
 }
 
@@ -584,13 +532,8 @@ static fanin_status feed_open(feed *l, attempt *a, fanin_error *error)
     l->of = a;
     l->batch_bytes = 1;
     l->refusal = (fanin_error)FANIN_ERROR_INIT;
-    l->wake = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
-                            .events = EPOLLIN,
-                            .ready = on_feed_wake};
-    if (l->wake.fd < 0)
-        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
-                               "cannot create an eventfd");
-    return loop_add(&l->client->loop, &l->wake, error);
+    fanin_status status = loop_source_wake(&l->wake, error);
+    return status == FANIN_OK ? loop_add(&l->client->loop, &l->wake, error) : status;
 }
 
 fanin_status feed_start_origin(attempt *a, fanin_session *session, fanin_error *error)
@@ -678,7 +621,7 @@ void feed_stop(feed *l)
 {
     atomic_store(&l->stop, true);
     if (l->wake.fd >= 0)
-        wake_up_fd(l->wake.fd);
+        wake_up(l->wake.fd);
     if (atomic_load(&l->opening))
         fanin_client_cancel(l->client);
 }

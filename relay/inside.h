@@ -33,7 +33,6 @@ struct fanin_relay {
     int wake; /* eventfd of the thread that pulls: something has changed, or it is cancelled */
     atomic_bool cancelled, busy;
     fanin_client *origin;
-    bool connected;
     fanin_server *server; /* NULL: none yet */
     uint8_t world_id[16]; /* of the server */
     list_rank *ranks; /* the processes that are pulled from; others have other bytes */
@@ -116,19 +115,23 @@ typedef struct attempt {
     uint64_t bytes_done;
 } attempt;
 
-void wake_up_fd(int fd);
-/** relay.c: tells the trainer how far it is, for statistics. */
-void relay_tell(fanin_relay *r);
-/** Whether the pull under way began with that process as a rank. */
-bool relay_knows_rank(const fanin_relay *r, const uint8_t incarnation[16]);
-/** What is left of the attempt's time, at least 1. */
-uint32_t attempt_left_ms(const attempt *a);
-
-/** relay.c: the client of a holder that was kept, NULL: there is none. */
+/* state.c */
+/** The ranks that are there are those that a pull begins with. *@p same_out: all of them were there
+    the last time. FANIN_ERR_CLOSED: there are none; FANIN_ERR_MEMORY. */
+fanin_status relay_take_ranks(fanin_relay *r, bool *same_out, fanin_error *error);
+/** Whether no other process has taken the place of one of these, even with its world id. */
+bool relay_has_same_ranks(const fanin_relay *r);
+/** The client of a holder that was kept, NULL: there is none. */
 fanin_client *relay_take_client(fanin_relay *r, const member *who);
 void relay_keep_client(fanin_relay *r, const member *who, fanin_client *client);
 /** Only those of @p all are kept. */
 void relay_forget_clients(fanin_relay *r, const holder *all, size_t n);
+/** Bytes that others have read of the server; NULL: none. */
+uint64_t relay_handed_on(fanin_server *server);
+/** The fields of an offer that tell how far it is. */
+msg_offer relay_numbers(fanin_relay *r);
+/** Tells the trainer these, for statistics. */
+void relay_tell(fanin_relay *r);
 
 /* feeds.c */
 /** Starts reading from the trainer by the session that the feed has. */
@@ -144,6 +147,14 @@ void feed_end(feed *l);
 void feeds_wake(attempt *a);
 
 /* attempt.c */
+/** What is left of the attempt's time, at least 1. */
+uint32_t attempt_left_ms(const attempt *a);
+/** The caller's, for the time that is left, and without its callbacks. */
+fanin_pull_options attempt_options(const attempt *a);
+/** A session at the trainer for the attempt's step. FANIN_ERR_SUPERSEDED: the trainer has
+    restarted; others as fanin_client_begin_into(). */
+fanin_status attempt_begin_at_origin(const attempt *a, fanin_session **out,
+                                     fanin_error *error);
 /** Gets the step of which @p session, which it ends, reads the trainer; the relay's parts are put
     and fill. FANIN_OK: all is proven, and verified if the options say so. */
 fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error);

@@ -7,13 +7,13 @@
 #include "net/client_state.h"
 #include "socket.h"
 #include "thread.h"
+#include "wake.h"
 #include <errno.h>
 #include <poll.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define MS UINT64_C(1000000)
@@ -57,13 +57,6 @@ struct holders_list {
 
 /* -------------------------------------------------------------------- the others' side */
 
-static void list_wake(int fd)
-{
-    uint64_t one = 1;
-    ssize_t n = write(fd, &one, sizeof one);
-    (void)n; /* fails only when the counter is full: a wake-up is due then */
-}
-
 static void task_clear(task *t)
 {
     free(t->ranks);
@@ -94,7 +87,7 @@ bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank 
     list->n_entries = 0;
     list->changes++;
     pthread_mutex_unlock(&list->lock);
-    list_wake(list->wake.fd);
+    wake_up(list->wake.fd);
     return true;
 }
 
@@ -111,7 +104,7 @@ void list_tell(holders_list *list, const msg_offer *numbers)
     o->taken_over = numbers->taken_over;
     list->has_numbers = list->task.wanted;
     pthread_mutex_unlock(&list->lock);
-    list_wake(list->wake.fd);
+    wake_up(list->wake.fd);
 }
 
 void list_withdraw(holders_list *list)
@@ -122,7 +115,7 @@ void list_withdraw(holders_list *list)
     list->n_entries = 0;
     list->changes++;
     pthread_mutex_unlock(&list->lock);
-    list_wake(list->wake.fd);
+    wake_up(list->wake.fd);
 }
 
 /* Where the entry is reached from here; false: nowhere. */
@@ -238,7 +231,7 @@ static bool apply_answer(holders_list *list, uint64_t serial, const msg_holders_
     }
     pthread_mutex_unlock(&list->lock);
     if (m->all || m->n_entries > 0)
-        list_wake(list->changed);
+        wake_up(list->changed);
     return good;
 }
 
@@ -393,19 +386,11 @@ static fanin_status hear_of_others(holders_list *list, const task *t,
 
 /* ------------------------------------------------------------------------- the thread */
 
-static void on_list_wake(loop_source *source, uint32_t events)
-{
-    uint64_t count;
-    (void)events;
-    ssize_t n = read(source->fd, &count, sizeof count);
-    (void)n; /* only the wake-up matters */
-}
-
 static void rest_for(holders_list *list, int ms)
 {
     struct pollfd fd = {list->wake.fd, POLLIN, 0};
     poll(&fd, 1, ms);
-    on_list_wake(&list->wake, 0);
+    wake_heard(list->wake.fd);
 }
 
 static void tell_failure(holders_list *list, fanin_status status,
@@ -415,7 +400,7 @@ static void tell_failure(holders_list *list, fanin_status status,
     pthread_mutex_lock(&list->lock);
     list->is_known = true;
     pthread_mutex_unlock(&list->lock);
-    list_wake(list->changed);
+    wake_up(list->changed);
     if (refused && list->refused)
         return;
     list->refused = refused;
@@ -482,14 +467,9 @@ fanin_status list_create(const fanin_client_config *config, const logger *log,
     *list = (holders_list){.config = config, .log = *log, .changed = changed};
     pthread_mutex_init(&list->lock, NULL);
     host_id(NULL, list->host);
-    list->wake = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
-                               .events = EPOLLIN,
-                               .ready = on_list_wake};
-    fanin_status status =
-        list->wake.fd >= 0
-            ? thread_start(&list->thread, "fanin-list", list_run, list, error)
-            : error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
-                              "cannot create an eventfd");
+    fanin_status status = loop_source_wake(&list->wake, error);
+    if (status == FANIN_OK)
+        status = thread_start(&list->thread, "fanin-list", list_run, list, error);
     list->started = status == FANIN_OK;
     *out = list;
     if (status != FANIN_OK)
@@ -505,7 +485,7 @@ void list_destroy(holders_list **list)
     *list = NULL;
     atomic_store(&l->stop, true);
     if (l->wake.fd >= 0)
-        list_wake(l->wake.fd);
+        wake_up(l->wake.fd);
     if (l->started)
         pthread_join(l->thread, NULL);
     if (l->wake.fd >= 0)

@@ -5,13 +5,14 @@
 #include "error_set.h"
 #include "handing.h"
 #include "log_choice.h"
+#include "pull/pull.h"
 #include "pull/result.h"
 #include "versioned.h"
+#include "wake.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define DRAIN_MS 100 /* what a server that goes lets others end */
@@ -103,7 +104,7 @@ static fanin_status init_relay(fanin_relay *r, const fanin_relay_config *given,
     if (status != FANIN_OK)
         return status;
     r->log = log_of(c->log, c->log_cookie);
-    r->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    r->wake = wake_open();
     if (r->wake < 0)
         return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
                                "cannot create an eventfd");
@@ -133,14 +134,6 @@ fanin_status fanin_relay_create(const fanin_relay_config *config,
 
 /* ------------------------------------------------------------------------- handing on */
 
-static uint64_t count_handed_on(fanin_server *server)
-{
-    fanin_server_stats s = {.struct_size = sizeof s};
-    if (!server || fanin_server_get_stats(server, &s) != FANIN_OK)
-        return 0;
-    return s.bytes_streamed + s.bytes_cma + s.bytes_rdma + s.bytes_cuda_ipc;
-}
-
 /* Nobody reads the parts any more, and nothing is offered. */
 static void stop_handing_on(fanin_relay *r)
 {
@@ -152,71 +145,10 @@ static void stop_handing_on(fanin_relay *r)
 
 static void drop_server(fanin_relay *r)
 {
-    r->handed_on += count_handed_on(r->server);
+    r->handed_on += relay_handed_on(r->server);
     r->is_put = false;
     r->n_last = 0;
     fanin_server_destroy(&r->server, DRAIN_MS);
-}
-
-typedef struct ranked {
-    uint32_t rank;
-    const connection *at;
-} ranked;
-
-static int compare_ranked(const void *a, const void *b)
-{
-    uint32_t x = ((const ranked *)a)->rank, y = ((const ranked *)b)->rank;
-    return (x > y) - (x < y);
-}
-
-/* In the order of ranks those that are there. Their number; 0 also: no memory. */
-static size_t list_ranks(const fanin_relay *r, list_rank **out)
-{
-    size_t n = 0;
-    ranked *ranks = calloc(r->n_addresses, sizeof *ranks);
-    list_rank *all = *out = calloc(r->n_addresses, sizeof *all);
-    for (size_t i = 0; ranks && all && i < r->origin->n_peers; i++) {
-        const connection *c = r->origin->peers[i].control;
-        if (connection_known(c))
-            ranks[n++] = (ranked){connection_peer(c)->rank, c};
-    }
-    if (n > 0)
-        qsort(ranks, n, sizeof *ranks, compare_ranked);
-    for (size_t i = 0; i < n; i++) {
-        snprintf(all[i].address, sizeof all[i].address, "%s",
-                 connection_text(ranks[i].at));
-        memcpy(all[i].incarnation, connection_peer(ranks[i].at)->incarnation,
-               sizeof all[i].incarnation);
-    }
-    free(ranks);
-    return n;
-}
-
-bool relay_knows_rank(const fanin_relay *r, const uint8_t incarnation[16])
-{
-    for (size_t i = 0; i < r->n_ranks; i++) {
-        if (memcmp(r->ranks[i].incarnation, incarnation,
-                   sizeof r->ranks[i].incarnation) == 0)
-            return true;
-    }
-    return false;
-}
-
-/* Those that the pull begins with. *@p same_out: all of them were there the last time. */
-static fanin_status take_ranks(fanin_relay *r, bool *same_out, fanin_error *error)
-{
-    list_rank *now;
-    size_t n = list_ranks(r, &now);
-    *same_out = true;
-    for (size_t i = 0; i < n; i++)
-        *same_out = *same_out && relay_knows_rank(r, now[i].incarnation);
-    free(r->ranks);
-    r->ranks = now;
-    r->n_ranks = n;
-    if (n > 0)
-        return FANIN_OK;
-    return now ? error_set(error, FANIN_ERR_CLOSED, NULL, "all ranks are gone")
-               : error_set_memory(error);
 }
 
 /* One of the trainer's launch: its world id says of which the bytes are. A launch that has the
@@ -226,7 +158,7 @@ static fanin_status ensure_server(fanin_relay *r, const uint8_t world_id[16],
 {
     fanin_server_config config = r->server_config;
     bool same;
-    fanin_status status = take_ranks(r, &same, error);
+    fanin_status status = relay_take_ranks(r, &same, error);
     if (status != FANIN_OK ||
         (r->server && same && memcmp(r->world_id, world_id, sizeof r->world_id) == 0))
         return status;
@@ -259,29 +191,10 @@ static fanin_status publish_parts(fanin_relay *r, uint64_t step, fanin_error *er
 
 /* ------------------------------------------------------------------------------ the list */
 
-static msg_offer numbers_of(fanin_relay *r)
-{
-    fanin_relay_stats s = {.struct_size = sizeof s};
-    fanin_relay_get_stats(r, &s);
-    return (msg_offer){.units = s.units,
-                       .landed = s.landed,
-                       .bytes_origin = s.bytes_from_origin,
-                       .bytes_relays = s.bytes_from_relays,
-                       .bytes_handed_on = s.bytes_handed_on,
-                       .late = s.late,
-                       .taken_over = s.taken_over};
-}
-
-void relay_tell(fanin_relay *r)
-{
-    msg_offer numbers = numbers_of(r);
-    list_tell(r->list, &numbers);
-}
-
 /* To the first of the ranks, in their order, of those that are there. */
 static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *error)
 {
-    msg_offer m = numbers_of(r);
+    msg_offer m = relay_numbers(r);
     snprintf(m.publication, sizeof m.publication, "%s", r->publication);
     m.step = step;
     memcpy(m.holding, r->parts.holding.bytes, sizeof m.holding);
@@ -291,51 +204,6 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
     bool good = list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m);
     return good ? FANIN_OK : error_set_memory(error);
-}
-
-/* -------------------------------------------------------------------- idle clients */
-
-#define IDLE_MOST 128
-
-static fanin_client *take_idle(fanin_relay *r, size_t at)
-{
-    fanin_client *client = r->idle[at].client;
-    memmove(&r->idle[at], &r->idle[at + 1], (--r->n_idle - at) * sizeof *r->idle);
-    return client;
-}
-
-fanin_client *relay_take_client(fanin_relay *r, const member *who)
-{
-    for (size_t i = 0; i < r->n_idle; i++) {
-        if (member_compare(&r->idle[i].who, who) == 0)
-            return take_idle(r, i);
-    }
-    return NULL;
-}
-
-void relay_keep_client(fanin_relay *r, const member *who, fanin_client *client)
-{
-    if (r->n_idle == IDLE_MOST) {
-        fanin_client *oldest = take_idle(r, 0);
-        fanin_client_destroy(&oldest);
-    }
-    if (array_reserve(&r->idle, &r->idle_capacity, r->n_idle + 1, sizeof *r->idle))
-        r->idle[r->n_idle++] = (idle_client){.who = *who, .client = client};
-    else
-        fanin_client_destroy(&client);
-}
-
-void relay_forget_clients(fanin_relay *r, const holder *all, size_t n)
-{
-    for (size_t i = r->n_idle; i-- > 0;) {
-        size_t at = 0;
-        while (at < n && member_compare(&all[at].who, &r->idle[i].who) != 0)
-            at++;
-        if (at < n)
-            continue;
-        fanin_client *gone = take_idle(r, i);
-        fanin_client_destroy(&gone);
-    }
 }
 
 /* -------------------------------------------------------------------------- the pull */
@@ -384,14 +252,11 @@ static fanin_status connect_origin(fanin_relay *r, const attempt *a, fanin_error
 }
 
 /* The trainer says which step; what is published here is made ready for it. */
-static fanin_status begin_attempt(attempt *a, const fanin_pull_options *options,
-                                  fanin_session **session, fanin_error *error)
+static fanin_status begin_attempt(attempt *a, fanin_session **session,
+                                  fanin_error *error)
 {
     fanin_relay *r = a->relay;
-    fanin_pull_options o = *options;
-    o.timeout_ms = attempt_left_ms(a);
-    o.progress = NULL;
-    o.rank_progress = NULL;
+    fanin_pull_options o = attempt_options(a);
     fanin_status status =
         fanin_client_begin(r->origin, &o, r->parts.origin, r->parts.n, session, error);
     if (status != FANIN_OK)
@@ -409,7 +274,7 @@ static fanin_status begin_attempt(attempt *a, const fanin_pull_options *options,
 static fanin_status try_once(attempt *a, fanin_error *error)
 {
     fanin_session *session = NULL;
-    fanin_status status = begin_attempt(a, a->options, &session, error);
+    fanin_status status = begin_attempt(a, &session, error);
     if (status == FANIN_OK)
         return attempt_run(a, session, error);
     fanin_session_abandon(&session);
@@ -489,23 +354,6 @@ static fanin_status check_relay(const fanin_relay *r, fanin_error *error)
                      "the relay belongs to the parent process %d", (int)r->pid);
 }
 
-static fanin_status check_options(const fanin_pull_options *given,
-                                  fanin_pull_options *out, fanin_error *error)
-{
-    fanin_pull_options_init(out, sizeof *out);
-    if (!versioned_read(out, sizeof *out, given, 0))
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "the options are NULL or their struct_size is not set");
-    if (!out->publication ||
-        strlen(out->publication) >= sizeof((fanin_relay *)0)->publication)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "the publication's name is missing or malformed");
-    if (out->timeout_ms == 0)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "timeout_ms must not be 0: every pull has a deadline");
-    return FANIN_OK;
-}
-
 fanin_status fanin_relay_pull_into(fanin_relay *relay,
                                    const fanin_pull_options *options,
                                    const fanin_tensor *tensors, size_t count,
@@ -515,7 +363,7 @@ fanin_status fanin_relay_pull_into(fanin_relay *relay,
     fanin_result *result = NULL;
     fanin_status status = check_relay(relay, error);
     if (status == FANIN_OK)
-        status = check_options(options, &o, error);
+        status = pull_options_read(options, &o, error);
     if (status != FANIN_OK)
         return status;
     if (atomic_exchange(&relay->busy, true))
@@ -555,21 +403,9 @@ void fanin_relay_cancel(fanin_relay *relay)
         return;
     int saved = errno;
     atomic_store(&relay->cancelled, true);
-    wake_up_fd(relay->wake);
+    wake_up(relay->wake);
     fanin_client_cancel(relay->origin);
     errno = saved;
-}
-
-void fanin_relay_get_stats(fanin_relay *relay, fanin_relay_stats *stats)
-{
-    fanin_relay_stats s = {0};
-    if (check_relay(relay, NULL) == FANIN_OK) {
-        pthread_mutex_lock(&relay->lock);
-        s = relay->stats;
-        s.bytes_handed_on = relay->handed_on + count_handed_on(relay->server);
-        pthread_mutex_unlock(&relay->lock);
-    }
-    versioned_write(stats, &s, sizeof s);
 }
 
 void fanin_relay_destroy(fanin_relay **relay)

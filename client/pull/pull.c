@@ -37,12 +37,9 @@ void fanin_pull_options_init(fanin_pull_options *options, size_t size)
     versioned_init(options, size, &defaults, sizeof defaults);
 }
 
-fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
-                        fanin_pull_options *out, fanin_error *error)
+fanin_status pull_options_read(const fanin_pull_options *in, fanin_pull_options *out,
+                               fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
     fanin_pull_options_init(out, sizeof *out);
     if (!versioned_read(out, sizeof *out, in, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
@@ -67,6 +64,13 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "timeout_ms must not be 0: every pull has a deadline");
     return FANIN_OK;
+}
+
+fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
+                        fanin_pull_options *out, fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    return status == FANIN_OK ? pull_options_read(in, out, error) : status;
 }
 
 /* ------------------------------------------------------- states of this file */

@@ -5,7 +5,10 @@
 
 #include "pull/states.h"
 
-/** Checks the client; struct_size, publication's form, rule, timeout; copies over defaults. */
+/** Checks struct_size, publication's form, rule, timeout; copies over defaults. */
+fanin_status pull_options_read(const fanin_pull_options *in, fanin_pull_options *out,
+                               fanin_error *error);
+/** The client, and then these. */
 fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
                         fanin_pull_options *out, fanin_error *error);
 
