@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pulls has in common: one call at a time, its options, its interrupts and its end."""
+"""What pulls have in common: one call at a time, its options, its interrupts and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 from . import _ffi
 from ._calls import Use, by_helper
 from ._exit import ClosableHandle, OpenHandles
-from ._library import check, dtype_code, initialised, integer, library, milliseconds, new_error
+from ._library import (
+    c_string,
+    check,
+    dtype_code,
+    initialised,
+    integer,
+    library,
+    milliseconds,
+    new_error,
+)
 from ._named import Named
 from ._otel import Span, span
 from ._prepared import prepare
@@ -23,7 +32,15 @@ from ._tensors import Described, PackedTensors, Shard, pack, shard_of
 from .errors import CancelledError, ProcessError, RequestError, StateError
 from .server import Stream, c_stream, publication_of
 
-__all__ = ["Listeners", "Puller", "Report", "current_stream", "finish", "set_max_bytes"]
+__all__ = [
+    "Listeners",
+    "Puller",
+    "Report",
+    "c_addresses",
+    "current_stream",
+    "finish",
+    "set_max_bytes",
+]
 
 _T = TypeVar("_T")
 # Of a pull: progress and rank_progress.
@@ -52,6 +69,16 @@ def set_max_bytes(options: _ffi.PullOptions, max_bytes: int | None) -> None:
     options.max_bytes = integer(max_bytes, "max_bytes", 64)
     if max_bytes == 0:
         raise RequestError.make("max_bytes is 0: nothing could be pulled", "leave it out")
+
+
+def c_addresses(addresses: Sequence[str]) -> Any:
+    """As an array for the library. RequestError: they are none, or malformed."""
+    if isinstance(addresses, (str, bytes)):
+        raise RequestError.make(
+            f"the addresses are one string, {addresses!r}", 'give a list: ["host:port", ...]'
+        )
+    raw = [c_string(address, "an address") for address in addresses]
+    return (ctypes.c_char_p * len(raw))(*raw)
 
 
 def _span_of(name: str, options: _ffi.PullOptions) -> Span:
@@ -183,6 +210,27 @@ class Puller(ClosableHandle):
         options.dtype = dtype_code(dtype, "dtype")
         options.stream = c_stream(stream)
         return options
+
+    def _filling(
+        self,
+        run: str | int,
+        tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors,
+        step: int | None,
+        at_least: int | None,
+        timeout: float,
+        max_attempts: int,
+        dtype: str | None,
+        stream: Stream | None,
+        max_bytes: int | None,
+        verify: bool,
+    ) -> tuple[Described, list[Any] | None, _ffi.PullOptions]:
+        """Of a pull into memory: as :meth:`_packed`, and the options."""
+        packed, memory = self._packed(tensors)
+        stream = current_stream(packed.cuda_devices) if stream is None else stream
+        options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
+        set_max_bytes(options, max_bytes)
+        options.verify = verify
+        return packed, memory, options
 
     def _pull(
         self,

@@ -22,7 +22,7 @@ from ._library import (
 )
 from ._log import log_target
 from ._options import ClientOptions, filled, takes
-from ._puller import Puller, Report, current_stream, finish, set_max_bytes
+from ._puller import Puller, Report, c_addresses, finish, set_max_bytes
 from ._records import (
     Entry,
     Owner,
@@ -132,17 +132,12 @@ class Client(Puller):
                 protocol version.
             PullTimeoutError, CancelledError: as named.
         """
-        if isinstance(addresses, (str, bytes)):
-            raise RequestError.make(
-                f"the addresses are one string, {addresses!r}", 'give a list: ["host:port", ...]'
-            )
-        raw = [c_string(address, "an address") for address in addresses]
-        array = (ctypes.c_char_p * len(raw))(*raw)
+        array = c_addresses(addresses)
         self._call(
             "connect",
             self._library.fanin_client_connect,
             array,
-            len(raw),
+            len(array),
             milliseconds(timeout, "timeout"),
         )
 
@@ -312,11 +307,9 @@ class Client(Puller):
             PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
             RequestError: *tensors* is empty, or one is read-only.
         """
-        packed, memory = self._packed(tensors)
-        stream = current_stream(packed.cuda_devices) if stream is None else stream
-        options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
-        set_max_bytes(options, max_bytes)
-        options.verify = verify
+        packed, memory, options = self._filling(
+            run, tensors, step, at_least, timeout, max_attempts, dtype, stream, max_bytes, verify
+        )
         lib = self._library
         functions = lib.fanin_client_pull, lib.fanin_client_pull_into
         into = partial(self._into, packed, memory, *functions)
@@ -351,11 +344,9 @@ class Client(Puller):
             progress: called with the bytes done, and in all, of the whole session; likewise
                 *rank_progress*.
         """
-        packed, memory = self._packed(tensors)
-        stream = current_stream(packed.cuda_devices) if stream is None else stream
-        options = self._options(run, step, at_least, timeout, 0, dtype, stream)
-        set_max_bytes(options, max_bytes)
-        options.verify = verify
+        packed, memory, options = self._filling(
+            run, tensors, step, at_least, timeout, 0, dtype, stream, max_bytes, verify
+        )
         self._tell(options, self._session_report(), progress, rank_progress)
         session = PullSession(self, packed, (options, stream, memory))
         handle, lib = ctypes.c_void_p(), self._library

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
 from ._calls import Use
-from ._library import c_string, check, initialised, new_error
+from ._library import check, initialised, new_error
 from ._log import log_target
 from ._options import ClientOptions, ServerOptions, filled, networks, takes
-from ._puller import Puller, current_stream, set_max_bytes
+from ._puller import Puller, c_addresses
 from ._records import PullProgress, PullResult
 from ._route import route_address
 from ._tensors import PackedTensors, Shard
@@ -80,25 +80,21 @@ class Relay(Puller):
     def __init__(self, options: RelayOptions) -> None:
         super().__init__()
         self._lent: list[object] = []
-        addresses = list(options.addresses or ())
-        if isinstance(options.addresses, (str, bytes)) or not addresses:
-            raise RequestError.make(
-                f"the addresses are {options.addresses!r}", 'give a list: ["host:port", ...]'
-            )
+        array = c_addresses(options.addresses or ())
+        if not array:
+            raise RequestError.make("no addresses are given", 'give a list: ["host:port", ...]')
         client = filled(_ffi.ClientConfig, self._library.fanin_client_config_init, options)
         client.log, client.log_cookie = log_target("client")
         config = initialised(_ffi.RelayConfig, self._library.fanin_relay_config_init)
         config.client = ctypes.pointer(client)
         if options.network is not None:
-            serving = _serving(options, addresses)
+            serving = _serving(options)
             server = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, serving)
             server.log, server.log_cookie = log_target("server")
             config.server = ctypes.pointer(server)
-        raw = [c_string(address, "an address") for address in addresses]
-        array = (ctypes.c_char_p * len(raw))(*raw)
         handle, error = ctypes.c_void_p(), new_error()
         status = self._library.fanin_relay_create(
-            ctypes.byref(config), array, len(raw), ctypes.byref(handle), ctypes.byref(error)
+            ctypes.byref(config), array, len(array), ctypes.byref(handle), ctypes.byref(error)
         )
         check(status, error)
         self._made(handle)
@@ -135,11 +131,9 @@ class Relay(Puller):
         Raises:
             PeerError: the trainer forbids relays (``FANIN_ERR_UNSUPPORTED``).
         """
-        packed, memory = self._packed(tensors)
-        stream = current_stream(packed.cuda_devices) if stream is None else stream
-        options = self._options(run, step, at_least, timeout, 0, dtype, stream)
-        set_max_bytes(options, max_bytes)
-        options.verify = verify
+        packed, memory, options = self._filling(
+            run, tensors, step, at_least, timeout, 0, dtype, stream, max_bytes, verify
+        )
         function = self._library.fanin_relay_pull_into
         lent = (packed, memory)
 
@@ -221,13 +215,13 @@ class Relay(Puller):
         self._lent.clear()
 
 
-def _serving(options: RelayOptions, addresses: Sequence[str]) -> ServerOptions:
+def _serving(options: RelayOptions) -> ServerOptions:
     """How others reach this reader."""
     try:
         allowed = networks(options.network)
     except ValueError as error:
         raise RequestError.make(f"network is {options.network!r}", f"give {error}") from None
-    own = route_address([split_address(address)[0] for address in addresses])
+    own = route_address([split_address(address)[0] for address in options.addresses or ()])
     within = [ipaddress.ip_network(one) for one in allowed.split(",")]
     if own is None or not any(ipaddress.ip_address(own) in one for one in within):
         raise RequestError.make(

@@ -25,17 +25,11 @@ import tempfile
 import time
 from typing import Any
 
+from full_weights import SLOWEST, ask, torch
+from worlds import Child, Control
+
 HERE = pathlib.Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[2] / "tests" / "engines"))
-
-try:
-    import torch
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
-from worlds import Child, Control  # noqa: E402
-
-RUN, WAYS, SLOWEST = "full:0", ("one", "direct", "relay"), 100.0
+RUN, WAYS = "full:0", ("one", "direct", "relay")
 
 
 class Member:
@@ -116,12 +110,6 @@ class Worker(Member):
         ]
         self.relay.release()
         return {"wrong": wrong[:3], "count": len(wrong)}
-
-
-def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
-    for one in children:
-        one.tell(what, **fields)
-    return [one.expect("done", SLOWEST) for one in children]
 
 
 def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
