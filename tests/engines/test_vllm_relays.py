@@ -24,7 +24,8 @@ PROMPT = [5, 9, 13, 17, 21]
 
 class Fleet:
     def __init__(self, scratch: Path) -> None:
-        self.model = save_full_model(scratch / "model", "qwen3", tied=True)
+        wide = {"intermediate_size": 32768}  # else all is read before the others are found
+        self.model = save_full_model(scratch / "model", "qwen3", tied=True, **wide)
         self.trainer = FullTrainer(self.model, scratch / "run", world_size=2)
         self.engines = [self.engine(scratch / name) for name in ("one", "two")]
         self.trainer.wait_ready()
@@ -85,8 +86,7 @@ def test_they_answer_as_without_relays(fleet: Fleet) -> None:
         assert with_relays[0] == with_relays[1]
         fleet.registry.sync(step, prefetch=False, again=True)
         assert fleet.answers() == with_relays
-    # A small model may be read of the trainer before the first engine is found: no share is sure.
-    print(f"percent of the first engine: {shares}")
+    assert max(shares) > 0, "relays have brought nothing"
 
 
 def test_one_that_is_killed_is_read_no_more(fleet: Fleet) -> None:
